@@ -1,0 +1,71 @@
+"""What the brain costs per step: ``schedule`` plus ``update`` with steady decode rows and a null executor.
+
+    python benchmarks/step_overhead.py [--rows 128 1024] [--steps 2000] [--json FILE]
+
+Stop checks, block allocation, block hashing for the prefix cache and the step record are included; HTTP, detokenizing
+and the forward pass are not. Prints the median, the mean and the 99th percentile in microseconds, over all steps
+between the first and the last in which every row decodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+
+from chairlift.engine.step_log import StepLog
+from chairlift.config import CacheGroup
+from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.request import Request
+from chairlift.scheduler.scheduler import Scheduler
+
+
+def measure(rows: int, steps: int, prompt: int = 40) -> dict[str, float]:
+    """Microseconds per step with ``rows`` requests that all decode."""
+    kv = KVCacheManager([CacheGroup(rows * (-(-(prompt + steps + 64) // 16)) + 2)], 16, max_step_tokens=1 << 20)
+    scheduler = Scheduler(kv, max_num_seqs=rows, max_num_batched_tokens=1 << 20, max_model_len=1 << 20)
+    for i in range(rows):
+        ids = [(i * 7919 + j * 104729) % 32000 for j in range(prompt + i % 16)]  # block boundaries spread over the steps
+        scheduler.add(Request(f"r{i}", ids, max_tokens=steps + 32, stop_token_ids=frozenset({32001})))
+    log = StepLog(4096)
+    first = scheduler.schedule(0.0)
+    scheduler.update(first, [7] * rows, 0.0)
+    micros = []
+    for step in range(steps):
+        tokens = [(step * 31 + row) % 32000 for row in range(rows)]
+        begin = time.perf_counter()
+        out = scheduler.schedule(float(step))
+        result = scheduler.update(out, tokens, float(step))
+        log.record(out, result, float(step), float(step))
+        micros.append((time.perf_counter() - begin) * 1e6)
+        if out.num_decodes != rows:
+            raise SystemExit(f"step {step} had {out.num_decodes} decode rows instead of {rows}")
+    micros.sort()
+    return {
+        "rows": rows,
+        "steps": steps,
+        "median_us": round(statistics.median(micros), 1),
+        "mean_us": round(statistics.fmean(micros), 1),
+        "p99_us": round(micros[int(len(micros) * 0.99)], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--json", help="append the results to this file")
+    args = parser.parse_args()
+    results = [measure(rows, args.steps) for rows in args.rows]
+    for result in results:
+        print("  ".join(f"{key} {value}" for key, value in result.items()))
+    if args.json:
+        record = {"python": platform.python_version(), "machine": platform.processor() or platform.machine()}
+        with open(args.json, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record | {"results": results}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Chairlift: continuous batching for language models, as a product.
+
+``from chairlift import LLM, SamplingParams`` is the whole public face of offline use. Nothing heavy is imported until a
+name that needs it is touched: ``import chairlift`` alone does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import ChairliftError, ConfigError, ModelLoadError, RequestError
+from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from chairlift.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from chairlift.config import EngineConfig
+    from chairlift.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "ChairliftError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "FinishReason",
+    "Logprob",
+    "ModelLoadError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_LAZY = {"LLM": "chairlift.llm", "EngineConfig": "chairlift.config"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'chairlift' has no attribute {name!r}")

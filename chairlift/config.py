@@ -1,0 +1,208 @@
+"""Every setting of the engine: frozen dataclasses, a docstring under each field, one flat name space.
+
+Names are vLLM's where vLLM has the setting. Command-line flags and help texts are generated from here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import textwrap
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
+
+from chairlift.errors import ConfigError
+
+__all__ = [
+    "BUNDLED_MODEL",
+    "CacheConfig",
+    "CacheGroup",
+    "EngineConfig",
+    "Flag",
+    "ModelConfig",
+    "SchedulerConfig",
+    "flat_fields",
+]
+
+BUNDLED_MODEL = "bundled"
+"""Stands for the small model that comes with the package."""
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_BATCHING = ("continuous", "static", "dynamic")
+_POLICIES = ("fcfs",)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What is served."""
+
+    model: str = BUNDLED_MODEL
+    """Directory with config.json and safetensors, a Hugging Face Hub id, or 'bundled' for the demo model inside."""
+    revision: str | None = None
+    """Branch, tag or commit, when the model comes from the Hub."""
+    tokenizer: str | None = None
+    """Directory with tokenizer.json, when it is not the model's own."""
+    skip_tokenizer_init: bool = False
+    """Take and return token ids only."""
+    dtype: str = "auto"
+    """auto (what the model says), float32, bfloat16 or float16; for weights, activations and KV cache."""
+    device: str = "cpu"
+    """cpu or cuda (cuda:0, ...)."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and answer together, in tokens. None: what the model was made for."""
+    seed: int | None = None
+    """Seeds the requests that bring no seed of their own, in order of arrival. None: fresh seeds each time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache."""
+
+    block_size: int = 16
+    """Tokens per block: a power of two from 1 to 256."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory for the KV cache. None: 40 % of what the machine and its control group allow."""
+    num_kv_blocks: int | None = None
+    """Exact number of blocks per cache group, instead of a size in bytes."""
+    enable_prefix_caching: bool = True
+    """Share the KV of equal prompt beginnings between requests."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who computes when."""
+
+    max_num_seqs: int = 256
+    """Most requests in a step."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of a step. Lower keeps decodes smooth, higher speeds prompts up."""
+    scheduling_policy: str = "fcfs"
+    """Who is next: fcfs (first come, first served)."""
+    batching: str = "continuous"
+    """continuous (rebuilt at every step), or a baseline: static (a batch ends as one), dynamic (fires like it)."""
+    batch_wait_ms: float = 0.0
+    """How long a static or dynamic batch waits to fill before it fires."""
+    num_lookahead_steps: int = 0
+    """Steps scheduled ahead of the newest known tokens: 0 (CPU), 1 or 2."""
+    admission_look_ahead: int = 8
+    """How many waiting requests may be looked past when the first does not fit."""
+    max_times_passed: int = 16
+    """After being passed this often, a waiting request is not passed any more."""
+    max_preemptions: int = 8
+    """After this many preemptions a request is resumed with all blocks it may ever need."""
+    admission_watermark: float = 0.01
+    """Share of the blocks kept free when a request joins a running batch."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All of it. Raises ConfigError when a value is out of range."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    def __post_init__(self) -> None:
+        model, cache, scheduler = self.model, self.cache, self.scheduler
+        _one_of("dtype", model.dtype, _DTYPES)
+        _one_of("batching", scheduler.batching, _BATCHING)
+        _one_of("scheduling_policy", scheduler.scheduling_policy, _POLICIES)
+        if not isinstance(model.device, str) or model.device.split(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError(f"device must be cpu or cuda, got {model.device!r}")
+        if cache.block_size not in {1 << i for i in range(9)}:
+            raise ConfigError(f"block_size must be a power of two from 1 to 256, got {cache.block_size!r}")
+        _range("max_model_len", model.max_model_len, 2, 2**24)
+        _range("seed", model.seed, -(2**63), 2**63 - 1)
+        _range("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1, 2**50)
+        _range("num_kv_blocks", cache.num_kv_blocks, 2, 2**31)
+        _range("max_num_seqs", scheduler.max_num_seqs, 1, 2**16)
+        _range("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**24)
+        _range("batch_wait_ms", scheduler.batch_wait_ms, 0, 3_600_000)
+        _range("num_lookahead_steps", scheduler.num_lookahead_steps, 0, 2)
+        _range("admission_look_ahead", scheduler.admission_look_ahead, 0, 2**16)
+        _range("max_times_passed", scheduler.max_times_passed, 1, 2**31)
+        _range("max_preemptions", scheduler.max_preemptions, 1, 2**31)
+        _range("admission_watermark", scheduler.admission_watermark, 0, 0.5)
+
+    @classmethod
+    def from_flat(cls, settings: Mapping[str, Any]) -> EngineConfig:
+        """Build from ``{"max_num_seqs": 64, ...}``; an unknown name is refused together with the nearest known one."""
+        parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}}
+        owners = {flag.name: flag.part for flag in flat_fields()}
+        for name, value in settings.items():
+            if name not in owners:
+                near = difflib.get_close_matches(name, list(owners), n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(owners)}"
+                raise ConfigError(f"unknown setting {name!r}; {hint}")
+            parts[owners[name]][name] = value
+        return cls(
+            model=ModelConfig(**parts["model"]),
+            cache=CacheConfig(**parts["cache"]),
+            scheduler=SchedulerConfig(**parts["scheduler"]),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that keep the same positions."""
+
+    num_blocks: int
+    """Blocks in the group's pool, the null block included."""
+    window: int | None = None
+    """None keeps every position (``full``); W keeps the last W (``window(W)``)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting, as the command line needs to know it."""
+
+    name: str
+    part: str
+    """``model``, ``cache`` or ``scheduler``."""
+    kind: type
+    """bool, int, float or str; a setting that may be None has the type it has otherwise."""
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None
+
+
+def flat_fields() -> list[Flag]:
+    """Every setting with type, default and help, in the order in which it is declared."""
+    choices = {"dtype": _DTYPES, "batching": _BATCHING, "scheduling_policy": _POLICIES}
+    flags = []
+    parts: dict[str, type[Any]] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+    for part, owner in parts.items():
+        hints, docs = get_type_hints(owner), _field_docs(owner)
+        for field in dataclasses.fields(owner):
+            kinds = [kind for kind in get_args(hints[field.name]) if kind is not type(None)] or [hints[field.name]]
+            flags.append(Flag(field.name, part, kinds[0], field.default, docs[field.name], choices.get(field.name)))
+    return flags
+
+
+def _field_docs(owner: type) -> dict[str, str]:
+    """The string under each field of a dataclass."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+    docs: dict[str, str] = {}
+    name = None
+    for node in getattr(body, "body", []):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docs[name] = " ".join(str(node.value.value).split())
+            name = None
+    return docs
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+
+def _range(name: str, value: Any, low: float, high: float) -> None:
+    if value is None and name in ("max_model_len", "seed", "kv_cache_memory_bytes", "num_kv_blocks"):
+        return
+    whole = name not in ("batch_wait_ms", "admission_watermark")
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a{' whole' if whole else ''} number from {low} to {high}, got {value!r}")

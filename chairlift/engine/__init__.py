@@ -1,0 +1,1 @@
+"""The loop: turns requests into steps and steps into text."""

@@ -1,0 +1,252 @@
+"""Token ids to text, one token at a time: whole characters only, and stop strings wherever tokens cut them."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from chairlift.sampling_params import SamplingParams
+from chairlift.tokenizer import Tokenizer
+
+__all__ = ["IncrementalDetokenizer"]
+
+_CONTEXT_TOKENS: Final = 8
+"""Tokens that a windowed decoder sees to the left of a new one, at most."""
+_MAX_HELD_TOKENS: Final = 4
+"""A UTF-8 character has at most four bytes, so no more tokens than this can wait for one to end."""
+
+
+class _TokenText(Protocol):
+    """Turns a sequence of tokens into text; the pieces in a row are the whole text."""
+
+    def feed(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """The text of one growing answer.
+
+    Feed tokens with :meth:`update`; read :attr:`text` or :meth:`take_delta`. The prompt gives the left context, so
+    prompt text + answer text is the text of the whole sequence (where the prompt ends inside a character, the answer
+    has that character). Nothing depends on how tokens are grouped into calls. A token costs O(1), whatever the length.
+
+    Two ways to get there. Where each token stands for fixed bytes (byte-level BPE, byte fallback), an incremental UTF-8
+    decoder is exact for every split of a character and every invalid byte. Other decoders look at neighbouring tokens,
+    so a short window is decoded twice, with and without the new token, and the difference is the new text (the
+    prefix and read offsets of TGI and vLLM). ``DecodeStream`` of the tokenizers library does neither: it never emits a
+    character that stays incomplete at the end, and its window grows for as long as bytes are invalid.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        kind = _WindowText if tokenizer.byte_decoding is None else _ByteText
+        self._decoder: _TokenText = kind(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._stop = _StopMatcher(tuple(params.stop or ()))
+        self._num_tokens = 0
+        self._pieces: list[str] = []
+        self._fresh: list[str] = []
+        self._length = 0
+        self._taken = 0
+        self._ended = False
+
+    def update(self, token_ids: Sequence[int], stop_terminated: bool = False) -> str | None:
+        """Append generated tokens; returns the stop string that the text now contains, or None.
+
+        Among several, the one that is complete first in the text wins, then the longest. The text is cut before it, or
+        after it with ``include_stop_str_in_output``, and later tokens are ignored. A match counts only if it ends in
+        text of a token past the first ``min_tokens``. ``stop_terminated`` says that the last token ended the answer
+        (end of sequence or a stop token id); its text is left out unless ``include_stop_str_in_output``.
+        """
+        hidden = len(token_ids) - 1 if stop_terminated and not self._include_stop else len(token_ids)
+        for index, token_id in enumerate(token_ids):
+            if self._ended:
+                return None
+            self._num_tokens += 1
+            matched = self._append(self._decoder.feed(token_id)) if index < hidden else None
+            if matched is not None:
+                return matched
+        return None
+
+    def finish(self) -> str | None:
+        """End the text: a character that stayed incomplete becomes U+FFFD, held-back text is released.
+
+        Returns a stop string completed by that last character, else None. Called by ``take_delta(finished=True)``.
+        """
+        if self._ended:
+            return None
+        matched = self._append(self._decoder.flush())
+        self._ended = True
+        return matched
+
+    @property
+    def text(self) -> str:
+        """What a reader may see so far: all but a tail that could still become a stop string."""
+        return self._whole()[: self._visible()]
+
+    def take_delta(self, finished: bool) -> str:
+        """The visible text since the last call; with ``finished`` everything that is left."""
+        if finished:
+            self.finish()
+        count = self._visible() - self._taken
+        if count <= 0:
+            return ""
+        fresh = "".join(self._fresh)
+        self._fresh = [fresh[count:]] if count < len(fresh) else []
+        self._taken += count
+        return fresh[:count]
+
+    def _append(self, piece: str) -> str | None:
+        if not piece:
+            return None
+        self._pieces.append(piece)
+        self._fresh.append(piece)
+        self._length += len(piece)
+        if not self._stop.stops:
+            return None
+        found = self._stop.find(piece, counts=self._num_tokens > self._min_tokens)
+        if found is None:
+            return None
+        stop, end = found
+        end += self._length - len(piece)
+        text = self._whole()[: end if self._include_stop else end - len(stop)]
+        self._pieces, self._fresh = [text], [text[self._taken :]]
+        self._length = len(text)
+        self._ended = True
+        return stop
+
+    def _visible(self) -> int:
+        return self._length if self._ended or self._include_stop else self._length - self._stop.held
+
+    def _whole(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+
+class _StopMatcher:
+    """Finds stop strings in a stream of text, remembering only as much of it as they are long."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stops = stops
+        self.held = 0
+        """Length of the longest end of the text that a stop string begins with."""
+        self._keep = max((len(stop) for stop in stops), default=1) - 1
+        self._first = frozenset(stop[0] for stop in stops)
+        self._tail = ""
+
+    def find(self, piece: str, counts: bool) -> tuple[str, int] | None:
+        """The first stop string to end inside ``piece``, and the offset in it behind its last character."""
+        text = self._tail + piece
+        if counts:
+            old = len(self._tail)
+            ends = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := self._at(text, stop, old)) >= 0]
+            if ends:
+                end, _, stop = min(ends)
+                return stop, end - old
+        self._tail = text[max(0, len(text) - self._keep) :]
+        self.held = self._held()
+        return None
+
+    @staticmethod
+    def _at(text: str, stop: str, old: int) -> int:
+        return text.find(stop, max(0, old - len(stop) + 1))
+
+    def _held(self) -> int:
+        tail = self._tail
+        for i, char in enumerate(tail):
+            if char in self._first and any(
+                len(stop) > len(tail) - i and stop.startswith(tail[i:]) for stop in self.stops
+            ):
+                return len(tail) - i
+        return 0
+
+
+class _ByteText:
+    """For decoders that map each token to bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        decoding = tokenizer.byte_decoding
+        if decoding is None:
+            raise TypeError("this tokenizer does not map tokens to bytes")
+        self._token_bytes = tokenizer.token_bytes
+        self._skip = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(decoding.errors)
+        self._fed = False
+        tail = b""
+        for token_id in reversed(prompt_token_ids):
+            tail = self._token_bytes(token_id, skip_special_tokens) + tail
+            if len(tail) >= _MAX_HELD_TOKENS:
+                break
+        # Leaves in the decoder what the prompt has of a last, incomplete character.
+        self._utf8.decode(tail)
+        self._at_start = decoding.strip_start and not tail
+
+    def feed(self, token_id: int) -> str:
+        piece = self._token_bytes(token_id, self._skip)
+        if not piece:
+            return ""
+        self._fed = True
+        return self._strip(self._utf8.decode(piece))
+
+    def flush(self) -> str:
+        return self._strip(self._utf8.decode(b"", final=True)) if self._fed else ""
+
+    def _strip(self, text: str) -> str:
+        if self._at_start and text:
+            self._at_start = False
+            return text[1:] if text.startswith(" ") else text
+        return text
+
+
+class _WindowText:
+    """For decoders that look at neighbouring tokens: decode a short window with and without the new token."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._decode = tokenizer.decode
+        self._skip = skip_special_tokens
+        # Skipped tokens must not fill the window: a decoder that treats the first token apart would take the next for
+        # it.
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._vocab_size = tokenizer.vocab_size
+        self._window: list[int] = []
+        for token_id in reversed(prompt_token_ids):
+            if len(self._window) == _CONTEXT_TOKENS:
+                break
+            if self._counts(token_id):
+                self._window.insert(0, token_id)
+        self._read = len(self._window)
+        """How many tokens of the window are already in the text."""
+        self._before = self._text_of(self._window)
+
+    def feed(self, token_id: int) -> str:
+        if not self._counts(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._text_of(self._window)
+        pending = len(self._window) - self._read
+        if text.endswith("\ufffd") and pending < _MAX_HELD_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        return self._advance(self._text_of(self._window))
+
+    def _advance(self, text: str) -> str:
+        piece = text[len(self._before) :]
+        self._before = text
+        # A context without text (a lone space marker) would make the next token look like the first of a sequence.
+        for context in (self._window[self._read :], self._window[-_CONTEXT_TOKENS:]):
+            if shorter := self._text_of(context):
+                self._window, self._before = context, shorter
+                break
+        self._read = len(self._window)
+        return piece
+
+    def _counts(self, token_id: int) -> bool:
+        return 0 <= token_id < self._vocab_size and token_id not in self._hidden
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids, self._skip)

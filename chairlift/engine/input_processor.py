@@ -1,0 +1,194 @@
+"""The one door: everything a caller may send is checked here, whichever front end it came through."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from chairlift.errors import PromptTooLongError, RequestError
+from chairlift.request import Request
+from chairlift.sampling.row import SamplingRow
+from chairlift.sampling.seeds import sample_seed
+from chairlift.sampling_params import SamplingParams
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt"]
+
+Prompt = str | list[int] | tuple[int, ...]
+"""Text, or token ids."""
+
+_SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
+_MAX_ID_LENGTH = 256
+
+
+class _CacheRoom(Protocol):
+    @property
+    def capacity_tokens(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the model allows."""
+
+    vocab_size: int
+    """Width of the logits: every token id must be below it."""
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    accepts_priority: bool = False
+    """Whether the scheduling policy looks at ``priority``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A checked request: one sequence per answer."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """The caller's, or the one drawn here."""
+    sequences: list[Request]
+
+
+class InputProcessor:
+    """Turns a prompt and its settings into sequences, or raises RequestError saying what is wrong with them.
+
+    ``cache`` tells how many positions the whole KV cache has; ``seed`` makes the seeds drawn for requests without one
+    reproducible.
+    """
+
+    def __init__(
+        self, limits: ModelLimits, tokenizer: Tokenizer | None, cache: _CacheRoom, seed: int | None = None
+    ) -> None:
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._cache = cache
+        # Not for secrets: it only has to give unrelated streams to unrelated requests.
+        self._random = random.Random(seed)
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float,
+        cache_salt: str = "",
+    ) -> PreparedRequest:
+        """Check everything, tokenize, and make one :class:`~chairlift.request.Request` per answer."""
+        if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
+            raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
+        if not isinstance(cache_salt, str) or not _SALT.fullmatch(cache_salt):
+            raise RequestError("cache_salt must be at most 64 characters from A-Z, a-z, 0-9, '_' and '-'")
+        token_ids = self._token_ids(prompt)
+        self._check_params(params)
+        max_tokens = self._max_tokens(len(token_ids), params)
+        stops = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stops |= frozenset(self.limits.eos_token_ids)
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        bad_words = self._bad_word_ids(params)
+        sequences: list[Request] = []
+        for index in range(params.n):
+            row = SamplingRow(
+                params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
+                seed=sample_seed(seed, index),
+                num_prompt_tokens=len(token_ids),
+                stop_token_ids=tuple(sorted(stops)),
+                bad_word_ids=bad_words,
+                tag=int.from_bytes(cache_salt.encode()[:8], "little"),
+            )
+            request = Request(
+                request_id if params.n == 1 else f"{request_id}#{index}",
+                token_ids,
+                max_tokens=max_tokens,
+                stop_token_ids=stops,
+                arrival_time=arrival_time,
+                priority=params.priority,
+                cache_salt=cache_salt,
+                params=params,
+                sampling=row,
+                source=sequences[0] if sequences else None,
+                # Positions read from the cache have no logits to report.
+                may_share=not (params.prompt_logprobs is not None and index == 0),
+            )
+            sequences.append(request)
+        text = prompt if isinstance(prompt, str) else None
+        return PreparedRequest(request_id, text, token_ids, params, seed, sequences)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
+            if not prompt:
+                raise RequestError("the prompt is empty; send at least one character or one token id")
+            token_ids = self._tokenizer.encode(prompt)
+        elif isinstance(prompt, (list, tuple)):
+            token_ids = list(prompt)
+        else:
+            raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
+        if not token_ids:
+            raise RequestError("the prompt is empty; send at least one character or one token id")
+        self._check_ids("the prompt", token_ids)
+        if len(token_ids) >= self.limits.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens, but the model takes {self.limits.max_model_len} together with"
+                " the answer; shorten the prompt"
+            )
+        return token_ids
+
+    def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise RequestError(f"{where} must hold whole numbers as token ids, got {str(token_id)[:40]!r}")
+            if not 0 <= token_id < self.limits.vocab_size:
+                raise RequestError(
+                    f"{where} has token id {token_id}, but the model knows ids from 0 to {self.limits.vocab_size - 1}"
+                )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", list(params.logit_bias or ()))
+        if self._tokenizer is None and (params.stop or params.bad_words):
+            raise RequestError(
+                "stop strings and bad_words need the tokenizer, which was not loaded; use stop_token_ids"
+            )
+        if params.priority and not self.limits.accepts_priority:
+            raise RequestError(
+                f"priority is {params.priority}, but the scheduling policy does not look at priorities; leave it at 0"
+            )
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        # The last token sampled is never an input, so the cache holds one position less than the sequence.
+        room = min(self.limits.max_model_len, self._cache.capacity_tokens + 1) - num_prompt_tokens
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens, but the whole KV cache holds"
+                f" {self._cache.capacity_tokens}; shorten the prompt or raise kv_cache_memory_bytes"
+            )
+        if params.max_tokens is None:
+            return room
+        if params.max_tokens > room:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, together"
+                f" {num_prompt_tokens + params.max_tokens}, but there is room for {num_prompt_tokens + room} (the model"
+                f" takes {self.limits.max_model_len}, the KV cache {self._cache.capacity_tokens});"
+                f" lower max_tokens to {room}"
+            )
+        return params.max_tokens
+
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is written at the start of a text and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False)) if self._tokenizer else ()
+                if ids:
+                    found[ids] = None
+        return tuple(found)

@@ -1,0 +1,89 @@
+"""One record per step: the source of every chart, and of every answer to 'what happened to my request?'."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+
+from chairlift.kv_cache.manager import BlockCounts
+from chairlift.scheduler.output import Chunk, SchedulerOutput, StepResult
+
+__all__ = ["RowRecord", "StepLog", "StepRecord"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowRecord:
+    """What one row did in one step."""
+
+    request_id: str
+    slot: int
+    num_tokens: int
+    why: str
+    """``decode``, ``prefill``, ``recompute`` or ``stalled``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step. Decode rows are kept as one shared tuple, so that a steady step adds no object per row."""
+
+    step: int
+    start: float
+    """When the step was scheduled, in seconds on the engine's clock."""
+    end: float
+    """When its tokens were known."""
+    decodes: tuple[tuple[str, int], ...]
+    """(request id, slot) of rows that computed one token."""
+    chunks: tuple[tuple[str, Chunk], ...]
+    num_tokens: int
+    num_waiting: int
+    num_held: int
+    finished: tuple[str, ...]
+    preempted: tuple[str, ...]
+    blocks: BlockCounts
+    unused_slots: int
+    """Allocated KV positions that hold nothing (internal fragmentation)."""
+    padding_avoided: int
+    """Tokens that a padded engine would have computed on top."""
+
+    @property
+    def rows(self) -> list[RowRecord]:
+        """Every row of the step, decodes first."""
+        rows = [RowRecord(request_id, slot, 1, "decode") for request_id, slot in self.decodes]
+        rows += [RowRecord(name, chunk.slot, chunk.num_tokens, chunk.why) for name, chunk in self.chunks]
+        return rows
+
+
+class StepLog:
+    """The last ``capacity`` steps."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._records: deque[StepRecord] = deque(maxlen=capacity)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return iter(self._records)
+
+    def __getitem__(self, index: int) -> StepRecord:
+        return self._records[index]
+
+    def record(self, out: SchedulerOutput, result: StepResult, start: float, end: float) -> None:
+        self._records.append(
+            StepRecord(
+                step=out.step,
+                start=start,
+                end=end,
+                decodes=out.decode_rows,
+                chunks=tuple(zip(out.chunk_ids, out.chunks, strict=True)) if out.chunks else (),
+                num_tokens=out.num_tokens,
+                num_waiting=out.num_waiting,
+                num_held=out.num_held,
+                finished=tuple([request.request_id for request in result.finished]),
+                preempted=tuple(out.preempted),
+                blocks=out.blocks or BlockCounts(0, 0, 0),
+                unused_slots=out.unused_slots,
+                padding_avoided=out.padding_avoided,
+            )
+        )

@@ -1,0 +1,52 @@
+"""Every exception Chairlift raises on purpose.
+
+::
+
+    ChairliftError
+    ├── ConfigError (ValueError)          a setting is unknown, out of range, or contradicts another
+    ├── ModelLoadError (ValueError)       a model directory is missing, damaged, unsafe or of an unknown kind
+    ├── RequestError (ValueError)         one request cannot be served as asked; nothing else is touched
+    │   └── PromptTooLongError            the request needs more tokens than the model or the KV cache has
+    ├── TemplateError (ValueError)        a chat template failed, or is not there
+    └── InvariantError (AssertionError)   Chairlift itself is broken: a bug, never the caller's fault
+
+Each message says what was given, what is allowed, and what to do.
+"""
+
+__all__ = [
+    "ChairliftError",
+    "ConfigError",
+    "InvariantError",
+    "ModelLoadError",
+    "PromptTooLongError",
+    "RequestError",
+    "TemplateError",
+]
+
+
+class ChairliftError(Exception):
+    """Base of every error Chairlift raises on purpose."""
+
+
+class ConfigError(ChairliftError, ValueError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class ModelLoadError(ChairliftError, ValueError):
+    """A model directory is missing, damaged, unsafe (pickle weights) or of an unknown architecture."""
+
+
+class RequestError(ChairliftError, ValueError):
+    """One request cannot be served as asked. Other requests are not affected."""
+
+
+class PromptTooLongError(RequestError):
+    """The request needs more tokens than ``max_model_len`` or the whole KV cache can hold."""
+
+
+class TemplateError(ChairliftError, ValueError):
+    """The chat template is missing, invalid, or raised an error while rendering."""
+
+
+class InvariantError(ChairliftError, AssertionError):
+    """An internal invariant does not hold. Raised by ``check_invariants()``; always a bug in Chairlift."""

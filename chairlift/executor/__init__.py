@@ -1,0 +1,1 @@
+"""THE MUSCLE: turns a scheduled step into tokens."""

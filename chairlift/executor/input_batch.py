@@ -1,0 +1,123 @@
+"""A permanent row per running request, updated by differences, read as flat arrays (vLLM V1's persistent batch)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.models.flat_batch import FlatBatch
+from chairlift.sampling.row import SamplingRow
+from chairlift.scheduler.output import NewRow, SchedulerOutput
+
+__all__ = ["InputBatch"]
+
+
+class InputBatch:
+    """Numpy mirrors of what each running request is: its tokens, its progress, its block tables, how it samples.
+
+    ``apply`` takes one step's differences and returns that step's flat batch; ``store`` takes the tokens it sampled.
+    Steps must be applied in order, and each must be stored before the next is applied.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, num_groups: int) -> None:
+        self.block_size = block_size
+        self.num_slots = num_slots
+        max_blocks = -(-max_model_len // block_size)
+        # np.zeros takes pages only when they are touched, so rows cost what they use.
+        self.tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
+        self.num_tokens = np.zeros(num_slots, dtype=np.int32)
+        self.num_computed = np.zeros(num_slots, dtype=np.int32)
+        self.block_tables = [np.zeros((num_slots, max_blocks), dtype=np.int32) for _ in range(num_groups)]
+        self.sampling: list[SamplingRow | None] = [None] * num_slots
+        self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
+        self._decodes = np.zeros(0, dtype=np.int32)
+
+    def apply(self, out: SchedulerOutput) -> FlatBatch:
+        """Bring the rows up to date, and lay the step's tokens side by side: decode rows first, then the chunks."""
+        for slot in out.left:
+            self._clear(slot)
+        for row in out.joined:
+            self._join(row)
+        for slot, blocks in out.new_blocks:
+            end = blocks.first + len(blocks.block_ids)
+            self.block_tables[blocks.group][slot, blocks.first : end] = blocks.block_ids
+        if out.decode_slots is not None:
+            self._decodes = np.array(out.decode_slots, dtype=np.int32)
+        return self._flatten(out)
+
+    def store(self, batch: FlatBatch, token_ids: list[int]) -> None:
+        """Append the sampled tokens to their rows. A failed row gets a harmless id; it is about to leave."""
+        slots = batch.slots[batch.sample_rows]
+        ends = batch.seq_lens[batch.sample_rows]
+        self.tokens[slots, ends] = np.maximum(np.array(token_ids, dtype=np.int32), 0)
+        self.num_tokens[slots] = ends + 1
+
+    def _join(self, row: NewRow) -> None:
+        slot, count = row.slot, len(row.token_ids)
+        self._clear(slot)
+        self.tokens[slot, :count] = row.token_ids
+        self.num_tokens[slot] = count
+        self.num_computed[slot] = row.num_computed_tokens
+        self.num_prompt_tokens[slot] = row.num_prompt_tokens
+        for table, blocks in zip(self.block_tables, row.block_ids, strict=True):
+            table[slot, : len(blocks)] = blocks
+        self.sampling[slot] = row.sampling
+
+    def _clear(self, slot: int) -> None:
+        self.num_tokens[slot] = self.num_computed[slot] = self.num_prompt_tokens[slot] = 0
+        for table in self.block_tables:
+            table[slot] = 0
+        self.sampling[slot] = None
+
+    def _flatten(self, out: SchedulerOutput) -> FlatBatch:
+        decodes = self._decodes
+        starts = self.num_computed[decodes]
+        slots: list[npt.NDArray[np.int32]] = [decodes]
+        token_ids, positions = [self.tokens[decodes, starts]], [starts]
+        lengths = [np.ones(len(decodes), dtype=np.int32)]
+        sample_rows = list(range(len(decodes)))
+        prompt_rows = []
+        self.num_computed[decodes] = starts + 1
+        for index, chunk in enumerate(out.chunks, start=len(decodes)):
+            token_ids.append(self.tokens[chunk.slot, chunk.start : chunk.end])
+            positions.append(np.arange(chunk.start, chunk.end, dtype=np.int32))
+            self.num_computed[chunk.slot] = chunk.end
+            if chunk.samples:
+                sample_rows.append(index)
+            row = self.sampling[chunk.slot]
+            if row is not None and row.wants_prompt_logprobs and chunk.start < self.num_prompt_tokens[chunk.slot] - 1:
+                known = self.tokens[chunk.slot, : self.num_prompt_tokens[chunk.slot]]
+                prompt_rows.append((index, chunk.start, known))
+        if out.chunks:
+            slots.append(np.array([chunk.slot for chunk in out.chunks], dtype=np.int32))
+            lengths.append(np.array([chunk.num_tokens for chunk in out.chunks], dtype=np.int32))
+        all_slots, all_lengths = np.concatenate(slots), np.concatenate(lengths)
+        all_positions = np.concatenate(positions)
+        cu_seqlens = np.zeros(len(all_slots) + 1, dtype=np.int32)
+        np.cumsum(all_lengths, out=cu_seqlens[1:])
+        seq_lens = self.num_computed[all_slots]
+        samplers = all_slots[sample_rows].tolist()
+        return FlatBatch(
+            token_ids=np.concatenate(token_ids),
+            positions=all_positions,
+            cu_seqlens=cu_seqlens,
+            seq_lens=seq_lens,
+            slots=all_slots,
+            block_tables=self._tables(all_slots, seq_lens),
+            slot_mapping=self._slot_mapping(np.repeat(all_slots, all_lengths), all_positions),
+            sampling=[self.sampling[slot] for slot in all_slots.tolist()],
+            sample_rows=np.array(sample_rows, dtype=np.int32),
+            histories=[self.tokens[slot, : self.num_tokens[slot]] for slot in samplers],
+            copies=out.copies,
+            prompt_rows=prompt_rows,
+        )
+
+    def _tables(self, slots: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
+        width = -(-int(seq_lens.max(initial=1)) // self.block_size)
+        return [table[slots, :width] for table in self.block_tables]
+
+    def _slot_mapping(
+        self, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+    ) -> list[npt.NDArray[np.int64]]:
+        blocks, offsets = positions // self.block_size, positions % self.block_size
+        return [table[slots, blocks].astype(np.int64) * self.block_size + offsets for table in self.block_tables]

@@ -1,0 +1,58 @@
+"""The executor in this process: one InputBatch over one model runner."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from chairlift.config import CacheGroup
+from chairlift.executor.input_batch import InputBatch
+from chairlift.models.flat_batch import FlatBatch, SampledTokens
+from chairlift.scheduler.output import SchedulerOutput
+
+__all__ = ["LocalExecutor", "ModelRunner"]
+
+
+class ModelRunner(Protocol):
+    """A model with its KV memory: PyTorch's, or HashLM."""
+
+    cache_groups: list[CacheGroup]
+
+    def forward(self, batch: FlatBatch) -> Any:
+        """Copy blocks, write KV, attend; returns what :meth:`sample` needs."""
+        ...
+
+    def sample(self, hidden: Any, batch: FlatBatch, masks: Any) -> SampledTokens: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ready:
+    """Tokens of a runner that computes at once."""
+
+    tokens: SampledTokens
+
+    def result(self) -> SampledTokens:
+        return self.tokens
+
+
+class LocalExecutor:
+    """Runs each step as it is given; see :class:`~chairlift.executor.executor.Executor`."""
+
+    def __init__(self, runner: ModelRunner, *, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.cache_groups = runner.cache_groups
+        self.block_size = block_size
+        self._runner = runner
+        self._input = InputBatch(num_slots, max_model_len, block_size, len(runner.cache_groups))
+
+    def execute(self, out: SchedulerOutput) -> tuple[Any, FlatBatch]:
+        batch = self._input.apply(out)
+        return self._runner.forward(batch), batch
+
+    def sample(self, handle: tuple[Any, FlatBatch], masks: Any = None) -> _Ready:
+        hidden, batch = handle
+        tokens = self._runner.sample(hidden, batch, masks)
+        self._input.store(batch, tokens.token_ids)
+        return _Ready(tokens)
+
+    def shutdown(self) -> None:
+        """Nothing outlives the object."""

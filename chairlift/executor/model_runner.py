@@ -1,0 +1,79 @@
+"""A PyTorch model over paged KV tensors: one flat batch in, one token per sampling row out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.executor.kv_tensors import KVPlan, make_kv_caches
+from chairlift.kernels import ops
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.context import PagedContext
+from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
+from chairlift.sampling.logprobs import token_logprobs
+from chairlift.sampling.sampler import Sampler
+
+__all__ = ["TorchModelRunner"]
+
+
+class TorchModelRunner:
+    """Runs a :class:`~chairlift.models.causal_lm.CausalLM` on one device."""
+
+    def __init__(self, model: CausalLM, plan: KVPlan, dtype: torch.dtype, device: torch.device) -> None:
+        self.cache_groups = plan.groups
+        self._model = model
+        self._device = device
+        self._layer_groups = plan.layer_groups
+        self._kv_caches = make_kv_caches(model.kv_cache_spec(), plan, dtype, device)
+        self._sampler = Sampler()
+
+    @torch.inference_mode()
+    def forward(self, batch: FlatBatch) -> Tensor:
+        """Hidden states of all tokens of the step, [T, D]."""
+        self._copy_blocks(batch.copies)
+        ctx = PagedContext(
+            cu_seqlens=batch.cu_seqlens.tolist(),
+            seq_lens=batch.seq_lens.tolist(),
+            block_tables=[self._to_device(table) for table in batch.block_tables],
+            slot_mapping=[self._to_device(mapping) for mapping in batch.slot_mapping],
+            kv_caches=self._kv_caches,
+            layer_groups=self._layer_groups,
+        )
+        hidden: Tensor = self._model(self._to_device(batch.token_ids), self._to_device(batch.positions), ctx)
+        return hidden
+
+    @torch.inference_mode()
+    def sample(self, hidden: Tensor, batch: FlatBatch, masks: Any) -> SampledTokens:
+        """Project the rows that sample to logits, and draw."""
+        ends = batch.cu_seqlens[batch.sample_rows + 1].astype(np.int64) - 1
+        tokens = SampledTokens([])
+        if len(ends):
+            logits = self._model.compute_logits(hidden.index_select(0, self._to_device(ends)))
+            rows = [batch.sampling[row] for row in batch.sample_rows]
+            drawn = self._sampler(logits, rows, batch.histories, masks)
+            asked = any(row is not None for row in drawn.logprobs)
+            tokens = SampledTokens(drawn.token_ids, drawn.logprobs if asked else None, drawn.errors)
+        for row, first, known in batch.prompt_rows:
+            start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
+            count = min(count, len(known) - 1 - first)
+            targets = known[first + 1 : first + 1 + count].tolist()
+            logits = self._model.compute_logits(hidden[start : start + count])
+            entries = token_logprobs(logits, targets, [batch.sampling[row].params.prompt_logprobs] * count)
+            tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries))
+        return tokens
+
+    def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)
+
+    def _copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
+        for group in {group for group, _, _ in copies}:
+            pairs = [(source, target) for g, source, target in copies if g == group]
+            sources = torch.tensor([source for source, _ in pairs], device=self._device)
+            targets = torch.tensor([target for _, target in pairs], device=self._device)
+            for layer, caches in enumerate(self._kv_caches):
+                if self._layer_groups[layer] == group:
+                    for cache in caches:
+                        ops.copy_blocks(cache, sources, targets)

@@ -1,0 +1,118 @@
+"""Plain torch for every operation: the truth that faster kernels are tested against.
+
+Nothing here is fast on purpose. Attention is written as its definition, in float32 and one query row at a time, so that
+it shares no cleverness (tiles, masks, grouping of heads) with the implementations it judges.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "apply_rotary",
+    "copy_blocks",
+    "linear",
+    "packed_attention",
+    "paged_attention",
+    "rms_norm",
+    "silu_and_mul",
+    "write_kv",
+]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019).
+
+    Computed in float32, rounded to ``x``'s dtype and only then scaled by ``weight``: the order Hugging Face models were
+    trained with, so that bf16 results agree to the bit.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al., 2021), the two halves of each head forming the pairs.
+
+    ``x`` is [T, H, Dh]; ``cos`` and ``sin`` are [T, 1, Dh/2] in ``x``'s dtype.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> silu(gate) * up, [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` with ``weight`` [out, in]."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def write_kv(key_cache: Tensor, value_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Store ``key`` and ``value`` [T, Hkv, Dh] at flat positions ``slots`` [T] of caches [blocks, size, Hkv, Dh]."""
+    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
+    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
+
+
+def copy_blocks(cache: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    """``cache[dst] = cache[src]`` for whole blocks (dim 0). All sources are read before any destination is written."""
+    cache.index_copy_(0, dst_ids, cache.index_select(0, src_ids))
+
+
+def _attend_row(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """One query [Hq, Dh] over keys and values [n, Hkv, Dh] -> [Hq, Dh], in float32."""
+    num_heads, head_dim = query.shape
+    group = num_heads // keys.shape[1]
+    wide_keys = keys.float().repeat_interleave(group, dim=1)
+    wide_values = values.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("hd,nhd->hn", query.float(), wide_keys) * scale
+    return torch.einsum("hn,nhd->hd", scores.softmax(-1), wide_values).reshape(num_heads, head_dim)
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], *, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention inside each segment of a packed batch: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh]."""
+    rows: list[Tensor] = []
+    for start, end in itertools.pairwise(cu_seqlens):
+        for row in range(start, end):
+            low = start if window is None else max(start, row - window + 1)
+            rows.append(_attend_row(q[row], k[low : row + 1], v[low : row + 1], scale))
+    return torch.stack(rows).to(q.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cu_seqlens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_table: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Causal attention of each row's newest tokens over its blocks: q [T, Hq, Dh] -> [T, Hq, Dh].
+
+    Row ``i`` holds queries ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``, the last of ``seq_lens[i]`` tokens, whose keys
+    lie in the blocks ``block_table[i]`` of caches [blocks, block_size, Hkv, Dh].
+    """
+    block_size = key_cache.shape[1]
+    rows: list[Tensor] = []
+    for i, seq_len in enumerate(seq_lens):
+        start, end = cu_seqlens[i], cu_seqlens[i + 1]
+        for row in range(start, end):
+            position = seq_len - (end - row)
+            low = 0 if window is None else max(0, position - window + 1)
+            where = torch.arange(low, position + 1, device=q.device)
+            blocks = block_table[i][where // block_size]
+            keys, values = key_cache[blocks, where % block_size], value_cache[blocks, where % block_size]
+            rows.append(_attend_row(q[row], keys, values, scale))
+    return torch.stack(rows).to(q.dtype)

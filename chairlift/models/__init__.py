@@ -1,0 +1,1 @@
+"""Networks shared by serving and training, one file per Hugging Face ``model_type``."""

@@ -1,0 +1,78 @@
+"""The decoder-only language model that every supported family is an instance of."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from chairlift.models.context import AttentionContext, LayerCache
+from chairlift.models.hf_config import ModelConfig
+from chairlift.models.layers.decoder import DecoderLayer
+from chairlift.models.layers.embedding import Embedding
+from chairlift.models.layers.linear import Linear
+from chairlift.models.layers.norm import RMSNorm
+from chairlift.models.layers.rotary import RotaryEmbedding
+
+__all__ = ["CausalLM"]
+
+
+class _Decoder(nn.Module):
+    """Everything below the output head, apart so that parameters carry Hugging Face's ``model.`` prefix."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope, config.max_position_embeddings)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        hidden: Tensor = self.embed_tokens(token_ids)
+        cos, sin = self.rotary(positions, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, ctx)
+        out: Tensor = self.norm(hidden)
+        return out
+
+
+class CausalLM(nn.Module):
+    """``model(token_ids[T], positions[T], ctx) -> hidden[T, D]`` and ``compute_logits(hidden[R, D]) -> [R, V]``.
+
+    ``token_ids`` and ``positions`` are int64; hidden states and logits have the model's dtype. New models start from
+    normal weights of standard deviation 0.02 drawn from torch's global generator, with gradients enabled.
+    """
+
+    model_type: ClassVar[str]
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = _Decoder(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Let the output head share the embedding's weight where the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        hidden: Tensor = self.model(token_ids, positions, ctx)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, [R, V], for the hidden states of the rows that need them."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def kv_cache_spec(self) -> list[LayerCache]:
+        """What each layer stores per token."""
+        config = self.config
+        return [LayerCache(config.num_key_value_heads, config.head_dim, window) for window in config.layer_windows]
+
+    def prepack(self) -> None:
+        """Trade every linear weight for its prepacked form (CPU, inference only); see :class:`Linear`."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.prepack()

@@ -1,0 +1,92 @@
+"""The flat-batch contract between a model and whoever runs it.
+
+A model is ``model(token_ids[T], positions[T], ctx) -> hidden[T, D]``: one flat batch, no batch dimension, no padding.
+It never knows which token belongs to which sequence; it hands its queries, keys and values to ``ctx``, which does. When
+serving, ``ctx`` is a :class:`PagedContext` over block tables (PagedAttention, Kwon et al., 2023); when training, a
+:class:`PackedContext` that keeps the sequences of a pack apart. The model code is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from torch import Tensor
+
+from chairlift.errors import InvariantError
+from chairlift.kernels import ops
+
+__all__ = ["AttentionContext", "LayerCache", "PackedContext", "PagedContext"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerCache:
+    """What one layer keeps per token: ``num_kv_heads * head_dim`` numbers for K and as many for V."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    """Tokens a query sees, itself included (sliding window); None sees all. Blocks behind it may be reused."""
+
+
+class AttentionContext(Protocol):
+    """How the tokens of a flat batch attend to each other and to what is cached."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """Causal attention: ``q`` [T, Hq, Dh], ``k`` and ``v`` [T, Hkv, Dh] -> [T, Hq, Dh], all of one dtype.
+
+        ``scale`` multiplies the scores; a query sees at most the ``window`` newest tokens, itself included.
+        """
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class PagedContext:
+    """One serving step: N rows, each the newest tokens of a sequence whose K and V lie in blocks.
+
+    Offsets and lengths are host integers, so that no layer waits for the device. A context serves one step only.
+    """
+
+    cu_seqlens: list[int]
+    """[N + 1] offsets of the rows in the flat batch; the last is T."""
+    seq_lens: list[int]
+    """[N] tokens in each sequence after this step (cached and new)."""
+    block_tables: list[Tensor]
+    """Per cache group, int64 [N, max_blocks]. Entries past a sequence or behind its window are never read."""
+    slot_mapping: list[Tensor]
+    """Per cache group, int64 [T]: ``block * block_size + offset`` where each token's K and V go."""
+    kv_caches: list[tuple[Tensor, Tensor]]
+    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]."""
+    layer_groups: list[int]
+    """Layer -> cache group."""
+    _plans: dict[tuple[int, int | None], list[ops.PagedRow]] = dataclasses.field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if len(self.cu_seqlens) != len(self.seq_lens) + 1 or self.cu_seqlens[0] != 0:
+            raise InvariantError(f"cu_seqlens {self.cu_seqlens} must start at 0 and have one entry more than seq_lens")
+        if len(self.kv_caches) != len(self.layer_groups):
+            raise InvariantError(f"{len(self.kv_caches)} KV caches for {len(self.layer_groups)} layer groups")
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """Write K and V to their slots, then attend over each row's blocks. See :class:`AttentionContext`."""
+        group = self.layer_groups[layer]
+        key_cache, value_cache = self.kv_caches[layer]
+        plan = self._plans.get((group, window))
+        if plan is None:
+            table, block_size = self.block_tables[group], key_cache.shape[1]
+            plan = ops.plan_rows(self.cu_seqlens, self.seq_lens, table, block_size, window)
+            self._plans[(group, window)] = plan
+        ops.write_kv(key_cache, value_cache, self.slot_mapping[group], k, v)
+        return ops.paged_attention(q, key_cache, value_cache, plan, scale=scale, window=window)
+
+
+@dataclasses.dataclass(slots=True)
+class PackedContext:
+    """A pack of whole sequences side by side, without a cache: training, scoring, tests. Differentiable."""
+
+    cu_seqlens: list[int]
+    """[N + 1] offsets of the sequences in the flat batch; the last is T. Positions restart at 0 in each."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """Attend inside each sequence. See :class:`AttentionContext`."""
+        return ops.packed_attention(q, k, v, self.cu_seqlens, scale=scale, window=window)

@@ -1,0 +1,68 @@
+"""What every model runner, real or fake, consumes and yields: one step as flat numpy arrays, and its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["FlatBatch", "PromptLogprobs", "SampledTokens"]
+
+_Int32 = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(slots=True)
+class FlatBatch:
+    """N rows, each the newest tokens of one sequence, T tokens in all; no padding anywhere. R of the rows sample."""
+
+    token_ids: _Int32
+    """[T]"""
+    positions: _Int32
+    """[T]"""
+    cu_seqlens: _Int32
+    """[N + 1] offsets of the rows in the flat batch."""
+    seq_lens: _Int32
+    """[N] length of each sequence after this step."""
+    slots: _Int32
+    """[N] InputBatch row of each."""
+    block_tables: list[_Int32]
+    """Per cache group, [N, M]: entries past the sequence or behind its window are meaningless."""
+    slot_mapping: list[npt.NDArray[np.int64]]
+    """Per cache group, [T]: ``block * block_size + offset``, where each token's KV goes."""
+    sampling: list[Any]
+    """[N] how each row samples, as given at admission."""
+    sample_rows: _Int32
+    """[R] rows that sample, in the order in which their tokens are returned."""
+    histories: list[_Int32]
+    """R views of the sequences so far, prompt and output; valid until the tokens of this step are stored."""
+    copies: list[tuple[int, int, int]]
+    """(group, source block, destination block) to copy before anything is written."""
+    prompt_rows: list[tuple[int, int, _Int32]]
+    """(row, first position, prompt tokens) of chunks whose request asked for prompt log-probabilities."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens that one chunk computed."""
+
+    slot: int
+    first: int
+    """Position of the first token reported."""
+    entries: list[Any]
+    """One per position from ``first`` on; see :class:`SampledTokens` for the type."""
+
+
+@dataclasses.dataclass(slots=True)
+class SampledTokens:
+    """What a step yields, in the order of ``FlatBatch.sample_rows``."""
+
+    token_ids: list[int]
+    """-1 where no token could be drawn."""
+    logprobs: Sequence[Any] | None = None
+    """Per row a record of ``token_ids``, ``logprobs`` (chosen first) and ``rank``, or None; None when nobody asked."""
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Row -> why it has no token."""
+    prompt_logprobs: list[PromptLogprobs] = dataclasses.field(default_factory=list)

@@ -1,0 +1,146 @@
+"""HashLM: a model that costs nothing and forgives nothing.
+
+It consumes what a real model consumes (flat batch, block tables, slot mapping, copies, sampling rows) and stands under
+the real executor, but keeps one pair of 64-bit words per KV position instead of tensors. Each word depends on the
+token, the position and everything the position attends to, read back through the block table; the next token depends
+on all words in reach and on the row's sampling settings. One wrong block, slot, copy, position, window or row changes
+the text. Numpy only; exact, so two runs may be compared with ``==``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.config import CacheGroup
+from chairlift.models.flat_batch import FlatBatch, SampledTokens
+from chairlift.sampling.row import SamplingRow
+
+__all__ = ["HashLM", "reference_tokens"]
+
+_Words = npt.NDArray[np.uint64]
+_MASK = (1 << 64) - 1
+_BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
+_TOKEN, _PLACE, _TAG = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
+
+
+class HashLM:
+    """A :class:`~chairlift.executor.local.ModelRunner` over the given cache groups."""
+
+    def __init__(self, groups: Sequence[CacheGroup], block_size: int, vocab_size: int, max_model_len: int) -> None:
+        self.cache_groups = list(groups)
+        self.vocab_size = vocab_size
+        self._block_size = block_size
+        # Per group, two words per KV position: what stands there, and what it saw when it was computed.
+        self._words = [np.zeros((2, group.num_blocks * block_size), dtype=np.uint64) for group in groups]
+        self._powers = np.array([pow(_BASE, i + 1, 1 << 64) for i in range(max_model_len + 1)], dtype=np.uint64)
+        self._offsets = np.arange(block_size, dtype=np.int64)
+
+    def forward(self, batch: FlatBatch) -> list[int]:
+        """Write the step's words; returns per row the hash of everything its last token attends to."""
+        size = self._block_size
+        for group, source, target in batch.copies:
+            words = self._words[group]
+            words[:, target * size : (target + 1) * size] = words[:, source * size : (source + 1) * size]
+        tags = np.array([row.tag & _MASK if row is not None else 0 for row in batch.sampling], dtype=np.uint64)
+        lengths = np.diff(batch.cu_seqlens)
+        first = _first_words(batch.token_ids, batch.positions, np.repeat(tags, lengths))
+        for words, mapping in zip(self._words, batch.slot_mapping, strict=True):
+            words[0, mapping] = first
+        return [self._row(batch, row, first) for row in range(len(batch.seq_lens))]
+
+    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
+        """One token per sampling row, from what it attends to, its own history and its settings."""
+        tokens = []
+        for row, history in zip(batch.sample_rows.tolist(), batch.histories, strict=True):
+            sampling = batch.sampling[row]
+            tokens.append(_next_token(hidden[row], history.tolist(), sampling, self.vocab_size))
+        return SampledTokens(tokens)
+
+    def _row(self, batch: FlatBatch, row: int, first: _Words) -> int:
+        start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
+        length = int(batch.seq_lens[row])
+        begin = length - (end - start)
+        seen: _Words = np.zeros(end - start, dtype=np.uint64)
+        for group in range(len(self._words)):
+            seen += self._attend(batch, group, row, 0, begin, length)
+        second = _mix(first[start:end] ^ seen)
+        for words, mapping in zip(self._words, batch.slot_mapping, strict=True):
+            words[1, mapping[start:end]] = second
+        last = [self._attend(batch, group, row, 1, length - 1, length)[0] for group in range(len(self._words))]
+        return sum(int(word) for word in last) & _MASK
+
+    def _attend(self, batch: FlatBatch, group: int, row: int, layer: int, begin: int, end: int) -> _Words:
+        """For each position in [begin, end): the weighted sum of the words it can see, read through the block table."""
+        window = self.cache_groups[group].window
+        low = 0 if window is None else max(0, begin - window + 1)
+        size = self._block_size
+        blocks = batch.block_tables[group][row, low // size : -(-end // size)].astype(np.int64)
+        places = (blocks[:, None] * size + self._offsets).ravel()[low % size : low % size + end - low]
+        sums = np.cumsum(self._words[group][layer, places] * self._powers[low:end])
+        upto = sums[begin - low :]
+        if window is None:
+            return upto
+        behind = np.zeros_like(upto)
+        gone = np.arange(begin, end) - window - low  # last position, relative to low, that is out of reach
+        behind[gone >= 0] = sums[gone[gone >= 0]]
+        return np.asarray(upto - behind)
+
+
+def _first_words(token_ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], tags: _Words) -> _Words:
+    tokens, places = token_ids.astype(np.uint64), positions.astype(np.uint64)
+    return _mix(
+        (tokens + np.uint64(1)) * np.uint64(_TOKEN)
+        ^ (places + np.uint64(1)) * np.uint64(_PLACE)
+        ^ tags * np.uint64(_TAG)
+    )
+
+
+def _mix(words: _Words) -> _Words:
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _mix_one(word: int) -> int:
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
+
+
+def _next_token(seen: int, history: list[int], row: SamplingRow, vocab_size: int) -> int:
+    params = row.params
+    settings = (row.seed, row.num_prompt_tokens, params.temperature, params.top_k, params.top_p, params.min_p)
+    counts = sum(history[row.num_prompt_tokens :]) if params.presence_penalty or params.frequency_penalty else 0
+    return _mix_one((seen ^ hash(settings) ^ counts * _TOKEN) & _MASK) % vocab_size
+
+
+def reference_tokens(
+    prompt: Sequence[int], row: SamplingRow, windows: Sequence[int | None], vocab_size: int, count: int
+) -> list[int]:
+    """The first ``count`` tokens HashLM generates for a prompt that is served alone: no blocks, no batch, no numpy."""
+    tokens = list(prompt)
+    first: list[int] = []
+    second: list[int] = []
+    generated: list[int] = []
+    powers = [pow(_BASE, i + 1, 1 << 64) for i in range(len(prompt) + count)]
+    while len(generated) < count:
+        for place in range(len(first), len(tokens)):
+            word = ((tokens[place] + 1) * _TOKEN & _MASK) ^ ((place + 1) * _PLACE & _MASK)
+            first.append(_mix_one(word ^ (row.tag * _TAG & _MASK)))
+            second.append(_mix_one(first[place] ^ _reach(first, powers, place, windows)))
+        seen = _reach(second, powers, len(tokens) - 1, windows)
+        generated.append(_next_token(seen, tokens, row, vocab_size))
+        tokens.append(generated[-1])
+    return generated
+
+
+def _reach(words: list[int], powers: list[int], place: int, windows: Sequence[int | None]) -> int:
+    total = 0
+    for window in windows:
+        low = 0 if window is None else max(0, place - window + 1)
+        total += sum(words[i] * powers[i] for i in range(low, place + 1))
+    return total & _MASK

@@ -1,0 +1,362 @@
+"""Read ``config.json`` as Hugging Face writes it, and refuse what we would compute wrongly.
+
+Two dialects are read: transformers 5 (``rope_parameters``, ``dtype``) and older (``rope_theta`` with ``rope_scaling``,
+``torch_dtype``). Missing keys take the defaults of the family's class in transformers. Every number is checked against
+a range, so that a hostile file costs an error message and not memory. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from chairlift.errors import ModelLoadError
+
+__all__ = ["SUPPORTED_MODEL_TYPES", "ModelConfig", "RopeConfig", "parse_config", "read_config", "read_json"]
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+_MAX_JSON_BYTES = 64 * 2**20
+_INT32_MAX = 2**31 - 1
+_MAX_CONTEXT = 2**27
+_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
+_DTYPES = ("float32", "bfloat16", "float16")
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_DEFAULT_CONTEXT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+# Keys by which other architectures change the maths of a layer. A config that sets one is not what it says it is.
+_FOREIGN_KEYS = (
+    "alibi",
+    "attention_chunk_size",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "kv_lora_rank",
+    "n_routed_experts",
+    "no_rope_layers",
+    "num_experts",
+    "num_local_experts",
+    "quantization_config",
+    "query_pre_attn_scalar",
+    "use_mrope",
+)
+_FOREIGN_FACTORS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logit_scale",
+    "logits_scaling",
+    "residual_multiplier",
+)
+_ROPE_NUMBERS = (
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+_ROPE_KEYS = {*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "truncate", "partial_rotary_factor", "finetuned"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: the base and how it is stretched. Names are transformers' ``rope_parameters``."""
+
+    rope_type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 2048
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What a network looks like. Names are Hugging Face's; the last group spells out what they leave to the class."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    dtype: str | None = None
+    """``float32``, ``bfloat16`` or ``float16`` as the config says; None where it is silent."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer: those of ``generation_config.json`` where it names any, else of ``config.json``."""
+
+    layer_windows: tuple[int | None, ...]
+    """Per layer, how many tokens a query sees (itself included); None sees all."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence in tokens the positions are good for, with any rotary scaling counted in."""
+        if self.rope.rope_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * self.rope.factor)
+        if self.rope.rope_type == "yarn":
+            stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
+            return max(self.max_position_embeddings, stretched)
+        return self.max_position_embeddings
+
+
+def read_config(model_dir: Path) -> ModelConfig:
+    """Read ``config.json`` and, where present, ``generation_config.json`` from a model directory.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing, damaged or asks for the unsupported.
+    """
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(
+            f"{model_dir} has no config.json, so it is not a Hugging Face model directory; "
+            "give the directory that holds config.json, *.safetensors and tokenizer.json"
+        )
+    generation_path = model_dir / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    return parse_config(read_json(path), generation, where=str(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, bounded in size; :class:`~chairlift.errors.ModelLoadError` names what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {path}: {error.strerror or error}") from None
+    if len(raw) > _MAX_JSON_BYTES:
+        raise ModelLoadError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB; download the model again")
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is not valid JSON ({error}); download the model again") from None
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(content).__name__}; download it again")
+    return content
+
+
+def parse_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, where: str = "config"
+) -> ModelConfig:
+    """Turn the content of ``config.json`` (and ``generation_config.json``) into a checked :class:`ModelConfig`.
+
+    ``where`` names the source in error messages. Raises :class:`~chairlift.errors.ModelLoadError`.
+    """
+    fields = _Fields(raw, where)
+    model_type = raw.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ModelLoadError(f"{where}: model_type {model_type!r:.80} is not supported; supported: {supported}")
+    _refuse_foreign(raw, where)
+    hidden_size = fields.integer("hidden_size", 1, 65_536)
+    heads = fields.integer("num_attention_heads", 1, 1_024)
+    missing = _DEFAULT_KV_HEADS.get(model_type, heads)
+    kv_heads = fields.integer("num_key_value_heads", 1, 1_024, default=missing, null=heads)
+    if heads % kv_heads:
+        fields.fail(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if raw.get("head_dim") is None and model_type != "qwen3" and hidden_size % heads:
+        fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}")
+    derived = 128 if model_type == "qwen3" and "head_dim" not in raw else hidden_size // heads
+    head_dim = fields.integer("head_dim", 2, 1_024, default=derived, null=derived)
+    if head_dim % 2:
+        fields.fail(f"head_dim {head_dim} is odd, but rotary embedding needs pairs")
+    layers = fields.integer("num_hidden_layers", 1, 1_024)
+    context = fields.integer("max_position_embeddings", 1, _MAX_CONTEXT, default=_DEFAULT_CONTEXT[model_type])
+    attention_bias = model_type in ("llama", "qwen3") and fields.boolean("attention_bias", False)
+    bos_default, eos_default = (1, 2) if model_type in ("llama", "mistral") else (None, None)
+    eos = (generation or {}).get("eos_token_id")
+    eos = raw.get("eos_token_id", eos_default) if eos is None else eos
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=fields.integer("vocab_size", 1, 2**22),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", 1, 2**20),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
+        max_position_embeddings=context,
+        rope=_rope(raw, context, where),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        dtype=_dtype(raw, where),
+        bos_token_id=fields.optional_integer("bos_token_id", 0, _INT32_MAX, default=bos_default),
+        eos_token_ids=_token_ids(eos, where),
+        layer_windows=_layer_windows(fields, model_type, layers),
+        qkv_bias=attention_bias or model_type == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=model_type == "llama" and fields.boolean("mlp_bias", False),
+        qk_norm=model_type == "qwen3",
+    )
+
+
+class _Fields:
+    """Checked access to the keys of a JSON object; every failure names the file, the key, the value and the range."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def fail(self, problem: str) -> NoReturn:
+        raise ModelLoadError(f"{self.where}: {problem}; the file is damaged or not a model that Chairlift supports")
+
+    def integer(self, key: str, low: int, high: int, *, default: int | None = None, null: int | None = None) -> int:
+        """``default`` stands in for a missing key, ``null`` for an explicit null; without them the key is required."""
+        value = self.raw.get(key, default)
+        if value is None and key in self.raw:
+            value = null
+        if value is None:
+            self.fail(f"{key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self.fail(f"{key} must be a whole number from {low} to {high}, got {value!r:.80}")
+        return int(value)
+
+    def optional_integer(self, key: str, low: int, high: int, *, default: int | None = None) -> int | None:
+        return None if self.raw.get(key, default) is None else self.integer(key, low, high, default=default)
+
+    def number(self, key: str, low: float, high: float, *, default: float | None = None) -> float:
+        """A finite number above ``low`` and at most ``high``."""
+        value = self.raw.get(key, default)
+        if value is None:
+            self.fail(f"{key} is missing")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not low < value <= high:
+            self.fail(f"{key} must be a number above {low:g} and up to {high:g}, got {value!r:.80}")
+        return float(value)
+
+    def optional_number(self, key: str, low: float, high: float) -> float | None:
+        return None if self.raw.get(key) is None else self.number(key, low, high)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key, default)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.fail(f"{key} must be true or false, got {value!r:.80}")
+        return bool(value)
+
+
+def _refuse_foreign(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse a config that asks for maths we do not do, rather than answer with the wrong numbers."""
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelLoadError(f"{where}: hidden_act {activation!r:.80} is not supported; supported: silu")
+    for key in (*_FOREIGN_KEYS, *_FOREIGN_FACTORS):
+        value = raw.get(key)
+        if value and not (key in _FOREIGN_FACTORS and value == 1):
+            raise ModelLoadError(
+                f"{where}: {key} = {value!r:.80} is not supported for model_type {raw['model_type']!r}; "
+                "use a model without it (quantized models: the original weights)"
+            )
+    architectures = raw.get("architectures") or ["ForCausalLM"]
+    if not isinstance(architectures, list) or not any(str(name).endswith("ForCausalLM") for name in architectures):
+        raise ModelLoadError(
+            f"{where}: architectures {architectures!r:.80} has no ...ForCausalLM; use a text-generation model"
+        )
+    auto_map = raw.get("auto_map")
+    if isinstance(auto_map, Mapping) and "AutoModelForCausalLM" in auto_map:
+        raise ModelLoadError(
+            f"{where}: the model needs code from its own directory (auto_map), which Chairlift never runs; "
+            "use a version of the model in a standard format"
+        )
+
+
+def _dtype(raw: Mapping[str, Any], where: str) -> str | None:
+    value = raw.get("dtype") if raw.get("dtype") is not None else raw.get("torch_dtype")
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelLoadError(f"{where}: dtype {name!r:.80} is not supported; supported: {', '.join(_DTYPES)}")
+    return name
+
+
+def _token_ids(value: Any, where: str) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for item in ids:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= _INT32_MAX:
+            raise ModelLoadError(f"{where}: eos_token_id must be a token id or a list of them, got {value!r:.80}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _layer_windows(fields: _Fields, model_type: str, layers: int) -> tuple[int | None, ...]:
+    raw = fields.raw
+    kinds = raw.get("layer_types")
+    if kinds is not None:
+        known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+        if not known or len(kinds) != layers:
+            fields.fail(f"layer_types must name full_attention or sliding_attention for each of {layers} layers")
+    window: int | None = None
+    if model_type == "mistral" or (model_type in ("qwen2", "qwen3") and fields.boolean("use_sliding_window", False)):
+        window = fields.optional_integer("sliding_window", 1, _MAX_CONTEXT, default=4096)
+    if model_type == "mistral" or kinds is None:
+        first = 0
+        if model_type != "mistral" and window is not None:
+            first = fields.integer("max_window_layers", 0, 1_024, default=28)
+        windows = [window if layer >= first else None for layer in range(layers)]
+        if kinds is not None and [kind == "sliding_attention" for kind in kinds] != [w is not None for w in windows]:
+            fields.fail(f"layer_types of a {model_type} model must be all alike and agree with sliding_window {window}")
+        return tuple(windows)
+    if window is None and "sliding_attention" in kinds:
+        fields.fail("layer_types has sliding_attention, but use_sliding_window or sliding_window is not set")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope(raw: Mapping[str, Any], context: int, where: str) -> RopeConfig:
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or not _ROPE_KEYS.issuperset(given):
+        known = ", ".join(sorted(_ROPE_KEYS))
+        raise ModelLoadError(f"{where}: rope parameters {given!r:.160} are not supported; known keys: {known}")
+    parameters: dict[str, Any] = {"rope_theta": 10_000.0}
+    parameters.update({k: raw[k] for k in ("rope_theta", "partial_rotary_factor") if raw.get(k) is not None})
+    parameters.update({key: value for key, value in given.items() if value is not None})
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type not in _ROPE_TYPES:
+        supported = ", ".join(_ROPE_TYPES)
+        raise ModelLoadError(f"{where}: rope_type {rope_type!r:.80} is not supported; supported: {supported}")
+    fields = _Fields(parameters, f"{where}: rope parameters")
+    if fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:
+        fields.fail(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported")
+    theta = fields.number("rope_theta", 1.0, 1e15)
+    if rope_type == "default":
+        return RopeConfig(theta=theta, original_max_position_embeddings=context)
+    if raw.get("original_max_position_embeddings") is not None:
+        parameters["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    original = fields.integer("original_max_position_embeddings", 1, _MAX_CONTEXT, default=context)
+    rope = RopeConfig(
+        rope_type=rope_type,
+        theta=theta,
+        factor=fields.number("factor", 0.0, 1e6, default=context / original if rope_type == "yarn" else None),
+        original_max_position_embeddings=original,
+        low_freq_factor=fields.number("low_freq_factor", 0.0, 1e6, default=None if rope_type == "llama3" else 1.0),
+        high_freq_factor=fields.number("high_freq_factor", 0.0, 1e6, default=None if rope_type == "llama3" else 4.0),
+        attention_factor=fields.optional_number("attention_factor", 0.0, 1e6),
+        beta_fast=fields.number("beta_fast", 0.0, 1e6, default=32.0),
+        beta_slow=fields.number("beta_slow", 0.0, 1e6, default=1.0),
+        mscale=fields.optional_number("mscale", 0.0, 1e6),
+        mscale_all_dim=fields.optional_number("mscale_all_dim", 0.0, 1e6),
+        truncate=fields.boolean("truncate", True),
+    )
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        fields.fail(f"high_freq_factor {rope.high_freq_factor} must be above low_freq_factor {rope.low_freq_factor}")
+    return rope

@@ -1,0 +1,1 @@
+"""The parts every decoder-only transformer is made of."""

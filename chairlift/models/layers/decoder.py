@@ -1,0 +1,29 @@
+"""A pre-norm decoder layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from chairlift.models.context import AttentionContext
+from chairlift.models.hf_config import ModelConfig
+from chairlift.models.layers.attention import Attention
+from chairlift.models.layers.mlp import GatedMLP
+from chairlift.models.layers.norm import RMSNorm
+
+__all__ = ["DecoderLayer"]
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a gated MLP, each behind a norm and added to the residual stream: [T, D] -> [T, D]."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: AttentionContext) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, ctx)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out

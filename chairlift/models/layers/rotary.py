@@ -1,0 +1,94 @@
+"""Rotary position embedding: the frequencies, and the cosines and sines of a step's positions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor, nn
+
+from chairlift.models.hf_config import RopeConfig
+
+__all__ = ["RotaryEmbedding", "inverse_frequencies"]
+
+
+class RotaryEmbedding(nn.Module):
+    """``positions[T]`` -> cos and sin, each [T, 1, Dh/2], scaled by the attention factor (YaRN; 1 elsewhere).
+
+    Computed for the positions of each step rather than looked up: it costs microseconds, a table for 128 Ki positions
+    costs 64 MiB. The frequencies are float32 whatever the model's dtype, and are never converted with it.
+    """
+
+    def __init__(self, head_dim: int, rope: RopeConfig, max_position_embeddings: int) -> None:
+        super().__init__()
+        frequencies, self.attention_factor = inverse_frequencies(head_dim, rope, max_position_embeddings)
+        self._frequencies: dict[torch.device, Tensor] = {frequencies.device: frequencies}
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        frequencies = self._frequencies.get(positions.device)
+        if frequencies is None:
+            frequencies = next(iter(self._frequencies.values())).to(positions.device)
+            self._frequencies[positions.device] = frequencies
+        angles = positions.float()[:, None, None] * frequencies
+        return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
+
+
+def inverse_frequencies(head_dim: int, rope: RopeConfig, max_position_embeddings: int) -> tuple[Tensor, float]:
+    """Return the rotation per position of each pair of dimensions, float32 [head_dim / 2], and the attention factor.
+
+    ``dynamic`` (NTK-aware scaling) is static here: the base for the longest context, ``factor`` times
+    ``max_position_embeddings``, is used at every length. transformers changes it as a sequence grows, which would
+    rotate keys already in the cache by the wrong angles.
+    """
+    with torch.device("cpu"):
+        if rope.rope_type == "dynamic":
+            stretch = rope.factor * rope.factor - (rope.factor - 1)
+            rope = dataclasses.replace(rope, theta=rope.theta * stretch ** (head_dim / (head_dim - 2)))
+        periods = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        plain = 1.0 / periods
+        if rope.rope_type == "linear":
+            return plain / rope.factor, 1.0
+        if rope.rope_type == "llama3":
+            return _llama3(plain, rope), 1.0
+        if rope.rope_type == "yarn":
+            return _yarn(periods, head_dim, rope), _yarn_attention_factor(rope)
+        return plain, 1.0
+
+
+def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama 3.1: long wavelengths divided by ``factor``, short ones kept, a smooth step between."""
+    context = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / plain
+    smooth = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth) * plain / rope.factor + smooth * plain
+    out = torch.where(wavelengths > context / rope.low_freq_factor, plain / rope.factor, blended)
+    return torch.where(wavelengths < context / rope.high_freq_factor, plain, out)
+
+
+def _yarn(periods: Tensor, head_dim: int, rope: RopeConfig) -> Tensor:
+    """YaRN (Peng et al., 2023): dimensions that turn often are kept, those that turn seldom are interpolated."""
+
+    def dimension_of(rotations: float) -> float:
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a division by zero
+    kept = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return (1.0 / (rope.factor * periods)) * (1 - kept) + (1.0 / periods) * kept
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def magnitude(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,219 @@
+"""From a name or a directory to a model in memory.
+
+A model directory is data from a stranger. Only JSON and safetensors are read; pickle files are refused; no code in the
+directory is ever imported; names in the index cannot lead out of the directory. Tensors are memory-mapped and copied
+straight into their place, one layer at a time, so that loading needs hardly more memory than the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from chairlift.errors import ModelLoadError
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.hf_config import ModelConfig, read_config, read_json
+from chairlift.models.layers.linear import Linear
+from chairlift.models.registry import model_class
+
+__all__ = ["load_model", "read_config", "resolve_dtype", "resolve_model_dir"]
+
+Progress = Callable[[str, float], None]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
+_INDEX_NAME = "model.safetensors.index.json"
+_SINGLE_NAME = "model.safetensors"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+
+
+def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> Path:
+    """Return the directory of a model: a local one as it is, else the Hub snapshot of that id, downloaded if needed.
+
+    Only safetensors, JSON and tokenizer files are fetched. Raises :class:`~chairlift.errors.ModelLoadError` when
+    ``name_or_path`` is neither a directory nor a model the Hub (or its local cache) can give.
+    """
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if name and path.is_dir():
+        return path
+    if path.exists() or not _HUB_ID.fullmatch(name) or ".." in name:
+        raise ModelLoadError(
+            f"{name!r} is not a directory; give the directory that holds config.json and *.safetensors, "
+            "or a Hugging Face model id such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    from huggingface_hub import snapshot_download  # takes a while to import, and local directories don't need it
+
+    try:
+        snapshot = snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
+    except Exception as error:  # unreachable, unknown, gated, disk full: for the caller all are "no such model here"
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise ModelLoadError(
+            f"{name!r} is not a directory here, and the Hugging Face Hub did not give a model of that name "
+            f"({type(error).__name__}: {reason}); check the spelling, the network, and access to gated models, "
+            "or download it elsewhere and give its directory"
+        ) from None
+    return Path(snapshot)
+
+
+def resolve_dtype(config: ModelConfig, dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype for ``"auto"`` (the config's, else float32), a name, or a dtype."""
+    if isinstance(dtype, torch.dtype):
+        name = str(dtype).removeprefix("torch.")
+    else:
+        name = (config.dtype or "float32") if dtype == "auto" else dtype
+    if name not in _DTYPES:
+        raise ModelLoadError(f"dtype {name!r} is not supported; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def load_model(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+    *,
+    prepack: bool = True,
+) -> CausalLM:
+    """Build the model of ``config`` with the weights in ``model_dir``, ready for inference (no gradients).
+
+    ``progress`` is called with a label and the share done (0..1). With ``prepack`` the linear layers of a CPU model are
+    laid out for oneDNN as they are loaded; pass False to train or to save. Raises
+    :class:`~chairlift.errors.ModelLoadError` when weights are missing, damaged, surplus, misshapen or pickled.
+    """
+    torch_dtype, device = resolve_dtype(config, dtype), torch.device(device)
+    with torch.device("meta"):
+        model = model_class(config.model_type)(config)
+    with contextlib.ExitStack() as stack:
+        tensors = _open_tensors(model_dir, stack)
+        parts = checkpoint_layout(model)
+        _check_tensors(tensors, parts, config, model_dir)
+        _fill(model, parts, tensors, torch_dtype, device, progress, prepack=prepack and device.type == "cpu")
+    return model.eval().requires_grad_(False)
+
+
+def _fill(
+    model: CausalLM,
+    parts: list[CheckpointPart],
+    tensors: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+    *,
+    prepack: bool,
+) -> None:
+    """Replace each meta parameter by a real one; with ``prepack``, each linear layer as soon as it is complete."""
+    by_parameter: dict[str, list[CheckpointPart]] = {}
+    for part in parts:
+        by_parameter.setdefault(part.parameter, []).append(part)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    total, done = sum(shape.numel() for shape in shapes.values()), 0
+    for name, group in by_parameter.items():
+        value = torch.empty(shapes[name], dtype=dtype, device=device)
+        for part in group:
+            try:
+                value[part.start : part.start + part.shape[0]].copy_(tensors[part.name].get_tensor(part.name))
+            except (SafetensorError, OSError, RuntimeError) as error:
+                raise ModelLoadError(f"cannot read tensor {part.name}: {error}; download the model again") from None
+        owner_name, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        setattr(owner, attribute, nn.Parameter(value, requires_grad=False))
+        if prepack and isinstance(owner, Linear) and attribute == "weight":
+            owner.prepack()
+        done += value.numel()
+        if progress is not None:
+            progress("loading weights", done / total)
+    model.tie_weights()
+    if prepack:
+        model.lm_head.prepack()
+
+
+def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it."""
+    index_path = model_dir / _INDEX_NAME
+    if index_path.is_file():
+        index = _read_index(index_path)
+        opened = {file: _open_file(model_dir / file, stack) for file in sorted(set(index.values()))}
+        names = {file: frozenset(opened[file].keys()) for file in opened}
+        for name, file in index.items():
+            if name not in names[file]:
+                raise ModelLoadError(f"{index_path}: tensor {name} is not in {file}; download both files again")
+        return {name: opened[file] for name, file in index.items()}
+    if (model_dir / _SINGLE_NAME).is_file():
+        file = _open_file(model_dir / _SINGLE_NAME, stack)
+        return dict.fromkeys(file.keys(), file)
+    pickled = sorted(path.name for path in model_dir.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    if pickled:
+        raise ModelLoadError(
+            f"{model_dir} has its weights only as pickle ({pickled[0]}), and unpickling runs any code inside; "
+            "get a version with *.safetensors, or convert it with transformers' save_pretrained if you trust its author"
+        )
+    raise ModelLoadError(f"{model_dir} has neither {_SINGLE_NAME} nor {_INDEX_NAME}; download the model again")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{path} has no weight_map; download it again")
+    for file in set(map(str, weight_map.values())):
+        # Plain names only: an entry must not reach out of the model's directory.
+        if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file):
+            raise ModelLoadError(f"{path} refers to {file[:80]!r}; only *.safetensors files beside it are allowed")
+        if not (path.parent / file).is_file():
+            raise ModelLoadError(f"{path} refers to {file}, which is not there; download the model again")
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
+    """Memory-map a safetensors file. The library checks header size, offsets, overlaps, shapes and file length."""
+    try:
+        return stack.enter_context(safe_open(path, framework="pt"))
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise ModelLoadError(f"{path} is damaged or incomplete ({error}); download it again") from None
+
+
+def _check_tensors(
+    tensors: Mapping[str, Any], parts: list[CheckpointPart], config: ModelConfig, model_dir: Path
+) -> None:
+    """Compare names, shapes and dtypes with what the model needs, before any memory is spent on it."""
+    wanted = {part.name: part for part in parts}
+    missing = [name for name in wanted if name not in tensors]
+    # Old checkpoints carry rotary frequencies, and a tied head may be stored again: both say nothing new.
+    redundant = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    unexpected = [
+        name for name in tensors if name not in wanted and name not in redundant and "rotary_emb.inv_freq" not in name
+    ]
+    if missing or unexpected:
+        both = (("missing", missing), ("unexpected", unexpected))
+        problems = " and ".join(f"{len(names)} {kind} ({_few(names)})" for kind, names in both if names)
+        raise ModelLoadError(
+            f"{model_dir}: the weights do not fit config.json: tensors {problems}; "
+            "check that config.json and the weights belong together"
+        )
+    for name, part in wanted.items():
+        view = tensors[name].get_slice(name)
+        shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        if shape != part.shape:
+            raise ModelLoadError(
+                f"{model_dir}: tensor {name} has shape {list(shape)}, but config.json asks for {list(part.shape)}; "
+                "check that config.json and the weights belong together"
+            )
+        if dtype not in _STORED_DTYPES:
+            raise ModelLoadError(
+                f"{model_dir}: tensor {name} is stored as {dtype}; quantized weights are not supported, "
+                "use the original model in bfloat16, float16 or float32"
+            )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

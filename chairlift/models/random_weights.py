@@ -1,0 +1,53 @@
+"""Models with random weights: for tests and benchmarks, where the numbers don't matter but the shapes do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.loader import resolve_dtype
+from chairlift.models.registry import model_class
+
+__all__ = ["random_model", "write_random_model"]
+
+
+def random_model(
+    config: ModelConfig, dtype: str | torch.dtype = "auto", *, seed: int = 0, std: float = 0.02
+) -> CausalLM:
+    """A CPU model with matrices of standard deviation ``std`` and norms around 1, ready for inference.
+
+    The same ``seed`` gives the same weights in every dtype, up to rounding.
+    """
+    torch_dtype = resolve_dtype(config, dtype)
+    with torch.device("meta"):
+        model = model_class(config.model_type)(config)
+    model = model.to(torch_dtype).to_empty(device="cpu")
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator) * std
+            parameter.copy_(values + 1 if name.split(".")[-2].endswith("norm") else values)
+    return model.eval().requires_grad_(False)
+
+
+def write_random_model(
+    model_dir: Path, config: Mapping[str, Any], *, dtype: str = "auto", seed: int = 0, std: float = 0.02
+) -> Path:
+    """Write ``config.json`` and ``model.safetensors`` with random weights; returns ``model_dir``, created if needed.
+
+    ``config`` is the content of a Hugging Face ``config.json``. The directory has no tokenizer.
+    """
+    model = random_model(parse_config(config), dtype, seed=seed, std=std)
+    model_dir.mkdir(parents=True, exist_ok=True)
+    save_file(hf_state_dict(model), model_dir / "model.safetensors", metadata={"format": "pt"})
+    (model_dir / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+    return model_dir

@@ -1,0 +1,75 @@
+"""What a caller gets back: plain records, with vLLM's field names."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestMetrics", "RequestOutput"]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the strings are the OpenAI API's, plus ``abort`` and ``error``."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token under the raw logits, before penalties, temperature and masks."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the most likely token."""
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class CompletionOutput:
+    """One of the ``n`` answers to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One dict per generated token: the chosen one and the ``logprobs`` most likely."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the answer; None for end of sequence and for length."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds on the engine's clock."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """The state of one request: all text so far, and whether every answer has ended."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens that were read from the prefix cache instead of being computed."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry per prompt token; the first is None because nothing precedes it."""
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+    """What went wrong, when a finish reason is ``error``."""

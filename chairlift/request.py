@@ -1,0 +1,209 @@
+"""The life of one request, as the brain sees it: tokens known, tokens computed, where it stands."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import InvariantError
+from chairlift.outputs import FinishReason
+
+if TYPE_CHECKING:
+    from chairlift.kv_cache.prefix_cache import PrefixNode
+
+__all__ = ["LEGAL_TRANSITIONS", "Beat", "Request", "RequestStatus"]
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. SWAPPED is a preempted request whose KV is kept in host memory."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.SWAPPED, RequestStatus.FINISHED}),
+    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.SWAPPED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.FINISHED: frozenset(),
+}
+
+
+class Beat:
+    """A counter that ticks once per step. All decoding requests share one, so that one tick advances all of them."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+_STILL = Beat()  # the beat of every request that is not decoding in step with the others: it never ticks
+
+
+class Request:
+    """One sequence: a prompt, the tokens generated so far, and how many of them have their KV computed.
+
+    There are no phases. ``num_tokens - num_computed_tokens`` is the work left before the next token can be sampled,
+    whether it is a prompt, a chunk of one, one decode token, or a recompute after preemption.
+    """
+
+    __slots__ = (
+        "_beat",
+        "_computed",
+        "_joined_at",
+        "adapter_id",
+        "admitted_at_step",
+        "arrival_time",
+        "block_ids",
+        "cache_salt",
+        "due_at",
+        "finish_reason",
+        "last_node",
+        "limit",
+        "max_total_tokens",
+        "may_share",
+        "num_cached_tokens",
+        "num_out_of_reach",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published",
+        "params",
+        "priority",
+        "progress_mark",
+        "request_id",
+        "sampling",
+        "sequence",
+        "siblings",
+        "slot",
+        "source",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "times_passed",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        *,
+        max_tokens: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter_id: int = 0,
+        params: Any = None,
+        sampling: Any = None,
+        source: Request | None = None,
+        may_share: bool = True,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_total_tokens = self.num_prompt_tokens + max_tokens
+        self.stop_token_ids = stop_token_ids
+        self.arrival_time = arrival_time
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.adapter_id = adapter_id
+        self.params = params
+        """What the front end keeps with the request; the brain never looks inside."""
+        self.sampling = sampling
+        """What the executor needs to sample; the brain only carries it."""
+        self.source = source
+        """The request whose prompt this one shares (``n > 1``): its blocks are shared when it is still there."""
+        self.may_share = may_share
+        """Whether KV that others computed may stand in for computing the prompt."""
+        self.siblings: list[Request] = []
+        """Requests that wait for this one's prompt to be computed, then fork from it."""
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.sequence = 0
+        """Order of arrival, set by the scheduler."""
+        self.slot = -1
+        """Permanent row in the executor's InputBatch while running; -1 otherwise."""
+        self.limit = self.max_total_tokens - 1
+        """KV positions after which this row stops computing (the last token sampled is never an input)."""
+        self.block_ids: list[list[int]] = []
+        """The block table, one list per cache group."""
+        self.num_out_of_reach: list[int] = []
+        """Per cache group: leading table entries that a sliding window has left behind and given back."""
+        self.num_published = 0
+        """Leading full blocks already offered to the prefix cache."""
+        self.last_node: PrefixNode | None = None
+        """The prefix-cache node of the last published block."""
+        self.num_cached_tokens = 0
+        """Prompt tokens read from the prefix cache at first admission."""
+        self.num_preemptions = 0
+        self.progress_mark = -1
+        """Number of known tokens at the last admission; a victim must have more."""
+        self.admitted_at_step = -1
+        self.due_at = -1
+        """Beat at which a decoding request next needs the scheduler's attention."""
+        self.times_passed = 0
+        """How often a later request was admitted past this one."""
+        self._computed = 0
+        self._beat = _STILL
+        self._joined_at = 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading positions whose KV is computed, or will be by the steps already scheduled."""
+        return self._computed + self._beat.count - self._joined_at
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        if self._beat is not _STILL:
+            raise InvariantError(f"{self.request_id} advances with the beat; leave it before setting computed tokens")
+        self._computed = value
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known, plus the placeholder of one that a scheduled step is about to sample."""
+        return max(len(self.token_ids), self.num_computed_tokens + 1)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def decoding(self) -> bool:
+        """Whether this request advances by one token with every beat."""
+        return self._beat is not _STILL
+
+    def join(self, beat: Beat) -> None:
+        """Advance by one position with every tick of ``beat`` from now on."""
+        self._beat = beat
+        self._joined_at = beat.count
+
+    def leave(self) -> None:
+        """Stop advancing with the beat; the position reached is kept."""
+        self._computed = self.num_computed_tokens
+        self._beat = _STILL
+        self._joined_at = 0
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Change status along :data:`LEGAL_TRANSITIONS`; raises InvariantError for any other change."""
+        if status not in LEGAL_TRANSITIONS[self.status]:
+            raise InvariantError(
+                f"request {self.request_id}: {self.status.name} -> {status.name} is not a legal change"
+            )
+        self.status = status
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, tokens={len(self.token_ids)},"
+            f" computed={self.num_computed_tokens}, slot={self.slot})"
+        )

@@ -1,0 +1,153 @@
+"""Logits transforms: one function each, over a batch, touching only the rows that ask.
+
+Every function changes ``logits`` (float32 ``[R, V]``) in place and returns nothing. Settings come as flat tensors:
+either one entry per (row, token id) pair, or one entry per row that asks, with ``rows`` (int64, ascending) saying which.
+No row's result depends on another row. The sampler applies them in vLLM's order: masks and bias, penalties, temperature, min-p,
+top-k, top-p. (Masks and bias commute, because a masked logit is -inf.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "add_logit_bias",
+    "apply_allowed_mask",
+    "apply_min_p",
+    "apply_presence_and_frequency_penalties",
+    "apply_repetition_penalty",
+    "apply_temperature",
+    "apply_top_k",
+    "apply_top_p",
+    "keep_only_token_ids",
+    "mask_token_ids",
+    "rank_token_ids",
+]
+
+_NUCLEUS_HEAD = 1024  # top-p looks at this many of the best ids before it sorts a row
+
+
+def apply_allowed_mask(logits: Tensor, allowed: Tensor) -> None:
+    """Mask what a grammar forbids.
+
+    ``allowed`` is bool ``[R, V]``, or int32 ``[R, ceil(V / 32)]`` with bit ``i % 32`` of word ``i // 32`` set when id
+    ``i`` is allowed.
+    """
+    if allowed.dtype != torch.bool:
+        bits = torch.arange(32, device=allowed.device, dtype=allowed.dtype)
+        allowed = ((allowed.unsqueeze(-1) >> bits) & 1).view(allowed.shape[0], -1)[:, : logits.shape[1]].bool()
+    logits.masked_fill_(~allowed, -math.inf)
+
+
+def add_logit_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> None:
+    """Add ``bias[i]`` to ``logits[rows[i], token_ids[i]]``; a pair occurs at most once."""
+    logits[rows, token_ids] += bias
+
+
+def keep_only_token_ids(logits: Tensor, asking: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+    """In the rows ``asking`` (int64 ``[K]``), mask everything but the given (row, token id) pairs."""
+    kept = logits[rows, token_ids]
+    logits[asking] = -math.inf
+    logits[rows, token_ids] = kept
+
+
+def mask_token_ids(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+    """Mask the given (row, token id) pairs: bad words, and end-of-sequence before ``min_tokens``."""
+    logits[rows, token_ids] = -math.inf
+
+
+def apply_repetition_penalty(logits: Tensor, rows: Tensor, token_ids: Tensor, penalty: Tensor) -> None:
+    """Divide positive and multiply negative logits of tokens that occurred (CTRL, 2019); a pair occurs at most once."""
+    value = logits[rows, token_ids]
+    logits[rows, token_ids] = torch.where(value > 0, value / penalty, value * penalty)
+
+
+def apply_presence_and_frequency_penalties(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor
+) -> None:
+    """Subtract ``frequency * count + presence`` from each generated token's logit; a pair occurs at most once.
+
+    ``counts`` (float32) says how often the token was generated, at least 1; the penalties are per pair, float32.
+    """
+    logits[rows, token_ids] -= frequency * counts + presence
+
+
+def apply_temperature(logits: Tensor, temperature: Tensor) -> None:
+    """Divide every row by its temperature (float32 ``[R]``, above 0); 1 leaves a row as it is, bit for bit."""
+    logits.div_(temperature.unsqueeze(-1))
+
+
+def apply_min_p(logits: Tensor, rows: Tensor, min_p: Tensor) -> None:
+    """Mask ids with less than ``min_p`` (float32, in (0, 1]) of the best id's probability (Nguyen et al., 2024)."""
+    part = _take(logits, rows)
+    # p(id) / p(best) = exp(logit - best logit), so no softmax is needed.
+    bar = part.amax(dim=-1) + torch.log(min_p)
+    _put(logits, rows, part.masked_fill_(part < bar.unsqueeze(-1), -math.inf))
+
+
+def apply_top_k(logits: Tensor, rows: Tensor, top_k: list[int]) -> None:
+    """Keep the ``top_k`` highest logits of each row that asks, exactly that many: the lowest ids win a tie."""
+    part = _take(logits, rows)
+    values, token_ids = rank_token_ids(part, min(max(top_k), part.shape[1]))
+    lost = torch.arange(values.shape[1], device=part.device) >= torch.tensor(top_k, device=part.device).unsqueeze(-1)
+    _put(logits, rows, part.fill_(-math.inf).scatter_(-1, token_ids, values.masked_fill_(lost, -math.inf)))
+
+
+def apply_top_p(logits: Tensor, rows: Tensor, top_p: Tensor) -> None:
+    """Keep the smallest set of best ids whose probability reaches ``top_p`` (float64, in (0, 1)); at least one.
+
+    Nucleus sampling (Holtzman et al., 2019). Among equal logits the lowest ids enter first. The best 1,024 ids almost
+    always hold the nucleus; a row whose nucleus is larger is ranked whole.
+    """
+    part = _take(logits, rows)
+    probs = torch.softmax(part, dim=-1)
+    values, token_ids = rank_token_ids(part, min(_NUCLEUS_HEAD, part.shape[1]))
+    kept, reached = _nucleus(probs, token_ids, top_p)
+    whole = [] if token_ids.shape[1] == part.shape[1] else (~reached).nonzero().squeeze(-1).tolist()
+    ranked = {i: torch.sort(part[i], descending=True, stable=True) for i in whole}
+    part.fill_(-math.inf).scatter_(-1, token_ids, values.masked_fill_(~kept, -math.inf))
+    for i, (row_values, row_ids) in ranked.items():
+        row_kept, _ = _nucleus(probs[i], row_ids, top_p[i])
+        part[i].scatter_(-1, row_ids, row_values.masked_fill_(~row_kept, -math.inf))
+    _put(logits, rows, part)
+
+
+def _nucleus(probs: Tensor, token_ids: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the ranked ids are in the nucleus, and whether their probability reaches ``top_p`` at all."""
+    ranked = probs.gather(-1, token_ids).to(torch.float64)
+    total = ranked.cumsum(dim=-1)
+    return total - ranked < top_p.unsqueeze(-1), total[..., -1] >= top_p
+
+
+def _take(logits: Tensor, rows: Tensor) -> Tensor:
+    """The rows that ask: ``logits`` itself when all do, which saves copying a vocabulary for each, else a copy."""
+    return logits if len(rows) == len(logits) else logits[rows]
+
+
+def _put(logits: Tensor, rows: Tensor, part: Tensor) -> None:
+    if part is not logits:
+        logits[rows] = part
+
+
+def rank_token_ids(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` highest values of each row and their ids, best first and lowest id first among equals.
+
+    Like ``torch.topk``, which leaves open what becomes of ties. ``values`` is ``[R, V]`` with ``k <= V``; returns
+    ``[R, k]`` values and int64 ids.
+    """
+    if k == 0:
+        return values[:, :0], torch.empty_like(values[:, :0], dtype=torch.int64)
+    top, token_ids = values.topk(min(k + 1, values.shape[1]), dim=-1)
+    if top.shape[1] > k:
+        torn = top[:, k - 1] == top[:, k]  # equal values on both sides of the cut: pick the lowest ids
+        top, token_ids = top[:, :k], token_ids[:, :k]
+        for i in torn.nonzero().squeeze(-1).tolist():
+            above = token_ids[i][top[i] > top[i, -1]]
+            equal = (values[i] == top[i, -1]).nonzero().squeeze(-1)[: k - len(above)]
+            token_ids[i] = torch.cat((above, equal))
+    token_ids = token_ids.sort(dim=-1).values
+    top, order = values.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True)
+    return top, token_ids.gather(-1, order)

@@ -1,0 +1,73 @@
+"""Log-probabilities of the raw logits: before bias, penalties, temperature and masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.sampling.logits import rank_token_ids
+
+__all__ = ["TokenLogprobs", "token_logprobs"]
+
+_VALUES_PER_SLICE = 1 << 21  # 8 MiB of float32 at a time
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one place of the text: of the token that stands there, and of the most likely ones."""
+
+    token_ids: npt.NDArray[np.int32]
+    """``[1 + N]``: the token itself, then the N most likely, best first (lowest id first among equals)."""
+    logprobs: npt.NDArray[np.float32]
+    """``[1 + N]``: natural logarithms, in the same order."""
+    rank: int
+    """1 plus the number of strictly more likely tokens, so a greedy token always has rank 1. (The N most likely tokens
+    are ranked by their place: 1 to N.)"""
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of one given token per row, and of the most likely ones.
+
+    For generated text pass the rows that sampled and what they drew; for prompt log-probabilities pass the rows of
+    prompt positions 0 to n - 2 and the prompt's tokens 1 to n - 1.
+
+    Args:
+        logits: raw logits ``[R, V]`` in any floating dtype. Work is done in float32, in slices of rows, so memory
+            beyond the input stays bounded.
+        token_ids: the R tokens.
+        num_logprobs: how many of the most likely tokens each row reports, 0 or more.
+
+    Raises:
+        ValueError: the three do not have the same length.
+    """
+    if not len(logits) == len(token_ids) == len(num_logprobs):
+        raise ValueError(
+            f"{len(logits)} rows of logits, {len(token_ids)} tokens, {len(num_logprobs)} counts: must agree"
+        )
+    out: list[TokenLogprobs] = []
+    step = max(1, _VALUES_PER_SLICE // logits.shape[1])
+    for start in range(0, len(token_ids), step):
+        part = slice(start, start + step)
+        out += _slice_logprobs(logits[part], token_ids[part], num_logprobs[part])
+    return out
+
+
+def _slice_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int]) -> list[TokenLogprobs]:
+    raw = logits.to(torch.float32)
+    logprobs = torch.log_softmax(raw, dim=-1)
+    chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(-1)
+    # Ranks compare logits: two of them can share a log-probability only by rounding.
+    ranks = (raw > raw.gather(-1, chosen)).sum(dim=-1, dtype=torch.int32) + 1
+    best = rank_token_ids(raw, min(max(num_logprobs), logits.shape[1]))[1]
+    ids = torch.cat((chosen, best), dim=-1)
+    values = logprobs.gather(-1, ids).cpu().numpy()
+    ids_array = ids.to(torch.int32).cpu().numpy()
+    return [
+        TokenLogprobs(ids_array[i, : 1 + count].copy(), values[i, : 1 + count].copy(), rank)
+        for i, (count, rank) in enumerate(zip(num_logprobs, ranks.tolist(), strict=True))
+    ]

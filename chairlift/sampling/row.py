@@ -1,0 +1,46 @@
+"""What the sampler must know of one request. Needs no torch, so that the engine can make it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from chairlift.sampling_params import SamplingParams
+
+__all__ = ["SamplingRow"]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SamplingRow:
+    """What the sampler must know of one answer, made once at admission and never changed."""
+
+    params: SamplingParams
+    seed: int
+    """Unsigned 64 bits, from :func:`~chairlift.sampling.seeds.sample_seed`."""
+    num_prompt_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    """Masked until ``min_tokens`` were generated: the caller's, and end of sequence unless ``ignore_eos``."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Each bad word as token ids, none empty."""
+    tag: int = 0
+    """Rows with different tags (adapter, cache salt) never share KV, whatever their tokens."""
+    reshapes: bool = dataclasses.field(init=False)
+    """Whether any setting can change which token has the highest logit."""
+    plain_greedy: bool = dataclasses.field(init=False)
+    """Whether the token is the arg max of the raw logits, and nothing else is reported."""
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.reshapes = bool(
+            params.logit_bias
+            or params.allowed_token_ids
+            or self.bad_word_ids
+            or (params.min_tokens and self.stop_token_ids)
+            or params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+        )
+        self.plain_greedy = params.greedy and not self.reshapes and params.logprobs is None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None

@@ -1,0 +1,274 @@
+"""The sampler: one token per row, from the model's logits and what each request asked for.
+
+There is no state here and no random generator: a row's token is a function of its logits, its settings and its own
+tokens so far. Order of work, as in vLLM: grammar mask, allowed ids, bias, bad words, ``min_tokens``; repetition, then
+presence and frequency penalties; for rows that are not greedy temperature, min-p, top-k, top-p and the draw.
+Log-probabilities come from the raw logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.sampling import logits as transforms
+from chairlift.sampling.gumbel import gumbel_argmax
+from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
+from chairlift.sampling.row import SamplingRow
+
+__all__ = ["Sampler", "SamplerOutput"]
+
+_VALUES_PER_SLICE = 1 << 21  # rows are worked on 8 MiB of float32 at a time
+_Ids = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(slots=True)
+class SamplerOutput:
+    """The drawn tokens, in the order of the rows."""
+
+    token_ids: list[int]
+    """-1 where no token could be drawn; :attr:`errors` says why."""
+    logprobs: list[TokenLogprobs | None]
+    """None for rows that did not ask, and for failed rows."""
+    errors: dict[int, str]
+    """Row -> reason, only for rows without a token. Usually empty."""
+
+
+class Sampler:
+    """Draws one token for each row of logits. Stateless: may be shared by threads."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        tokens: Sequence[npt.NDArray[np.int32]],
+        masks: Tensor | None = None,
+    ) -> SamplerOutput:
+        """Sample one token per row.
+
+        Args:
+            logits: raw logits ``[R, V]`` in the model's dtype; not changed.
+            rows: the R rows' settings.
+            tokens: the R rows' prompt and output so far (int32, one-dimensional). Only its length matters unless
+                penalties or bad words are asked for; the length is the new token's position.
+            masks: which ids a grammar allows: bool ``[R, V]``, or int32 bits ``[R, ceil(V / 32)]``; None allows all.
+
+        A row whose logits hold NaN or +inf, or that has no allowed token left, yields -1 and a reason; the other rows
+        do not notice.
+
+        Raises:
+            ValueError: ``logits``, ``rows`` and ``tokens`` do not have the same length.
+        """
+        if not len(logits) == len(rows) == len(tokens):
+            raise ValueError(f"{len(logits)} rows of logits, {len(rows)} rows, {len(tokens)} token lists: must agree")
+        if not rows:
+            return SamplerOutput([], [], {})
+        highest, argmax = logits.max(dim=-1)  # NaN wins; the lowest id wins a tie
+        token_ids: list[int] = argmax.tolist()
+        output = SamplerOutput(token_ids, [None] * len(rows), {})
+        for i, value in _not_finite(highest):
+            output.errors[i] = _raw_reason(value)
+        if masks is not None or not all(row.plain_greedy for row in rows):
+            self._sample_shaped(logits, rows, tokens, masks, output)
+            _report_logprobs(logits, rows, output)
+        for i in output.errors:
+            token_ids[i] = -1
+        return output
+
+    def _sample_shaped(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        tokens: Sequence[npt.NDArray[np.int32]],
+        masks: Tensor | None,
+        output: SamplerOutput,
+    ) -> None:
+        """Replace the arg max of the rows that ask for more, in slices so that float32 copies stay small."""
+        shaped = [i for i, row in enumerate(rows) if masks is not None or row.reshapes or not row.params.greedy]
+        shaped = [i for i in shaped if i not in output.errors]
+        step = max(1, _VALUES_PER_SLICE // logits.shape[1])
+        for start in range(0, len(shaped), step):
+            part = shaped[start : start + step]
+            index = torch.tensor(part, device=logits.device)
+            scores = logits.index_select(0, index).to(torch.float32)
+            if masks is not None:
+                transforms.apply_allowed_mask(scores, masks.index_select(0, index.to(masks.device)).to(logits.device))
+            part_rows, part_tokens = [rows[i] for i in part], [tokens[i] for i in part]
+            _reshape(scores, part_rows, part_tokens)
+            _truncate(scores, part_rows)
+            self._draw(scores, part, part_rows, part_tokens, output)
+
+    def _draw(
+        self,
+        scores: Tensor,
+        part: list[int],
+        rows: list[SamplingRow],
+        tokens: list[npt.NDArray[np.int32]],
+        output: SamplerOutput,
+    ) -> None:
+        highest, argmax = scores.max(dim=-1)
+        for i, token_id in zip(part, argmax.tolist(), strict=True):
+            output.token_ids[i] = token_id
+        for j, value in _not_finite(highest):
+            output.errors[part[j]] = _shaped_reason(value)
+        drawn = [j for j, i in enumerate(part) if i not in output.errors and not rows[j].params.greedy]
+        if drawn:
+            if len(drawn) < len(part):
+                scores = scores[torch.tensor(drawn, device=scores.device)]
+            winners = gumbel_argmax(scores, [rows[j].seed for j in drawn], [len(tokens[j]) for j in drawn])
+            for j, token_id in zip(drawn, winners.tolist(), strict=True):
+                output.token_ids[part[j]] = token_id
+
+
+def _reshape(scores: Tensor, rows: Sequence[SamplingRow], tokens: Sequence[npt.NDArray[np.int32]]) -> None:
+    """Apply, in place, the settings that can change the arg max."""
+    if not any(row.reshapes for row in rows):
+        return
+    allowed, bias, masked, seen, generated = (_Pairs(scores) for _ in range(5))
+    for i, (row, history) in enumerate(zip(rows, tokens, strict=True)):
+        params = row.params
+        if not row.reshapes:
+            continue
+        output = history[row.num_prompt_tokens :]
+        if params.allowed_token_ids:
+            allowed.add(i, params.allowed_token_ids)
+        if params.logit_bias:
+            bias.add(i, params.logit_bias, params.logit_bias.values())
+        if row.bad_word_ids:
+            masked.add(i, _completions(row.bad_word_ids, output))
+        if len(output) < params.min_tokens:
+            masked.add(i, row.stop_token_ids)
+        if params.repetition_penalty != 1.0:
+            seen.add(i, np.unique(history))
+        if params.presence_penalty or params.frequency_penalty:
+            generated.add(i, *np.unique(output, return_counts=True))
+    limited = [(i, None) for i, row in enumerate(rows) if row.params.allowed_token_ids]
+    if limited:
+        transforms.keep_only_token_ids(scores, _index(scores, limited), *allowed.tensors())
+    if bias:
+        transforms.add_logit_bias(scores, *bias.tensors(), bias.values())
+    if masked:
+        transforms.mask_token_ids(scores, *masked.tensors())
+    if seen:
+        row_ids, ids = seen.tensors()
+        repetition = _floats(scores, (row.params.repetition_penalty for row in rows))
+        transforms.apply_repetition_penalty(scores, row_ids, ids, repetition[row_ids])
+    if generated:
+        row_ids, ids = generated.tensors()
+        presence = _floats(scores, (row.params.presence_penalty for row in rows))[row_ids]
+        frequency = _floats(scores, (row.params.frequency_penalty for row in rows))[row_ids]
+        transforms.apply_presence_and_frequency_penalties(scores, row_ids, ids, generated.values(), presence, frequency)
+
+
+def _truncate(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Apply, in place, temperature, min-p, top-k and top-p to the rows that are not greedy."""
+    settings = [(i, row.params) for i, row in enumerate(rows) if not row.params.greedy]
+    if any(params.temperature != 1.0 for _, params in settings):
+        divisors = (1.0 if row.params.greedy else row.params.temperature for row in rows)
+        transforms.apply_temperature(scores, _floats(scores, divisors))
+    min_p = [(i, params.min_p) for i, params in settings if params.min_p > 0.0]
+    if min_p:
+        transforms.apply_min_p(scores, _index(scores, min_p), _floats(scores, (value for _, value in min_p)))
+    top_k = [(i, params.top_k) for i, params in settings if 0 < params.top_k < scores.shape[1]]
+    if top_k:
+        transforms.apply_top_k(scores, _index(scores, top_k), [value for _, value in top_k])
+    top_p = [(i, params.top_p) for i, params in settings if params.top_p < 1.0]
+    if top_p:
+        bars = torch.tensor([value for _, value in top_p], dtype=torch.float64, device=scores.device)
+        transforms.apply_top_p(scores, _index(scores, top_p), bars)
+
+
+class _Pairs:
+    """Collects (row, token id, value) triples of a batch as flat tensors; ids outside the vocabulary are left out."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self._device = scores.device
+        self._vocab_size = scores.shape[1]
+        self._rows: list[_Ids] = [np.empty(0, dtype=np.int64)]
+        self._token_ids: list[_Ids] = [np.empty(0, dtype=np.int64)]
+        self._values: list[npt.NDArray[np.float32]] = []
+
+    def add(
+        self,
+        row: int,
+        token_ids: Iterable[int] | npt.NDArray[np.int32],
+        values: Iterable[float] | npt.NDArray[np.int64] = (),
+    ) -> None:
+        ids = np.fromiter(token_ids, dtype=np.int64)
+        keep = (ids >= 0) & (ids < self._vocab_size)
+        if keep.any():
+            self._rows.append(np.full(int(keep.sum()), row, dtype=np.int64))
+            self._token_ids.append(ids[keep])
+            numbers = np.fromiter(values, dtype=np.float32)
+            self._values.append(numbers[keep] if len(numbers) else numbers)
+
+    def __bool__(self) -> bool:
+        return len(self._rows) > 1
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Rows and token ids, int64 ``[K]`` each."""
+        rows, ids = np.concatenate(self._rows), np.concatenate(self._token_ids)
+        return torch.from_numpy(rows).to(self._device), torch.from_numpy(ids).to(self._device)
+
+    def values(self) -> Tensor:
+        """Values, float32 ``[K]``."""
+        return torch.from_numpy(np.concatenate(self._values)).to(self._device)
+
+
+def _completions(bad_words: Iterable[tuple[int, ...]], output: npt.NDArray[np.int32]) -> list[int]:
+    """The last token of every bad word whose other tokens are the end of the output."""
+    return [
+        word[-1]
+        for word in bad_words
+        if len(word) <= len(output) + 1 and tuple(output[len(output) - len(word) + 1 :].tolist()) == word[:-1]
+    ]
+
+
+def _report_logprobs(logits: Tensor, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
+    """Fill in log-probabilities of the raw logits for the rows that asked and drew a token."""
+    asked = [
+        (i, row.params.logprobs)
+        for i, row in enumerate(rows)
+        if row.params.logprobs is not None and i not in output.errors
+    ]
+    if not asked:
+        return
+    part = logits if len(asked) == len(rows) else logits[_index(logits, asked)]
+    found = token_logprobs(part, [output.token_ids[i] for i, _ in asked], [count for _, count in asked])
+    for (i, _), logprobs in zip(asked, found, strict=True):
+        output.logprobs[i] = logprobs
+
+
+def _index(like: Tensor, settings: Sequence[tuple[int, object]]) -> Tensor:
+    return torch.tensor([i for i, _ in settings], dtype=torch.int64, device=like.device)
+
+
+def _floats(like: Tensor, values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float32, device=like.device)
+
+
+def _not_finite(highest: Tensor) -> list[tuple[int, float]]:
+    """Rows whose highest value is NaN or infinite; one transfer from the device."""
+    return [(i, value) for i, value in enumerate(highest.tolist()) if not math.isfinite(value)]
+
+
+def _raw_reason(highest: float) -> str:
+    if highest == -math.inf:
+        return "the model gave every token a logit of -inf, so none can be chosen"
+    kind = "NaN" if math.isnan(highest) else "+inf"
+    return f"the model's logits contain {kind}; the weights or the dtype may be at fault (try float32)"
+
+
+def _shaped_reason(highest: float) -> str:
+    if highest == -math.inf:
+        return (
+            "no token is left to choose from: allowed_token_ids, bad_words, logit_bias, min_tokens or the grammar "
+            "exclude every one; relax one of them"
+        )
+    return "the logits overflow after penalties and temperature; use a higher repetition_penalty or temperature"

@@ -1,0 +1,69 @@
+"""When requests may join a batch and when they may leave it: also a value.
+
+``continuous`` is iteration-level scheduling (Orca, OSDI 2022). ``static`` and ``dynamic`` are the baselines it is
+measured against: request-level batches as FasterTransformer and Triton's dynamic batcher run them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from chairlift.errors import ConfigError
+from chairlift.request import Request
+
+__all__ = ["Membership", "membership_from_name"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Membership:
+    """How a batch begins and ends."""
+
+    name: str
+    closed: bool
+    """Requests join only when the batch is empty, all together."""
+    held: bool
+    """A finished row keeps computing, and nothing is delivered, until the whole batch has ended."""
+    batch_wait: float = 0.0
+    """Seconds a closed batch waits for more requests before it fires unfilled."""
+
+    def places(self, num_waiting: int, oldest_arrival: float, num_running: int, free_slots: int, now: float) -> int:
+        """How many waiting requests may join in this step."""
+        if not self.closed:
+            return free_slots
+        if num_running or not num_waiting:
+            return 0
+        return free_slots if num_waiting >= free_slots or now >= oldest_arrival + self.batch_wait else 0
+
+    def fires_at(self, num_waiting: int, oldest_arrival: float, free_slots: int) -> float:
+        """When :meth:`places` becomes positive if nothing else happens; an empty closed batch is assumed."""
+        return oldest_arrival if num_waiting >= free_slots or not self.closed else oldest_arrival + self.batch_wait
+
+    def needs_budget(self) -> int:
+        """Tokens of the step's budget that must be left for one more request to join."""
+        return 0 if self.closed else 1
+
+    def prepare(self, batch: Sequence[Request], most: int) -> None:
+        """Before ``batch`` joins: decide how many positions each row computes. ``most`` bounds any row."""
+        if self.held:
+            longest = max((request.max_total_tokens - request.num_prompt_tokens for request in batch), default=0)
+            for request in batch:
+                own = request.max_total_tokens - 1
+                request.limit = max(own, min(request.num_prompt_tokens + longest - 1, most))
+
+    def reserve(self, request: Request) -> int:
+        """Positions that must have blocks before the request may join: all it may ever need, or what is known."""
+        return request.limit if self.closed else len(request.token_ids)
+
+
+def membership_from_name(name: str, batch_wait_ms: float = 0.0) -> Membership:
+    """``continuous``, ``static`` or ``dynamic``; raises ConfigError for anything else."""
+    wait = batch_wait_ms / 1000.0
+    known = {
+        "continuous": Membership("continuous", closed=False, held=False),
+        "static": Membership("static", closed=True, held=True, batch_wait=wait),
+        "dynamic": Membership("dynamic", closed=True, held=False, batch_wait=wait),
+    }
+    if name not in known:
+        raise ConfigError(f"batching must be one of {', '.join(known)}; got {name!r}")
+    return known[name]

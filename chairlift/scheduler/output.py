@@ -1,0 +1,96 @@
+"""What crosses between brain and muscle: differences one way, token ids the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from chairlift.kv_cache.manager import BlockCounts, NewBlocks
+from chairlift.request import Request
+
+__all__ = ["FAILED_ROW", "Chunk", "NewRow", "SchedulerOutput", "StepResult"]
+
+FAILED_ROW = -1
+"""Token id that stands for 'this row has no token': its logits were not finite."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request that takes a row of the InputBatch."""
+
+    slot: int
+    request_id: str
+    token_ids: list[int]
+    """All tokens known: the prompt, and after a preemption what was generated as well."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[list[int]]
+    """Block table per cache group."""
+    sampling: Any
+    """The executor's own description of how this row samples; opaque to the brain."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """``num_tokens`` known tokens of one row, from position ``start`` on."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    samples: bool
+    """Whether the last of them yields the next token."""
+    why: str
+    """``prefill``, ``recompute`` (after a preemption) or ``stalled`` (a decode that had to wait for a block)."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerOutput:
+    """One step, as differences from the step before. Applied in the order of the fields.
+
+    Rows that sample, and so the token ids that come back, are ordered: first the decode rows in the order of the last
+    ``decode_slots`` sent, then the chunks with ``samples`` set.
+    """
+
+    step: int
+    left: list[int] = dataclasses.field(default_factory=list)
+    """Rows given up since the last step."""
+    joined: list[NewRow] = dataclasses.field(default_factory=list)
+    new_blocks: list[tuple[int, NewBlocks]] = dataclasses.field(default_factory=list)
+    """(slot, blocks appended to its table)."""
+    copies: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    """(group, source block, destination block), copied before this step writes anything."""
+    decode_slots: tuple[int, ...] | None = None
+    """Rows that compute their one newest token and sample, from this step on; None when it is as before."""
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    num_decodes: int = 0
+    num_tokens: int = 0
+    """Tokens computed in this step; 0 means there is nothing to execute."""
+
+    # For the step log; the executor does not read what follows.
+    decode_rows: tuple[tuple[str, int], ...] = ()
+    """(request id, slot) of every decode row."""
+    chunk_ids: list[str] = dataclasses.field(default_factory=list)
+    preempted: list[str] = dataclasses.field(default_factory=list)
+    num_waiting: int = 0
+    num_held: int = 0
+    """Decode rows that only compute because their batch has not ended (``batching="static"``)."""
+    blocks: BlockCounts | None = None
+    unused_slots: int = 0
+    """Positions allocated in block tables but not computed: internal fragmentation."""
+    padding_avoided: int = 0
+    """Tokens a padded engine would have computed beyond ``num_tokens`` in a batch of these rows."""
+
+
+@dataclasses.dataclass(slots=True)
+class StepResult:
+    """What an update changed."""
+
+    sampled: Sequence[Request | None]
+    """Per row that sampled: the request whose token was accepted, or None where it was dropped."""
+    finished: list[Request]
+    """Requests that left for good, and may be delivered."""

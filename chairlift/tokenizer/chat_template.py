@@ -1,0 +1,219 @@
+"""Chat messages to the one text a model was trained on, through its Jinja template in a sandbox."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from chairlift.errors import RequestError, TemplateError
+
+__all__ = ["ChatTemplate", "normalize_messages"]
+
+_MAX_TEXT: Final = 16 * 1024 * 1024
+"""Characters a template may render or build by repetition; far above any model's context."""
+_MESSAGE_KEYS: Final = ("role", "content", "name")
+_INPUTS: Final = ("messages", "tools", "documents")
+
+
+class ChatTemplate:
+    """A model's chat template, compiled once and rendered as transformers' ``apply_chat_template`` renders it.
+
+    Templates come with models, so they run in Jinja's immutable sandbox with nothing but text and numbers in reach.
+    ``named_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template.
+    """
+
+    def __init__(self, template: str | None, named_tokens: Mapping[str, str] | None = None) -> None:
+        self._source = template
+        self._named_tokens = dict(named_tokens or {})
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, **scalars: Any
+    ) -> str:
+        """The text of a chat, ready for ``Tokenizer.encode(text, add_special_tokens=False)``.
+
+        ``messages`` are dicts with a ``role`` and a ``content``: a string, or text parts
+        (``[{"type": "text", "text": ...}]``), which are joined by newlines. ``add_generation_prompt`` opens the
+        assistant's turn. ``scalars`` are further variables (``enable_thinking=False``): text, numbers, booleans, None.
+
+        Raises :class:`~chairlift.errors.RequestError` for messages of another form and
+        :class:`~chairlift.errors.TemplateError` when there is no template or it fails.
+        """
+        variables: dict[str, Any] = dict.fromkeys(_INPUTS) | self._named_tokens
+        for name, value in scalars.items():
+            if name in _INPUTS or not (value is None or type(value) in (str, int, float, bool)):
+                raise RequestError(
+                    f"chat template variable {name!r} must be a string, number, boolean or null and none of "
+                    f"{', '.join(_INPUTS)}, got {type(value).__name__}"
+                )
+            variables[name] = value
+        variables |= {"messages": normalize_messages(messages), "add_generation_prompt": add_generation_prompt}
+        template = self._template
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in template.generate(variables):
+                pieces.append(piece)
+                size += len(piece)
+                _check_size(size)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template refused the messages: {error.message or error}") from None
+        except Exception as error:
+            raise TemplateError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
+        return "".join(pieces)
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        if self._source is None:
+            raise TemplateError(
+                "this model has no chat template; send a plain prompt or token ids instead (generate), "
+                "or put a chat_template.jinja into the model directory"
+            )
+        try:
+            return _environment().from_string(self._source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"the chat template is invalid at line {error.lineno}: {error.message}") from None
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise TemplateError(f"the chat template cannot be compiled: {error}") from None
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Plain ``{role, content}`` dicts of strings, a ``name`` kept; raises :class:`~chairlift.errors.RequestError`."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(
+            f"messages must be a list like [{{'role': 'user', 'content': 'Hi'}}], got {type(messages).__name__}"
+        )
+    if not messages:
+        raise RequestError("messages is empty; send at least one")
+    return [_message(i, message) for i, message in enumerate(messages)]
+
+
+def _message(index: int, message: Any) -> dict[str, str]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be an object with role and content, got {type(message).__name__}")
+    unknown = [str(key) for key in message if key not in _MESSAGE_KEYS]
+    if unknown:
+        raise RequestError(f"{where} has unknown keys {', '.join(unknown)[:80]}; known are {', '.join(_MESSAGE_KEYS)}")
+    plain = {"role": message.get("role"), "content": _content(where, message.get("content"))}
+    if "name" in message:
+        plain["name"] = message["name"]
+    for key in plain.keys() - {"content"}:
+        if not isinstance(plain[key], str) or not plain[key]:
+            raise RequestError(f"{where}.{key} must be a non-empty string, got {str(plain[key])[:40]!r}")
+    # str() drops subclasses, whose extra methods the sandbox would let a template call.
+    return {key: str.__str__(value) for key, value in plain.items()}
+
+
+def _content(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and not isinstance(content, bytes):
+        texts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+        ]
+        if texts and all(isinstance(text, str) for text in texts):
+            return "\n".join(text for text in texts if isinstance(text, str))
+    raise RequestError(
+        f"{where}.content must be a string or a list of text parts "
+        f'([{{"type": "text", "text": "..."}}]; images and audio are not supported), got {str(content)[:60]!r}'
+    )
+
+
+def _check_size(size: int) -> None:
+    if size > _MAX_TEXT:
+        raise jinja2.TemplateError(f"it builds more than {_MAX_TEXT:,} characters")
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with a bound on repetition: ``"x" * 10**10`` would take the machine's memory."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(side) for side in (left, right) if isinstance(side, (str, list, tuple))]
+        times = [side for side in (left, right) if isinstance(side, int)]
+        if operator == "*" and sizes and times:
+            _check_size(sizes[0] * times[0])
+        if operator == "**" or any(abs(side) > 2**64 for side in times):
+            raise jinja2.TemplateError("it computes with powers or huge numbers, which chat templates may not")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}`` marks the assistant's words for training; when serving it renders what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class declares it as an instance attribute)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's ``namespace`` without underscore names, which the sandbox trusts elsewhere to be out of reach."""
+
+    def __init__(*args: Any, **names: Any) -> None:
+        self, *rest = args
+        start = dict(*rest, **names)
+        for name in start:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, start)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"{name!r} starts with an underscore")
+
+
+def _raise_exception(message: Any) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: Jinja's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
+    """``dict`` as a function: the class itself would offer templates its methods and its type."""
+    return dict(*args, **items)
+
+
+@functools.cache
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _make_dict,
+        "namespace": _Namespace,
+    }
+    environment.globals.update(functions)
+    del environment.globals["lipsum"]
+    return environment

@@ -1,0 +1,254 @@
+"""Text to token ids and back, over the ``tokenizers`` library and a Hugging Face model directory."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+
+from chairlift.errors import ModelLoadError, RequestError
+
+__all__ = ["ByteDecoding", "Tokenizer"]
+
+_EACH_BYTE: Final = "chairlift.each_byte"
+_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2, Radford et al., 2019)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF: Final = _byte_level_alphabet()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ByteDecoding:
+    """How a token becomes bytes, for decoders that look at one token at a time.
+
+    These are the byte-level decoder (GPT-2, Llama 3, Qwen) and the one with byte fallback that SentencePiece models
+    use (Llama 2, Mistral, Gemma): the text is the UTF-8 reading of the tokens' bytes in a row. Other decoders
+    (Metaspace, WordPiece) look at neighbours and have no such form.
+    """
+
+    byte_level: bool
+    """Each character of a token stands for one byte."""
+    replacements: tuple[tuple[str, str], ...] = ()
+    """Substitutions within a token, in order (``▁`` to a space)."""
+    byte_fallback: bool = False
+    """``<0xE4>`` stands for that byte."""
+    strip_start: bool = False
+    """One space at the very start of a sequence is dropped."""
+
+    @classmethod
+    def of(cls, decoder: Mapping[str, Any] | None) -> ByteDecoding | None:
+        """Read the ``decoder`` entry of a ``tokenizer.json``; None when it looks at more than one token at a time."""
+        parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        kinds = [part["type"] for part in parts]
+        if kinds == ["ByteLevel"]:
+            return cls(byte_level=True)
+        replacements: list[tuple[str, str]] = []
+        while kinds[:1] == ["Replace"]:
+            part = parts[len(replacements)]
+            if "String" not in part["pattern"]:
+                return None
+            replacements.append((str(part["pattern"]["String"]), str(part["content"])))
+            kinds = kinds[1:]
+        byte_fallback = kinds[:1] == ["ByteFallback"]
+        strip_start = kinds[-1:] == ["Strip"]
+        if kinds != ["ByteFallback"] * byte_fallback + ["Fuse"] + ["Strip"] * strip_start:
+            return None
+        if strip_start and (parts[-1]["content"], parts[-1]["start"], parts[-1]["stop"]) != (" ", 1, 0):
+            return None
+        return cls(False, tuple(replacements), byte_fallback, strip_start)
+
+    @property
+    def errors(self) -> str:
+        """The codec error handler: one U+FFFD per broken character, or per byte where byte fallback counts bytes."""
+        return "replace" if self.byte_level else _EACH_BYTE
+
+    def token_bytes(self, token: str) -> bytes:
+        """The bytes that one vocabulary entry stands for."""
+        if self.byte_level:
+            mapped = [_BYTE_OF.get(char, -1) for char in token]
+            return token.encode() if -1 in mapped else bytes(mapped)
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        if self.byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        return token.encode()
+
+
+class Tokenizer:
+    """A tokenizer read from ``tokenizer.json``, with the special tokens and chat template that stand beside it.
+
+    ``named_tokens`` maps ``bos_token``, ``eos_token`` and their like to their text. Safe to share between threads.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        named_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        # A file saved while training may cut or pad every text; a prompt must arrive whole.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._bytes: dict[int, bytes] = {}
+        added = backend.get_added_tokens_decoder()
+        self.named_tokens: dict[str, str] = dict(named_tokens or {})
+        self.chat_template: str | None = chat_template
+        self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size: int = max([backend.get_vocab_size(with_added_tokens=True) - 1, *added]) + 1
+        """Every id the tokenizer can produce is below this; a model may have more rows."""
+        self.bos_token_id: int | None = self._named_id("bos_token")
+        eos = self._named_id("eos_token")
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+        decoder = backend.decoder
+        self.byte_decoding: ByteDecoding | None = ByteDecoding.of(decoder and json.loads(decoder.__getstate__()))
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` from a model directory.
+
+        Only ``tokenizer.json`` must be there. Raises :class:`~chairlift.errors.ModelLoadError`.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ModelLoadError(
+                f"{folder} has no tokenizer.json; save one with transformers "
+                "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)) or send token ids with skip_tokenizer_init"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in the native library is no Exception
+            reason = " ".join(str(error).split())[:200]
+            raise ModelLoadError(f"{file} cannot be read ({reason}); download or save the tokenizer again") from None
+        config = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
+        return cls(backend, _named_tokens(config), _chat_template(folder, config))
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.named_tokens.get(name)
+        return None if token is None else self.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; ``add_special_tokens`` adds what the model expects around it (a BOS, say).
+
+        Text that spells a special token becomes that token. A rendered chat template already has its special tokens:
+        encode it without more. Raises :class:`~chairlift.errors.RequestError` for text that no encoding can hold.
+        """
+        if not isinstance(text, str):
+            raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text has half a surrogate pair at character {error.start} (U+{ord(text[error.start]):04X}), "
+                "which no encoding can carry; repair or remove it"
+            ) from None
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence. Ids outside the vocabulary contribute nothing; broken UTF-8 becomes U+FFFD.
+
+        As the ``tokenizers`` library decodes, except that a run of ``<0x..>`` byte tokens which is not valid UTF-8 as a
+        whole keeps the characters in it that are; the library replaces every byte of such a run. A character that was
+        already streamed could otherwise be unmade by a later token.
+        """
+        decoding = self.byte_decoding
+        if decoding is None:
+            kept = [i for i in ids if 0 <= i < self.vocab_size]
+            text: str = self._backend.decode(kept, skip_special_tokens=skip_special_tokens)
+            return text
+        text = b"".join([self.token_bytes(i, skip_special_tokens) for i in ids]).decode("utf-8", decoding.errors)
+        return text[1:] if decoding.strip_start and text.startswith(" ") else text
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
+        """What one token adds to the text; needs ``byte_decoding``. Empty for skipped and for unknown ids."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return b""
+        piece = self._bytes.get(token_id)
+        if piece is None:
+            token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+            if token is None or self.byte_decoding is None:
+                return b""
+            piece = self._bytes[token_id] = self.byte_decoding.token_bytes(token)
+        return piece
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry, spelled as in the vocabulary; None when there is none."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """A JSON object from a file, empty when there is no such file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file} cannot be read ({error}); download or save the tokenizer again") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{file} must hold a JSON object, got {type(value).__name__}; save the tokenizer again")
+    return value
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {}
+    for name in _NAMED_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value is not None and not isinstance(value, str):
+            raise ModelLoadError(
+                f"{name} in tokenizer_config.json must be a string, got {str(value)[:80]!r}; correct it"
+            )
+        if value is not None:
+            named[name] = value
+    return named
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """``chat_template.jinja`` goes first, as in transformers; of several named templates the one called default."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{file} cannot be read ({error}); download or save the tokenizer again") from None
+    template = config.get("chat_template")
+    if template is None or isinstance(template, str):
+        return template
+    try:
+        named = {str(entry["name"]): str(entry["template"]) for entry in template}
+    except (TypeError, KeyError):
+        raise ModelLoadError(
+            f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list of objects with a name "
+            "and a template; correct it or delete it"
+        ) from None
+    return named.get("default")
