@@ -197,7 +197,7 @@ def parse_config(
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
         max_position_embeddings=context,
-        rope=_rope(raw, context, where),
+        rope=_rope(raw, context, head_dim, where),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(raw, where),
         bos_token_id=fields.optional_integer("bos_token_id", 0, _INT32_MAX, default=bos_default),
@@ -322,7 +322,7 @@ def _layer_windows(fields: _Fields, model_type: str, layers: int) -> tuple[int |
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(raw: Mapping[str, Any], context: int, where: str) -> RopeConfig:
+def _rope(raw: Mapping[str, Any], context: int, head_dim: int, where: str) -> RopeConfig:
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or not _ROPE_KEYS.issuperset(given):
         known = ", ".join(sorted(_ROPE_KEYS))
@@ -340,6 +340,8 @@ def _rope(raw: Mapping[str, Any], context: int, where: str) -> RopeConfig:
     theta = fields.number("rope_theta", 1.0, 1e15)
     if rope_type == "default":
         return RopeConfig(theta=theta, original_max_position_embeddings=context)
+    if rope_type == "dynamic" and head_dim == 2:
+        fields.fail("rope_type 'dynamic' needs a head_dim above 2")
     if raw.get("original_max_position_embeddings") is not None:
         parameters["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     original = fields.integer("original_max_position_embeddings", 1, _MAX_CONTEXT, default=context)

@@ -1,0 +1,90 @@
+"""Drive a model through a paged KV cache by hand: the smallest possible executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.context import PackedContext, PagedContext
+
+__all__ = ["PagedRunner", "packed_logits"]
+
+_NO_BLOCK = 10**9
+"""Fills table entries that must not be read: reading one is an index error, not a silent zero."""
+
+
+class PagedRunner:
+    """Runs steps over named sequences. Blocks are handed out in random order; unused memory is NaN.
+
+    One cache group per distinct window, each with a pool and tables of its own; in a windowed group, blocks behind the
+    window are struck from the table before each step.
+    """
+
+    def __init__(self, model: CausalLM, block_size: int, *, num_blocks: int = 128, max_len: int = 128, seed: int = 0):
+        self.model = model
+        self.block_size = block_size
+        spec = model.kv_cache_spec()
+        self.windows = list(dict.fromkeys(layer.window for layer in spec))
+        self.layer_groups = [self.windows.index(layer.window) for layer in spec]
+        dtype = model.model.embed_tokens.weight.dtype
+        self.kv_caches = []
+        for layer in spec:
+            shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+            nan = float("nan")
+            self.kv_caches.append((torch.full(shape, nan, dtype=dtype), torch.full(shape, nan, dtype=dtype)))
+        generator = torch.Generator().manual_seed(seed)
+        self.free = [torch.randperm(num_blocks, generator=generator).tolist() for _ in self.windows]
+        self.tables: dict[str, list[list[int]]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.max_blocks = -(-max_len // block_size)
+
+    def step(self, rows: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
+        """Append tokens to each named sequence in one flat batch; returns the logits [n, V] of each row."""
+        cu_seqlens, seq_lens = [0], []
+        positions: list[int] = []
+        for name, new in rows:
+            tokens = self.tokens.setdefault(name, [])
+            positions += range(len(tokens), len(tokens) + len(new))
+            tokens += new
+            cu_seqlens.append(cu_seqlens[-1] + len(new))
+            seq_lens.append(len(tokens))
+        block_tables, slot_mapping = [], []
+        for group in range(len(self.windows)):
+            table, slots = self._place(group, rows)
+            block_tables.append(table)
+            slot_mapping.append(slots)
+        ctx = PagedContext(cu_seqlens, seq_lens, block_tables, slot_mapping, self.kv_caches, self.layer_groups)
+        flat = torch.tensor([token for _, new in rows for token in new])
+        with torch.inference_mode():
+            logits = self.model.compute_logits(self.model(flat, torch.tensor(positions), ctx))
+        return list(torch.split(logits, [len(new) for _, new in rows]))
+
+    def _place(self, group: int, rows: Sequence[tuple[str, Sequence[int]]]) -> tuple[Tensor, Tensor]:
+        table = torch.full((len(rows), self.max_blocks), _NO_BLOCK)
+        slots: list[int] = []
+        for i, (name, new) in enumerate(rows):
+            blocks = self.tables.setdefault(name, [[] for _ in self.windows])[group]
+            length = len(self.tokens[name])
+            while len(blocks) * self.block_size < length:
+                blocks.append(self.free[group].pop())
+            window = self.windows[group]
+            first = 0 if window is None else max(0, length - len(new) - window + 1) // self.block_size
+            table[i, first : len(blocks)] = torch.tensor(blocks[first:])
+            for position in range(length - len(new), length):
+                slots.append(blocks[position // self.block_size] * self.block_size + position % self.block_size)
+        return table, torch.tensor(slots)
+
+
+def packed_logits(model: CausalLM, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Logits [n, V] of whole sequences run side by side in one pack."""
+    cu_seqlens = [0]
+    for sequence in sequences:
+        cu_seqlens.append(cu_seqlens[-1] + len(sequence))
+    flat = torch.tensor([token for sequence in sequences for token in sequence])
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+    with torch.no_grad():
+        logits = model.compute_logits(model(flat, positions, PackedContext(cu_seqlens)))
+    return list(torch.split(logits, [len(sequence) for sequence in sequences]))

@@ -1,0 +1,212 @@
+"""config.json is read as transformers reads it; what we would compute wrongly is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.errors import ModelLoadError
+from chairlift.models.hf_config import ModelConfig, parse_config, read_config
+from tests.models.tiny import FAMILIES, tiny_hf_model
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "attention_bias": False,
+    "pretraining_tp": 1,
+}
+QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "use_mrope": False,
+    "eos_token_id": 151643,
+}
+
+
+def test_a_llama_of_the_old_dialect() -> None:
+    config = parse_config(LLAMA)
+    assert (config.head_dim, config.num_key_value_heads, config.max_model_len) == (64, 8, 131072)
+    assert (config.rope.rope_type, config.rope.factor, config.rope.theta) == ("llama3", 32.0, 500000.0)
+    assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)
+    assert (config.bos_token_id, config.eos_token_ids) == (128000, (128001, 128008, 128009))
+    assert config.layer_windows == (None,) * 16
+    assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+
+
+def test_a_qwen2_with_its_window_off_and_on() -> None:
+    config = parse_config(QWEN2)
+    assert (config.head_dim, config.qkv_bias, config.o_bias, config.bos_token_id) == (64, True, False, None)
+    assert config.layer_windows == (None,) * 24
+    windowed = parse_config({**QWEN2, "use_sliding_window": True, "sliding_window": 100})
+    assert windowed.layer_windows == (None,) * 21 + (100,) * 3
+
+
+def test_generation_config_has_the_last_word_on_eos() -> None:
+    assert parse_config(QWEN2, {"eos_token_id": [151645, 151643, 151645]}).eos_token_ids == (151645, 151643)
+    assert parse_config(QWEN2, {"temperature": 0.7}).eos_token_ids == (151643,)
+    assert parse_config({**QWEN2, "eos_token_id": None}).eos_token_ids == ()
+
+
+def test_longest_sequence_counts_rotary_scaling_in() -> None:
+    def longest(**rope: Any) -> int:
+        return parse_config({**QWEN2, "rope_scaling": rope}).max_model_len
+
+    assert longest(type="linear", factor=4.0) == longest(type="dynamic", factor=4.0) == 131072
+    assert longest(type="yarn", factor=4.0, original_max_position_embeddings=32768) == 131072
+    assert parse_config(QWEN2).max_model_len == 32768
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, family)
+    whole = read_config(model_dir)
+    path = model_dir / "config.json"
+    raw = json.loads(path.read_text())
+    assert raw.pop("hidden_act") == "silu"
+    for key in (
+        "attention_bias",
+        "mlp_bias",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+        "use_sliding_window",
+        "layer_types",
+    ):
+        raw.pop(key, None)
+    assert parse_config(raw, json.loads((model_dir / "generation_config.json").read_text())) == whole
+    assert whole.dtype == "float32" and whole.eos_token_ids == (1,) and whole.bos_token_id == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, ["'gpt2'", "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": None}, ["None", "supported"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
+        ({"hidden_size": 0}, ["hidden_size", "1 to 65536", "0"]),
+        ({"hidden_size": 2**40}, ["hidden_size"]),
+        ({"vocab_size": 3.5}, ["vocab_size", "3.5"]),
+        ({"vocab_size": True}, ["vocab_size", "True"]),
+        ({"num_hidden_layers": -1}, ["num_hidden_layers", "-1"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers"]),
+        ({"num_key_value_heads": 5}, ["32", "multiple", "5"]),
+        ({"head_dim": 63}, ["head_dim", "63"]),
+        ({"head_dim": None, "hidden_size": 2050}, ["2050", "multiple", "32"]),
+        ({"rms_norm_eps": "small"}, ["rms_norm_eps", "small"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
+        ({"max_position_embeddings": 2**40}, ["max_position_embeddings"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
+        ({"torch_dtype": "int8"}, ["int8", "bfloat16"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
+        ({"eos_token_id": [1, -1]}, ["eos_token_id"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "original"]),
+        ({"num_local_experts": 8}, ["num_local_experts"]),
+        ({"use_mrope": True}, ["use_mrope"]),
+        ({"logit_scale": 0.5}, ["logit_scale", "0.5"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["architectures"]),
+        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, ["auto_map", "never runs"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "yarn"]),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, ["mrope_section"]),
+        ({"rope_scaling": {"type": "linear"}}, ["factor", "missing"]),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, ["factor", "0"]),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, ["factor", "inf"]),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, ["low_freq_factor", "missing"]),
+        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, ["full_attention"]),
+        ({"rope_scaling": [1]}, ["rope parameters"]),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "head_dim"]),
+        ({"rope_theta": -1}, ["rope_theta", "-1"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}, "rope_scaling": None}, ["partial_rotary_factor"]),
+    ],
+)
+def test_what_is_refused_is_named(change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        parse_config({**LLAMA, **change}, where="dir/config.json")
+    assert all(word in str(caught.value) for word in ["dir/config.json", *words]), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_types": ["sliding_attention"] * 24},
+        {"layer_types": ["full_attention"] * 23},
+        {"layer_types": ["linear_attention"] * 24},
+        {"use_sliding_window": True, "sliding_window": 0},
+        {"use_sliding_window": True, "max_window_layers": -1},
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match=r"layer_types|sliding_window|max_window_layers"):
+        parse_config({**QWEN2, **change})
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a": ' * 100_000, b"1" * 9999]
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_damaged_files_are_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=name):
+        read_config(tmp_path)
+
+
+def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        read_config(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = sorted(
+    {*LLAMA, *QWEN2, "rope_parameters", "layer_types", "generation", "dtype", "head_dim", "quantization_config"}
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(base=st.sampled_from([LLAMA, QWEN2]), change=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3))
+def test_any_json_is_a_config_or_a_model_load_error(base: dict[str, Any], change: dict[str, Any]) -> None:
+    try:
+        config = parse_config({**base, **change}, {"eos_token_id": change.get("generation")})
+    except ModelLoadError:
+        return
+    assert isinstance(config, ModelConfig)
+    assert config.num_attention_heads % config.num_key_value_heads == 0 and len(config.layer_windows) > 0

@@ -1,0 +1,263 @@
+"""A model directory is data from a stranger: what is wrong with it is named, and nothing in it is run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chairlift.errors import ConfigError, ModelLoadError
+from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.hf_config import SUPPORTED_MODEL_TYPES, parse_config
+from chairlift.models.loader import load_model, read_config, resolve_dtype, resolve_model_dir
+from chairlift.models.random_weights import random_model, write_random_model
+from chairlift.models.registry import MODEL_CLASSES, model_class
+from tests.models.paged import packed_logits
+from tests.models.tiny import FAMILIES, hf_logits, hf_model, tiny_hf_model
+
+Mutate = Callable[[dict[str, torch.Tensor]], object]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return tiny_hf_model(tmp_path, "llama")
+
+
+def load(model_dir: Path, **options: Any) -> Any:
+    return load_model(model_dir, read_config(model_dir), **options)
+
+
+def refusal(model_dir: Path) -> str:
+    """The message with which loading fails; one line, and never another exception."""
+    with pytest.raises(ModelLoadError) as caught:
+        load(model_dir)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.__cause__ is None
+    return message
+
+
+def rewrite(model_dir: Path, mutate: Mutate) -> None:
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    mutate(tensors)
+    save_file(tensors, path)
+
+
+def shard(model_dir: Path) -> dict[str, str]:
+    """Split the checkpoint into two files with an index, as large models come."""
+    tensors = load_file(model_dir / "model.safetensors")
+    (model_dir / "model.safetensors").unlink()
+    weight_map = {}
+    for i, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        file = f"model-0000{i + 1}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names}, model_dir / file)
+        weight_map.update(dict.fromkeys(names, file))
+    write_index(model_dir, weight_map)
+    return weight_map
+
+
+def write_index(model_dir: Path, weight_map: Any) -> None:
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("prepack", [True, False])
+def test_sharded_and_single_files_load_alike(model_dir: Path, prepack: bool) -> None:
+    single = packed_logits(load(model_dir, prepack=prepack), [[1, 2, 3]])[0]
+    shard(model_dir)
+    assert torch.equal(packed_logits(load(model_dir, prepack=prepack), [[1, 2, 3]])[0], single)
+
+
+def test_progress_rises_to_one(model_dir: Path) -> None:
+    seen: list[float] = []
+    load(model_dir, progress=lambda label, share: seen.append(share))
+    assert seen == sorted(seen) and seen[0] > 0 and seen[-1] == 1.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_state_dict_is_the_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=tied)
+    stored = load_file(model_dir / "model.safetensors")
+    exported = hf_state_dict(load(model_dir, prepack=False))
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], stored[name]) for name in stored)
+    save_file(exported, tmp_path / "again.safetensors")
+
+
+def test_prepacked_model_cannot_be_exported(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="prepack=False"):
+        hf_state_dict(load(model_dir))
+
+
+def test_random_model_directory_loads_in_transformers(tmp_path: Path) -> None:
+    config = json.loads((tiny_hf_model(tmp_path, "qwen3") / "config.json").read_text())
+    written = write_random_model(tmp_path / "random", config, dtype="float32", seed=3, std=0.25)
+    expected = hf_logits(hf_model(written), [5, 6, 7])
+    torch.testing.assert_close(packed_logits(load(written), [[5, 6, 7]])[0], expected, rtol=1e-4, atol=1e-4)
+    half = random_model(parse_config(config), "bfloat16", seed=3, std=0.25)
+    embedding = load_file(written / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(half.model.embed_tokens.weight, embedding.bfloat16())
+
+
+def test_dtype_is_converted_while_loading(model_dir: Path) -> None:
+    assert load(model_dir).model.norm.weight.dtype == torch.float32
+    assert load(model_dir, dtype="bfloat16").model.norm.weight.dtype == torch.bfloat16
+    with pytest.raises(ModelLoadError, match="int8"):
+        resolve_dtype(read_config(model_dir), "int8")
+
+
+def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama", tie_word_embeddings=True)
+    expected = packed_logits(load(model_dir), [[1, 2]])[0]
+    rewrite(
+        model_dir,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": torch.zeros(128, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+        ),
+    )
+    assert torch.equal(packed_logits(load(model_dir), [[1, 2]])[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "words"),
+    [
+        (lambda t: t.pop("model.norm.weight"), ["1 missing", "model.norm.weight"]),
+        (lambda t: t.update(extra=torch.ones(2)), ["1 unexpected", "extra"]),
+        (lambda t: t.update({"model.norm.weight": torch.ones(65)}), ["model.norm.weight", "[65]", "[64]"]),
+        (lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), ["model.norm.weight", "I8"]),
+        (lambda t: [t.pop(name) for name in list(t)[:5]], ["5 missing", "..."]),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(model_dir: Path, mutate: Mutate, words: list[str]) -> None:
+    rewrite(model_dir, mutate)
+    message = refusal(model_dir)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 2000, -1])
+def test_truncated_weights_are_refused(model_dir: Path, keep: int) -> None:
+    path = model_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "damaged or incomplete" in refusal(model_dir)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"a": 1}',
+        json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 999_999_999]}}).encode(),
+        json.dumps({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 16]}}).encode(),
+        json.dumps({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 16]}}).encode(),
+    ],
+)
+def test_hostile_headers_are_refused(model_dir: Path, header: bytes) -> None:
+    (model_dir / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 16)
+    assert "damaged or incomplete" in refusal(model_dir)
+
+
+def test_header_length_is_not_trusted(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    assert "damaged or incomplete" in refusal(model_dir)
+
+
+def test_flipped_header_bits_never_escape_as_another_error(tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama", num_hidden_layers=1)
+    path = model_dir / "model.safetensors"
+    whole = path.read_bytes()
+    header_end = 8 + struct.unpack("<Q", whole[:8])[0]
+    rng = random.Random(5)
+    refused = 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(header_end)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            load(model_dir)
+        except ModelLoadError:
+            refused += 1
+    # Some flips land in the metadata or in white space, where they do no harm.
+    assert refused > 100
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise SystemExit('the pickle was run')",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_refused(model_dir: Path, name: str) -> None:
+    (model_dir / "model.safetensors").unlink()
+    (model_dir / name).write_bytes(pickle.dumps(Bomb()))
+    message = refusal(model_dir)
+    assert name in message and "pickle" in message and "safetensors" in message
+
+
+def test_missing_weights_are_refused(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    assert "neither model.safetensors nor" in refusal(model_dir)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../outside.safetensors",
+        "/etc/passwd",
+        "sub/a.safetensors",
+        "..safetensors",
+        "a.bin",
+        "",
+        ".safetensors",
+        "C:\\a",
+    ],
+)
+def test_index_cannot_leave_the_directory(model_dir: Path, file: str) -> None:
+    weight_map = shard(model_dir)
+    shutil.copy(model_dir / weight_map["model.norm.weight"], model_dir.parent / "outside.safetensors")
+    write_index(model_dir, {**weight_map, "model.norm.weight": file})
+    assert "only *.safetensors files beside it are allowed" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], 3])
+def test_index_without_a_map_is_refused(model_dir: Path, weight_map: Any) -> None:
+    shard(model_dir)
+    write_index(model_dir, weight_map)
+    assert "weight_map" in refusal(model_dir)
+
+
+def test_index_that_lies_is_refused(model_dir: Path) -> None:
+    weight_map = shard(model_dir)
+    first, second = sorted(set(weight_map.values()))
+    write_index(model_dir, {name: second if file == first else first for name, file in weight_map.items()})
+    assert "is not in model-0000" in refusal(model_dir)
+    write_index(model_dir, weight_map)
+    (model_dir / second).unlink()
+    assert f"{second}, which is not there" in refusal(model_dir)
+
+
+def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model_dir(tmp_path) == tmp_path
+    (tmp_path / "file").touch()
+    for name in (str(tmp_path / "nowhere"), str(tmp_path / "file"), "../x", "a/b/c", "", "a b", "a/../b"):
+        with pytest.raises(ModelLoadError, match="not a directory"):
+            resolve_model_dir(name)
+    # Without a network, an id that is not in the cache cannot be had.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match=r"'nobody/nothing-at-all'.*the Hugging Face Hub did not give"):
+        resolve_model_dir("nobody/nothing-at-all")
+
+
+def test_registry_and_config_reader_agree() -> None:
+    assert tuple(sorted(MODEL_CLASSES)) == SUPPORTED_MODEL_TYPES == tuple(sorted(FAMILIES))
+    with pytest.raises(ModelLoadError, match=r"'gpt2'.*llama, mistral, qwen2, qwen3"):
+        model_class("gpt2")

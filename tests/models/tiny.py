@@ -1,0 +1,81 @@
+"""Tiny random Hugging Face models, written by transformers itself, and the logits it computes for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+__all__ = ["FAMILIES", "hf_logits", "hf_model", "tiny_hf_model"]
+
+_CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# Where families differ, the tiny ones do: Qwen3's heads are not hidden/heads wide, Mistral's window is short.
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 32}, "mistral": {"sliding_window": 24}}
+FAMILIES = tuple(_CONFIGS)
+
+
+def tiny_hf_model(
+    tmp_path: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    std: float = 0.25,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Write a random model of a family (``llama``, ``mistral``, ``qwen2``, ``qwen3``) and return its directory.
+
+    Matrices and biases have standard deviation ``std`` (0.25 makes logits far apart, so that greedy ties don't occur),
+    norms lie around 1. ``overrides`` are fields of the family's transformers config. There is no tokenizer.
+    """
+    config = _CONFIGS[family](**{**_DEFAULTS, **_FAMILY_DEFAULTS.get(family, {}), **overrides})
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * values if "norm" in name else std * values)
+    model_dir = tmp_path / f"{family}-{seed}"
+    model.to(dtype).save_pretrained(model_dir)
+    return model_dir
+
+
+def hf_model(model_dir: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The same directory loaded by transformers, with attention written out (no fused kernel)."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def hf_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """Logits [n, vocab] of one sequence."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits
