@@ -76,12 +76,18 @@ class Engine:
         self._depth = config.num_lookahead_steps
         self._inputs = InputProcessor(limits, tokenizer, self.kv, seed)
         self._outputs = OutputProcessor(tokenizer, limits.eos_token_ids)
+        self._ready: list[RequestOutput] = []
         self._flights: deque[tuple[SchedulerOutput, PendingTokens | Exception, float]] = deque()
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request has not ended, or any step is still in flight."""
-        return bool(self._outputs) or bool(self._flights)
+        return bool(self._outputs) or bool(self._flights) or bool(self._ready)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched whose tokens have not been taken yet."""
+        return len(self._flights)
 
     def add_request(
         self,
@@ -110,23 +116,26 @@ class Engine:
         """End a request in any state, at once and without an output. False when it is unknown or has ended."""
         if request_id not in self._outputs:
             return False
+        now = self.clock.now()
         for sequence in self._outputs.remove(request_id):
-            self.scheduler.abort(sequence.request_id, self.clock.now())
+            # In a static batch, mates that only waited for this one leave with it.
+            self._ready += self._outputs.finish(self.scheduler.abort(sequence.request_id, now), now, {})
         return True
 
     def step(self) -> list[RequestOutput]:
         """Run one step, and report the requests it brought forward. Waits when there is nothing to do until later."""
+        ready, self._ready = self._ready, []
         now = self.clock.now()
         out = self.scheduler.schedule(now)
         if out.num_tokens:
             self._launch(out, now)
         if self._flights and (len(self._flights) > self._depth or not out.num_tokens):
-            return self._land()
-        if not self._flights and not out.num_tokens:
+            return ready + self._land()
+        if not self._flights and not ready:
             when = self.scheduler.next_event(now)
             if when is not None and when > now:
                 self.clock.wait_until(when)
-        return []
+        return ready
 
     def check_invariants(self) -> None:
         """Raise InvariantError if the books do not balance."""

@@ -27,6 +27,7 @@ class _Answer:
         """Generated tokens the detokenizer has seen."""
         self.num_tokens: int | None = None
         """How many generated tokens count, once a stop string has ended the answer."""
+        self.stop_string: str | None = None
         self.logprobs: list[dict[int, Logprob]] | None = None if self.params.logprobs is None else []
         self.cumulative = 0.0
         self.finish_reason: FinishReason | None = None
@@ -44,9 +45,18 @@ class _Answer:
         start = self.request.num_prompt_tokens + self.num_read
         fresh = self.request.token_ids[start:]
         self.num_read += len(fresh)
-        stop = self.detokenizer.update(fresh, stop_terminated)
+        return self._ended_by(self.detokenizer.update(fresh, stop_terminated))
+
+    def close(self, stop_terminated: bool) -> str | None:
+        """Read to the end; the stop string that ended the text, now or before."""
+        self.read(stop_terminated)
+        if self.detokenizer is not None and self.stop_string is None:
+            self._ended_by(self.detokenizer.finish())
+        return self.stop_string
+
+    def _ended_by(self, stop: str | None) -> str | None:
         if stop is not None:
-            self.num_tokens = self.num_read
+            self.num_tokens, self.stop_string = self.num_read, stop
         return stop
 
     def output(self) -> CompletionOutput:
@@ -127,9 +137,7 @@ class OutputProcessor:
             if logprobs is not None and logprobs[row] is not None and answer.logprobs is not None:
                 self._note_logprobs(answer, logprobs[row])
             if answer.params.stop and request.finish_reason is not FinishReason.STOP:
-                stop = answer.read()
-                if stop is not None:
-                    answer.stop_reason = stop
+                if answer.read() is not None:
                     stopped.append(request.request_id)
         return stopped
 
@@ -159,9 +167,7 @@ class OutputProcessor:
                 continue
             group, answer = found
             by_token = request.finish_reason is FinishReason.STOP and isinstance(request.stop_reason, int)
-            stop = answer.read(stop_terminated=by_token)
-            if answer.detokenizer is not None and stop is None:
-                stop = answer.detokenizer.finish()
+            stop = answer.close(stop_terminated=by_token)
             answer.finish_reason = FinishReason.STOP if stop is not None else request.finish_reason
             if stop is not None:
                 answer.stop_reason = stop

@@ -19,6 +19,9 @@ from chairlift.request import Request, RequestStatus
 __all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks"]
 
 
+_NO_LIMIT = 1 << 40
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewBlocks:
     """Blocks appended to one table, from entry ``first`` on."""
@@ -105,14 +108,13 @@ class KVCacheManager:
 
     @property
     def capacity_tokens(self) -> int:
-        """The most positions one request alone can have (only ``full`` groups limit them)."""
-        full = [pool.capacity for pool, group in zip(self.pools, self.groups, strict=True) if group.window is None]
-        return min(full or [pool.capacity for pool in self.pools]) * self.block_size
-
-    @property
-    def min_free_share(self) -> float:
-        """Free share of the fullest pool, 0 to 1."""
-        return min(pool.num_free / pool.capacity for pool in self.pools)
+        """The most positions one request alone can have; a window group large enough for its window sets no limit."""
+        limits = [
+            pool.capacity * self.block_size
+            for group, pool in enumerate(self.pools)
+            if self.groups[group].window is None or self.blocks_for(group, _NO_LIMIT) > pool.capacity
+        ]
+        return min(limits, default=_NO_LIMIT)
 
     def counts(self) -> BlockCounts:
         free = sum(pool.num_free for pool in self.pools)
@@ -237,7 +239,8 @@ class KVCacheManager:
 
     def _can_fork(self, source: Request, forked: int) -> bool:
         """Whether ``source`` still has the KV that a continuation of its first ``forked`` tokens attends to."""
-        if source.status is not RequestStatus.RUNNING or source.num_computed_tokens <= forked:
+        # A token since it was admitted proves that its prompt was computed by a step before this one.
+        if source.status is not RequestStatus.RUNNING or len(source.token_ids) <= source.progress_mark:
             return False
         end = -(-forked // self.block_size)
         return all(

@@ -12,11 +12,17 @@ from typing import Any
 
 from chairlift.request import Beat, Request
 
-__all__ = ["DecodeRows"]
+__all__ = ["DecodeRows", "receivers"]
 
 
 def _drop(token: int) -> None:
     """Where the tokens of a held row go."""
+
+
+def receivers(requests: list[Request]) -> tuple[list[Request | None], list[Callable[[int], Any]]]:
+    """Who gets each row's token, and how it is appended: a held row's goes nowhere."""
+    sampled = [None if request.finish_reason else request for request in requests]
+    return sampled, [_drop if request is None else request.token_ids.append for request in sampled]
 
 
 class DecodeRows:
@@ -79,6 +85,5 @@ class DecodeRows:
         self.requests = list(filter(attrgetter("decoding"), self.requests))
         self.slots = tuple([request.slot for request in self.requests])
         self.ids = tuple([(request.request_id, request.slot) for request in self.requests])
-        self.sampled = [None if request.finish_reason else request for request in self.requests]
-        self.appends = [_drop if request.finish_reason else request.token_ids.append for request in self.requests]
+        self.sampled, self.appends = receivers(self.requests)
         self.stale = False

@@ -20,7 +20,7 @@ from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.outputs import FinishReason
 from chairlift.request import Request, RequestStatus
 from chairlift.scheduler.admission import WaitingQueue
-from chairlift.scheduler.decode_rows import DecodeRows
+from chairlift.scheduler.decode_rows import DecodeRows, receivers
 from chairlift.scheduler.invariants import check_scheduler
 from chairlift.scheduler.membership import Membership, membership_from_name
 from chairlift.scheduler.output import FAILED_ROW, Chunk, NewRow, SchedulerOutput, StepResult
@@ -279,8 +279,8 @@ class Scheduler:
         out.num_decodes = len(decodes.requests)
         out.num_tokens = out.num_decodes + sum(chunk.num_tokens for chunk in out.chunks)
         if not out.num_tokens:
-            if self.running and not self._flights:  # all stalled for blocks that prefix sharing keeps taken
-                self._preempt(max(self.running.values(), key=self.policy.order), None, None)
+            if not self._flights and not self.membership.held:
+                self._break_stall()
             return
         self.step = out.step
         out.left, self._left = self._left, []
@@ -290,10 +290,16 @@ class Scheduler:
         self._describe(out, flight)
         samples = [request for request, chunk in flight.chunks if chunk.samples]
         if samples:
-            flight.sampled = [*decodes.sampled, *samples]
-            flight.appends = [*decodes.appends, *(request.token_ids.append for request in samples)]
+            sampled, appends = receivers(samples)
+            flight.sampled, flight.appends = decodes.sampled + sampled, decodes.appends + appends
             decodes.start([request for request in samples if request.num_computed_tokens < request.limit])
         self._flights[out.step] = flight
+
+    def _break_stall(self) -> None:
+        """Everybody waits for blocks that prefix sharing keeps taken: the last in line gives its own back."""
+        able = [r for r in self.running.values() if r.finish_reason is None and not is_pinned(r, self.max_preemptions)]
+        if able:
+            self._preempt(max(able, key=self.policy.order), None, None)
 
     def _describe(self, out: SchedulerOutput, flight: _InFlight) -> None:
         out.decode_rows = self.decodes.ids
@@ -328,7 +334,7 @@ class Scheduler:
                 finished += self._end(request, FinishReason.ERROR, None, now)
         for request, chunk in flight.chunks:
             if request.slot >= 0 and request.admitted_at_step <= out.step:
-                self.kv.publish(request, chunk.end)
+                self.kv.publish(request, min(chunk.end, len(request.token_ids)))  # a held row computes beyond what it knows
                 self._release_siblings(request)
         for request, token in hits:
             if token in request.stop_token_ids and request.finish_reason is None:
@@ -387,7 +393,7 @@ class Scheduler:
     def preempt(self, request_id: str) -> bool:
         """Preempt by recompute between two steps, as if blocks had run short. False when it may not be preempted."""
         request = self.running.get(request_id)
-        if request is None or request not in candidates([request], request, self.policy, self.max_preemptions):
+        if request is None or self.membership.held or request not in candidates([request], request, self.policy, self.max_preemptions):
             return False
         self._preempt(request, None, None)
         return True

@@ -1,0 +1,349 @@
+"""Run one world through the real engine, and check everything after every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections import deque
+from typing import Any
+
+from chairlift.config import CacheGroup, SchedulerConfig
+from chairlift.engine.clock import VirtualClock
+from chairlift.engine.engine import Engine
+from chairlift.engine.input_processor import ModelLimits
+from chairlift.errors import ChairliftError, InvariantError, PromptTooLongError, RequestError
+from chairlift.executor.local import LocalExecutor
+from chairlift.kv_cache.manager import Admission, KVCacheManager, NewBlocks
+from chairlift.models.flat_batch import FlatBatch, SampledTokens
+from chairlift.models.hashlm import HashLM
+from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
+from chairlift.request import Request
+from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.output import SchedulerOutput
+from chairlift.sim.oracle import Expected, byte_tokenizer, expected_answer
+from chairlift.sim.world import EOS, VOCAB_SIZE, Event, World
+
+__all__ = ["Simulation", "Violation", "run_world"]
+
+_STEP_SECONDS = 0.01
+
+
+class Violation(Exception):
+    """A world in which something that must hold did not."""
+
+
+class _Faults:
+    """What is broken in the current step."""
+
+    def __init__(self) -> None:
+        self.active: dict[str, int] = {}
+
+    def on(self, kind: str) -> bool:
+        return kind in self.active
+
+
+class _FaultyCache(KVCacheManager):
+    """A KV manager that sometimes says no."""
+
+    faults: _Faults
+
+    def admit(self, request: Request, *args: Any, **kwargs: Any) -> Admission | None:
+        return None if self.faults.on("refuse_admission") else super().admit(request, *args, **kwargs)
+
+    def extend(self, request: Request, num_tokens: int, in_flight: int) -> list[NewBlocks] | None:
+        return None if self.faults.on("refuse_growth") else super().extend(request, num_tokens, in_flight)
+
+
+class _FaultyModel(HashLM):
+    """HashLM that sometimes fails: a whole step, or one row."""
+
+    faults: _Faults
+
+    def forward(self, batch: FlatBatch) -> list[int]:
+        if self.faults.on("raise"):
+            raise RuntimeError("injected: the forward pass failed")
+        return super().forward(batch)
+
+    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
+        tokens = super().sample(hidden, batch, masks)
+        if self.faults.on("nan") and tokens.token_ids:
+            row = self.faults.active["nan"] % len(tokens.token_ids)
+            tokens.token_ids[row] = -1
+            tokens.errors[row] = "injected: the logits are not finite"
+        return tokens
+
+
+class _WatchedExecutor(LocalExecutor):
+    """Knows which blocks the steps in flight read and write."""
+
+    def __init__(self, runner: HashLM, **sizes: int) -> None:
+        super().__init__(runner, **sizes)
+        self.in_flight: deque[list[set[int]]] = deque()
+        self.num_copies = 0
+
+    def execute(self, out: SchedulerOutput) -> Any:
+        self.num_copies += len(out.copies)
+        self.in_flight.append([set() for _ in self.cache_groups])
+        hidden, batch = super().execute(out)
+        self.in_flight[-1] = [self._blocks(batch, group) for group in range(len(self.cache_groups))]
+        return hidden, batch
+
+    def _blocks(self, batch: FlatBatch, group: int) -> set[int]:
+        used = set()
+        window = self.cache_groups[group].window
+        for row, end in enumerate(batch.seq_lens.tolist()):
+            begin = end - int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
+            low = 0 if window is None else max(0, begin - window + 1)
+            used |= set(batch.block_tables[group][row, low // self.block_size : -(-end // self.block_size)].tolist())
+        return used
+
+
+@dataclasses.dataclass(slots=True)
+class _Submitted:
+    """A request the simulator waits for."""
+
+    args: dict[str, Any]
+    expected: list[Expected]
+    seen: list[int]
+    """Tokens reported so far, per answer."""
+
+
+class Simulation:
+    """One execution. ``trace`` digests every step, so that two runs can be compared."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.clock = VirtualClock()
+        self.faults = _Faults()
+        groups = [CacheGroup(world.num_blocks, window) for window in world.windows]
+        config = SchedulerConfig(**world.scheduler)
+        self.model = _FaultyModel(groups, world.block_size, VOCAB_SIZE, world.max_model_len)
+        self.model.faults = self.faults
+        kv = _FaultyCache(
+            groups,
+            world.block_size,
+            max_step_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=world.enable_prefix_caching,
+            hash_function=_weak_hash(world.hash_bits),
+        )
+        kv.faults = self.faults
+        self.executor = _WatchedExecutor(
+            self.model,
+            num_slots=config.max_num_seqs,
+            max_model_len=world.max_model_len,
+            block_size=world.block_size,
+        )
+        self.engine = Engine(
+            self.executor,
+            ModelLimits(VOCAB_SIZE, world.max_model_len, (EOS,)),
+            config,
+            tokenizer=byte_tokenizer() if world.with_text else None,
+            clock=self.clock,
+            kv=kv,
+            seed=world.seed,
+        )
+        self.pending: dict[str, _Submitted] = {}
+        self.ended: set[str] = set()
+        self.num_steps = 0
+        self.num_cached_tokens = self.num_failed = self.num_passed = 0
+        """How often the paths were taken that the simulation is there for."""
+        self._trace = hashlib.sha256()
+        self._records = 0
+
+    @property
+    def num_copies(self) -> int:
+        """Blocks copied for forks."""
+        return self.executor.num_copies
+
+    @property
+    def trace(self) -> str:
+        return self._trace.hexdigest()
+
+    def run(self) -> None:
+        """Safety with faults, then liveness without. Raises Violation."""
+        logging.getLogger("chairlift").setLevel(logging.CRITICAL)  # injected failures are no news
+        events = list(self.world.events)
+        tick = 0
+        while events:
+            self.faults.active.clear()
+            while events and events[0].at <= tick:
+                self._apply(events.pop(0))
+            self._step()
+            tick += 1
+        self.faults.active.clear()
+        # Each step computes at least one token of somebody, and each token is computed at most once per preemption.
+        work = sum(len(s.args["prompt"]) + s.args["max_tokens"] for s in self.pending.values() for _ in s.expected)
+        bound = 50 + 2 * work * (self.world.scheduler["max_preemptions"] + 2)
+        while self.engine.has_unfinished and bound:
+            self._step()
+            bound -= 1
+        if self.engine.has_unfinished or self.pending:
+            raise Violation(f"requests {sorted(self.pending)} do not come to an end")
+        self._check_drained()
+
+    def _apply(self, event: Event) -> None:
+        name = f"r{event.target}"
+        if event.kind == "arrive":
+            self._arrive(name, event.args)
+        elif event.kind == "abort":
+            known = name in self.pending
+            if self.engine.abort(name) != known:
+                raise Violation(f"abort({name}) contradicts what is pending")
+            if known:
+                self.ended.add(name)
+                del self.pending[name]
+        elif event.kind == "preempt":
+            running = sorted(self.engine.scheduler.running)
+            if running:
+                self.engine.scheduler.preempt(running[event.target % len(running)])
+        elif event.kind == "duplicate":
+            if name in self.pending:
+                self._refused(name)
+        elif event.kind == "evict":
+            self._evict(event.target)
+        elif event.kind == "stall":
+            self.clock.advance(3600.0 * event.target)
+        else:
+            self.faults.active[event.kind] = event.target
+
+    def _refused(self, name: str) -> None:
+        try:
+            self.engine.add_request([1], SamplingParams(), request_id=name)
+        except RequestError:
+            return
+        raise Violation(f"a second request with the id {name} was accepted")
+
+    def _arrive(self, name: str, args: dict[str, Any]) -> None:
+        params = SamplingParams(
+            n=args["n"],
+            temperature=args["temperature"],
+            seed=args["seed"],
+            presence_penalty=args["presence_penalty"],
+            max_tokens=args["max_tokens"],
+            ignore_eos=args["ignore_eos"],
+            stop_token_ids=args["stop_token_ids"],
+            stop=args.get("stop"),
+            include_stop_str_in_output=args.get("include_stop_str_in_output", False),
+        )
+        need = len(args["prompt"]) + args["max_tokens"] - 1
+        fits = self.engine.kv.fits_when_empty(need)
+        try:
+            self.engine.add_request(
+                args["prompt"], params, request_id=name, stream=args["stream"], cache_salt=args["salt"]
+            )
+        except PromptTooLongError:
+            if fits and need <= self.engine.kv.capacity_tokens:
+                raise Violation(f"{name} needs {need} positions, which fit, but was refused") from None
+            self.ended.add(name)
+            return
+        if not fits:
+            raise Violation(f"{name} needs {need} positions, which can never fit, but was admitted")
+        windows, with_text = self.world.windows, self.world.with_text
+        expected = [expected_answer(args, params, index, windows, with_text) for index in range(params.n)]
+        self.pending[name] = _Submitted(args, expected, [0] * params.n)
+
+    def _evict(self, count: int) -> None:
+        """Make the prefix cache lose its oldest blocks, as memory pressure would."""
+        cache = self.engine.kv.prefix_cache
+        for group, pool in enumerate(self.engine.kv.pools):
+            for block in [b for b in range(1, pool.num_blocks) if pool.nodes[b] and not pool.ref_counts[b]][:count]:
+                node = pool.nodes[block]
+                pool.detach(block)
+                if cache is not None and node is not None:
+                    cache.evicted(group, node)
+
+    def _step(self) -> None:
+        self.num_steps += 1
+        try:
+            outputs = self.engine.step()
+            self.engine.check_invariants()
+        except (InvariantError, ArithmeticError, LookupError, TypeError, ValueError, ChairliftError) as error:
+            raise Violation(f"step {self.num_steps}: {type(error).__name__}: {error}") from error
+        self.clock.advance(_STEP_SECONDS)
+        self.num_passed += sum(request.times_passed > 0 for request in self.engine.scheduler.waiting)
+        self._check_in_flight()
+        self._check_records()
+        for output in outputs:
+            self._check_output(output)
+
+    def _check_in_flight(self) -> None:
+        """No block that a step in flight touches may be free for others."""
+        flights = self.executor.in_flight
+        while len(flights) > self.engine.num_in_flight:
+            flights.popleft()
+        for blocks in flights:
+            for pool, used in zip(self.engine.kv.pools, blocks, strict=True):
+                free = [block for block in used if not pool.ref_counts[block]]
+                if free:
+                    raise Violation(f"step {self.num_steps}: blocks {free} are free, but a step in flight uses them")
+
+    def _check_records(self) -> None:
+        log, scheduler = self.engine.step_log, self.world.scheduler
+        for record in [record for record in log if record.step > self._records]:
+            self._records = record.step
+            rows = record.rows
+            if record.num_tokens > scheduler["max_num_batched_tokens"]:
+                raise Violation(f"step {record.step} computed {record.num_tokens} tokens, above its budget")
+            if len(rows) > scheduler["max_num_seqs"] or len({row.request_id for row in rows}) != len(rows):
+                raise Violation(f"step {record.step} has a row too many: {rows}")
+            if sum(row.num_tokens for row in rows) != record.num_tokens or len({row.slot for row in rows}) != len(rows):
+                raise Violation(f"step {record.step} does not add up: {rows}")
+            whole = sum(pool.capacity for pool in self.engine.kv.pools)
+            if record.blocks.free + record.blocks.used + record.blocks.cached != whole:
+                raise Violation(f"step {record.step}: {record.blocks} are not all {whole} blocks")
+            self._trace.update(repr((record.step, rows, record.num_tokens, record.blocks, record.preempted)).encode())
+
+    def _check_output(self, output: RequestOutput) -> None:
+        submitted = self.pending.get(output.request_id)
+        if submitted is None:
+            raise Violation(f"{output.request_id} has ended or is unknown, but there is an output")
+        if output.num_cached_tokens >= len(submitted.args["prompt"]):
+            raise Violation(f"{output.request_id}: {output.num_cached_tokens} prompt tokens cannot all be cached")
+        for answer, expected in zip(output.outputs, submitted.expected, strict=True):
+            self._check_answer(output.request_id, answer, expected, submitted)
+        self._trace.update(repr(output).encode())
+        if output.finished:
+            self.num_cached_tokens += output.num_cached_tokens
+            self.num_failed += any(answer.finish_reason is FinishReason.ERROR for answer in output.outputs)
+            if any(answer.finish_reason is None for answer in output.outputs):
+                raise Violation(f"{output.request_id} is finished, but one of its answers is not")
+            self.ended.add(output.request_id)
+            del self.pending[output.request_id]
+
+    def _check_answer(self, name: str, answer: CompletionOutput, expected: Expected, submitted: _Submitted) -> None:
+        where = f"{name}, answer {answer.index}"
+        given = answer.token_ids
+        if given != expected.token_ids[: len(given)]:
+            raise Violation(f"{where}: tokens {given} instead of {expected.token_ids}")
+        if len(given) < submitted.seen[answer.index]:
+            raise Violation(f"{where}: {len(given)} tokens after {submitted.seen[answer.index]}")
+        submitted.seen[answer.index] = len(given)
+        if answer.finish_reason is FinishReason.ERROR:
+            return
+        if answer.finish_reason is None:
+            if not expected.text.startswith(answer.text):
+                raise Violation(f"{where}: text {answer.text!r} is not how {expected.text!r} begins")
+        elif (given, answer.text, answer.finish_reason, answer.stop_reason) != dataclasses.astuple(expected):
+            raise Violation(f"{where}: {answer} instead of {expected}")
+
+    def _check_drained(self) -> None:
+        """Nothing is left behind once everybody has gone."""
+        kv, scheduler = self.engine.kv, self.engine.scheduler
+        if scheduler.has_unfinished or scheduler.running or len(scheduler.waiting):
+            raise Violation("the scheduler still has requests after all of them ended")
+        if kv.counts().used or kv.held_blocks:
+            raise Violation(f"{kv.counts().used} blocks are still in use after all requests ended")
+
+
+def run_world(world: World) -> Simulation:
+    """Run a world to its end; raises Violation when something that must hold does not."""
+    simulation = Simulation(world)
+    simulation.run()
+    return simulation
+
+
+def _weak_hash(bits: int | None) -> Any:
+    if bits is None:
+        return None
+    return lambda data: bytes([hashlib.sha256(data).digest()[0] % (1 << bits)])

@@ -1,0 +1,132 @@
+"""From a seed to a world: an engine's settings, and a list of events. Plain data, so that it can be cut down."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+__all__ = ["Event", "World", "make_world"]
+
+LETTERS = 12
+"""Token ids below this are letters, so stop strings drawn from them do occur."""
+VOCAB_SIZE = 20
+EOS = 19
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happens before step ``at``."""
+
+    at: int
+    kind: str
+    """``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``, ``refuse_growth``,
+    ``evict``, ``stall`` (the clock jumps ahead) or ``shutdown_probe``."""
+    target: int = 0
+    """Request number, or which row."""
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """Everything one execution depends on."""
+
+    seed: int
+    block_size: int
+    windows: tuple[int | None, ...]
+    """One cache group each."""
+    num_blocks: int
+    max_model_len: int
+    scheduler: dict[str, Any]
+    enable_prefix_caching: bool
+    hash_bits: int | None
+    """Bits of the prefix-cache hash; None is SHA-256 itself, few make collisions common."""
+    with_text: bool
+    """Whether there is a tokenizer, and so text and stop strings."""
+    events: tuple[Event, ...]
+
+
+def make_world(seed: int) -> World:
+    """The world of a seed. Each feature is off half of the time, so that few features meet in any one world."""
+    rng = random.Random(seed)
+
+    def maybe(value: Any, otherwise: Any) -> Any:
+        return value if rng.random() < 0.5 else otherwise
+
+    block_size = rng.choice([1, 2, 4, 8, 16])
+    max_model_len = rng.choice([16, 40, 64, 96])
+    window = rng.choice([1, 3, 7, 16])
+    windows = maybe((None,), rng.choice([(window,), (None, window)]))
+    roomy = -(-max_model_len // block_size) * rng.randint(2, 8)
+    tight = max(1, -(-max_model_len // block_size) // rng.choice([1, 2])) + rng.randint(0, 6)
+    batching = maybe("continuous", rng.choice(["static", "dynamic", "continuous"]))
+    scheduler = {
+        "max_num_seqs": rng.choice([1, 2, 3, 5, 8, 16]),
+        "max_num_batched_tokens": rng.choice([1, 2, 5, 16, 64]),
+        "num_lookahead_steps": maybe(0, rng.choice([1, 2])),
+        "batching": batching,
+        "batch_wait_ms": maybe(0.0, rng.choice([1.0, 20.0])),
+        "admission_look_ahead": rng.choice([0, 1, 8]),
+        "max_times_passed": rng.choice([1, 4]),
+        "max_preemptions": rng.choice([1, 2, 8]),
+        "admission_watermark": maybe(0.0, 0.1),
+    }
+    with_text = maybe(True, False)
+    events = _arrivals(rng, block_size, max_model_len, with_text)
+    count = len(events)
+    if rng.random() < 0.5:
+        events += _faults(rng, count, max(event.at for event in events) + 20)
+    return World(
+        seed=seed,
+        block_size=block_size,
+        windows=windows,
+        num_blocks=1 + maybe(tight, roomy),
+        max_model_len=max_model_len,
+        scheduler=scheduler,
+        enable_prefix_caching=maybe(True, False),
+        hash_bits=maybe(None, rng.choice([3, 8])),
+        with_text=with_text,
+        events=tuple(sorted(events, key=lambda event: event.at)),
+    )
+
+
+def _arrivals(rng: random.Random, block_size: int, max_model_len: int, with_text: bool) -> list[Event]:
+    stems = [[rng.randrange(VOCAB_SIZE - 1) for _ in range(max_model_len)] for _ in range(3)]
+    shared, salted, sampled = (rng.random() < 0.5 for _ in range(3))
+    at, events = 0, []
+    for number in range(rng.choice([1, 2, 4, 8, 12, 20])):
+        at += rng.choice([0, 0, 1, 3, 9])
+        edges = [1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size, max_model_len - 1]
+        length = rng.choice(edges) if rng.random() < 0.4 else int(rng.paretovariate(0.9))
+        length = max(1, min(length, max_model_len - 1))
+        stem = rng.choice(stems)[:length] if shared else []
+        cut = rng.randint(0, len(stem))
+        prompt = stem[:cut] + [rng.randrange(VOCAB_SIZE - 1) for _ in range(length - cut)]
+        args: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": min(rng.choice([1, 2, 5, 12, 30]), max_model_len - length),
+            "n": rng.choice([1, 1, 1, 2, 3]),
+            "temperature": rng.choice([0.0, 0.7]) if sampled else 0.0,
+            "seed": rng.randrange(1 << 30),
+            "presence_penalty": 0.5 if sampled and rng.random() < 0.5 else 0.0,
+            "ignore_eos": rng.random() < 0.3,
+            "stop_token_ids": [rng.randrange(VOCAB_SIZE)] if rng.random() < 0.2 else [],
+            "salt": rng.choice(["a", "b"]) if salted else "",
+            "stream": rng.random() < 0.5,
+        }
+        if with_text and rng.random() < 0.5:
+            letters = [chr(97 + rng.randrange(LETTERS)) for _ in range(rng.choice([1, 1, 2]))]
+            args["stop"] = ["".join(letters)]
+            args["include_stop_str_in_output"] = rng.random() < 0.3
+        events.append(Event(at, "arrive", number, args))
+    return events
+
+
+def _faults(rng: random.Random, num_requests: int, horizon: int) -> list[Event]:
+    kinds = ["abort", "preempt", "duplicate", "nan", "raise", "refuse_admission", "refuse_growth", "evict", "stall"]
+    active = [kind for kind in kinds if rng.random() < 0.35]
+    events = []
+    for kind in active:
+        for _ in range(rng.choice([1, 2, 6, 15])):
+            events.append(Event(rng.randrange(horizon), kind, rng.randrange(max(num_requests, 4) + 1)))
+    return events

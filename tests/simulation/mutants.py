@@ -1,0 +1,398 @@
+"""Bugs that engines like this one have had, to be planted one at a time. The simulator must find every one of them.
+
+Each is a function that takes a ``patch(owner, name, value)``; the names follow the failures they reproduce.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from chairlift.engine.detokenizer import IncrementalDetokenizer
+from chairlift.engine.engine import Engine
+from chairlift.engine.output_processor import OutputProcessor
+from chairlift.executor.input_batch import InputBatch
+from chairlift.kv_cache import prefix_cache
+from chairlift.kv_cache.block_pool import BlockPool
+from chairlift.kv_cache.manager import Admission, KVCacheManager
+from chairlift.kv_cache.prefix_cache import PrefixCache
+from chairlift.request import Request
+from chairlift.scheduler.decode_rows import DecodeRows
+from chairlift.scheduler.output import FAILED_ROW
+from chairlift.scheduler.scheduler import Scheduler
+
+Patch = Callable[[Any, str, Any], None]
+MUTANTS: dict[str, Callable[[Patch], None]] = {}
+
+
+def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    MUTANTS[plant.__name__] = plant
+    return plant
+
+
+@mutant
+def abort_leaves_waiting_request_in_queue(patch: Patch) -> None:
+    patch(Scheduler, "_remove", _without(Scheduler._remove, "waiting", "remove"))
+
+
+@mutant
+def blocks_freed_twice_after_preemption(patch: Patch) -> None:
+    original = KVCacheManager.free
+
+    def free(self: KVCacheManager, request: Request, in_flight: int) -> None:
+        tables = [list(table) for table in request.block_ids]
+        original(self, request, in_flight)
+        if request.finish_reason is None:
+            request.block_ids = tables
+            original(self, request, in_flight)
+
+    patch(KVCacheManager, "free", free)
+
+
+@mutant
+def block_table_kept_on_preemption(patch: Patch) -> None:
+    original = KVCacheManager.free
+
+    def free(self: KVCacheManager, request: Request, in_flight: int) -> None:
+        if request.finish_reason is not None:
+            original(self, request, in_flight)
+
+    patch(KVCacheManager, "free", free)
+
+
+@mutant
+def request_larger_than_the_cache_admitted(patch: Patch) -> None:
+    patch(KVCacheManager, "fits_when_empty", lambda self, num_tokens: True)
+    patch(KVCacheManager, "capacity_tokens", property(lambda self: 10_000))
+
+
+@mutant
+def null_block_given_out(patch: Patch) -> None:
+    original = BlockPool.__init__
+
+    def init(self: BlockPool, num_blocks: int) -> None:
+        original(self, num_blocks)
+        self._free = OrderedDict.fromkeys(range(num_blocks))
+
+    patch(BlockPool, "__init__", init)
+
+
+@mutant
+def blocks_freed_while_a_step_in_flight_uses_them(patch: Patch) -> None:
+    def release(self: KVCacheManager, group: int, blocks: list[int], in_flight: int) -> None:
+        for block in blocks:
+            self.pools[group].release(block)
+
+    patch(KVCacheManager, "_release", release)
+
+
+@mutant
+def row_keeps_the_sampling_settings_of_its_last_owner(patch: Patch) -> None:
+    original = InputBatch._join
+
+    def join(self: InputBatch, row: Any) -> None:
+        before = stale.get((id(self), row.slot))
+        original(self, row)
+        stale[(id(self), row.slot)] = self.sampling[row.slot]
+        if before is not None:
+            self.sampling[row.slot] = before
+
+    stale: dict[tuple[int, int], Any] = {}
+    patch(InputBatch, "_join", join)
+
+
+@mutant
+def row_keeps_the_token_count_of_its_last_owner(patch: Patch) -> None:
+    original = InputBatch._join
+
+    def join(self: InputBatch, row: Any) -> None:
+        before = int(self.num_tokens[row.slot])
+        original(self, row)
+        self.num_tokens[row.slot] = max(before, len(row.token_ids))
+
+    patch(InputBatch, "_join", join)
+    patch(InputBatch, "_clear", lambda self, slot: None)
+
+
+@mutant
+def abort_matches_by_prefix(patch: Patch) -> None:
+    original = Engine.abort
+
+    def abort(self: Engine, request_id: str) -> bool:
+        found = [name for name in self._outputs.ids() if name.startswith(request_id)]
+        return bool([original(self, name) for name in found])
+
+    patch(Engine, "abort", abort)
+
+
+@mutant
+def prefix_cache_ignores_the_salt(patch: Patch) -> None:
+    patch(PrefixCache, "_root_key", lambda self, request: b"root")
+    root = PrefixCache._root
+
+    def salted(self: PrefixCache, request: Request) -> Any:
+        salt, request.cache_salt = request.cache_salt, ""
+        try:
+            return root(self, request)
+        finally:
+            request.cache_salt = salt
+
+    walk = PrefixCache.walk
+
+    def unsalted(self: PrefixCache, request: Request, max_blocks: int) -> Any:
+        salt, request.cache_salt = request.cache_salt, ""
+        try:
+            return walk(self, request, max_blocks)
+        finally:
+            request.cache_salt = salt
+
+    patch(PrefixCache, "_root", salted)
+    patch(PrefixCache, "walk", unsalted)
+
+
+@mutant
+def hash_hit_trusted_without_comparing_tokens(patch: Patch) -> None:
+    def walk(self: PrefixCache, request: Request, max_blocks: int) -> Any:
+        path: list[Any] = []
+        node = self._nodes.get(self._root_key(request))
+        while node is not None and len(path) < max_blocks:
+            start = len(path) * self.block_size
+            child = self._nodes.get(self._child_key(node, tuple(request.token_ids[start : start + self.block_size])))
+            if child is None or child.parent is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    patch(PrefixCache, "walk", walk)
+
+
+@mutant
+def partial_block_cached(patch: Patch) -> None:
+    original = PrefixCache.publish
+
+    def publish(self: PrefixCache, request: Request, num_confirmed: int) -> None:
+        original(self, request, min(num_confirmed + self.block_size - 1, len(request.block_ids[0]) * self.block_size))
+
+    patch(PrefixCache, "publish", publish)
+
+
+@mutant
+def block_published_before_it_is_computed(patch: Patch) -> None:
+    original = Scheduler._try_admit
+
+    def admit(self: Scheduler, request: Request, out: Any) -> bool:
+        admitted = original(self, request, out)
+        if admitted:
+            self.kv.publish(request, len(request.token_ids))
+        return admitted
+
+    patch(Scheduler, "_try_admit", admit)
+
+
+@mutant
+def block_in_use_evicted(patch: Patch) -> None:
+    def share(self: BlockPool, block: int) -> None:
+        if self.ref_counts[block] == 0:
+            self.num_cached -= 1
+        self.ref_counts[block] += 1
+
+    patch(BlockPool, "share", share)
+
+
+@mutant
+def shared_block_not_counted(patch: Patch) -> None:
+    original = BlockPool.share
+
+    def share(self: BlockPool, block: int) -> None:
+        if self.ref_counts[block] == 0:
+            original(self, block)
+
+    patch(BlockPool, "share", share)
+
+
+@mutant
+def fork_shares_the_block_it_writes(patch: Patch) -> None:
+    original = KVCacheManager.admit
+
+    def admit(self: KVCacheManager, request: Request, *args: Any, **kwargs: Any) -> Admission | None:
+        admission = original(self, request, *args, **kwargs)
+        return None if admission is None else Admission(admission.num_computed_tokens, [])
+
+    patch(KVCacheManager, "admit", admit)
+
+
+@mutant
+def fork_from_a_source_whose_prompt_is_not_computed(patch: Patch) -> None:
+    patch(KVCacheManager, "_can_fork", lambda self, source, forked: source.slot >= 0)
+
+
+@mutant
+def computed_tokens_not_reset_on_preemption(patch: Patch) -> None:
+    original = Scheduler._vacate
+
+    def vacate(self: Scheduler, request: Request) -> None:
+        computed = request.num_computed_tokens
+        original(self, request)
+        if request.finish_reason is None:
+            request.num_computed_tokens = computed
+
+    patch(Scheduler, "_vacate", vacate)
+
+
+@mutant
+def held_back_text_not_flushed(patch: Patch) -> None:
+    patch(IncrementalDetokenizer, "finish", lambda self: None)
+
+
+@mutant
+def half_a_character_emitted(patch: Patch) -> None:
+    original = IncrementalDetokenizer.update
+
+    def update(self: IncrementalDetokenizer, token_ids: Any, stop_terminated: bool = False) -> str | None:
+        stop = original(self, token_ids, stop_terminated)
+        return stop if stop is not None or self._ended else self._append(self._decoder.flush())
+
+    patch(IncrementalDetokenizer, "update", update)
+
+
+@mutant
+def late_result_accepted(patch: Patch) -> None:
+    def accept(self: Scheduler, out: Any, flight: Any, tokens: Any) -> list[Request | None]:
+        for request, token in zip(flight.sampled, tokens, strict=True):
+            if request is not None:
+                request.token_ids.append(token)
+        return list(flight.sampled)
+
+    patch(Scheduler, "_accept_some", accept)
+
+
+@mutant
+def failed_row_sampled_all_the_same(patch: Patch) -> None:
+    original = Scheduler.__init__
+
+    def init(self: Scheduler, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        del self._stops[FAILED_ROW]
+
+    patch(Scheduler, "__init__", init)
+
+
+@mutant
+def blocks_of_a_failed_request_stay_cached(patch: Patch) -> None:
+    patch(
+        KVCacheManager,
+        "forget",
+        lambda self, request: self.publish(request, len(request.block_ids[0]) * self.block_size),
+    )
+
+
+@mutant
+def other_samples_lost_when_the_first_ends(patch: Patch) -> None:
+    def release(self: Scheduler, request: Request) -> None:
+        request.siblings = []
+
+    patch(Scheduler, "_release_siblings", release)
+
+
+@mutant
+def window_forgets_one_position_too_early(patch: Patch) -> None:
+    original = KVCacheManager._first_in_reach
+    patch(KVCacheManager, "_first_in_reach", lambda self, group, position: original(self, group, position + 1))
+
+
+@mutant
+def whole_prompt_taken_from_the_cache(patch: Patch) -> None:
+    original = PrefixCache.walk
+    patch(
+        PrefixCache, "walk", lambda self, request, _: original(self, request, len(request.token_ids) // self.block_size)
+    )
+
+
+@mutant
+def generated_tokens_lost_on_recompute(patch: Patch) -> None:
+    original = Scheduler._preempt
+
+    def preempt(self: Scheduler, request: Request, out: Any, flight: Any) -> None:
+        original(self, request, out, flight)
+        del request.token_ids[request.num_prompt_tokens :]
+
+    patch(Scheduler, "_preempt", preempt)
+
+
+@mutant
+def answer_one_token_too_long(patch: Patch) -> None:
+    original = Scheduler.add
+
+    def add(self: Scheduler, request: Request) -> None:
+        request.max_total_tokens += 1
+        request.limit += 1
+        original(self, request)
+
+    patch(Scheduler, "add", add)
+
+
+@mutant
+def end_not_watched_for(patch: Patch) -> None:
+    def watch(self: DecodeRows, request: Request, position: int, beats: int) -> None:
+        wait = min(-position % self._block_size, request.limit - position)
+        request.due_at = self._beat.count + beats + wait
+        self._wheel.setdefault(request.due_at, []).append(request)
+
+    patch(DecodeRows, "watch", watch)
+
+
+@mutant
+def waiting_for_a_batch_never_ends(patch: Patch) -> None:
+    from chairlift.scheduler.membership import Membership
+
+    patch(
+        Membership,
+        "places",
+        lambda self, waiting, oldest, running, free, now: 0 if self.closed and running + waiting < free else free,
+    )
+
+
+@mutant
+def finished_request_reported_twice(patch: Patch) -> None:
+    original = OutputProcessor.finish
+
+    def finish(self: OutputProcessor, *args: Any) -> list[Any]:
+        outputs = original(self, *args)
+        return outputs + outputs
+
+    patch(OutputProcessor, "finish", finish)
+
+
+@mutant
+def collision_taken_for_the_same_content(patch: Patch) -> None:
+    original = PrefixCache.publish
+
+    def publish(self: PrefixCache, request: Request, num_confirmed: int) -> None:
+        original(self, request, num_confirmed)
+        if request.num_published == prefix_cache.NEVER and request.block_ids:
+            request.num_published = num_confirmed // self.block_size
+
+    patch(PrefixCache, "publish", publish)
+
+
+def _without(original: Callable[..., Any], attribute: str, method: str) -> Callable[..., Any]:
+    """``original`` with one call on one of the object's parts left out."""
+
+    class _Deaf:
+        def __init__(self, part: Any) -> None:
+            self._part = part
+
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *args: None) if name == method else getattr(self._part, name)
+
+    def called(self: Any, *args: Any) -> Any:
+        part = getattr(self, attribute)
+        setattr(self, attribute, _Deaf(part))
+        try:
+            return original(self, *args)
+        finally:
+            setattr(self, attribute, part)
+
+    return called
