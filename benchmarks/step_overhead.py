@@ -15,8 +15,8 @@ import platform
 import statistics
 import time
 
-from chairlift.engine.step_log import StepLog
 from chairlift.config import CacheGroup
+from chairlift.engine.step_log import StepLog
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.request import Request
 from chairlift.scheduler.scheduler import Scheduler
@@ -27,7 +27,9 @@ def measure(rows: int, steps: int, prompt: int = 40) -> dict[str, float]:
     kv = KVCacheManager([CacheGroup(rows * (-(-(prompt + steps + 64) // 16)) + 2)], 16, max_step_tokens=1 << 20)
     scheduler = Scheduler(kv, max_num_seqs=rows, max_num_batched_tokens=1 << 20, max_model_len=1 << 20)
     for i in range(rows):
-        ids = [(i * 7919 + j * 104729) % 32000 for j in range(prompt + i % 16)]  # block boundaries spread over the steps
+        ids = [
+            (i * 7919 + j * 104729) % 32000 for j in range(prompt + i % 16)
+        ]  # block boundaries spread over the steps
         scheduler.add(Request(f"r{i}", ids, max_tokens=steps + 32, stop_token_ids=frozenset({32001})))
     log = StepLog(4096)
     first = scheduler.schedule(0.0)

@@ -1,9 +1,9 @@
 """Logits transforms: one function each, over a batch, touching only the rows that ask.
 
 Every function changes ``logits`` (float32 ``[R, V]``) in place and returns nothing. Settings come as flat tensors:
-either one entry per (row, token id) pair, or one entry per row that asks, with ``rows`` (int64, ascending) saying which.
-No row's result depends on another row. The sampler applies them in vLLM's order: masks and bias, penalties, temperature, min-p,
-top-k, top-p. (Masks and bias commute, because a masked logit is -inf.)
+either one entry per (row, token id) pair, or one entry per row that asks, with ``rows`` (int64, distinct, ascending)
+saying which. No row's result depends on another row. The sampler applies them in vLLM's order: masks and bias,
+penalties, temperature, min-p, top-k, top-p. (Masks and bias commute, because a masked logit is -inf.)
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from chairlift.sampling.row import SamplingRow
 
 __all__ = ["Sampler", "SamplerOutput"]
 
-_VALUES_PER_SLICE = 1 << 21  # rows are worked on 8 MiB of float32 at a time
+_VALUES_PER_SLICE = 1 << 20  # rows are worked on 4 MiB of float32 at a time
 _Ids = npt.NDArray[np.int64]
 
 
@@ -223,11 +223,8 @@ class _Pairs:
 
 def _completions(bad_words: Iterable[tuple[int, ...]], output: npt.NDArray[np.int32]) -> list[int]:
     """The last token of every bad word whose other tokens are the end of the output."""
-    return [
-        word[-1]
-        for word in bad_words
-        if len(word) <= len(output) + 1 and tuple(output[len(output) - len(word) + 1 :].tolist()) == word[:-1]
-    ]
+    history = output.tolist()
+    return [word[-1] for word in bad_words if tuple(history[len(history) - len(word) + 1 :]) == word[:-1]]
 
 
 def _report_logprobs(logits: Tensor, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:

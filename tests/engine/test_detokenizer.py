@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.engine.detokenizer import IncrementalDetokenizer
+from chairlift.sampling_params import SamplingParams
+from chairlift.tokenizer import Tokenizer
+from tests.tokenizer import tiny
+
+BYTE_FAMILIES = ["byte_level", "byte_fallback", "byte_fallback_no_strip", "unigram_byte_fallback"]
+EVERY_FAMILY = sorted(tiny.FAMILIES)
+TEXT = st.lists(
+    st.one_of(
+        st.text(max_size=6),
+        st.sampled_from(
+            ["the ", "chairlift", " ", "  ", "\n", "你好", "😀", "👨‍👩‍👧", "👍🏽", "é", "🇩🇪", "ﷺ", "don't .", "▁"]
+        ),
+    ),
+    max_size=8,
+).map("".join)
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=None, **fields)
+
+
+def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """One token per byte, so that every character is cut at every place."""
+    assert tokenizer.byte_decoding is not None
+    if tokenizer.byte_decoding.byte_level:
+        table = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
+        return [table[bytes([byte])] for byte in data]
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
+    return [i for i in ids if i is not None]
+
+
+def chunks(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
+    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=len(ids))))
+    return [list(ids[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+def stream(detokenizer: IncrementalDetokenizer, parts: Iterable[Sequence[int]]) -> tuple[list[str], str | None]:
+    """Feed parts until a stop string is found; the deltas and the stop string."""
+    deltas = []
+    stop = None
+    for part in parts:
+        stop = detokenizer.update(part)
+        deltas.append(detokenizer.take_delta(finished=stop is not None))
+        assert "".join(deltas) == detokenizer.text
+        if stop is not None:
+            return deltas, stop
+    stop = detokenizer.finish()
+    deltas.append(detokenizer.take_delta(finished=True))
+    assert "".join(deltas) == detokenizer.text
+    assert detokenizer.take_delta(finished=True) == ""
+    return deltas, stop
+
+
+@st.composite
+def answers(draw: st.DrawFn, families: Sequence[str] = tuple(EVERY_FAMILY)) -> tuple[str, list[int], list[list[int]]]:
+    """A family, a prompt that ends in whole characters, and an answer's tokens in parts."""
+    family = draw(st.sampled_from(families))
+    tokenizer = tiny.make(family)
+    prompt = tokenizer.encode(draw(TEXT))
+    if draw(st.booleans()):
+        ids = tokenizer.encode(draw(TEXT), add_special_tokens=False)
+    else:
+        ids = draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=25))
+    return family, prompt, chunks(draw, ids)
+
+
+@settings(max_examples=600, deadline=None)
+@given(answers(), st.booleans())
+def test_deltas_make_the_text_that_the_whole_sequence_has(
+    answer: tuple[str, list[int], list[list[int]]], skip: bool
+) -> None:
+    family, prompt, parts = answer
+    tokenizer = tiny.make(family)
+    ids = [i for part in parts for i in part]
+    deltas, _ = stream(IncrementalDetokenizer(tokenizer, prompt, params(skip_special_tokens=skip)), parts)
+    assert tokenizer.decode(prompt, skip) + "".join(deltas) == tokenizer.decode(prompt + ids, skip)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(BYTE_FAMILIES), st.one_of(TEXT, st.text(max_size=12)))
+def test_a_character_appears_with_its_last_byte(family: str, text: str) -> None:
+    tokenizer = tiny.make(family)
+    prompt = tokenizer.encode("The lift", add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, params())
+    seen = b""
+    for byte, token_id in zip(text.encode(), byte_ids(tokenizer, text.encode()), strict=True):
+        detokenizer.update([token_id])
+        seen += bytes([byte])
+        assert detokenizer.text == seen.decode(errors="ignore")
+        detokenizer.take_delta(finished=False)
+    assert detokenizer.take_delta(finished=True) == ""
+    assert detokenizer.text == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(BYTE_FAMILIES), st.binary(max_size=16), st.data())
+def test_any_bytes_in_any_parts_are_decoded_as_a_whole(family: str, data: bytes, choice: st.DataObject) -> None:
+    tokenizer = tiny.make(family)
+    prompt = tokenizer.encode("Hi", add_special_tokens=False)
+    ids = byte_ids(tokenizer, data)
+    deltas, _ = stream(IncrementalDetokenizer(tokenizer, prompt, params()), choice.draw(st.composite(chunks)(ids)))
+    assert tokenizer.decode(prompt) + "".join(deltas) == tokenizer.decode(prompt + ids)
+    if family == "byte_level":
+        assert "".join(deltas) == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("family", BYTE_FAMILIES)
+def test_a_character_cut_by_the_end_becomes_a_replacement_character(family: str) -> None:
+    tokenizer = tiny.make(family)
+    ids = byte_ids(tokenizer, "ok 😀".encode()[:-1])
+    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("Hi"), params())
+    assert detokenizer.update(ids) is None
+    assert detokenizer.take_delta(finished=False) == "ok "
+    assert set(detokenizer.take_delta(finished=True)) == {"\ufffd"}
+    assert detokenizer.text.startswith("ok ")
+
+
+@pytest.mark.parametrize("family", BYTE_FAMILIES)
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_character_begun_by_the_prompt_belongs_to_the_answer(family: str, cut: int) -> None:
+    tokenizer = tiny.make(family)
+    ids = byte_ids(tokenizer, "abc😀d".encode())
+    detokenizer = IncrementalDetokenizer(tokenizer, ids[: 3 + cut], params())
+    assert detokenizer.text == ""
+    detokenizer.update(ids[3 + cut :])
+    assert detokenizer.text == "😀d"
+    silent = IncrementalDetokenizer(tokenizer, ids[: 3 + cut], params())
+    assert silent.take_delta(finished=True) == ""
+
+
+@pytest.mark.parametrize("family", ["byte_fallback", "unigram_byte_fallback", "metaspace"])
+def test_only_the_start_of_the_sequence_loses_its_space(family: str) -> None:
+    tokenizer = tiny.make(family)
+    word = tokenizer.encode("the", add_special_tokens=False)
+    special = sorted(tokenizer.special_ids)[0]
+    for prompt, expected in (([], "the the"), ([special], "the the"), (word, " the the")):
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt, params())
+        detokenizer.update([*word, special, *word])
+        assert detokenizer.text == expected
+
+
+# --- stop strings ---------------------------------------------------------------------------------------------------
+
+
+def reference_stop(text: str, stops: Sequence[str], after: int, include: bool) -> tuple[str, str | None]:
+    """Read the text letter by letter: the first stop string to be complete past ``after`` letters cuts it."""
+    for end in range(after + 1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            stop = max(found, key=len)
+            return text[:end] if include else text[: end - len(stop)], stop
+    return text, None
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.data(), st.booleans())
+def test_stop_strings_cut_where_a_letter_by_letter_reading_cuts(data: st.DataObject, include: bool) -> None:
+    family, prompt, parts = data.draw(answers())
+    tokenizer = tiny.make(family)
+    ids = [i for part in parts for i in part]
+    whole, _ = stream(IncrementalDetokenizer(tokenizer, prompt, params()), [ids])
+    text = "".join(whole)
+    piece = st.integers(0, max(0, len(text) - 1)).flatmap(lambda i: st.integers(1, 5).map(lambda n: text[i : i + n]))
+    stops = data.draw(st.lists(st.one_of(piece, st.text("ab thel", min_size=1, max_size=4)), max_size=4))
+    stops = [stop for stop in stops if stop]
+    asked = params(stop=stops, include_stop_str_in_output=include)
+    deltas, stop = stream(IncrementalDetokenizer(tokenizer, prompt, asked), parts)
+    assert ("".join(deltas), stop) == reference_stop(text, stops, 0, include)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab", min_size=1, max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4))
+def test_what_is_held_back_is_exactly_what_could_become_a_stop_string(text: str, stops: list[str]) -> None:
+    tokenizer = tiny.make("byte_level")
+    detokenizer = IncrementalDetokenizer(tokenizer, [], params(stop=stops))
+    for count, token_id in enumerate(byte_ids(tokenizer, text.encode()), 1):
+        if detokenizer.update([token_id]) is not None:
+            break
+        so_far = text[:count]
+        held = max((n for stop in stops for n in range(len(stop)) if so_far.endswith(stop[:n])), default=0)
+        assert detokenizer.text == so_far[: count - held]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(0, 12), st.booleans())
+def test_stop_strings_wait_for_min_tokens(data: st.DataObject, min_tokens: int, include: bool) -> None:
+    tokenizer = tiny.make("byte_level")
+    ids = tokenizer.encode(data.draw(st.text("abthe lif", min_size=1, max_size=30)), add_special_tokens=False)
+    text = tokenizer.decode(ids)
+    stops = data.draw(st.lists(st.text("abthe", min_size=1, max_size=3), min_size=1, max_size=3))
+    asked = params(stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include)
+    deltas, stop = stream(IncrementalDetokenizer(tokenizer, [], asked), data.draw(st.composite(chunks)(ids)))
+    after = len(tokenizer.decode(ids[:min_tokens]))
+    assert ("".join(deltas), stop) == reference_stop(text, stops, after, include)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_the_stop_string_is_found_over_tokens_and_the_rest_is_dropped(include: bool) -> None:
+    tokenizer = tiny.make("byte_level")
+    asked = params(stop=["\n\nUser:", "END"], include_stop_str_in_output=include)
+    detokenizer = IncrementalDetokenizer(tokenizer, [], asked)
+    assert detokenizer.update(byte_ids(tokenizer, b"Fine.\n\nUse")) is None
+    assert detokenizer.text == ("Fine.\n\nUse" if include else "Fine.")
+    assert detokenizer.update(byte_ids(tokenizer, b"r: and more END")) == "\n\nUser:"
+    assert detokenizer.text == ("Fine.\n\nUser:" if include else "Fine.")
+    assert detokenizer.update(byte_ids(tokenizer, b"ignored END")) is None
+    assert detokenizer.take_delta(finished=True) == detokenizer.text
+
+
+def test_held_back_text_is_released_at_the_end() -> None:
+    tokenizer = tiny.make("byte_level")
+    detokenizer = IncrementalDetokenizer(tokenizer, [], params(stop=["</answer>"]))
+    assert detokenizer.update(byte_ids(tokenizer, b"yes </ans")) is None
+    assert detokenizer.take_delta(finished=False) == "yes "
+    assert detokenizer.take_delta(finished=True) == "</ans"
+    assert detokenizer.text == "yes </ans"
+
+
+def test_the_stop_token_is_left_out_unless_asked_for() -> None:
+    tokenizer = tiny.make("byte_level")
+    end = tokenizer.token_to_id("</s>")
+    assert end is not None
+    ids = [*tokenizer.encode("Hi", add_special_tokens=False), end]
+    for include, skip, expected in ((False, False, "Hi"), (True, False, "Hi</s>"), (True, True, "Hi")):
+        asked = params(include_stop_str_in_output=include, skip_special_tokens=skip)
+        detokenizer = IncrementalDetokenizer(tokenizer, [], asked)
+        assert detokenizer.update(ids, stop_terminated=True) is None
+        assert detokenizer.take_delta(finished=True) == expected
+
+
+class CountingTokenizer(Tokenizer):
+    """Counts the tokens that are handed to ``decode``."""
+
+    decoded = 0
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        ids = list(ids)
+        self.decoded += len(ids)
+        return super().decode(ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+@pytest.mark.parametrize("text", ["the chairlift " * 400, " " * 4000, "a" * 4000])
+def test_the_cost_of_a_token_does_not_grow(family: str, text: str) -> None:
+    tokenizer = CountingTokenizer(tiny.library(family))
+    ids = tokenizer.encode(text, add_special_tokens=False) or tokenizer.encode("a") * 4000
+    if len(ids) < 100:
+        ids = ids * 1000
+    detokenizer = IncrementalDetokenizer(tokenizer, ids, params(stop=["never"]))
+    for token_id in ids:
+        detokenizer.update([token_id])
+        detokenizer.take_delta(finished=False)
+    assert tokenizer.decoded <= 40 * len(ids)

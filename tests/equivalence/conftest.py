@@ -1,0 +1,47 @@
+"""Tiny models of all families and what transformers answers; computed once, on one thread."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.equivalence.cases import Job, greedy_jobs, transformers_greedy
+from tests.models.tiny import hf_model, tiny_hf_model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Truth:
+    """One family: the model, the greedy jobs, and their answers by transformers' ``generate``."""
+
+    model_dir: Path
+    model: PreTrainedModel
+    jobs: list[Job]
+    answers: list[list[int]]
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Truth]:
+    """Looks a family up by its name."""
+
+    @cache
+    def of(family: str) -> Truth:
+        model_dir = tiny_hf_model(tmp_path_factory.mktemp("models"), family)
+        model = hf_model(model_dir)
+        jobs = greedy_jobs()
+        return Truth(model_dir, model, jobs, [transformers_greedy(model, job) for job in jobs])
+
+    return of

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import datetime
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.errors import RequestError, TemplateError
+from chairlift.tokenizer import ChatTemplate
+from tests.tokenizer import tiny
+
+NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
+CHATML = (
+    "{%- if not (messages and messages[0].role == 'system') %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = "26 Jul 2024" %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- "Today Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- set ns = namespace(index=0) %}
+{%- for message in loop_messages %}
+    {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+        {{- raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
+    {%- endif %}
+    {%- set ns.index = ns.index + 1 %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- else %}
+        {{- " " + message["content"] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+ODDS_AND_ENDS = """  {% for m in messages %}
+    {% if loop.index0 > 2 %}{% break %}{% endif %}
+  {{ m | tojson }} {{ {"b": 1, "a": "<é>"} | tojson(indent=2, sort_keys=True) }}
+    {% generation %}{{ m.content }}{% endgeneration %}
+{% endfor %}
+{{ unknown }}{{ dict(a=1, **{'b': 2}) }}{{ messages | map(attribute='role') | join(',') }}{{ '-' * 3 }}
+{{ documents is none }}{{ enable_thinking is defined and enable_thinking }}
+"""
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "odds and ends": ODDS_AND_ENDS}
+CHAT = st.tuples(
+    st.lists(st.just("system"), max_size=1),
+    st.integers(2, 6),
+    st.lists(st.text(max_size=12), min_size=6, max_size=6),
+).map(
+    lambda drawn: [
+        {"role": role, "content": text}
+        for role, text in zip((drawn[0] + ["user", "assistant"] * 3)[: drawn[1]], drawn[2], strict=False)
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """transformers' tokenizer, whose ``apply_chat_template`` is the truth."""
+    transformers = pytest.importorskip("transformers")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tiny.library("byte_level"), **NAMED)
+
+
+@settings(max_examples=60, deadline=None)
+@given(chat=CHAT, add=st.booleans(), name=st.sampled_from(sorted(TEMPLATES)))
+def test_templates_render_as_in_transformers(reference: Any, chat: list[dict[str, str]], add: bool, name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name], NAMED)
+    expected = reference.apply_chat_template(
+        chat, chat_template=TEMPLATES[name], add_generation_prompt=add, tokenize=False, enable_thinking=True
+    )
+    assert template.render(chat, add_generation_prompt=add, enable_thinking=True) == expected
+
+
+def test_a_rendered_chat_encodes_as_in_transformers(reference: Any) -> None:
+    chat = [{"role": "user", "content": "Grüß dich"}]
+    expected = reference.apply_chat_template(chat, chat_template=CHATML, add_generation_prompt=True)["input_ids"]
+    text = ChatTemplate(CHATML, NAMED).render(chat)
+    assert tiny.make("byte_level").encode(text, add_special_tokens=False) == expected
+
+
+def test_the_date_is_todays() -> None:
+    pattern = "%Y-%m"
+    before = datetime.datetime.now().strftime(pattern)
+    text = ChatTemplate("{{ strftime_now('%Y-%m') }}").render([{"role": "user", "content": "x"}])
+    assert text in (before, datetime.datetime.now().strftime(pattern))
+
+
+def test_text_parts_are_joined_and_variables_reach_the_template() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    template = ChatTemplate("{{ messages[0].content }}|{{ messages[0].name }}|{{ level }}|{{ bos_token }}", NAMED)
+    chat = [{"role": "user", "content": parts, "name": "Ann"}]
+    assert template.render(chat, level=3) == "one\ntwo|Ann|3|<s>"
+    assert template.render(chat, level=None, bos_token="<b>") == "one\ntwo|Ann|None|<b>"
+
+
+class _Sneaky(str):
+    secret = "unreachable"
+
+
+def test_only_plain_strings_reach_the_template() -> None:
+    template = ChatTemplate("[{{ messages[0].content.secret }}]")
+    assert template.render([{"role": "user", "content": _Sneaky("x")}]) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ("Hi", "must be a list"),
+        ({"role": "user", "content": "Hi"}, "must be a list"),
+        ([], "empty"),
+        (["Hi"], r"messages\[0\] must be an object"),
+        ([{"content": "Hi"}], r"messages\[0\]\.role must be a non-empty string"),
+        ([{"role": "", "content": "Hi"}], "non-empty string"),
+        ([{"role": 1, "content": "Hi"}], "non-empty string"),
+        ([{"role": "user"}], r"messages\[0\]\.content must be"),
+        ([{"role": "user", "content": None}], "content must be"),
+        ([{"role": "user", "content": []}], "content must be"),
+        ([{"role": "user", "content": b"Hi"}], "content must be"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "images and audio"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content must be"),
+        ([{"role": "user", "content": ["Hi"]}], "content must be"),
+        ([{"role": "user", "content": "Hi", "tool_calls": []}], "unknown keys tool_calls"),
+        ([{"role": "user", "content": "Hi", "name": None}], r"messages\[0\]\.name"),
+        ([{"role": "user", "content": "Hi"}, 3], r"messages\[1\]"),
+    ],
+)
+def test_other_messages_are_refused(messages: Any, complaint: str) -> None:
+    with pytest.raises(RequestError, match=complaint) as caught:
+        ChatTemplate(CHATML).render(messages)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("variables", [{"messages": 1}, {"tools": None}, {"x": [1]}, {"x": _Sneaky("s")}, {"x": print}])
+def test_other_variables_are_refused(variables: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="chat template variable"):
+        ChatTemplate(CHATML).render([{"role": "user", "content": "Hi"}], **variables)
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        (None, r"no chat template.*generate"),
+        ("{% for %}", "invalid at line 1"),
+        ("\n\n{{ x", "invalid at line 3"),
+        ("{{ raise_exception('roles must alternate') }}", "refused the messages: roles must alternate"),
+        ("{{ messages[0].content.x.y }}", "no attribute 'x'"),
+        ("{{ unknown.x }}", "'unknown' is undefined"),
+        ("{{ raise_exception('two\nlines') }}", "two lines"),
+        ("{{ 1 + 'a' }}", "TypeError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ range(10 ** 9) | list }}", "powers"),
+        ("{{ range(1000000000) | list }}", "Range too big"),
+        ("{{ 'x' * 1000000000 }}", "more than"),
+        ("{{ 1000000000 * [1] }}", "more than"),
+        ("{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}", "more than"),
+        ("{% set ns = namespace(__class__=1) %}", "underscore"),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", "underscore"),
+        ("{% include 'x' %}", "TypeError|loader|refused"),
+    ],
+)
+def test_a_failing_template_says_so_in_one_line(template: str | None, complaint: str) -> None:
+    with pytest.raises(TemplateError, match=complaint) as caught:
+        ChatTemplate(template).render([{"role": "user", "content": "Hi"}])
+    assert "\n" not in str(caught.value)
+
+
+_ROOTS = ["''", "[]", "{}", "messages", "messages[0]", "range", "dict", "namespace()", "namespace", "cycler('a')"]
+_ROOTS += ["raise_exception", "strftime_now", "joiner()", "self", "1", "(1,)", "loop", "caller"]
+_CHAINS = (
+    ".__class__",
+    "['__class__']",
+    "|attr('__class__')",
+    "|attr('__' + 'class__')",
+    ".__init__.__globals__",
+    ".__call__.__self__",
+    ".__globals__['__builtins__']",
+    "|map(attribute='__class__')|list",
+    ".__class__.__mro__[-1].__subclasses__()",
+    ".gi_frame.f_globals",
+    ".func_globals",
+    "._TemplateReference__context",
+    ".__reduce_ex__(2)",
+)
+PAYLOADS = [root + chain for root, chain in itertools.product(_ROOTS, _CHAINS)] + [
+    "'{0.__class__}'.format(messages)",
+    "'{0.__class__.__mro__}'.format(messages)",
+    "'%s'|format(self)|string|attr('__class__')",
+    "('{0.__' ~ 'class__}').format(1)",
+    "'{x.__class__}'.format_map({'x': 1})",
+    "messages.append(1)",
+    "messages[0].update({'role': 'x'})",
+    "messages[0].pop('role')",
+    "messages.clear()",
+    "messages.sort()",
+    "lipsum.__globals__",
+    "lipsum(n=10**9)",
+]
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_the_sandbox_holds(payload: str) -> None:
+    """A payload fails or renders nothing that only Python's inside could have given it."""
+    assert len(PAYLOADS) >= 200
+    chat = [{"role": "user", "content": "Hi"}]
+    try:
+        text = ChatTemplate("{% for m in messages %}{{ " + payload + " }}{% endfor %}").render(chat)
+    except TemplateError:
+        text = ""
+    assert not any(word in text for word in ("class", "object", "builtin", "function", "globals", "frame", "module"))
+    assert chat == [{"role": "user", "content": "Hi"}]
+
+
+def test_rendering_leaves_the_messages_alone() -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    ChatTemplate(CHATML).render(chat)
+    assert chat == [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]

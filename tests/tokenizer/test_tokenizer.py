@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.errors import ModelLoadError, RequestError
+from chairlift.tokenizer import Tokenizer
+from tests.tokenizer import tiny
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    backend = tiny.byte_level_backend()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=50)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "bos_token": {"content": "<s>", "special": True},
+        "eos_token": "<|im_end|>",
+        "pad_token": None,
+        "chat_template": "from config",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_a_directory_is_read(model_dir: Path) -> None:
+    tokenizer = Tokenizer.from_dir(model_dir)
+    assert tokenizer.named_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    assert tokenizer.bos_token_id == tokenizer.token_to_id("<s>")
+    assert tokenizer.eos_token_ids == (tokenizer.token_to_id("<|im_end|>"),)
+    assert {tokenizer.token_to_id(name) for name in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")} == set(
+        tokenizer.special_ids
+    )
+    assert tokenizer.vocab_size == tokenizer.token_to_id("ñandú") + 1  # type: ignore[operator]
+    text = "long enough to be cut by the truncation that the file asks for"
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids[1:] == tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>" + text
+
+
+def test_the_tokenizer_file_alone_is_enough(model_dir: Path) -> None:
+    (model_dir / "tokenizer_config.json").unlink()
+    tokenizer = Tokenizer.from_dir(model_dir)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (None, (), None)
+    (model_dir / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    assert Tokenizer.from_dir(model_dir).eos_token_ids == (tokenizer.token_to_id("</s>"),)
+
+
+def test_the_chat_template_has_three_homes(model_dir: Path) -> None:
+    assert Tokenizer.from_dir(model_dir).chat_template == "from config"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer.from_dir(model_dir).chat_template == "d"
+    (model_dir / "chat_template.jinja").write_text("{{ 'from file' }}\n")
+    assert Tokenizer.from_dir(model_dir).chat_template == "{{ 'from file' }}\n"
+
+
+def _refusal(folder: Path) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        Tokenizer.from_dir(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(folder) in message
+    return message
+
+
+def test_a_missing_file_names_the_remedy(tmp_path: Path) -> None:
+    assert "save_pretrained" in _refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b"null", b"\xff\xfe\x00", b'{"model": {"type": "BPE"}}', b'{"model": 3}']
+)
+def test_a_corrupt_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    assert "tokenizer.json" in _refusal(tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_damaged_tokenizer_loads_or_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    file = tmp_path_factory.mktemp("damaged") / "tokenizer.json"
+    raw = bytearray(tiny.library("byte_fallback").to_str().encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    file.write_bytes(raw[: data.draw(st.sampled_from([len(raw), len(raw) // 2]))])
+    refusal = str(file)
+    try:
+        loaded: Tokenizer | None = Tokenizer.from_dir(file.parent)
+    except ModelLoadError as error:
+        loaded, refusal = None, str(error)
+    assert str(file) in refusal
+    assert loaded is None or isinstance(loaded.encode("the chairlift"), list)
+
+
+@pytest.mark.parametrize(
+    "config", ["{", "[]", '{"bos_token": 3}', '{"chat_template": 3}', '{"chat_template": [{"name": "default"}]}']
+)
+def test_a_corrupt_config_is_refused(model_dir: Path, config: str) -> None:
+    (model_dir / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_dir(model_dir)
+
+
+def test_an_unreadable_template_is_refused(model_dir: Path) -> None:
+    (model_dir / "chat_template.jinja").write_bytes(b"\xff\xff")
+    assert "chat_template.jinja" in _refusal(model_dir)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "fine until \udfff here", "\udc00\ud800"])
+def test_half_a_surrogate_pair_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        tiny.make("byte_level").encode(text)
+
+
+def test_only_text_is_encoded() -> None:
+    with pytest.raises(RequestError, match="must be a string, got bytes"):
+        tiny.make("byte_level").encode(b"Hi")  # type: ignore[arg-type]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(tiny.FAMILIES)), st.text(max_size=40), st.booleans())
+def test_decoding_text_agrees_with_the_library(family: str, text: str, skip: bool) -> None:
+    tokenizer, backend = tiny.make(family), tiny.library(family)
+    ids = tokenizer.encode(text)
+    assert ids == backend.encode(text).ids
+    assert tokenizer.decode(ids, skip) == backend.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 450), max_size=30), st.booleans())
+def test_byte_level_decoding_agrees_with_the_library_on_any_ids(ids: list[int], skip: bool) -> None:
+    backend = tiny.library("byte_level")
+    assert tiny.make("byte_level").decode(ids, skip) == backend.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 500), max_size=30), st.sampled_from(["metaspace", "word_piece", "suffix"]))
+def test_other_decoders_agree_with_the_library_on_any_ids(ids: list[int], family: str) -> None:
+    assert tiny.make(family).decode(ids) == tiny.library(family).decode(ids)
+
+
+def _byte_tokens(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
+    return [i for i in ids if i is not None]
+
+
+def test_a_broken_run_of_byte_tokens_keeps_its_good_characters() -> None:
+    tokenizer = tiny.make("byte_fallback")
+    ids = _byte_tokens(tokenizer, "é😀".encode() + "你".encode()[:2])
+    assert tokenizer.decode(ids) == "é😀\ufffd\ufffd"
+    assert set(tiny.library("byte_fallback").decode(ids)) == {"\ufffd"}
+    only_bad = _byte_tokens(tokenizer, b"\xe4\xbd\xff")
+    assert tokenizer.decode(only_bad) == tiny.library("byte_fallback").decode(only_bad) == "\ufffd" * 3
+
+
+def test_ids_outside_the_vocabulary_add_nothing() -> None:
+    for family in tiny.FAMILIES:
+        tokenizer = tiny.make(family)
+        ids = tokenizer.encode("the lift", add_special_tokens=False)
+        assert tokenizer.decode([-1, *ids, 10**12, tokenizer.vocab_size]) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("char", ["a", " ", "\n", "5", "!", "é", "😀", "\x00"])
+def test_a_megabyte_of_one_character_does_not_hang(char: str) -> None:
+    text = char * (1_000_000 // len(char.encode()))
+    start = time.monotonic()
+    for backend in (
+        tiny.library("byte_level"),
+        tiny.library("byte_fallback"),
+        tiny.byte_level_backend(tiny.LLAMA3_PATTERN),
+    ):
+        tokenizer = Tokenizer(backend)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Metaspace()]),
+        tokenizers.decoders.Sequence([tokenizers.decoders.Fuse(), tokenizers.decoders.Strip("x", 1, 0)]),
+        tokenizers.decoders.Sequence(
+            [tokenizers.decoders.Replace(tokenizers.Regex("a+"), "b"), tokenizers.decoders.Fuse()]
+        ),
+        tokenizers.decoders.Metaspace(),
+        None,
+    ],
+)
+def test_decoders_that_are_not_understood_go_to_the_library(decoder: tokenizers.decoders.Decoder | None) -> None:
+    backend = tiny.byte_fallback_backend()
+    if decoder is None:
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    else:
+        backend.decoder = decoder
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.byte_decoding is None
+    ids = list(range(min(2, tokenizer.vocab_size)))
+    assert tokenizer.decode(ids) == backend.decode(ids)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = "import sys, chairlift.tokenizer; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
