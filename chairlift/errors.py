@@ -7,6 +7,7 @@
     ├── ModelLoadError (ValueError)       a model directory is missing, damaged, unsafe or of an unknown kind
     ├── RequestError (ValueError)         one request cannot be served as asked; nothing else is touched
     │   └── PromptTooLongError            the request needs more tokens than the model or the KV cache has
+    ├── EngineDeadError (RuntimeError)    the engine was interrupted inside a step, and its state cannot be trusted
     ├── TemplateError (ValueError)        a chat template failed, or is not there
     └── InvariantError (AssertionError)   Chairlift itself is broken: a bug, never the caller's fault
 
@@ -16,6 +17,7 @@ Each message says what was given, what is allowed, and what to do.
 __all__ = [
     "ChairliftError",
     "ConfigError",
+    "EngineDeadError",
     "InvariantError",
     "ModelLoadError",
     "PromptTooLongError",
@@ -42,6 +44,10 @@ class RequestError(ChairliftError, ValueError):
 
 class PromptTooLongError(RequestError):
     """The request needs more tokens than ``max_model_len`` or the whole KV cache can hold."""
+
+
+class EngineDeadError(ChairliftError, RuntimeError):
+    """The engine was interrupted inside a step (Ctrl-C, out of memory), and its state cannot be trusted any more."""
 
 
 class TemplateError(ChairliftError, ValueError):

@@ -13,7 +13,7 @@ from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prompt
 from chairlift.engine.output_processor import OutputProcessor
 from chairlift.engine.step_log import StepLog
-from chairlift.errors import RequestError
+from chairlift.errors import EngineDeadError, RequestError
 from chairlift.executor.executor import Executor, PendingTokens
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.outputs import FinishReason, RequestOutput
@@ -77,6 +77,7 @@ class Engine:
         self._inputs = InputProcessor(limits, tokenizer, self.kv, seed)
         self._outputs = OutputProcessor(tokenizer, limits.eos_token_ids)
         self._ready: list[RequestOutput] = []
+        self._dead = False
         self._flights: deque[tuple[SchedulerOutput, PendingTokens | Exception, float]] = deque()
 
     @property
@@ -102,6 +103,7 @@ class Engine:
 
         With ``stream`` every step that brings it a token reports it; without, only its end is reported.
         """
+        self._check_alive()
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if request_id in self._outputs:
             raise RequestError(f"request id {request_id!r} is already in use; choose another")
@@ -123,7 +125,22 @@ class Engine:
         return True
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, and report the requests it brought forward. Waits when there is nothing to do until later."""
+        """Run one step, and report the requests it brought forward. Waits when there is nothing to do until later.
+
+        A request's fault never raises here. What does (Ctrl-C, a bug) leaves brain and muscle out of step with each
+        other, so the engine refuses to go on: EngineDeadError from then on.
+        """
+        self._check_alive()
+        self._dead = True
+        outputs = self._step()
+        self._dead = False
+        return outputs
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineDeadError("the engine was interrupted inside a step and cannot go on; make a new one")
+
+    def _step(self) -> list[RequestOutput]:
         ready, self._ready = self._ready, []
         now = self.clock.now()
         out = self.scheduler.schedule(now)

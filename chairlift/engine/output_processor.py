@@ -136,9 +136,9 @@ class OutputProcessor:
                 group.metrics.first_token_time = now
             if logprobs is not None and logprobs[row] is not None and answer.logprobs is not None:
                 self._note_logprobs(answer, logprobs[row])
-            if answer.params.stop and request.finish_reason is not FinishReason.STOP:
-                if answer.read() is not None:
-                    stopped.append(request.request_id)
+            ended = request.finish_reason is FinishReason.STOP  # by a token, whose text may not count
+            if answer.params.stop and not ended and answer.read() is not None:
+                stopped.append(request.request_id)
         return stopped
 
     def take_prompt_logprobs(self, request_id: str, first: int, entries: Sequence[Any]) -> None:

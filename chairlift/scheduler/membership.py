@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 from chairlift.errors import ConfigError
 from chairlift.request import Request
 
 __all__ = ["Membership", "membership_from_name"]
+
+
+class _Waiting(Protocol):
+    def __len__(self) -> int: ...
+
+    @property
+    def oldest_arrival(self) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,17 +35,18 @@ class Membership:
     batch_wait: float = 0.0
     """Seconds a closed batch waits for more requests before it fires unfilled."""
 
-    def places(self, num_waiting: int, oldest_arrival: float, num_running: int, free_slots: int, now: float) -> int:
+    def places(self, waiting: _Waiting, num_running: int, free_slots: int, now: float) -> int:
         """How many waiting requests may join in this step."""
         if not self.closed:
             return free_slots
-        if num_running or not num_waiting:
+        if num_running or not len(waiting):
             return 0
-        return free_slots if num_waiting >= free_slots or now >= oldest_arrival + self.batch_wait else 0
+        return free_slots if now >= self.fires_at(waiting, free_slots) else 0
 
-    def fires_at(self, num_waiting: int, oldest_arrival: float, free_slots: int) -> float:
-        """When :meth:`places` becomes positive if nothing else happens; an empty closed batch is assumed."""
-        return oldest_arrival if num_waiting >= free_slots or not self.closed else oldest_arrival + self.batch_wait
+    def fires_at(self, waiting: _Waiting, free_slots: int) -> float:
+        """When the requests in ``waiting`` may join, if nothing runs and nobody else comes."""
+        full = len(waiting) >= free_slots
+        return waiting.oldest_arrival + (self.batch_wait if self.closed and not full else 0.0)
 
     def needs_budget(self) -> int:
         """Tokens of the step's budget that must be left for one more request to join."""

@@ -125,8 +125,7 @@ class Scheduler:
             return now
         if not self.waiting:
             return None
-        free = len(self.free_slots)
-        return self.membership.fires_at(len(self.waiting), self.waiting.oldest_arrival, free)
+        return self.membership.fires_at(self.waiting, len(self.free_slots))
 
     # -- schedule ------------------------------------------------------------------------------------------------
 
@@ -136,7 +135,7 @@ class Scheduler:
         flight = _InFlight((), (), [], [], 0)
         self._run_decodes(out, flight)
         budget = self._run_chunks(out, flight, self.max_num_batched_tokens - len(self.decodes.requests))
-        if self.waiting:
+        if self.waiting and not out.preempted:  # what was just taken from one is not given to another
             self._admit(out, flight, budget, now)
         self._seal(out, flight)
         return out
@@ -187,8 +186,8 @@ class Scheduler:
         return budget
 
     def _admit(self, out: SchedulerOutput, flight: _InFlight, budget: int, now: float) -> None:
-        waiting, free = self.waiting, len(self.free_slots)
-        places = self.membership.places(len(waiting), waiting.oldest_arrival, len(self.running), free, now)
+        waiting = self.waiting
+        places = self.membership.places(waiting, len(self.running), len(self.free_slots), now)
         if not places or budget < self.membership.needs_budget():
             return
         batch = waiting.first(places)
@@ -334,8 +333,10 @@ class Scheduler:
                 finished += self._end(request, FinishReason.ERROR, None, now)
         for request, chunk in flight.chunks:
             if request.slot >= 0 and request.admitted_at_step <= out.step:
-                self.kv.publish(request, min(chunk.end, len(request.token_ids)))  # a held row computes beyond what it knows
-                self._release_siblings(request)
+                # A held row computes beyond what it knows.
+                self.kv.publish(request, min(chunk.end, len(request.token_ids)))
+                if chunk.end >= request.num_prompt_tokens:
+                    self._release_siblings(request)
         for request, token in hits:
             if token in request.stop_token_ids and request.finish_reason is None:
                 finished += self._end(request, FinishReason.STOP, token, now)
@@ -393,7 +394,9 @@ class Scheduler:
     def preempt(self, request_id: str) -> bool:
         """Preempt by recompute between two steps, as if blocks had run short. False when it may not be preempted."""
         request = self.running.get(request_id)
-        if request is None or self.membership.held or request not in candidates([request], request, self.policy, self.max_preemptions):
+        if request is None or self.membership.held:
+            return False
+        if request not in candidates([request], request, self.policy, self.max_preemptions):
             return False
         self._preempt(request, None, None)
         return True
@@ -464,10 +467,9 @@ class Scheduler:
 
     def _release_siblings(self, request: Request) -> None:
         """Let the other samples of the prompt in: its KV is there to fork from, or never will be."""
-        if request.siblings and (request.is_finished or request.num_computed_tokens >= request.num_prompt_tokens):
-            for sibling in request.siblings:
-                self.waiting.add(sibling)
-            request.siblings = []
+        for sibling in request.siblings:
+            self.waiting.add(sibling)
+        request.siblings = []
 
     def check_invariants(self) -> None:
         """Raise InvariantError unless every request is in exactly one place and all counts agree."""

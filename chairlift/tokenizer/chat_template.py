@@ -67,9 +67,9 @@ class ChatTemplate:
                 size += len(piece)
                 _check_size(size)
         except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template refused the messages: {error.message or error}") from None
+            raise TemplateError(f"the chat template refused the messages: {_one_line(error)}") from None
         except Exception as error:
-            raise TemplateError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
+            raise TemplateError(f"the chat template failed: {type(error).__name__}: {_one_line(error)}") from None
         return "".join(pieces)
 
     @functools.cached_property
@@ -82,9 +82,9 @@ class ChatTemplate:
         try:
             return _environment().from_string(self._source)
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"the chat template is invalid at line {error.lineno}: {error.message}") from None
+            raise TemplateError(f"the chat template is invalid at line {error.lineno}: {_one_line(error)}") from None
         except (jinja2.TemplateError, RecursionError) as error:
-            raise TemplateError(f"the chat template cannot be compiled: {error}") from None
+            raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}") from None
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -128,6 +128,11 @@ def _content(where: str, content: Any) -> str:
         f"{where}.content must be a string or a list of text parts "
         f'([{{"type": "text", "text": "..."}}]; images and audio are not supported), got {str(content)[:60]!r}'
     )
+
+
+def _one_line(error: Exception) -> str:
+    message = error.message if isinstance(error, jinja2.TemplateError) and error.message else str(error)
+    return " ".join(message.split())[:200]
 
 
 def _check_size(size: int) -> None:

@@ -347,11 +347,12 @@ def end_not_watched_for(patch: Patch) -> None:
 def waiting_for_a_batch_never_ends(patch: Patch) -> None:
     from chairlift.scheduler.membership import Membership
 
-    patch(
-        Membership,
-        "places",
-        lambda self, waiting, oldest, running, free, now: 0 if self.closed and running + waiting < free else free,
-    )
+    original = Membership.places
+
+    def places(self: Membership, waiting: Any, running: int, free: int, now: float) -> int:
+        return 0 if self.closed and len(waiting) < free else original(self, waiting, running, free, now)
+
+    patch(Membership, "places", places)
 
 
 @mutant
