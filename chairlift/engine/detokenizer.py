@@ -12,7 +12,7 @@ from chairlift.tokenizer import Tokenizer
 __all__ = ["IncrementalDetokenizer"]
 
 _CONTEXT_TOKENS: Final = 8
-"""Tokens that a windowed decoder sees to the left of a new one, at most."""
+"""Prompt tokens that a windowed decoder sees to the left of the first generated one."""
 _MAX_HELD_TOKENS: Final = 4
 """A UTF-8 character has at most four bytes, so no more tokens than this can wait for one to end."""
 
@@ -236,12 +236,9 @@ class _WindowText:
 
     def _advance(self, text: str) -> str:
         piece = text[len(self._before) :]
-        self._before = text
-        # A context without text (a lone space marker) would make the next token look like the first of a sequence.
-        for context in (self._window[self._read :], self._window[-_CONTEXT_TOKENS:]):
-            if shorter := self._text_of(context):
-                self._window, self._before = context, shorter
-                break
+        # The tokens just read are context enough, and never none: the next token must not look like the first of all.
+        self._window = self._window[self._read :] or self._window
+        self._before = self._text_of(self._window)
         self._read = len(self._window)
         return piece
 

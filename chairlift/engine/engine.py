@@ -16,6 +16,7 @@ from chairlift.engine.step_log import StepLog
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.executor.executor import Executor, PendingTokens
 from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.models.flat_batch import SampledTokens
 from chairlift.outputs import FinishReason, RequestOutput
 from chairlift.request import Request
 from chairlift.sampling_params import SamplingParams
@@ -105,13 +106,13 @@ class Engine:
         """
         self._check_alive()
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        if request_id in self._outputs:
+        if isinstance(request_id, str) and request_id in self._outputs:
             raise RequestError(f"request id {request_id!r} is already in use; choose another")
         now = self.clock.now()
         prepared = self._inputs.prepare(request_id, prompt, params or SamplingParams(), now, cache_salt)
         self._queue(prepared.sequences)
         self._outputs.add(prepared, stream)
-        _log.debug("request %s: %d prompt tokens, seed %d", request_id, len(prepared.prompt_token_ids), prepared.seed)
+        _log.debug("request %r: %d prompt tokens, seed %d", request_id, len(prepared.prompt_token_ids), prepared.seed)
         return request_id
 
     def abort(self, request_id: str) -> bool:
@@ -163,6 +164,7 @@ class Engine:
         for request_id in self._outputs.ids():
             self.abort(request_id)
         self._flights.clear()
+        self._ready.clear()
         self._executor.shutdown()
 
     def _queue(self, sequences: list[Request]) -> None:
@@ -197,18 +199,24 @@ class Engine:
             reason = f"the step failed: {type(failure).__name__}"
             return self._outputs.finish(result.finished, now, dict.fromkeys(map(_id_of, result.finished), reason))
         now = self.clock.now()
+        self._take_prompt_logprobs(out, tokens)
         result = self.scheduler.update(out, tokens.token_ids, now)
         failed = ((result.sampled[row], reason) for row, reason in tokens.errors.items())
         errors = {request.request_id: reason for request, reason in failed if request is not None}
-        names = {chunk.slot: name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)}
-        for report in tokens.prompt_logprobs:
-            self._outputs.take_prompt_logprobs(names[report.slot], report.first, report.entries)
         finished = list(result.finished)
         for sequence_id in self._outputs.take_tokens(result.sampled, tokens.logprobs, now):
             finished += self.scheduler.finish(sequence_id, FinishReason.STOP, None, now)
         self.step_log.record(out, result, start, now)
         outputs = self._outputs.finish(finished, now, errors)
         return outputs + self._partial(result.sampled, outputs)
+
+    def _take_prompt_logprobs(self, out: SchedulerOutput, tokens: SampledTokens) -> None:
+        names = {chunk.slot: name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)}
+        for report in tokens.prompt_logprobs:
+            request = self.scheduler.running.get(names[report.slot])
+            # A late report may meet another request, which was given the id of one that has left.
+            if request is not None and request.admitted_at_step <= out.step:
+                self._outputs.take_prompt_logprobs(request.request_id, report.first, report.entries)
 
     def _partial(self, sampled: Sequence[Request | None], outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Streamed requests that go on; in a held batch nothing is delivered before its end."""

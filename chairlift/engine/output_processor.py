@@ -146,7 +146,7 @@ class OutputProcessor:
         found = self._answers.get(request_id)
         if found is not None and found[0].prompt_logprobs is not None:
             known = found[0].prompt_logprobs
-            known[first:] = [self._logprob_dict(entry) for entry in entries]
+            known[first : first + len(entries)] = [self._logprob_dict(entry) for entry in entries]
 
     def touched(self, sampled: Sequence[Request | None]) -> list[RequestOutput]:
         """The state of streamed requests that got a token and have not ended."""

@@ -151,6 +151,14 @@ def test_other_decoders_agree_with_the_library_on_any_ids(ids: list[int], family
     assert tiny.make(family).decode(ids) == tiny.library(family).decode(ids)
 
 
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+@pytest.mark.parametrize("skip", [False, True])
+def test_every_single_token_decodes_as_in_the_library(family: str, skip: bool) -> None:
+    tokenizer, backend = tiny.make(family), tiny.library(family)
+    for token_id in range(tokenizer.vocab_size):
+        assert tokenizer.decode([token_id], skip) == backend.decode([token_id], skip_special_tokens=skip)
+
+
 def _byte_tokens(tokenizer: Tokenizer, data: bytes) -> list[int]:
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
     return [i for i in ids if i is not None]

@@ -1,0 +1,125 @@
+"""``chairlift check``: will this model run here, how much fits, and is what it says right?"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import chairlift
+from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
+from chairlift.config import BUNDLED_MODEL
+from chairlift.errors import ModelLoadError
+from chairlift.outputs import CompletionOutput
+from chairlift.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from chairlift.llm import LLM
+    from chairlift.models.hf_config import ModelConfig
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "validate a model directory and show what fits into memory"
+DESCRIPTION: Final = """Load a model as the engine would, show its size and the memory plan, and test it.
+
+The test: each of a few prompts must get the same greedy tokens alone and in a batch. Exit code 0 when all is well,
+2 when not."""
+
+_PROMPTS: Final = ("The", "What is continuous batching?", "1, 2, 3, 4,", "Once upon a time there was a chairlift that")
+_NUM_TOKENS: Final = 8
+_TIES: Final = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+"""Log-probabilities closer than this may change places with the batch: rounding depends on its shape."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``chairlift check``."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
+    add_engine_flags(parser, leave_out={"model", "seed"})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 when the model passed. What is wrong with it raises ChairliftError."""
+    settings, _ = read_settings(args, sampling=False)
+    name = args.model or settings.get("model", BUNDLED_MODEL)
+    from chairlift.models.hf_config import read_config  # takes torch along
+    from chairlift.models.loader import resolve_model_dir
+
+    bundled = Path(chairlift.__file__).parent / "assets"
+    model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, settings.get("revision"))
+    settings["model"] = str(model_dir)
+    llm = load_llm(settings, quiet=False)
+    network = read_config(model_dir)
+    _tell("model", name)
+    dtype = _describe(llm, network)
+    _tell("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
+    return 0
+
+
+def _tell(label: str, value: str) -> None:
+    print(f"{label:14} {value}", flush=True)
+
+
+def _describe(llm: LLM, network: ModelConfig) -> str:
+    """Print what the model is and what fits; returns the name of its dtype."""
+    import torch
+
+    from chairlift.models.loader import resolve_dtype
+    from chairlift.models.registry import model_class
+
+    with torch.device("meta"):  # shapes only
+        model = model_class(network.model_type)(network)
+    model.tie_weights()
+    dtype = resolve_dtype(network, llm.config.model.dtype)
+    name = str(dtype).removeprefix("torch.")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    kv_bytes = sum(2 * layer.num_kv_heads * layer.head_dim for layer in model.kv_cache_spec()) * dtype.itemsize
+    tokenizer = llm.tokenizer
+    template = "yes" if tokenizer is not None and tokenizer.chat_template is not None else "no"
+    _tell(
+        "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
+    )
+    _tell("parameters", f"{parameters:,} in {name} ({parameters * dtype.itemsize / 2**20:,.0f} MiB)")
+    _tell("context", f"{llm.max_model_len:,} tokens")
+    _tell("chat template", template)
+    _tell("KV per token", f"{kv_bytes:,} bytes")
+    _tell("memory", llm.memory_plan)
+    return name
+
+
+def _self_test(llm: LLM, vocab_size: int, tie: float) -> str:
+    """Greedy tokens of each prompt alone, and of all together; raises ModelLoadError where they differ."""
+    tokenizer = llm.tokenizer
+    prompts = [tokenizer.encode(text) if tokenizer else [ord(char) % vocab_size for char in text] for text in _PROMPTS]
+    prompts = [prompt[: llm.max_model_len // 2] for prompt in prompts]
+    length = min(_NUM_TOKENS, llm.max_model_len // 2)
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=2)
+    alone = [llm.generate([prompt], params)[0] for prompt in prompts]
+    together = llm.generate(prompts, params)
+    ties = 0
+    for text, one, other in zip(_PROMPTS, alone, together, strict=True):
+        if one.error or other.error:
+            raise ModelLoadError(f"self-test: {text!r} ended with an error: {one.error or other.error}")
+        place = _first_difference(one.outputs[0], other.outputs[0])
+        if place is None:
+            continue
+        if not _is_tie(one.outputs[0], other.outputs[0], place, tie):
+            raise ModelLoadError(
+                f"self-test: the answer to {text!r} differs at token {place + 1} between running alone and in a batch, "
+                "and it is no near tie; the weights or a kernel are broken, please report it"
+            )
+        ties += 1
+    away = f", but for near ties in {ties}" if ties else ""
+    return f"{len(prompts)} prompts give the same {length} greedy tokens alone and in a batch{away}"
+
+
+def _first_difference(one: CompletionOutput, other: CompletionOutput) -> int | None:
+    pairs = zip(one.token_ids, other.token_ids, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def _is_tie(one: CompletionOutput, other: CompletionOutput, place: int, tie: float) -> bool:
+    """Whether both tokens were, within rounding, equally likely."""
+    likely = one.logprobs[place] if one.logprobs else {}
+    pair = [likely.get(answer.token_ids[place]) for answer in (one, other)]
+    logprobs = [entry.logprob for entry in pair if entry is not None]
+    return len(logprobs) == 2 and abs(logprobs[0] - logprobs[1]) < tie

@@ -1,0 +1,177 @@
+"""Command-line flags made from the engine's settings and the sampling parameters, and a model made from the flags."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from chairlift.config import flat_fields
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.llm import LLM
+
+__all__ = ["add_engine_flags", "add_sampling_flags", "load_llm", "read_settings"]
+
+_TITLES: Final = {"model": "model", "cache": "KV cache", "scheduler": "scheduler"}
+_ENGINE: Final = "engine_"
+_SAMPLING: Final = "sampling_"
+
+_SAMPLING_FLAGS: Final[tuple[tuple[str, type, str], ...]] = (
+    ("max_tokens", int, "longest answer, in tokens"),
+    ("temperature", float, "0 is greedy, higher is more varied (default: 0)"),
+    ("top_p", float, "keep the likeliest tokens that together reach this probability"),
+    ("top_k", int, "keep the K likeliest tokens"),
+    ("min_p", float, "keep tokens with this share of the likeliest one's probability"),
+    ("seed", int, "same seed, same prompt, same text"),
+    ("n", int, "answers per prompt"),
+    ("stop", list, "stop before this text; may be repeated"),
+    ("min_tokens", int, "shortest answer, in tokens"),
+    ("presence_penalty", float, "push down tokens that were generated before"),
+    ("frequency_penalty", float, "push down tokens by how often they were generated"),
+    ("repetition_penalty", float, "push down tokens of prompt and answer; 1 is off"),
+    ("logprobs", int, "report this many likeliest tokens at each place"),
+    ("bad_words", list, "never generate this text; may be repeated"),
+    ("ignore_eos", bool, "go on past the end-of-sequence token"),
+    ("include_stop_str_in_output", bool, "leave the stop text in the answer"),
+)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
+    """One flag per engine setting, grouped as in :class:`~chairlift.config.EngineConfig`, and ``--config``.
+
+    Only flags that are given appear in the namespace. ``leave_out`` names settings the command has another way for.
+    """
+    groups = {part: parser.add_argument_group(title) for part, title in _TITLES.items()}
+    groups["model"].add_argument(
+        "--config", metavar="FILE", type=Path, help="YAML or JSON file with flags as keys; flags on the line go first"
+    )
+    for flag in flat_fields():
+        if flag.name in leave_out:
+            continue
+        options: dict[str, Any] = {"dest": _ENGINE + flag.name, "default": argparse.SUPPRESS}
+        note = "" if flag.default is None else f" (default: {flag.default})"
+        options["help"] = (flag.help + note).replace("%", "%%")
+        if flag.kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif flag.choices:
+            options["choices"] = flag.choices
+        else:
+            options["type"] = flag.kind
+            options["metavar"] = {int: "N", float: "X"}.get(flag.kind, "TEXT")
+        groups[flag.part].add_argument(_spelled(flag.name), **options)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Flags for the sampling parameters; only those that are given appear in the namespace."""
+    group = parser.add_argument_group("sampling")
+    for name, kind, text in _SAMPLING_FLAGS:
+        options: dict[str, Any] = {"dest": _SAMPLING + name, "default": argparse.SUPPRESS, "help": text}
+        if name == "max_tokens":
+            options["help"] += f" (default: {max_tokens}, or what fits)"
+        if kind is bool:
+            options["action"] = "store_true"
+        elif kind is list:
+            options |= {"action": "append", "metavar": "TEXT"}
+        else:
+            options |= {"type": kind, "metavar": "N" if kind is int else "X"}
+        group.add_argument(_spelled(name), **options)
+
+
+def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the config file and the flags say: keywords for :class:`~chairlift.LLM`, and sampling parameters.
+
+    Flags go before the file. Sampling is greedy where neither gives a temperature; a command without ``sampling`` gets
+    none, and refuses them in the file. Raises ConfigError.
+    """
+    file = _read_file(args.config, sampling)
+    names = {name for name, _, _ in _SAMPLING_FLAGS} if sampling else set()
+    engine = {name: value for name, value in file.items() if name not in names} | _given(args, _ENGINE)
+    asked = {name: value for name, value in file.items() if name in names} | _given(args, _SAMPLING)
+    return engine, {"temperature": 0.0} | asked if sampling else {}
+
+
+def _read_file(path: Path | None, sampling: bool) -> dict[str, Any]:
+    """The settings in a YAML or JSON file, dashes in their names turned to underscores, their types checked."""
+    if path is None:
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the config file {path}: {reason}") from None
+    content = _parse(path, text)
+    if not isinstance(content, dict):
+        raise ConfigError(f"the config file {path} must hold names and values, got {type(content).__name__}")
+    kinds: dict[str, tuple[type, bool]] = {flag.name: (flag.kind, flag.default is None) for flag in flat_fields()}
+    if sampling:
+        kinds |= {name: (kind, True) for name, kind, _ in _SAMPLING_FLAGS}
+    settings = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in kinds:
+            near = difflib.get_close_matches(name, list(kinds), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kinds)}"
+            raise ConfigError(f"unknown setting {str(key)!r} in {path}; {hint}")
+        settings[name] = _checked(path, name, value, *kinds[name])
+    return settings
+
+
+def load_llm(settings: Mapping[str, Any], quiet: bool) -> LLM:
+    """Load the model, showing progress on a terminal."""
+    from chairlift import LLM  # takes torch along, which --help and usage errors need not wait for
+
+    show = _progress if not quiet and sys.stderr.isatty() else None
+    llm = LLM(progress=show, **settings)
+    if show is not None:
+        limits = llm.config.scheduler
+        per_step = f"{limits.max_num_seqs} requests and {limits.max_num_batched_tokens:,} tokens"
+        print(f"{llm.config.model.model}: a step takes up to {per_step}; {llm.memory_plan}", file=sys.stderr)
+    return llm
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+
+
+def _parse(path: Path, text: str) -> Any:
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"the config file {path} is not valid JSON: {error}") from None
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ConfigError(f"reading {path} needs PyYAML (pip install pyyaml); or write it as .json") from None
+    try:
+        return yaml.safe_load(text) or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the config file {path} is not valid YAML: {error}") from None
+
+
+def _checked(path: Path, name: str, value: Any, kind: type, optional: bool) -> Any:
+    """A value of the type the flag has; a number may be written without its fraction."""
+    if value is None and optional:
+        return value
+    if kind is list and isinstance(value, str):
+        return [value]
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{name} in {path} must be of type {kind.__name__}, got {str(value)[:40]!r}")
+    return value
+
+
+def _progress(label: str, share: float) -> None:
+    end = "\r\x1b[K" if share >= 1 else ""
+    print(f"\r{label} {share:4.0%}", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,128 @@
+"""The ``chairlift`` command: its commands, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import io
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from chairlift import __version__
+from chairlift.cli import chat, check, generate
+from chairlift.errors import ChairliftError
+
+__all__ = ["entry_point", "main"]
+
+_DESCRIPTION = (
+    "Continuous batching for language models. Without a model, the small one that comes with Chairlift answers."
+)
+_EXIT_CODES = """exit codes:
+  0  everything that was asked for was done
+  1  some prompts were answered, others could not be
+  2  the settings, the model or all of the input cannot be used
+  130  stopped with Ctrl-C"""
+_CUT_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (see ``chairlift --help``). ``argv`` is without the program's name."""
+    _accept_any_text()
+    try:
+        args = _parse(list(sys.argv[1:] if argv is None else argv))
+        _set_up_logging(args.verbose)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except SystemExit as done:  # argparse, after --help or a wrong flag
+        return done.code if isinstance(done.code, int) else 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has left. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CUT_PIPE
+    except ChairliftError as error:
+        return _fail(str(error))
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{name}{error.strerror or error}")
+
+
+def entry_point() -> NoReturn:
+    """What the installed ``chairlift`` script calls."""
+    sys.exit(main())
+
+
+def _fail(message: str) -> int:
+    print(f"chairlift: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _accept_any_text() -> None:
+    """No byte that is piped in, no character that a terminal lacks and no closed stream may end in a traceback."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (open for as long as the process)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong usage is one line and exit code 2, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_fail(f"{message}; see {self.prog} --help"))
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="chairlift",
+        description=_DESCRIPTION,
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"chairlift {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    parsers = {}
+    for module in (generate, chat, check):
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_argument("--verbose", action="store_true", help="log what the engine does, with tracebacks")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+        parsers[name] = command
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        command = parsers[args.command]
+        known = [flag for action in command._actions for flag in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        kind = "unknown flag" if unknown[0].startswith("-") else "unexpected argument"
+        command.error(f"{kind} {unknown[0]!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    return args
+
+
+class _OneLine(logging.Formatter):
+    """Log records without their traceback, which tells nothing to who runs a command."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"chairlift: {record.levelname.lower()}: {' '.join(record.getMessage().split())}"
+
+
+def _set_up_logging(verbose: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s") if verbose else _OneLine())
+    logger = logging.getLogger("chairlift")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)

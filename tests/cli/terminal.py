@@ -1,0 +1,64 @@
+"""A pseudo-terminal, for what commands do only on one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+__all__ = ["Terminal"]
+
+
+class Terminal:
+    """A ``chairlift`` command in a terminal of its own."""
+
+    def __init__(self, *argv: str) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
+        command = [sys.executable, "-m", "chairlift", *argv]
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        os.close(slave)
+        self.seen = ""
+
+    def wait_for(self, text: str, seconds: float = 60) -> str:
+        """Read until ``text`` shows up; returns what came up to it."""
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            ready, _, _ = select.select([self.master], [], [], max(0, end - time.monotonic()))
+            assert ready, f"no {text!r} within {seconds} s, but {self.seen[-500:]!r}"
+            try:
+                self.seen += os.read(self.master, 65536).decode(errors="replace")
+            except OSError:  # the other side is closed
+                assert text in self.seen
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def interrupt_at_the_prompt(self) -> None:
+        """Press Ctrl-C until something comes of it: a press between the prompt and the reading of a key is lost."""
+        for _ in range(60):
+            self.process.send_signal(signal.SIGINT)
+            if select.select([self.master], [], [], 1)[0]:
+                return
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def read_to_the_end(self) -> str:
+        """Everything up to the end of the command."""
+        with contextlib.suppress(OSError):  # the other side is closed
+            while data := os.read(self.master, 65536):
+                self.seen += data.decode(errors="replace")
+        return self.seen
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)

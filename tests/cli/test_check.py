@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from chairlift.executor.model_runner import TorchModelRunner
+from tests.cli.conftest import Run
+
+
+def test_a_good_model_gets_a_report(chairlift: Run, model_dir: Path) -> None:
+    code, out, err = chairlift("check", model_dir, "--num-kv-blocks", "673", "--dtype", "float32")
+    assert (code, err) == (0, [])
+    report = dict(re.split(r"\s{2,}|(?<=template) |(?<=token) ", line, maxsplit=1) for line in out)
+    assert report["model"] == str(model_dir)
+    hidden, inner, layers, vocab = 64, 96, 3, 426
+    attention = hidden * hidden * 2 + hidden * 32 * 2
+    expected = 2 * vocab * hidden + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
+    assert report["parameters"].startswith(f"{expected:,} in float32")
+    assert report["KV per token"] == f"{layers * 2 * 2 * 16 * 4:,} bytes"
+    assert report["context"] == "256 tokens"
+    assert report["chat template"] == "yes"
+    assert "room for about 42 chats of 256 tokens at once" in report["memory"]
+    assert "same 8 greedy tokens alone and in a batch" in report["self-test"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_passes(chairlift: Run, model_dir: Path, dtype: str) -> None:
+    code, out, err = chairlift("check", model_dir, "--dtype", dtype, "--num-kv-blocks", "64")
+    assert (code, err) == (0, [])
+    assert f"in {dtype}" in "\n".join(out)
+
+
+def test_a_batch_that_changes_answers_is_found(
+    chairlift: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = TorchModelRunner.forward
+
+    def wrong(self: TorchModelRunner, batch: object) -> torch.Tensor:
+        hidden = forward(self, batch)  # type: ignore[arg-type]
+        return hidden if len(hidden) == 1 else hidden.flip(-1)
+
+    monkeypatch.setattr(TorchModelRunner, "forward", wrong)
+    code, _, err = chairlift("check", model_dir, "--num-kv-blocks", "64")
+    assert code == 2
+    assert len(err) == 1
+    assert "self-test: the answer to" in err[0]

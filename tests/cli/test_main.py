@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import chairlift as package
+from chairlift.cli import main as cli
+from tests.cli.conftest import Run
+
+
+def python(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def test_help_lists_commands_and_exit_codes_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from chairlift.cli.main import main; code = main(['--help']); main(['generate', '--help']);"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'tokenizers') if m in sys.modules]); sys.exit(code)"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "[]"
+    for word in ("generate", "chat", "check", "exit codes:", "130", "--max-num-seqs", "--no-enable-prefix-caching"):
+        assert word in done.stdout
+
+
+def test_version(chairlift: Run) -> None:
+    assert chairlift("--version") == (0, [f"chairlift {package.__version__}"], [])
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ([], "COMMAND"),
+        (["generat"], "invalid choice: 'generat'"),
+        (["generate", "Hi", "--max-num-seq", "4"], "unknown flag '--max-num-seq'; did you mean --max-num-seqs?"),
+        (["check", "--temperature", "1"], "unknown flag '--temperature'"),
+        (["check", "a", "b"], "unexpected argument 'b'"),
+        (["generate", "Hi", "--max-tokens", "many"], "invalid int value: 'many'"),
+        (["generate", "Hi", "--batching", "sometimes"], "invalid choice: 'sometimes'"),
+        (["generate", "Hi", "--temperature", "-1"], "temperature must be"),
+        (["generate", "Hi", "--block-size", "3"], "block_size must be a power of two"),
+        (["generate", "Hi", "--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["generate", "Hi", "--config", "/nowhere.yaml"], "cannot read the config file /nowhere.yaml"),
+        (["chat", "--n", "2"], "leave n out"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(chairlift: Run, argv: list[str], complaint: str) -> None:
+    code, out, err = chairlift(*argv)
+    assert (code, out) == (2, [])
+    assert len(err) == 1
+    assert err[0].startswith("chairlift: error: ")
+    assert complaint in err[0]
+
+
+def test_python_dash_m_and_unreadable_models() -> None:
+    done = python("-m", "chairlift", "check", "/no/such/model")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("chairlift: error: '/no/such/model' is not a directory")
+
+
+class Stop:
+    """A command that ends in a given way."""
+
+    __name__ = "chairlift.cli.stop"
+    SUMMARY = DESCRIPTION = "stop"
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def add_arguments(self, parser: object) -> None:
+        """No arguments."""
+
+    def run(self, args: object) -> int:
+        logging.getLogger("chairlift.engine").error("one\nline", exc_info=ValueError("hidden"))
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, None),
+        (package.RequestError("no\ngood"), 2, "no good"),
+        (OSError(28, "No space left on device", "out.jsonl"), 2, "out.jsonl: No space left on device"),
+    ],
+)
+def test_every_way_to_end(
+    chairlift: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str | None
+) -> None:
+    monkeypatch.setattr(cli, "generate", Stop(error))
+    expected = ["chairlift: error: one line"] + ([] if message is None else [f"chairlift: error: {message}"])
+    assert chairlift("stop") == (code, [], expected)
+
+
+def test_ctrl_c_ends_quietly_with_130(model_dir: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "in.jsonl"
+    lines = [{"prompt": "Hi", "ignore_eos": True, "max_tokens": 1 if i == 0 else 200} for i in range(500)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "-m", "chairlift", "generate", "--model", str(model_dir), "--prompts-file", str(prompts)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["error"] is None
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 130
+
+
+def test_closed_streams_are_no_error(model_dir: Path) -> None:
+    code = "import sys; sys.stdout.close(); sys.stdout = sys.stderr = None; from chairlift.cli.main import main;"
+    code += f"sys.exit(main(['generate', 'Hi', '--max-tokens', '2', '--model', {str(model_dir)!r}]))"
+    assert python("-c", code).returncode == 0
+
+
+def test_a_reader_that_leaves_is_no_error(model_dir: Path) -> None:
+    command = [sys.executable, "-m", "chairlift", "generate", "--model", str(model_dir), "--max-tokens", "2", "--jsonl"]
+    prompts = [f"prompt {i}" for i in range(40)]
+    with subprocess.Popen(command + prompts, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 141
