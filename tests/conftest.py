@@ -1,10 +1,22 @@
-"""What all tests share: how many seeds to run, and when."""
+"""What all tests share: how many seeds to simulate, and one thread."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=None, help="simulation seeds to run (500; nightly: 100,000)")
     parser.addoption("--first-seed", type=int, default=0, help="the first of them")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices are not worth a second thread's barriers, here and in the processes that tests start."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from chairlift.cli.main import main
 from tests.tokenizer import tiny
@@ -16,17 +15,6 @@ CHAT_TEMPLATE = (
 )
 Result = tuple[int, list[str], list[str]]
 Run = Callable[..., Result]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices are not worth a second thread, here and in the processes that tests start."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,13 @@
-"""Tiny models of all families and what transformers answers; computed once, on one thread."""
+"""Tiny models of all families and what transformers answers; computed once."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from tests.equivalence.cases import Job, greedy_jobs, transformers_greedy
@@ -23,14 +22,6 @@ class Truth:
     model: PreTrainedModel
     jobs: list[Job]
     answers: list[list[int]]
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
