@@ -9,6 +9,8 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import os
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
@@ -109,9 +111,16 @@ class EngineConfig:
         _one_of("dtype", model.dtype, _DTYPES)
         _one_of("batching", scheduler.batching, _BATCHING)
         _one_of("scheduling_policy", scheduler.scheduling_policy, _POLICIES)
-        if not isinstance(model.device, str) or model.device.split(":")[0] not in ("cpu", "cuda"):
-            raise ConfigError(f"device must be cpu or cuda, got {model.device!r}")
-        if cache.block_size not in {1 << i for i in range(9)}:
+        for name in ("model", "revision", "tokenizer"):
+            value = getattr(model, name)
+            if not isinstance(value, (str, os.PathLike)) and (value is not None or name == "model"):
+                raise ConfigError(f"{name} must be text, got {value!r}")
+        _true_or_false("skip_tokenizer_init", model.skip_tokenizer_init)
+        _true_or_false("enable_prefix_caching", cache.enable_prefix_caching)
+        if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", model.device):
+            raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")
+        _range("block_size", cache.block_size, 1, 256)
+        if cache.block_size & (cache.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {cache.block_size!r}")
         _range("max_model_len", model.max_model_len, 2, 2**24)
         _range("seed", model.seed, -(2**63), 2**63 - 1)
@@ -133,7 +142,7 @@ class EngineConfig:
         owners = {flag.name: flag.part for flag in flat_fields()}
         for name, value in settings.items():
             if name not in owners:
-                near = difflib.get_close_matches(name, list(owners), n=1)
+                near = difflib.get_close_matches(str(name), list(owners), n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(owners)}"
                 raise ConfigError(f"unknown setting {name!r}; {hint}")
             parts[owners[name]][name] = value
@@ -198,6 +207,11 @@ def _field_docs(owner: type) -> dict[str, str]:
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+
+def _true_or_false(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
 def _range(name: str, value: Any, low: float, high: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,12 @@ class LLM:
         ``sampling_params`` is one for all or one each. All prompts are checked before any is answered; the
         RequestError for a bad one names its place.
         """
+        if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping, Set)):
+            raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
+        if not isinstance(sampling_params, (SamplingParams, Sequence, type(None))):
+            raise RequestError(
+                f"sampling_params must be a SamplingParams or one per prompt, got {type(sampling_params).__name__}"
+            )
         listed: list[Any] = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
@@ -104,6 +110,12 @@ class LLM:
 
         Raises TemplateError when the model has no chat template, or it fails.
         """
+        given: object = messages  # whatever the type says, text and single messages are what people send
+        if not isinstance(given, (list, tuple)):
+            raise RequestError(
+                "a conversation must be a list of messages like {'role': 'user', 'content': 'Hi'}, got"
+                f" {type(messages).__name__}"
+            )
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         prompts: list[Prompt] = [self.encode_chat(each, **template_variables) for each in conversations]

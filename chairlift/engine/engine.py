@@ -178,6 +178,8 @@ class Engine:
                 raise
 
     def _launch(self, out: SchedulerOutput, now: float) -> None:
+        for row in out.joined:
+            self._outputs.note_scheduled(row.request_id, now)
         try:
             pending: PendingTokens | Exception = self._executor.sample(self._executor.execute(out))
         except Exception as error:

@@ -124,6 +124,12 @@ class OutputProcessor:
             self._answers.pop(answer.request.request_id, None)
         return [answer.request for answer in group.answers if answer.finish_reason is None]
 
+    def note_scheduled(self, request_id: str, now: float) -> None:
+        """A sequence joined the batch; only the first time counts."""
+        found = self._answers.get(request_id)
+        if found is not None and found[0].metrics.first_scheduled_time is None:
+            found[0].metrics.first_scheduled_time = now
+
     def take_tokens(self, sampled: Sequence[Request | None], logprobs: Sequence[Any] | None, now: float) -> list[str]:
         """Note the tokens a step brought, and return the ids of sequences that a stop string has ended."""
         stopped = []

@@ -13,10 +13,13 @@ from chairlift.kernels import ops
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PagedContext
 from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
-from chairlift.sampling.logprobs import token_logprobs
+from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
 from chairlift.sampling.sampler import Sampler
 
 __all__ = ["TorchModelRunner"]
+
+_PROMPT_ROWS = 128
+"""Prompt positions projected to logits at once: a vocabulary is wide, and a chunk may be long."""
 
 
 class TorchModelRunner:
@@ -59,9 +62,11 @@ class TorchModelRunner:
         for row, first, known in batch.prompt_rows:
             start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
             count = min(count, len(known) - 1 - first)
-            targets = known[first + 1 : first + 1 + count].tolist()
-            logits = self._model.compute_logits(hidden[start : start + count])
-            entries = token_logprobs(logits, targets, [batch.sampling[row].params.prompt_logprobs] * count)
+            entries: list[TokenLogprobs] = []
+            for at in range(0, count, _PROMPT_ROWS):
+                targets = known[first + 1 + at : first + 1 + min(at + _PROMPT_ROWS, count)].tolist()
+                logits = self._model.compute_logits(hidden[start + at : start + at + len(targets)])
+                entries += token_logprobs(logits, targets, [batch.sampling[row].params.prompt_logprobs] * len(targets))
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries))
         return tokens
 

@@ -77,6 +77,14 @@ def test_an_aborted_request_is_silent_and_leaves_nothing(depth: int, n: int, aft
     assert seen["b"][-1].outputs[0].token_ids == alone([2] * 5, greedy(9))
 
 
+def test_abort_takes_the_whole_id() -> None:
+    engine = make_engine()
+    for name in ("a", "ab", "b"):
+        engine.add_request([1, 2], greedy(3), request_id=name)
+    assert engine.abort("a")
+    assert set(drain(engine)) == {"ab", "b"}
+
+
 def test_an_id_may_be_used_again_once_its_request_has_gone() -> None:
     engine = make_engine(num_lookahead_steps=1)
     for ends in (False, True, True):
@@ -306,6 +314,7 @@ def test_metrics_are_on_the_engines_clock() -> None:
     assert metrics is not None
     # 20 tokens under a budget of 16: two steps until the first token.
     assert (metrics.arrival_time, metrics.first_token_time, metrics.finished_time) == (5.0, 7.0, 9.0)
+    assert metrics.first_scheduled_time == 6.0
     assert metrics.num_preemptions == 0
 
 

@@ -1,0 +1,51 @@
+"""The package as syntax trees: read, never imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+__all__ = ["PACKAGE", "imports", "line_count", "modules", "tree"]
+
+PACKAGE = Path(__file__).parents[2] / "chairlift"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, of every module."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(modules()[module].read_text(encoding="utf-8"))
+
+
+def imports(module: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported, also inside functions and for type checking only.
+
+    ``from package import name`` counts as the module ``package.name`` where there is one.
+    """
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+                base = ".".join(
+                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
+                )
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield node.lineno, name if name in modules() else base
+
+
+def line_count(module: str) -> int:
+    return len(modules()[module].read_text(encoding="utf-8").splitlines())

@@ -1,0 +1,174 @@
+"""Imports point down only, the brain knows no tensors, and nothing in the package can run what it reads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.architecture.source import imports, modules, tree
+
+# Package or module -> what of ours it may import besides itself. The longest name that matches a module decides.
+PLAIN = ["errors", "config", "outputs", "sampling_params"]
+BRAIN = ["request", "kv_cache", "scheduler"]
+ALLOWED: dict[str, list[str]] = {
+    "errors": [],
+    "outputs": [],
+    "config": ["errors"],
+    "sampling_params": ["errors"],
+    "request": ["errors", "outputs", "kv_cache.prefix_cache"],  # the last for its type only
+    "kv_cache": ["errors", "config", "request"],
+    "scheduler": ["errors", "config", "outputs", "request", "kv_cache"],
+    "tokenizer": ["errors", "config"],
+    "kernels": ["errors"],
+    "sampling": ["errors", "sampling_params"],
+    "models": ["errors", "config", "kernels", "sampling.row"],
+    "executor": ["errors", "config", "scheduler.output", "models", "kernels", "sampling"],
+    "executor.executor": ["config", "scheduler.output", "models.flat_batch"],
+    "engine": [
+        *PLAIN,
+        *BRAIN,
+        "executor.executor",
+        "models.flat_batch",
+        "sampling.row",
+        "sampling.seeds",
+        "tokenizer",
+    ],
+    "llm": [*PLAIN, *BRAIN, "engine", "executor", "models", "tokenizer"],
+    "train": ["errors", "models", "kernels", "tokenizer"],
+    "sim": [*PLAIN, *BRAIN, "engine", "executor", "models.flat_batch", "models.hashlm", "sampling", "tokenizer"],
+    "cli": [
+        *PLAIN,
+        *BRAIN,
+        "",
+        "engine",
+        "executor",
+        "kernels",
+        "llm",
+        "models",
+        "sampling",
+        "sim",
+        "tokenizer",
+        "train",
+    ],
+    "__main__": ["cli"],
+    "": [*PLAIN, "llm"],  # chairlift/__init__.py
+}
+BRAIN_MODULES = ("chairlift.scheduler", "chairlift.kv_cache")
+PLAIN_MODULES = tuple(f"chairlift.{name}" for name in [*PLAIN, "request"])
+FOREIGN_TO_THE_BRAIN = {
+    "asyncio",
+    "concurrent",
+    "multiprocessing",
+    "random",
+    "secrets",
+    "threading",
+    "time",
+    "datetime",
+}
+
+
+def short(module: str) -> str:
+    return module.removeprefix("chairlift").removeprefix(".")
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or (bool(package) and module.startswith(f"{package}."))
+
+
+def rule_for(module: str) -> str:
+    return max((name for name in ALLOWED if within(short(module), name)), key=len)
+
+
+def ours() -> Iterator[tuple[str, int, str]]:
+    for module in modules():
+        for line, name in imports(module):
+            if name.split(".")[0] == "chairlift":
+                yield module, line, name
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_every_module_has_a_rule(module: str) -> None:
+    assert any(within(short(module), name) for name in ALLOWED), f"say in ALLOWED what {module} may import"
+
+
+def test_imports_point_down_only() -> None:
+    wrong = []
+    for module, line, name in ours():
+        rule = rule_for(module)
+        if not any(within(short(name), allowed) for allowed in [rule, *ALLOWED[rule]]):
+            wrong.append(f"{module}:{line} imports {name}")
+    assert not wrong
+
+
+def test_the_rules_have_no_circle() -> None:
+    """A table that allows a circle would enforce nothing."""
+    for start in ALLOWED:
+        reached: set[str] = set()
+        todo = [name for name in ALLOWED[start] if not (start == "request" and name == "kv_cache.prefix_cache")]
+        while todo:
+            name = todo.pop()
+            if name not in reached:
+                reached.add(name)
+                todo += [] if rule_for(name) == "request" else ALLOWED[rule_for(name)]
+        assert start not in reached, f"{start} may import itself by way of others"
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if name.startswith((*BRAIN_MODULES, *PLAIN_MODULES))])
+def test_the_brain_is_standard_library_only(module: str) -> None:
+    foreign = {name for _, name in imports(module)} - {n for _, n in imports(module) if n.startswith("chairlift")}
+    assert {name.split(".")[0] for name in foreign} <= sys.stdlib_module_names
+    if module.startswith(BRAIN_MODULES):
+        assert not {name.split(".")[0] for name in foreign} & FOREIGN_TO_THE_BRAIN
+
+
+@pytest.mark.parametrize(
+    "module", ["chairlift", "chairlift.tokenizer", "chairlift.sim", "chairlift.engine.engine", "chairlift.llm"]
+)
+def test_import_is_light(module: str) -> None:
+    heavy = "[name for name in ('torch', 'transformers') if name in sys.modules]"
+    command = [sys.executable, "-c", f"import sys, {module}; print({heavy})"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_request_imports_the_cache_for_its_type_only() -> None:
+    typed = [node for node in tree("chairlift.request").body if isinstance(node, ast.If)]
+    guarded = {id(inner) for node in typed for inner in ast.walk(node)}
+    for node in ast.walk(tree("chairlift.request")):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("chairlift.kv_cache"):
+            assert id(node) in guarded
+
+
+UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_nothing_runs_what_it_reads(module: str) -> None:
+    assert not {name.split(".")[0] for _, name in imports(module)} & UNSAFE_MODULES
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in UNSAFE_CALLS, f"{module}:{node.lineno} calls {node.func.id}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+            assert (owner, node.func.attr) not in {("torch", "load"), ("numpy", "load"), ("np", "load")}
+            assert (owner, node.func.attr) not in {("yaml", "load"), ("os", "system"), ("yaml", "unsafe_load")}
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_validation_never_uses_assert(module: str) -> None:
+    """``python -O`` removes assert statements."""
+    assert not [node.lineno for node in ast.walk(tree(module)) if isinstance(node, ast.Assert)]
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_templates_run_in_the_sandbox(module: str) -> None:
+    for node in ast.walk(tree(module)):
+        named = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        assert named not in {"Environment", "NativeEnvironment", "SandboxedEnvironment"}, (
+            "use ImmutableSandboxedEnvironment"
+        )

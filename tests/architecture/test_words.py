@@ -1,0 +1,31 @@
+"""What must not stand in the package's text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import PACKAGE, modules
+
+LEFTOVERS = ("TODO", "FIXME", "XXX", "/work/", "/tmp/", "/home/")
+FILES = sorted(path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".html", ".md"})
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_leftovers(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not [word for word in LEFTOVERS if word in text]
+
+
+def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
+    assert not {name.rpartition(".")[2] for name in modules()} & {"utils", "util", "helpers", "misc", "common"}
+
+
+def test_every_module_says_what_it_exports() -> None:
+    unsaid = [
+        name
+        for name, path in modules().items()
+        if path.name not in {"__init__.py", "__main__.py"} and "__all__" not in path.read_text(encoding="utf-8")
+    ]
+    assert not unsaid

@@ -1,0 +1,125 @@
+"""Rows that live as long as their requests, and the flat arrays a step is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chairlift.executor.input_batch import InputBatch
+from chairlift.kv_cache.manager import NewBlocks
+from chairlift.sampling.row import SamplingRow
+from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
+
+BLOCK = 4
+
+
+def batch(num_slots: int = 4, num_groups: int = 1) -> InputBatch:
+    return InputBatch(num_slots, 32, BLOCK, num_groups)
+
+
+def sampling(**params: Any) -> SamplingRow:
+    return SamplingRow(SamplingParams(**params), seed=1, num_prompt_tokens=6)
+
+
+def row(slot: int, tokens: list[int], *tables: list[int], computed: int = 0, **params: Any) -> NewRow:
+    return NewRow(slot, f"r{slot}", tokens, len(tokens), computed, list(tables), sampling(**params))
+
+
+def chunk(slot: int, start: int, num_tokens: int, samples: bool = True) -> Chunk:
+    return Chunk(slot, start, num_tokens, samples, "prefill")
+
+
+def test_decodes_and_chunks_lie_side_by_side() -> None:
+    rows = batch()
+    first = rows.apply(SchedulerOutput(1, joined=[row(2, [5, 6, 7, 8, 9], [3, 1])], chunks=[chunk(2, 0, 5)]))
+    assert first.token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert first.positions.tolist() == [0, 1, 2, 3, 4]
+    assert first.slot_mapping[0].tolist() == [12, 13, 14, 15, 4]
+    assert (first.cu_seqlens.tolist(), first.seq_lens.tolist()) == ([0, 5], [5])
+    assert [history.tolist() for history in first.histories] == [[5, 6, 7, 8, 9]]
+    rows.store(first, [50])
+    second = rows.apply(
+        SchedulerOutput(
+            2,
+            joined=[row(0, list(range(20, 27)), [7, 5], computed=1)],
+            decode_slots=(2,),
+            chunks=[chunk(0, 1, 4, samples=False)],
+        )
+    )
+    assert second.token_ids.tolist() == [50, 21, 22, 23, 24]
+    assert second.positions.tolist() == [5, 1, 2, 3, 4]
+    assert second.slot_mapping[0].tolist() == [5, 29, 30, 31, 20]
+    assert second.cu_seqlens.tolist() == [0, 1, 5]
+    assert second.seq_lens.tolist() == [6, 5]
+    assert second.slots.tolist() == [2, 0]
+    assert second.sample_rows.tolist() == [0]
+    assert [table[:2].tolist() for table in second.block_tables[0]] == [[3, 1], [7, 5]]
+    assert [history.tolist() for history in second.histories] == [[5, 6, 7, 8, 9, 50]]
+    for array in (second.token_ids, second.positions, second.cu_seqlens, second.seq_lens, second.slots):
+        assert array.dtype == np.int32
+    assert second.slot_mapping[0].dtype == np.int64
+
+
+def test_decode_rows_stay_until_they_are_replaced() -> None:
+    rows = batch()
+    joined = [row(slot, [slot, slot], [slot + 1]) for slot in range(2)]
+    rows.store(rows.apply(SchedulerOutput(1, joined=joined, chunks=[chunk(0, 0, 2), chunk(1, 0, 2)])), [10, 11])
+    rows.store(rows.apply(SchedulerOutput(2, decode_slots=(0, 1))), [20, 21])
+    third = rows.apply(SchedulerOutput(3))
+    assert (third.token_ids.tolist(), third.positions.tolist()) == ([20, 21], [3, 3])
+    rows.store(third, [30, 31])
+    blocks = [(1, NewBlocks(0, 1, [9]))]
+    fourth = rows.apply(SchedulerOutput(4, left=[0], new_blocks=blocks, decode_slots=(1,)))
+    assert (fourth.token_ids.tolist(), fourth.slot_mapping[0].tolist()) == ([31], [36])
+
+
+def test_a_row_keeps_nothing_of_its_last_owner() -> None:
+    rows = batch(1, num_groups=2)
+    long = row(0, list(range(1, 20)), [1, 2, 3, 4, 5], [6, 7, 8, 9, 10], temperature=0.5)
+    rows.store(rows.apply(SchedulerOutput(1, joined=[long], chunks=[chunk(0, 0, 19)])), [1])
+    rows.apply(SchedulerOutput(2, left=[0], decode_slots=()))
+    assert rows.sampling == [None]
+    assert (rows.num_tokens[0], rows.num_computed[0], rows.num_prompt_tokens[0]) == (0, 0, 0)
+    assert not any(table.any() for table in rows.block_tables)
+    short = row(0, [7, 8], [11], [12], temperature=0.0)
+    flat = rows.apply(SchedulerOutput(3, joined=[short], chunks=[chunk(0, 0, 2)]))
+    assert flat.sampling == [short.sampling]
+    assert [history.tolist() for history in flat.histories] == [[7, 8]]
+    assert [table[0].tolist() for table in rows.block_tables] == [[11] + [0] * 7, [12] + [0] * 7]
+
+
+def test_a_row_may_be_taken_in_the_step_in_which_it_is_given_up() -> None:
+    rows = batch(1)
+    rows.apply(SchedulerOutput(1, joined=[row(0, [1, 2, 3], [1])], chunks=[chunk(0, 0, 3)]))
+    flat = rows.apply(SchedulerOutput(2, left=[0], joined=[row(0, [9], [2])], chunks=[chunk(0, 0, 1)]))
+    assert (flat.token_ids.tolist(), flat.slot_mapping[0].tolist()) == ([9], [8])
+
+
+def test_groups_have_tables_of_their_own() -> None:
+    rows = batch(2, num_groups=2)
+    rows.apply(SchedulerOutput(1, joined=[row(0, [1, 2, 3], [1], [5])], chunks=[chunk(0, 0, 3)]))
+    flat = rows.apply(SchedulerOutput(2, new_blocks=[(0, NewBlocks(1, 1, [6]))], chunks=[chunk(0, 3, 1)]))
+    assert [mapping.tolist() for mapping in flat.slot_mapping] == [[7], [23]]
+    assert [table.tolist() for table in flat.block_tables] == [[[1]], [[5]]]
+
+
+def test_a_failed_row_stores_a_harmless_id() -> None:
+    rows = batch()
+    joined = [row(slot, [3, 4], [slot + 1]) for slot in range(2)]
+    flat = rows.apply(SchedulerOutput(1, joined=joined, chunks=[chunk(0, 0, 2), chunk(1, 0, 2)]))
+    rows.store(flat, [-1, 8])
+    after = rows.apply(SchedulerOutput(2, decode_slots=(0, 1)))
+    assert after.token_ids.tolist() == [0, 8]
+
+
+@pytest.mark.parametrize(("start", "asked"), [(0, True), (2, True), (4, True), (5, False)])
+def test_prompt_logprobs_are_asked_for_chunks_with_a_next_prompt_token(start: int, asked: bool) -> None:
+    rows = batch()
+    new = row(0, [1, 2, 3, 4, 5, 6], [1, 2], computed=start, prompt_logprobs=0)
+    flat = rows.apply(SchedulerOutput(1, joined=[new], chunks=[chunk(0, start, 1)]))
+    assert [(r, first, known.tolist()) for r, first, known in flat.prompt_rows] == (
+        [(0, start, [1, 2, 3, 4, 5, 6])] if asked else []
+    )

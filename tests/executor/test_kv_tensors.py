@@ -1,0 +1,84 @@
+"""How memory becomes blocks, and what the plan says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.errors import ConfigError
+from chairlift.executor.kv_tensors import KVPlan, available_memory, make_kv_caches, plan_kv_cache
+from chairlift.models.context import LayerCache
+
+
+def spec(*windows: int | None) -> list[LayerCache]:
+    return [LayerCache(num_kv_heads=2, head_dim=8, window=window) for window in windows]
+
+
+def plan(layers: list[LayerCache], **settings: Any) -> KVPlan:
+    defaults: dict[str, Any] = {
+        "dtype": torch.float32,
+        "block_size": 16,
+        "memory_bytes": 1 << 20,
+        "num_blocks": None,
+        "most_tokens": 1 << 20,
+    }
+    return plan_kv_cache(layers, **{**defaults, **settings})
+
+
+def test_layers_with_the_same_window_share_a_group() -> None:
+    made = plan(spec(None, 8, None, 8, 4))
+    assert [group.window for group in made.groups] == [None, 8, 4]
+    assert made.layer_groups == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_memory_divides_into_blocks(dtype: torch.dtype, size: int) -> None:
+    made = plan(spec(None, None), dtype=dtype)
+    assert made.bytes_per_token == 2 * 2 * 2 * 8 * size
+    assert made.groups[0].num_blocks == (1 << 20) // (made.bytes_per_token * 16)
+    assert made.total_bytes <= 1 << 20
+    assert made.num_tokens == (made.groups[0].num_blocks - 1) * 16
+
+
+def test_no_more_than_can_ever_be_used() -> None:
+    assert plan(spec(None), most_tokens=100).groups[0].num_blocks == 7 + 1
+
+
+def test_an_exact_number_overrides_the_size() -> None:
+    assert plan(spec(None), num_blocks=5, memory_bytes=1).groups[0].num_blocks == 5
+
+
+def test_too_little_memory_names_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"has 4,095 bytes.* need 4,096; raise kv_cache_memory_bytes"):
+        plan(spec(None), memory_bytes=4_095)
+    assert plan(spec(None), memory_bytes=4_096).groups[0].num_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "words"), [(100_000, "about 4 chats of 2,048 tokens"), (512, "about 16 chats of 512 tokens")]
+)
+def test_the_plan_in_plain_words(max_model_len: int, words: str) -> None:
+    text = plan(spec(None), num_blocks=513).describe(max_model_len)
+    assert words in text
+    assert "8,192 tokens in blocks of 16" in text
+
+
+def test_the_tensors_are_as_planned_and_zero() -> None:
+    layers = spec(None, 8)
+    made = plan(layers, num_blocks=3)
+    caches = make_kv_caches(layers, made, torch.bfloat16, torch.device("cpu"))
+    assert len(caches) == 2
+    for key, value in caches:
+        assert key.shape == value.shape == (3, 16, 2, 8)
+        assert key.dtype == value.dtype == torch.bfloat16
+        assert not key.any()
+        assert not value.any()
+        assert key.data_ptr() != value.data_ptr()
+        key.fill_(1)
+        assert not value.any()
+
+
+def test_memory_of_this_machine_is_found() -> None:
+    assert available_memory(torch.device("cpu")) > 1 << 27

@@ -1,0 +1,43 @@
+"""Requests and caches with defaults that suit tests."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from chairlift.config import CacheGroup
+from chairlift.kv_cache.manager import Admission, KVCacheManager
+from chairlift.request import Request, RequestStatus
+
+__all__ = ["BLOCK", "admit", "compute", "manager", "request"]
+
+BLOCK = 4
+
+
+def manager(num_blocks: int = 33, *windows: int | None, **settings: Any) -> KVCacheManager:
+    groups = [CacheGroup(num_blocks, window) for window in windows or (None,)]
+    return KVCacheManager(groups, BLOCK, **{"max_step_tokens": 8, **settings})
+
+
+def request(name: str, tokens: int | list[int], max_tokens: int = 8, **settings: Any) -> Request:
+    """``tokens`` is a prompt, or the length of one that no request with another name shares."""
+    prompt = [zlib.crc32(f"{name}:{i}".encode()) % 1000 for i in range(tokens)] if isinstance(tokens, int) else tokens
+    return Request(name, prompt, max_tokens=max_tokens, **settings)
+
+
+def admit(kv: KVCacheManager, request: Request, reserve: int | None = None, **settings: Any) -> Admission:
+    """Admit, as the scheduler does; fails the test when it does not fit."""
+    admission = kv.admit(request, len(request.token_ids) if reserve is None else reserve, **settings)
+    assert admission is not None
+    request.move_to(RequestStatus.RUNNING)
+    request.num_computed_tokens = admission.num_computed_tokens
+    request.progress_mark = len(request.token_ids)
+    return admission
+
+
+def compute(kv: KVCacheManager, *requests: Request) -> None:
+    """Compute the whole prompt, publish it, and sample a token."""
+    for request in requests:
+        request.num_computed_tokens = len(request.token_ids)
+        kv.publish(request, request.num_computed_tokens)
+        request.token_ids.append(0)

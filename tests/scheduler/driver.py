@@ -1,0 +1,102 @@
+"""A scheduler without an executor: every sampling row gets the token a script says."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from chairlift.config import CacheGroup
+from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.request import Request
+from chairlift.scheduler.membership import membership_from_name
+from chairlift.scheduler.output import SchedulerOutput, StepResult
+from chairlift.scheduler.scheduler import Scheduler
+
+__all__ = ["BLOCK", "Driver", "request"]
+
+BLOCK = 4
+
+
+def request(name: str, prompt: int | list[int], max_tokens: int = 4, **settings: Any) -> Request:
+    """``prompt`` is token ids, or how many; the ids of two requests differ unless given."""
+    ids = [100 * ord(name[-1]) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+    return Request(name, ids, max_tokens=max_tokens, **settings)
+
+
+class Driver:
+    """Schedules, and updates ``depth`` steps later; checks invariants after each."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 65,
+        windows: tuple[int | None, ...] = (None,),
+        batching: str = "continuous",
+        batch_wait_ms: float = 0.0,
+        depth: int = 0,
+        caching: bool = False,
+        tokens: Callable[[str], int] = lambda name: 7,
+        **settings: Any,
+    ) -> None:
+        budget = settings.get("max_num_batched_tokens", 64)
+        groups = [CacheGroup(num_blocks, window) for window in windows]
+        self.kv = KVCacheManager(groups, BLOCK, max_step_tokens=budget, enable_prefix_caching=caching)
+        defaults = {"max_num_seqs": 8, "max_num_batched_tokens": budget, "max_model_len": 128, "watermark": 0.0}
+        membership = membership_from_name(batching, batch_wait_ms)
+        self.scheduler = Scheduler(self.kv, membership=membership, **{**defaults, **settings})
+        self.depth = depth
+        self.failing = -1
+        self.tokens = tokens
+        self.now = 0.0
+        self.slots: dict[int, str] = {}
+        self.decodes: tuple[int, ...] = ()
+        self.flights: deque[tuple[SchedulerOutput, list[int]]] = deque()
+        self.finished: list[str] = []
+        self.results: list[StepResult] = []
+
+    def add(self, *requests: Request) -> None:
+        for one in requests:
+            self.scheduler.add(one)
+
+    def step(self, *, fail: bool = False) -> SchedulerOutput:
+        """One turn of the loop; ``fail`` makes the step that is scheduled now one that does not run."""
+        out = self.scheduler.schedule(self.now)
+        if out.num_tokens:
+            self.flights.append((out, self._tokens(out)))
+            if fail:
+                self.failing = out.step
+        if self.flights and (len(self.flights) > self.depth or not out.num_tokens):
+            self.land()
+        self.scheduler.check_invariants()
+        return out
+
+    def land(self) -> None:
+        out, tokens = self.flights.popleft()
+        if out.step == self.failing:
+            result = self.scheduler.fail_step(out, self.now)
+        else:
+            result = self.scheduler.update(out, tokens, self.now)
+        self.results.append(result)
+        self.finished += [one.request_id for one in result.finished]
+
+    def run(self, most: int = 500) -> list[SchedulerOutput]:
+        """Until everybody has ended."""
+        outs = []
+        while self.scheduler.has_unfinished or self.flights:
+            outs.append(self.step())
+            assert len(outs) < most, "the requests do not come to an end"
+            if not outs[-1].num_tokens and not self.flights:
+                self.now = max(self.now, self.scheduler.next_event(self.now) or self.now)
+        assert self.kv.counts().used == 0
+        return outs
+
+    def _tokens(self, out: SchedulerOutput) -> list[int]:
+        """The rows in the order an executor keeps them, from differences alone."""
+        for row in out.joined:
+            self.slots[row.slot] = row.request_id
+        if out.decode_slots is not None:
+            self.decodes = out.decode_slots
+        assert len(self.decodes) == out.num_decodes
+        rows = [*self.decodes, *(chunk.slot for chunk in out.chunks if chunk.samples)]
+        return [self.tokens(self.slots[slot]) for slot in rows]

@@ -1,0 +1,168 @@
+"""Who joins next: policy order, a bounded look past those that do not fit, ageing; and the three memberships."""
+
+from __future__ import annotations
+
+import pytest
+
+from chairlift.errors import ConfigError
+from chairlift.request import Request
+from chairlift.scheduler.admission import WaitingQueue
+from chairlift.scheduler.membership import membership_from_name
+from chairlift.scheduler.policy import FCFS
+from tests.scheduler.driver import BLOCK, Driver, request
+
+
+def ids(requests: list[Request]) -> list[str]:
+    return [one.request_id for one in requests]
+
+
+def test_the_queue_keeps_policy_order_and_finds_what_it_removes() -> None:
+    queue = WaitingQueue(FCFS, look_ahead=1)
+    requests = [request(name, 2) for name in "abcde"]
+    for sequence, one in enumerate(requests):
+        one.sequence = sequence // 2  # some keys are equal: arrival among them
+    for one in reversed(requests):
+        queue.add(one)
+    assert ids(list(queue)) == ["b", "a", "d", "c", "e"]
+    queue.remove(requests[0])
+    assert ids(list(queue)) == ["b", "d", "c", "e"]
+    assert ids(queue.first(2)) == ["b", "d", "c"]
+
+
+@pytest.mark.parametrize(("look_ahead", "admitted"), [(0, []), (1, []), (2, ["s"]), (8, ["s"])])
+def test_a_bounded_look_past_those_that_do_not_fit(look_ahead: int, admitted: list[str]) -> None:
+    driver = Driver(num_blocks=9, look_ahead=look_ahead)
+    driver.add(request("a", 5 * BLOCK, max_tokens=8))
+    driver.step()
+    driver.add(request("x", 6 * BLOCK), request("y", 7 * BLOCK), request("s", 2))
+    out = driver.step()
+    assert [row.request_id for row in out.joined] == admitted
+
+
+def test_after_being_passed_often_enough_nobody_passes_any_more() -> None:
+    driver = Driver(num_blocks=9, max_times_passed=2, max_num_seqs=8)
+    driver.add(request("a", 5 * BLOCK, max_tokens=8))
+    driver.step()
+    big = request("x", 7 * BLOCK, max_tokens=1)
+    driver.add(big)
+    joined = []
+    for name in "bcde":
+        driver.add(request(name, 1, max_tokens=1))
+        joined += [row.request_id for row in driver.step().joined]
+    assert joined == ["b", "c"]
+    assert big.times_passed == 2
+    driver.run()
+    assert driver.finished.index("x") < driver.finished.index("d")
+
+
+def test_a_request_that_is_passed_still_goes_before_later_ones_of_its_kind() -> None:
+    driver = Driver(num_blocks=9)
+    driver.add(request("a", 6 * BLOCK, max_tokens=4))
+    driver.step()
+    driver.add(request("x", 4 * BLOCK, max_tokens=1), request("y", 4 * BLOCK, max_tokens=1))
+    driver.run()
+    assert driver.finished == ["a", "x", "y"]
+
+
+@pytest.mark.parametrize(("watermark", "joins"), [(0.0, True), (0.25, True), (0.26, False)])
+def test_the_watermark_holds_back_newcomers_but_not_an_empty_batch(watermark: float, joins: bool) -> None:
+    driver = Driver(num_blocks=9, watermark=watermark)
+    driver.add(request("a", 4 * BLOCK, max_tokens=1))
+    alone = Driver(num_blocks=9, watermark=0.5)
+    alone.add(request("a", 8 * BLOCK, max_tokens=1))
+    assert len(alone.step().joined) == 1
+    driver.add(request("b", 2 * BLOCK, max_tokens=1))
+    assert [row.request_id for row in driver.step().joined] == (["a", "b"] if joins else ["a"])
+
+
+# -- membership --------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_membership_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="continuous, static, dynamic; got 'none'"):
+        membership_from_name("none")
+
+
+@pytest.mark.parametrize(
+    ("batching", "joins_at", "finishes"),
+    [
+        ("continuous", 1, ["b", "c", "a"]),
+        ("dynamic", 7, ["b", "a", "c"]),
+        ("static", 7, ["a", "b", "c"]),
+    ],
+)
+def test_when_a_newcomer_may_join(batching: str, joins_at: int, finishes: list[str]) -> None:
+    driver = Driver(batching=batching)
+    driver.add(request("a", 3, max_tokens=7), request("b", 3, max_tokens=2))
+    driver.step()
+    driver.add(request("c", 3, max_tokens=2))
+    outs = driver.run()
+    joined = next(i for i, out in enumerate(outs, 1) if "c" in [row.request_id for row in out.joined])
+    assert joined == joins_at
+    assert driver.finished == finishes
+
+
+def test_a_static_batch_computes_held_rows_to_its_end_and_reserves_the_worst_case() -> None:
+    driver = Driver(batching="static")
+    long, short = request("a", 3, max_tokens=9), request("b", 5, max_tokens=2)
+    driver.add(long, short)
+    outs = driver.run()
+    rows = [len(out.decode_rows) + len(out.chunks) for out in outs]
+    assert rows == [2] * 9
+    assert [out.num_held for out in outs] == [0, 0, *[1] * 7]
+    assert not [blocks for out in outs for blocks in out.new_blocks]  # all of it was taken at the start
+    assert [len(row.block_ids[0]) for row in outs[0].joined] == [3, 4]  # 3 + 8 and 5 + 8 positions
+    assert (long.num_output_tokens, short.num_output_tokens) == (9, 2)
+
+
+def test_a_dynamic_batch_does_not_hold_rows() -> None:
+    driver = Driver(batching="dynamic")
+    driver.add(request("a", 3, max_tokens=9), request("b", 5, max_tokens=2))
+    outs = driver.run()
+    assert [len(out.decode_rows) + len(out.chunks) for out in outs] == [2, 2, *[1] * 7]
+    assert not any(out.num_held for out in outs)
+
+
+@pytest.mark.parametrize("batching", ["static", "dynamic"])
+def test_a_batch_fires_when_full_or_after_the_wait(batching: str) -> None:
+    driver = Driver(batching=batching, batch_wait_ms=500.0, max_num_seqs=3)
+    driver.now = 10.0
+    driver.add(request("a", 3, arrival_time=10.0))
+    assert driver.step().num_tokens == 0
+    assert driver.scheduler.next_event(10.0) == 10.5
+    driver.now = 10.4
+    driver.add(request("b", 3, arrival_time=10.4))
+    assert driver.step().num_tokens == 0
+    assert driver.scheduler.next_event(10.4) == 10.5
+    driver.now = 10.5
+    assert [row.request_id for row in driver.step().joined] == ["a", "b"]
+    driver.run()
+    driver.add(*[request(name, 3, arrival_time=10.5) for name in "cdef"])
+    assert driver.scheduler.next_event(10.5) == 10.5
+    assert [row.request_id for row in driver.step().joined] == ["c", "d", "e"]
+
+
+@pytest.mark.parametrize("batching", ["static", "dynamic"])
+def test_a_closed_batch_is_filled_even_beyond_the_first_steps_budget(batching: str) -> None:
+    driver = Driver(batching=batching, max_num_batched_tokens=8)
+    driver.add(*[request(name, 7, max_tokens=2) for name in "abc"])
+    assert [row.request_id for row in driver.step().joined] == ["a", "b", "c"]
+    driver.run()
+    assert sorted(driver.finished) == ["a", "b", "c"]
+
+
+def test_continuous_leaves_nobody_without_work_in_the_step_it_joins() -> None:
+    driver = Driver(max_num_batched_tokens=8)
+    driver.add(*[request(name, 7, max_tokens=2) for name in "abc"])
+    assert [row.request_id for row in driver.step().joined] == ["a", "b"]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_aborting_the_last_mate_releases_a_held_batch(depth: int) -> None:
+    driver = Driver(batching="static", depth=depth)
+    driver.add(request("a", 3, max_tokens=30), request("b", 3, max_tokens=2))
+    for _ in range(4 + depth):
+        driver.step()
+    assert driver.finished == []
+    assert [one.request_id for one in driver.scheduler.abort("a")] == ["a", "b"]
+    driver.run()

@@ -1,0 +1,286 @@
+"""The offline facade over a tiny model: what it takes, what it gives, and that its numbers are transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift import LLM, ConfigError, RequestError, SamplingParams
+from chairlift.engine.input_processor import Prompt
+from chairlift.errors import TemplateError
+from chairlift.outputs import Logprob, RequestOutput
+from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
+
+PROMPT = [5, 9, 77, 3, 21, 64, 8, 100, 41, 2, 90, 13, 55, 6, 31, 70, 11, 12, 99, 4]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_hf_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def make(model_dir: Path, **settings: Any) -> LLM:
+    defaults = {"skip_tokenizer_init": True, "num_kv_blocks": 200, "max_num_seqs": 8, "dtype": "float32"}
+    return LLM(model_dir, **{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return make(model_dir)
+
+
+def greedy(max_tokens: int = 6, **params: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params})
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def drained(llm: LLM) -> bool:
+    engine = llm.engine
+    engine.check_invariants()
+    while engine.num_in_flight:  # steps that were in flight when the last answer came
+        engine.step()
+    return not engine.has_unfinished and not engine.scheduler.has_unfinished and not engine.kv.counts().used
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+
+
+def test_unknown_settings_are_refused_by_name(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'max_num_sequences'; did you mean 'max_num_seqs'"):
+        LLM(model_dir, max_num_sequences=4)
+
+
+def test_max_model_len_is_at_most_the_models(model_dir: Path) -> None:
+    assert make(model_dir, max_model_len=512).max_model_len == 512
+    with pytest.raises(ConfigError, match="max_model_len is 513, but the model was made for 512"):
+        make(model_dir, max_model_len=513)
+
+
+# -- what generate takes -----------------------------------------------------------------------------------------
+
+
+def test_one_prompt_or_several_in_their_order(llm: LLM) -> None:
+    alone = tokens(llm.generate([1, 2, 3], greedy()))
+    assert len(alone) == 1
+    prompts: list[Prompt] = [[7], [1, 2, 3], (4, 5)]
+    several = llm.generate(prompts, greedy())
+    assert [output.prompt_token_ids for output in several] == [[7], [1, 2, 3], [4, 5]]
+    assert tokens(several)[1] == alone[0]
+    assert llm.generate([], greedy()) == []
+    assert drained(llm)
+
+
+def test_one_sampling_params_or_one_each(llm: LLM) -> None:
+    outputs = llm.generate([[1], [2]], [greedy(2), greedy(5)])
+    assert [len(answers[0]) for answers in tokens(outputs)] == [2, 5]
+    assert [len(answers[0]) for answers in tokens(llm.generate([[1], [2]], greedy(3)))] == [3, 3]
+    with pytest.raises(RequestError, match="2 prompts but 1 sampling parameters"):
+        llm.generate([[1], [2]], [greedy()])
+
+
+@pytest.mark.parametrize("prompts", [5, None, 1.5, {"prompt": "x"}, {1, 2}, b"abc"])
+def test_what_is_no_prompt(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match=f"got {type(prompts).__name__}"):
+        llm.generate(prompts, greedy())
+
+
+@pytest.mark.parametrize("params", [5, {"n": 1}, 1.5])
+def test_what_are_no_sampling_params(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match=f"got {type(params).__name__}"):
+        llm.generate([[1]], params)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([[1], [2, 999]], "prompt 1: .*token id 999"),
+        ([[1], []], "prompt 1: the prompt is empty"),
+        ([[1], "text"], "prompt 1: .*tokenizer was not loaded"),
+        ([1, 2.5], "prompt 0: a prompt must be text or a list of token ids, got int"),
+        ([[1]] * 3 + [[1] * 600], "prompt 3: the prompt has 600 tokens"),
+        ([[2, 999]], "^the prompt has token id 999"),
+    ],
+)
+def test_a_bad_prompt_is_named_and_nothing_is_left_behind(llm: LLM, prompts: Any, words: str) -> None:
+    steps = llm.engine.scheduler.step
+    with pytest.raises(RequestError, match=words):
+        llm.generate(prompts, greedy())
+    assert llm.engine.scheduler.step == steps
+    assert drained(llm)
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "Hi"}, "Hi", None, 5])
+def test_what_is_no_conversation(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match="list of messages"):
+        llm.chat(messages, greedy())
+
+
+def test_chat_without_a_tokenizer(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="chat needs the tokenizer"):
+        llm.chat([{"role": "user", "content": "Hi"}], greedy())
+
+
+def test_chat_without_a_template(model_dir: Path, tmp_path: Path) -> None:
+    from tests.tokenizer.tiny import byte_level_backend
+
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    llm = make(model_dir, skip_tokenizer_init=False, tokenizer=str(tmp_path))
+    with pytest.raises(TemplateError):
+        llm.chat([{"role": "user", "content": "Hi"}], greedy())
+    assert drained(llm)
+
+
+def test_text_and_token_ids_may_be_mixed(tmp_path: Path) -> None:
+    from tests.tokenizer.tiny import byte_level_backend
+
+    model_dir = tiny_hf_model(tmp_path, "llama", vocab_size=512)
+    byte_level_backend().save(str(model_dir / "tokenizer.json"))
+    llm = make(model_dir, skip_tokenizer_init=False)
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode("chairlift")
+    prompts: list[Prompt] = ["chairlift", ids]
+    one, two = llm.generate(prompts, greedy())
+    assert (one.prompt, two.prompt) == ("chairlift", None)
+    assert one.prompt_token_ids == two.prompt_token_ids
+    assert one.outputs[0].token_ids == two.outputs[0].token_ids
+    assert one.outputs[0].text == two.outputs[0].text != ""
+
+
+# -- several answers ---------------------------------------------------------------------------------------------
+
+
+def test_several_answers_are_distinct_and_reproducible(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=11, temperature=1.0, max_tokens=12, ignore_eos=True)
+    first = tokens(llm.generate([PROMPT], params))[0]
+    assert len({tuple(answer) for answer in first}) == 3
+    among = llm.generate([[1, 2], PROMPT, [3]], [greedy(), params, greedy(20)])
+    assert tokens(among)[1] == first
+    assert [answer.index for answer in among[1].outputs] == [0, 1, 2]
+    other = SamplingParams(n=3, seed=12, temperature=1.0, max_tokens=12, ignore_eos=True)
+    assert tokens(llm.generate([PROMPT], other))[0] != first
+
+
+def test_a_prefix_read_from_the_cache_is_reported_and_changes_nothing(model_dir: Path) -> None:
+    llm = make(model_dir, block_size=8)
+    first = llm.generate([PROMPT], greedy())
+    second = llm.generate([PROMPT], greedy())
+    assert [first[0].num_cached_tokens, second[0].num_cached_tokens] == [0, 16]
+    assert tokens(first) == tokens(second)
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def truth(model_dir: Path) -> Any:
+    """Log-probabilities after each token of a sequence, by transformers."""
+    model = hf_model(model_dir)
+    return lambda token_ids: torch.log_softmax(hf_logits(model, token_ids), dim=-1)
+
+
+def check_entry(entry: dict[int, Logprob] | None, expected: torch.Tensor, chosen: int, count: int) -> None:
+    assert entry is not None
+    assert next(iter(entry)) == chosen
+    best = torch.topk(expected, count).indices.tolist() if count else []
+    assert set(entry) == {chosen, *best}
+    for token_id, found in entry.items():
+        assert found.logprob == pytest.approx(float(expected[token_id]), abs=TOLERANCE)
+        assert found.rank == 1 + int((expected > expected[token_id]).sum())
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_logprobs_are_transformers_log_softmax(llm: LLM, truth: Any, count: int, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=8, ignore_eos=True, logprobs=count)
+    answer = llm.generate([PROMPT], params)[0].outputs[0]
+    expected = truth(PROMPT + answer.token_ids)
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == 8
+    total = 0.0
+    for place, (token_id, entry) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        check_entry(entry, expected[len(PROMPT) - 1 + place], token_id, count)
+        total += entry[token_id].logprob
+    assert answer.cumulative_logprob == pytest.approx(total, abs=1e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_prompt_logprobs_are_transformers_log_softmax(model_dir: Path, truth: Any, budget: int, depth: int) -> None:
+    llm = make(model_dir, max_num_batched_tokens=budget, num_lookahead_steps=depth, block_size=4)
+    llm.generate([PROMPT], greedy(1))  # what is cached has no logits, so it must be computed again
+    outputs = llm.generate([PROMPT, PROMPT[:1]], greedy(3, prompt_logprobs=2, n=2))
+    entries = outputs[0].prompt_logprobs
+    expected = truth(PROMPT)
+    assert entries is not None
+    assert entries[0] is None
+    assert len(entries) == len(PROMPT)
+    for place in range(1, len(PROMPT)):
+        check_entry(entries[place], expected[place - 1], PROMPT[place], 2)
+    assert outputs[0].num_cached_tokens == 0
+    assert outputs[1].prompt_logprobs == [None]
+    assert outputs[0].outputs[0].logprobs is None
+
+
+def test_prompt_logprobs_of_a_long_chunk_do_not_depend_on_its_length(model_dir: Path, truth: Any) -> None:
+    prompt = [2 + i * i % 120 for i in range(300)]
+    whole = make(model_dir).generate([prompt], greedy(1, prompt_logprobs=0))[0].prompt_logprobs
+    assert whole is not None
+    expected = truth(prompt)
+    for place in range(1, 300):
+        check_entry(whole[place], expected[place - 1], prompt[place], 0)
+
+
+def test_prompt_logprobs_stay_whole_while_one_answer_is_computed_again(model_dir: Path) -> None:
+    """A recompute brings them once more, chunk by chunk; the other answer's outputs must not show half of them."""
+    llm = make(model_dir, max_num_batched_tokens=4, block_size=4)
+    name = llm.engine.add_request(PROMPT, greedy(12, prompt_logprobs=0, n=2))
+    preempted = False
+    lengths = []
+    while llm.engine.has_unfinished:
+        outputs = llm.engine.step()
+        lengths += [len(output.prompt_logprobs or ()) for output in outputs]
+        if outputs and not preempted and len(outputs[0].outputs[1].token_ids) == 2:
+            preempted = llm.engine.scheduler.preempt(f"{name}#0")
+    assert preempted
+    assert set(lengths) == {len(PROMPT)}
+
+
+def test_late_prompt_logprobs_do_not_reach_the_next_request_of_that_name(model_dir: Path) -> None:
+    llm = make(model_dir, num_lookahead_steps=1)
+    llm.engine.add_request(PROMPT, greedy(4, prompt_logprobs=0), request_id="a")
+    llm.engine.step()
+    assert llm.engine.num_in_flight == 1
+    llm.engine.abort("a")
+    llm.engine.add_request([7], greedy(4, prompt_logprobs=0), request_id="a")
+    outputs = []
+    while llm.engine.has_unfinished:
+        outputs += llm.engine.step()
+    assert [output.prompt_logprobs for output in outputs] == [[None]] * 4
+
+
+def test_a_model_with_broken_weights_fails_its_requests_and_says_why(tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama")
+    llm = make(model_dir)
+    weights = next(iter(llm.engine._executor._runner._model.parameters()))  # type: ignore[attr-defined]
+    with torch.no_grad():
+        weights.fill_(float("nan"))
+    output = llm.generate([PROMPT], greedy())[0]
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
+    assert "NaN" in (output.error or "")
+    assert drained(llm)

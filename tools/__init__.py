@@ -1,0 +1,1 @@
+"""Maintainers' scripts: how the bundled model is made and scored. Not part of the installed package."""

@@ -1,0 +1,134 @@
+"""Reads docs/guide: the questions, wordings and answers that the bundled model is made from.
+
+The format is explained in docs/guide/README.md. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+__all__ = [
+    "GUIDE_DIR",
+    "MAX_JACCARD",
+    "Entry",
+    "GuideError",
+    "HeldBack",
+    "jaccard",
+    "normalise",
+    "read_guide",
+    "violations",
+    "words",
+]
+
+GUIDE_DIR = Path(__file__).resolve().parent.parent / "docs" / "guide"
+MAX_JACCARD = 0.8
+"""A held-back wording shares less than this with every wording trained on."""
+
+_LISTS = {"- Also asked: ": "asked", "- Held back: ": "held_back"}
+
+
+class GuideError(ValueError):
+    """A page of the guide does not follow its format; the message names the page and the line."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One question of the guide."""
+
+    page: str
+    questions: tuple[str, ...]
+    """Wordings to train on: the heading first, then those of ``Also asked``."""
+    held_back: tuple[str, ...]
+    """Wordings that are never trained on."""
+    answer: str
+    """One paragraph of plain text."""
+
+
+def read_guide(directory: Path = GUIDE_DIR) -> list[Entry]:
+    """Every entry of every page but README.md, pages in alphabetical order.
+
+    Raises :class:`GuideError` for a page that breaks the format or a wording that two entries share.
+    """
+    entries: list[Entry] = []
+    for path in sorted(directory.glob("*.md")):
+        if path.name != "README.md":
+            entries += _read_page(path)
+    seen: dict[str, str] = {}
+    for entry in entries:
+        for question in (*entry.questions, *entry.held_back):
+            key = normalise(question)
+            if key in seen:
+                raise GuideError(f"{entry.page}: {question!r} is asked twice, the other time on {seen[key]}")
+            seen[key] = entry.page
+    return entries
+
+
+def _read_page(path: Path) -> list[Entry]:
+    entries: list[Entry] = []
+    for block in re.split(r"^### ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        lines = [line.strip() for line in block.splitlines() if line.strip()]
+        heading, paragraphs = lines[0], []
+        lists: dict[str, tuple[str, ...]] = {"asked": (), "held_back": ()}
+        for line in lines[1:]:
+            prefix = next((prefix for prefix in _LISTS if line.startswith(prefix)), None)
+            if prefix is None:
+                paragraphs.append(line)
+            else:
+                lists[_LISTS[prefix]] = tuple(item.strip() for item in line.removeprefix(prefix).split("|"))
+        if not paragraphs or not all((*lists["asked"], *lists["held_back"])):
+            raise GuideError(f"{path.name}: the entry {heading!r} has no answer, or an empty wording between two '|'")
+        answer = " ".join(paragraphs).replace("`", "")
+        questions = tuple(question.replace("`", "") for question in (heading, *lists["asked"]))
+        entries.append(Entry(path.name, questions, lists["held_back"], answer))
+    return entries
+
+
+def words(text: str) -> frozenset[str]:
+    """The set of words of a wording: lower case, without punctuation."""
+    return frozenset(re.findall(r"\w+", text.lower()))
+
+
+def normalise(text: str) -> str:
+    """Lower case, with every run of spaces and punctuation turned into one space: answers that agree here are equal."""
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+def jaccard(a: frozenset[str], b: frozenset[str]) -> float:
+    """Shared words divided by all words (Jaccard, 1901); 0 for two empty sets."""
+    return len(a & b) / max(1, len(a | b))
+
+
+class HeldBack:
+    """Answers quickly whether a wording is too close to any that is held back."""
+
+    def __init__(self, held_back: Iterable[str]) -> None:
+        sets = [words(text) for text in held_back]
+        self._bits = {word: i for i, word in enumerate(sorted(frozenset().union(*sets)))}
+        self._masks = [self._mask(item) for item in sets]
+
+    def _mask(self, item: Iterable[str]) -> int:
+        return sum(1 << self._bits[word] for word in item if word in self._bits)
+
+    def nearest(self, text: str) -> float:
+        """The largest Jaccard index of ``text`` with a held-back wording."""
+        own = words(text)
+        mask, size = self._mask(own), len(own)
+        best = 0.0
+        for other in self._masks:
+            shared = (mask & other).bit_count()
+            best = max(best, shared / max(1, size + other.bit_count() - shared))
+        return best
+
+    def too_close(self, text: str) -> bool:
+        """Whether ``text`` must not be trained on."""
+        return self.nearest(text) >= MAX_JACCARD
+
+
+def violations(entries: Sequence[Entry]) -> list[str]:
+    """Written wordings that are too close to a held-back one, as readable lines."""
+    held = HeldBack(text for entry in entries for text in entry.held_back)
+    asked = [question for entry in entries for question in entry.questions]
+    return [f"{held.nearest(question):.2f} {question!r}" for question in asked if held.too_close(question)]
