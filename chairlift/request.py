@@ -75,6 +75,7 @@ class Request:
         "params",
         "priority",
         "progress_mark",
+        "refused_at",
         "request_id",
         "sampling",
         "sequence",
@@ -148,6 +149,8 @@ class Request:
         self.admitted_at_step = -1
         self.due_at = -1
         """Beat at which a decoding request next needs the scheduler's attention."""
+        self.refused_at = (-1, -1)
+        """State of the KV cache, and reserve, at which this request last did not fit."""
         self.times_passed = 0
         """How often a later request was admitted past this one."""
         self._computed = 0

@@ -91,6 +91,7 @@ class KVCacheManager:
         self._deferred: deque[tuple[int, int, list[int]]] = deque()  # (last step that reads them, group, blocks)
         self._num_deferred = [0] * len(self.pools)
         self._done_step = -1
+        self._num_changes = 0  # counts what may let a request in that did not fit: blocks given back, blocks published
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -130,6 +131,8 @@ class KVCacheManager:
         ``watermark`` is the share of each pool that must stay free afterwards. ``share=False`` gives the request
         blocks of its own only. None when it does not fit now.
         """
+        if request.refused_at == (self._num_changes, reserve):
+            return None  # as before: no need to hash its whole prompt again
         shared = self._find_shared(request) if share and request.may_share else _Shared(0)
         known = shared.num_tokens
         tables: list[list[int]] = []
@@ -139,6 +142,7 @@ class KVCacheManager:
             idle = sum(1 for block in table if block != NULL_BLOCK and pool.ref_counts[block] == 0)
             want = self._admission_blocks(group, known, reserve) - len(table)
             if pool.num_free - idle - want < watermark * pool.capacity:
+                request.refused_at = (self._num_changes, reserve)
                 return None
             tables.append(table)
             wants.append(want)
@@ -206,7 +210,8 @@ class KVCacheManager:
 
     def publish(self, request: Request, num_confirmed: int) -> None:
         """Let others share the request's full blocks among its first ``num_confirmed`` positions."""
-        if self.prefix_cache is not None:
+        if self.prefix_cache is not None and num_confirmed // self.block_size > request.num_published:
+            self._num_changes += 1
             self.prefix_cache.publish(request, num_confirmed)
 
     def forget(self, request: Request) -> None:
@@ -220,6 +225,7 @@ class KVCacheManager:
         while self._deferred and self._deferred[0][0] <= step:
             _, group, blocks = self._deferred.popleft()
             self._num_deferred[group] -= len(blocks)
+            self._num_changes += 1
             for block in blocks:
                 self.pools[group].release(block)
 
@@ -304,6 +310,7 @@ class KVCacheManager:
 
     def _release(self, group: int, blocks: list[int], in_flight: int) -> None:
         if in_flight <= self._done_step:
+            self._num_changes += 1
             for block in blocks:
                 self.pools[group].release(block)
         elif blocks:

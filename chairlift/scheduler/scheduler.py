@@ -109,7 +109,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         self._arrivals += 1
         request.sequence = self._arrivals
-        source = request.source
+        source = None if self.membership.closed else request.source  # a closed batch takes all answers together
         if source is not None and not source.is_finished and source.num_computed_tokens < source.num_prompt_tokens:
             source.siblings.append(request)
         else:
@@ -145,18 +145,18 @@ class Scheduler:
             if request.decoding:
                 self.decodes.stop(request)
         self.retiring.clear()
-        for request in self.decodes.due():
-            self._attend(request, out, flight)
+        stalled = [request for request in self.decodes.due() if not self._attend(request, out, flight)]
+        self._catching_up[:0] = [request for request in stalled if request.slot >= 0]
         if self.decodes.stale:
             self.decodes.rebuild()
         if self.decodes.requests:
             self.decodes.tick()
             self.num_computed_tokens += len(self.decodes.requests)
 
-    def _attend(self, request: Request, out: SchedulerOutput, flight: _InFlight) -> None:
-        """A decoding request whose next position opens a block, or is its last."""
+    def _attend(self, request: Request, out: SchedulerOutput, flight: _InFlight) -> bool:
+        """A decoding request whose next position opens a block, or is its last. False when it has to wait."""
         if not request.decoding:  # preempted a moment ago, for another request of this beat
-            return
+            return True
         request.due_at = -1
         position = request.num_computed_tokens
         if position % self.kv.block_size == 0:
@@ -164,14 +164,14 @@ class Scheduler:
             if not self._make_room(request, position + 1, out, flight):
                 if request.decoding:
                     self.decodes.stop(request)
-                    self._catching_up.insert(0, request)
-                return
+                return False
         if position == request.max_total_tokens - 2:
             flight.finals.append(request)
         if position == request.limit - 1:
             self.retiring.append(request)
         else:
             self.decodes.watch(request, position + 1, 1)
+        return True
 
     def _run_chunks(self, out: SchedulerOutput, flight: _InFlight, budget: int) -> int:
         for request in tuple(self._catching_up):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
+from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.kv_cache.prefix_cache import PrefixCache, PrefixNode
 from chairlift.request import Request
 from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.membership import membership_from_name
 from chairlift.scheduler.policy import FCFS
+from chairlift.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import BLOCK, Driver, request
 
 
@@ -166,3 +170,41 @@ def test_aborting_the_last_mate_releases_a_held_batch(depth: int) -> None:
     assert driver.finished == []
     assert [one.request_id for one in driver.scheduler.abort("a")] == ["a", "b"]
     driver.run()
+
+
+def test_request_that_does_not_fit_is_not_hashed_again_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for its cached prefix costs a hash per block; a queue of such requests would stall every step."""
+    walks: list[str] = []
+    original = PrefixCache.walk
+
+    def walk(self: PrefixCache, request: Request, max_blocks: int) -> list[PrefixNode]:
+        walks.append(request.request_id)
+        return original(self, request, max_blocks)
+
+    monkeypatch.setattr(PrefixCache, "walk", walk)
+    kv = KVCacheManager([CacheGroup(1 + 8)], 4, max_step_tokens=64)
+    scheduler = Scheduler(kv, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, watermark=0.0)
+    scheduler.add(Request("runs", list(range(13)), max_tokens=18))
+    scheduler.add(Request("waits", list(range(50, 78)), max_tokens=4))
+    for _ in range(18):
+        out = scheduler.schedule(0.0)
+        scheduler.update(out, [7] * (out.num_decodes + sum(chunk.samples for chunk in out.chunks)), 0.0)
+    assert walks.count("waits") <= 6  # once, and once per block that was published meanwhile
+    assert "runs" not in scheduler.running
+    assert "waits" in scheduler.running or scheduler.schedule(0.0).joined[0].request_id == "waits"
+
+
+@pytest.mark.parametrize("batching", ["static", "dynamic"])
+def test_closed_batch_takes_all_answers_to_a_prompt_together(batching: str) -> None:
+    kv = KVCacheManager([CacheGroup(64)], 4, max_step_tokens=64)
+    scheduler = Scheduler(
+        kv,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        membership=membership_from_name(batching),
+    )
+    first = Request("a#0", [1, 2, 3], max_tokens=4)
+    scheduler.add(first)
+    scheduler.add(Request("a#1", [1, 2, 3], max_tokens=4, source=first))
+    assert [row.request_id for row in scheduler.schedule(0.0).joined] == ["a#0", "a#1"]
