@@ -115,7 +115,15 @@ class PrefixCache:
         self._prune(node)
 
     def forget(self, request: Request) -> None:
-        """Drop what the cache knows of the blocks in the request's table: their content is not to be trusted."""
+        """Drop the request's whole path, also where a window has passed: its content is not to be trusted."""
+        last = request.last_node
+        while last is not None:
+            parent = last.parent
+            for group, held in enumerate(last.blocks):
+                if held is not None:
+                    self._pools[group].detach(held)
+                    self.evicted(group, last)
+            last = parent
         for group, (pool, table) in enumerate(zip(self._pools, request.block_ids, strict=True)):
             for block in table:
                 node = pool.nodes[block]

@@ -160,7 +160,7 @@ class Scheduler:
         request.due_at = -1
         position = request.num_computed_tokens
         if position % self.kv.block_size == 0:
-            self.kv.publish(request, len(request.token_ids) - 1)
+            self._publish_confirmed(request)
             if not self._make_room(request, position + 1, out, flight):
                 if request.decoding:
                     self.decodes.stop(request)
@@ -446,8 +446,8 @@ class Scheduler:
 
     def _vacate(self, request: Request) -> None:
         """Give up row and blocks. Blocks stay taken until the last step in flight that may touch them has run."""
-        if request.finish_reason is not FinishReason.ERROR and len(request.token_ids) > request.progress_mark:
-            self.kv.publish(request, len(request.token_ids) - 1)
+        if request.finish_reason is not FinishReason.ERROR:
+            self._publish_confirmed(request)
         self.num_computed_tokens -= request.num_computed_tokens
         if request.decoding:
             self.decodes.stop(request)
@@ -464,6 +464,11 @@ class Scheduler:
             if not self._stops[token]:
                 del self._stops[token]
         self._epoch += 1
+
+    def _publish_confirmed(self, request: Request) -> None:
+        """Offer what steps that have landed computed: all but the newest token, once there is one since admission."""
+        if len(request.token_ids) > request.progress_mark:
+            self.kv.publish(request, len(request.token_ids) - 1)
 
     def _release_siblings(self, request: Request) -> None:
         """Let the other samples of the prompt in: its KV is there to fork from, or never will be."""

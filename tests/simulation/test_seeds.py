@@ -14,6 +14,9 @@ from chairlift.sim.simulator import run_world
 from chairlift.sim.world import make_world
 from tests.simulation.mutants import MUTANTS
 
+FAILED_ONCE = (15549,)
+"""Seeds that found a bug: a failed step whose prompt KV was already offered to others (look-ahead, window)."""
+
 
 def run_seeds(config: pytest.Config, default: int) -> None:
     first, count = config.getoption("--first-seed"), config.getoption("--seeds") or default
@@ -24,6 +27,11 @@ def run_seeds(config: pytest.Config, default: int) -> None:
 
 def test_seeds_hold(pytestconfig: pytest.Config) -> None:
     run_seeds(pytestconfig, 500)
+
+
+@pytest.mark.parametrize("seed", FAILED_ONCE)
+def test_what_failed_once_holds(seed: int) -> None:
+    assert report(seed) is None
 
 
 @pytest.mark.nightly
