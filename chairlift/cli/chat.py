@@ -103,10 +103,11 @@ class _Chat:
             elif command.startswith("/") and self._interactive:
                 print("commands: /reset, /exit")
             elif command:
+                before = list(self._turns)
                 try:
                     self._answer(command)
                 except ChairliftError as error:
-                    del self._turns[-1]
+                    self._turns = before  # also what was left out for a message that does not fit anyway
                     code = 1
                     print(f"chairlift: error: {' '.join(str(error).split())}", file=sys.stderr)
         return code

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 when the model passed. What is wrong with it raises ChairliftError."""
     settings, _ = read_settings(args, sampling=False)
-    name = args.model or settings.get("model", BUNDLED_MODEL)
+    name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
     from chairlift.models.hf_config import read_config  # takes torch along
     from chairlift.models.loader import resolve_model_dir
 
@@ -74,7 +74,10 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     kv_bytes = sum(2 * layer.num_kv_heads * layer.head_dim for layer in model.kv_cache_spec()) * dtype.itemsize
     tokenizer = llm.tokenizer
-    template = "yes" if tokenizer is not None and tokenizer.chat_template is not None else "no"
+    template = "no"
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        llm.encode_chat([{"role": "user", "content": "Hi"}])  # a broken one is better found here than by a user
+        template = "yes"
     _tell(
         "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
     )

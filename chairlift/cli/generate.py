@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import dataclasses
 import io
@@ -101,6 +102,8 @@ def _read_jobs(args: argparse.Namespace) -> list[_Job]:
     if args.prompts_file is not None:
         if args.prompts:
             raise ConfigError("give prompts as arguments or as --prompts-file, not both")
+        if args.output is not None and args.output.is_file() and _same_file(args.prompts_file, args.output):
+            raise ConfigError(f"--output {args.output} is the prompts file, which would be lost; give another --output")
         jobs = [_parse_line(index, number, line) for index, (number, line) in enumerate(_lines(args.prompts_file))]
         source = f"the prompts file {args.prompts_file}"
     elif args.prompts and args.prompts != ["-"]:
@@ -108,11 +111,18 @@ def _read_jobs(args: argparse.Namespace) -> list[_Job]:
     elif sys.stdin.isatty() and not args.prompts:
         raise ConfigError('no prompt; give one (chairlift generate "Hi"), a --prompts-file, or lines on standard input')
     else:
-        jobs = [_text_job(i, f"line {number}", _decoded(line)) for i, (number, line) in enumerate(_lines("-"))]
+        jobs = [_line_job(i, number, line) for i, (number, line) in enumerate(_lines("-"))]
         source = "standard input"
     if not jobs:
         raise ConfigError(f"{source} holds no prompts; write one per line")
     return jobs
+
+
+def _same_file(one: str, other: Path) -> bool:
+    try:
+        return other.samefile(one)
+    except OSError:
+        return False
 
 
 def _lines(name: str) -> list[tuple[int, bytes]]:
@@ -121,12 +131,16 @@ def _lines(name: str) -> list[tuple[int, bytes]]:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the prompts file {name}: {error.strerror}") from None
-    return [(number, line) for number, line in enumerate(raw.split(b"\n"), 1) if line.strip()]
+    lines = raw.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _decoded(line: bytes) -> str:
-    # A broken byte becomes half a surrogate pair, which the tokenizer refuses with its place.
-    return line.decode("utf-8", "surrogateescape").rstrip("\r")
+def _line_job(index: int, number: int, line: bytes) -> _Job:
+    try:
+        return _text_job(index, f"line {number}", line.decode().rstrip("\r"))
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text (byte 0x{line[error.start]:02X} at position {error.start}); convert or remove it"
+        return _Job(index, f"line {number}", line.decode("utf-8", "replace").rstrip("\r"), error=problem)
 
 
 def _text_job(index: int, place: str, prompt: str) -> _Job:
@@ -269,7 +283,12 @@ def _json_writer(path: Path | None) -> Iterator[Any]:
         if not started and path.is_file():
             file.truncate(0)
         started = True
-        _put(file, job)
+        try:
+            _put(file, job)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # what could not be written cannot be flushed either
+                file.close()
+            raise ConfigError(f"cannot write the output file {path}: {error.strerror}; give another --output") from None
 
     try:
         with file:

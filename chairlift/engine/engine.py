@@ -110,8 +110,14 @@ class Engine:
             raise RequestError(f"request id {request_id!r} is already in use; choose another")
         now = self.clock.now()
         prepared = self._inputs.prepare(request_id, prompt, params or SamplingParams(), now, cache_salt)
-        self._queue(prepared.sequences)
-        self._outputs.add(prepared, stream)
+        try:
+            self._queue(prepared.sequences)
+            self._outputs.add(prepared, stream)
+        except RequestError:
+            raise
+        except BaseException:  # Ctrl-C: the request is half in
+            self._dead = True
+            raise
         _log.debug("request %r: %d prompt tokens, seed %d", request_id, len(prepared.prompt_token_ids), prepared.seed)
         return request_id
 

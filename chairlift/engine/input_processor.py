@@ -145,7 +145,7 @@ class InputProcessor:
     def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise RequestError(f"{where} must hold whole numbers as token ids, got {str(token_id)[:40]!r}")
+                raise RequestError(f"{where} must hold whole numbers as token ids, got {token_id!r:.40}")
             if not 0 <= token_id < self.limits.vocab_size:
                 raise RequestError(
                     f"{where} has token id {token_id}, but the model knows ids from 0 to {self.limits.vocab_size - 1}"

@@ -77,6 +77,17 @@ def test_a_message_that_cannot_be_answered_is_dropped(
     assert "surrogate" in err[1]
 
 
+def test_a_message_that_is_too_long_costs_no_history(
+    chairlift: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Conversation(LLM(str(model_dir)), 6)
+    expected = [talk.ask("Hi"), talk.ask("and then?")]
+    say(monkeypatch, "Hi", "long " * 300, "and then?")
+    code, out, _ = chairlift("chat", model_dir, "--max-tokens", 6)
+    assert code == 1
+    assert [line for line in out if line] == [line for line in lines_of(*expected) if line]
+
+
 def test_a_model_without_a_chat_template_is_refused(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     shutil.copytree(model_dir, plain)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,22 @@ def test_half_precision_passes(chairlift: Run, model_dir: Path, dtype: str) -> N
     code, out, err = chairlift("check", model_dir, "--dtype", dtype, "--num-kv-blocks", "64")
     assert (code, err) == (0, [])
     assert f"in {dtype}" in "\n".join(out)
+
+
+def test_a_broken_chat_template_is_found(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir, broken)
+    (broken / "chat_template.jinja").write_text("{% for %}")
+    code, _, err = chairlift("check", broken, "--num-kv-blocks", "64")
+    assert code == 2
+    assert len(err) == 1
+    assert "chat template" in err[0]
+
+
+def test_an_empty_name_is_not_the_bundled_model(chairlift: Run) -> None:
+    code, out, err = chairlift("check", "")
+    assert (code, out) == (2, [])
+    assert "'' is not a directory" in err[0]
 
 
 def test_a_batch_that_changes_answers_is_found(

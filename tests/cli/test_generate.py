@@ -132,7 +132,7 @@ def test_bad_lines_are_named_and_the_others_answered(chairlift: Run, model_dir: 
         5: "not empty",
         7: "token id 99999",
         9: "did you mean 'max_tokens'",
-        10: "temperature must be a finite number",
+        10: "temperature must be at least 0.0 and at most 100.0, got nan",
         11: "lower max_tokens",
         12: "surrogate",
         13: "messages[0].content",
@@ -182,11 +182,32 @@ def test_lines_of_standard_input(chairlift: Run, model_dir: Path, llm: LLM, monk
     stdin(monkeypatch, b'{"prompt": "Hi"}\n')
     code, out, _ = chairlift(*argv, "--prompts-file", "-")
     assert json.loads(out[0])["outputs"][0]["text"] == expected[0]
+    stdin(monkeypatch, b"\xef\xbb\xbfHi")  # a byte order mark is no part of the prompt
+    assert json.loads(chairlift(*argv)[1][0])["outputs"][0]["text"] == expected[0]
     stdin(monkeypatch, b"broken \xff byte\nfine\n")
     code, out, err = chairlift(*argv)
     assert code == 1
-    assert "line 1: the text has half a surrogate pair" in err[0]
+    assert "line 1: not UTF-8 text (byte 0xFF at position 7)" in err[0]
     assert json.loads(out[1])["error"] is None
+
+
+def test_the_prompts_file_is_not_overwritten(chairlift: Run, tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "Hi"})
+    (tmp_path / "link.jsonl").symlink_to(prompts)
+    before = prompts.read_bytes()
+    for output in (prompts, tmp_path / "link.jsonl"):
+        code, out, err = chairlift("generate", "--prompts-file", prompts, "--output", output)
+        assert (code, out) == (2, [])
+        assert "is the prompts file" in err[0]
+    assert prompts.read_bytes() == before
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_names_the_output_file(chairlift: Run, model_dir: Path) -> None:
+    code, _, err = chairlift("generate", "Hi", "--model", model_dir, "--max-tokens", 1, "--output", "/dev/full")
+    assert code == 2
+    assert len(err) == 1
+    assert "cannot write the output file /dev/full: No space left on device" in err[0]
 
 
 def test_unusable_input(chairlift: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,3 +130,16 @@ def test_a_reader_that_leaves_is_no_error(model_dir: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 141
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_closed_standard_input_is_no_traceback(command: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m chairlift {command} --model /nowhere/model <&-', sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("chairlift: error: ")

@@ -1,0 +1,26 @@
+"""Ctrl-C while a request is taken in leaves an engine that says so, not one that has lost a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from chairlift.errors import EngineDeadError
+from chairlift.request import Request
+from chairlift.scheduler.admission import WaitingQueue
+from tests.engine.make import greedy, make_engine
+
+
+def test_an_interrupt_inside_add_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+
+    def interrupted(self: WaitingQueue, request: Request) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WaitingQueue, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.add_request([1, 2], greedy())
+    with pytest.raises(EngineDeadError):
+        engine.add_request([1, 2], greedy())
+    with pytest.raises(EngineDeadError):
+        engine.step()
