@@ -106,7 +106,8 @@ class Engine:
         """
         self._check_alive()
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        if isinstance(request_id, str) and request_id in self._outputs:
+        undelivered = {output.request_id for output in self._ready}
+        if isinstance(request_id, str) and (request_id in self._outputs or request_id in undelivered):
             raise RequestError(f"request id {request_id!r} is already in use; choose another")
         now = self.clock.now()
         prepared = self._inputs.prepare(request_id, prompt, params or SamplingParams(), now, cache_salt)
