@@ -10,6 +10,7 @@ from typing import Any
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits, Prompt
+from chairlift.engine.interrupt import held_interrupt
 from chairlift.errors import ConfigError, RequestError
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
@@ -138,12 +139,15 @@ class LLM:
             from tqdm import tqdm
 
             bar = tqdm(total=len(ids), unit="prompt")
-        while len(done) < len(wanted):
-            for output in self.engine.step():
-                if output.finished and output.request_id in wanted:
-                    done[output.request_id] = output
-                    if bar is not None:
-                        bar.update()
+        with held_interrupt() as interrupted:
+            while len(done) < len(wanted):
+                for output in self.engine.step():
+                    if output.finished and output.request_id in wanted:
+                        done[output.request_id] = output
+                        if bar is not None:
+                            bar.update()
+                if interrupted():
+                    raise KeyboardInterrupt
         if bar is not None:
             bar.close()
         return done

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,13 @@ import torch
 from chairlift import LLM, ConfigError, RequestError, SamplingParams
 from chairlift.engine.input_processor import Prompt
 from chairlift.errors import TemplateError
+from chairlift.executor.model_runner import TorchModelRunner
+from chairlift.models.flat_batch import FlatBatch
 from chairlift.outputs import Logprob, RequestOutput
 from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8, 100, 41, 2, 90, 13, 55, 6, 31, 70, 11, 12, 99, 4]
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -284,3 +279,27 @@ def test_a_model_with_broken_weights_fails_its_requests_and_says_why(tmp_path: P
     assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
     assert "NaN" in (output.error or "")
     assert drained(llm)
+
+
+def test_an_interrupted_generate_leaves_an_llm_that_goes_on(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives in the middle of a forward pass; it is held until the step has ended."""
+    llm = make(model_dir)
+    expected = llm.generate([[5, 6, 7]], greedy(6))[0].outputs[0].token_ids
+    forward = TorchModelRunner.forward
+    steps = 0
+
+    def pressed(self: TorchModelRunner, batch: FlatBatch) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchModelRunner, "forward", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6, 7], [8, 9]], greedy(6))
+    assert steps == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not llm.engine.scheduler.requests
+    assert llm.generate([[5, 6, 7]], greedy(6))[0].outputs[0].token_ids == expected

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from chairlift.cli.flags import add_engine_flags, add_sampling_flags, load_llm, read_settings
+from chairlift.engine.interrupt import held_interrupt
 from chairlift.errors import ChairliftError, RequestError, TemplateError
 from chairlift.sampling_params import SamplingParams
 
@@ -51,30 +51,6 @@ def run(args: argparse.Namespace) -> int:
     if llm.tokenizer is None or llm.tokenizer.chat_template is None:
         raise TemplateError(f"{llm.config.model.model} has no chat template; try chairlift generate --raw instead")
     return _Chat(llm, sampling, args.system).talk()
-
-
-@contextlib.contextmanager
-def _ctrl_c(*, stops_answer: bool) -> Iterator[Callable[[], bool]]:
-    """Tells whether Ctrl-C was pressed, so that the engine is left between two steps and never in the middle of one.
-
-    A second Ctrl-C interrupts for good. Without ``stops_answer`` the first one does.
-    """
-    pressed = False
-
-    def press(*_: object) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    if not stops_answer:
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class _Chat:
@@ -131,14 +107,16 @@ class _Chat:
         request_id = engine.add_request(token_ids, SamplingParams.from_dict(fields))
         text = ""
         try:
-            with _ctrl_c(stops_answer=self._interactive) as stopped:
-                while engine.has_unfinished and not stopped():
+            with held_interrupt() as interrupted:
+                while engine.has_unfinished and not interrupted():
                     for output in engine.step():
                         fresh = output.outputs[0].text[len(text) :]
                         text += fresh
                         print(fresh, end="", flush=True)
                         if output.error is not None:
                             raise RequestError(output.error)
+                if interrupted() and not self._interactive:
+                    raise KeyboardInterrupt
         finally:
             engine.abort(request_id)
             print(flush=True)

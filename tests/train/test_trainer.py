@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,14 +19,6 @@ from chairlift.train.trainer import Example, Trainer, TrainerConfig, collate, to
 from chairlift.train.varlen import VarlenContext
 
 VOCAB = 61
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tiny_model(seed: int = 0) -> LlamaForCausalLM:
