@@ -66,18 +66,19 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer prompts (text, or lists of token ids) and return the outputs in their order.
+        """Answer prompts (text, lists of token ids, or vLLM's ``{"prompt_token_ids": ...}``), outputs in their order.
 
         ``sampling_params`` is one for all or one each. All prompts are checked before any is answered; the
         RequestError for a bad one names its place.
         """
-        if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping, Set)):
+        if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Set)):
             raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
         if not isinstance(sampling_params, (SamplingParams, Sequence, type(None))):
             raise RequestError(
                 f"sampling_params must be a SamplingParams or one per prompt, got {type(sampling_params).__name__}"
             )
-        listed: list[Any] = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)
+        alone = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
+        listed: list[Any] = [prompts] if alone else list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
         else:

@@ -89,7 +89,7 @@ def test_one_sampling_params_or_one_each(llm: LLM) -> None:
         llm.generate([[1], [2]], [greedy()])
 
 
-@pytest.mark.parametrize("prompts", [5, None, 1.5, {"prompt": "x"}, {1, 2}, b"abc"])
+@pytest.mark.parametrize("prompts", [5, None, 1.5, {1, 2}, b"abc"])
 def test_what_is_no_prompt(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError, match=f"got {type(prompts).__name__}"):
         llm.generate(prompts, greedy())
@@ -303,3 +303,11 @@ def test_an_interrupted_generate_leaves_an_llm_that_goes_on(model_dir: Path, mon
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not llm.engine.scheduler.requests
     assert llm.generate([[5, 6, 7]], greedy(6))[0].outputs[0].token_ids == expected
+
+
+def test_prompts_may_have_the_names_that_vllm_gives_them(llm: LLM) -> None:
+    plain = tokens(llm.generate([[5, 6, 7], [8, 9]], greedy()))
+    assert tokens(llm.generate([{"prompt_token_ids": [5, 6, 7]}, [8, 9]], greedy())) == plain
+    assert tokens(llm.generate({"prompt_token_ids": [8, 9]}, greedy())) == plain[1:]
+    with pytest.raises(RequestError, match="'prompt_token_ids' and no more, got 'ids'"):
+        llm.generate({"ids": [1]})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from chairlift.errors import PromptTooLongError, RequestError
 from chairlift.request import Request
@@ -17,8 +17,8 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt"]
 
-Prompt = str | list[int] | tuple[int, ...]
-"""Text, or token ids."""
+Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Any]
+"""Text or token ids, or either under the name that vLLM's callers give it: ``prompt``, ``prompt_token_ids``."""
 
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _MAX_ID_LENGTH = 256
@@ -85,6 +85,7 @@ class InputProcessor:
             raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
         if not isinstance(cache_salt, str) or not _SALT.fullmatch(cache_salt):
             raise RequestError("cache_salt must be at most 64 characters from A-Z, a-z, 0-9, '_' and '-'")
+        prompt = _unnamed(prompt)
         token_ids = self._token_ids(prompt)
         self._check_params(params)
         max_tokens = self._max_tokens(len(token_ids), params)
@@ -192,3 +193,14 @@ class InputProcessor:
                 if ids:
                     found[ids] = None
         return tuple(found)
+
+
+def _unnamed(prompt: Prompt) -> Any:
+    """The text or the token ids of a prompt that may be given under a name."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for name in ("prompt_token_ids", "prompt"):
+        if set(prompt) == {name}:
+            return prompt[name]
+    names = ", ".join(map(repr, prompt)) or "nothing"
+    raise RequestError(f"a prompt given as a mapping must have 'prompt' or 'prompt_token_ids' and no more, got {names}")

@@ -63,7 +63,9 @@ def test_token_ids_that_pass(prompt: Sequence[int]) -> None:
         (5, "got int"),
         (None, "got NoneType"),
         ({1, 2}, "got set"),
-        ({"prompt": "x"}, "got dict"),
+        ({"prompt": "x"}, "the tokenizer was not loaded"),
+        ({"text": "x"}, "no more, got .text."),
+        ({}, "got nothing"),
     ],
 )
 def test_prompts_that_do_not_pass(prompt: Any, words: str) -> None:
