@@ -123,9 +123,11 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state, at once and without an output. False when it is unknown or has ended."""
+        """End a request in any state, at once and without an output. False when it is unknown, or was delivered."""
+        undelivered = [output for output in self._ready if output.request_id == request_id]
+        self._ready = [output for output in self._ready if output.request_id != request_id]
         if request_id not in self._outputs:
-            return False
+            return bool(undelivered)
         now = self.clock.now()
         for sequence in self._outputs.remove(request_id):
             # In a static batch, mates that only waited for this one leave with it.
