@@ -14,7 +14,7 @@ from chairlift.errors import InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from chairlift.request import Request
 
-__all__ = ["NEVER", "PrefixCache", "PrefixNode"]
+__all__ = ["NEVER", "PrefixCache", "PrefixNode", "block_tokens"]
 
 NEVER = 1 << 60
 """As a number of published blocks: this request offers no more of them."""
@@ -24,15 +24,24 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
+_TOKEN_BYTES = 8
+
+
+def block_tokens(token_ids: list[int]) -> bytes:
+    """Token ids as bytes, eight each, in the machine's order: what a node compares and hashes."""
+    return array("q", token_ids).tobytes()
+
+
 class PrefixNode:
     """One full block of tokens behind a given prefix. ``blocks`` has the block that holds it, per cache group."""
 
     __slots__ = ("blocks", "key", "num_children", "owner", "parent", "tokens")
 
-    def __init__(self, key: bytes, parent: PrefixNode | None, tokens: tuple[int, ...], num_groups: int) -> None:
+    def __init__(self, key: bytes, parent: PrefixNode | None, tokens: bytes, num_groups: int) -> None:
         self.key = key
         self.parent = parent
         self.tokens = tokens
+        """As :func:`block_tokens` packs them: bytes cost the garbage collector nothing, tuples of numbers do."""
         self.owner: tuple[int, str] | None = None
         """Adapter and salt, on a root only."""
         self.blocks: list[int | None] = [None] * num_groups
@@ -73,7 +82,7 @@ class PrefixCache:
         size = self.block_size
         while len(path) < max_blocks:
             start = len(path) * size
-            tokens = tuple(request.token_ids[start : start + size])
+            tokens = block_tokens(request.token_ids[start : start + size])
             child = self._nodes.get(self._child_key(node, tokens))
             if child is None or child.parent is not node or child.tokens != tokens:
                 break
@@ -93,7 +102,7 @@ class PrefixCache:
         if node is None:
             return
         for index in range(request.num_published, end):
-            tokens = tuple(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
+            tokens = block_tokens(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
             key = self._child_key(node, tokens)
             child = self._nodes.get(key)
             if child is None:
@@ -142,8 +151,9 @@ class PrefixCache:
                 children[id(node.parent)] = children.get(id(node.parent), 0) + 1
                 if self._nodes.get(node.parent.key) is not node.parent:
                     raise InvariantError("a prefix-cache node has lost its parent")
-                if len(node.tokens) != self.block_size:
-                    raise InvariantError(f"a cached block has {len(node.tokens)} tokens instead of {self.block_size}")
+                count = len(node.tokens) // _TOKEN_BYTES
+                if count != self.block_size:
+                    raise InvariantError(f"a cached block has {count} tokens instead of {self.block_size}")
             for pool, block in zip(self._pools, node.blocks, strict=True):
                 if block is not None and pool.nodes[block] is not node:
                     raise InvariantError(f"block {block} is cached under a node it does not know")
@@ -180,12 +190,12 @@ class PrefixCache:
         owner = (request.adapter_id, request.cache_salt)
         root = self._nodes.get(key)
         if root is None:
-            root = self._nodes[key] = PrefixNode(key, None, (), len(self._pools))
+            root = self._nodes[key] = PrefixNode(key, None, b"", len(self._pools))
             root.owner = owner
         return root if root.owner == owner else None
 
     def _root_key(self, request: Request) -> bytes:
         return self._hash(f"{request.adapter_id}:{request.cache_salt}".encode() + b"\0" + self._secret)
 
-    def _child_key(self, parent: PrefixNode, tokens: tuple[int, ...]) -> bytes:
-        return self._hash(parent.key + array("q", tokens).tobytes())
+    def _child_key(self, parent: PrefixNode, tokens: bytes) -> bytes:
+        return self._hash(parent.key + tokens)

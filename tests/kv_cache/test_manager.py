@@ -8,6 +8,7 @@ from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK
 from chairlift.kv_cache.manager import KVCacheManager, NewBlocks
+from chairlift.kv_cache.prefix_cache import block_tokens
 from tests.kv_cache.make import BLOCK, admit, compute, manager, request
 
 
@@ -190,7 +191,9 @@ def test_a_hybrid_shares_only_what_every_group_still_has() -> None:
     node = pool.nodes[full.block_ids[1][3]] if full.block_ids else None
     assert node is None
     # Take the window group's last block away: now the hit must end where that group still has a whole window.
-    last = next(b for b in range(1, 40) if (n := pool.nodes[b]) is not None and n.tokens == (12, 13, 14, 15))
+    last = next(
+        b for b in range(1, 40) if (n := pool.nodes[b]) is not None and n.tokens == block_tokens([12, 13, 14, 15])
+    )
     lost = pool.nodes[last]
     assert lost is not None
     assert kv.prefix_cache is not None

@@ -158,7 +158,9 @@ def hash_hit_trusted_without_comparing_tokens(patch: Patch) -> None:
         node = self._nodes.get(self._root_key(request))
         while node is not None and len(path) < max_blocks:
             start = len(path) * self.block_size
-            child = self._nodes.get(self._child_key(node, tuple(request.token_ids[start : start + self.block_size])))
+            child = self._nodes.get(
+                self._child_key(node, prefix_cache.block_tokens(request.token_ids[start : start + self.block_size]))
+            )
             if child is None or child.parent is None:
                 break
             path.append(child)
