@@ -21,7 +21,7 @@ class Event:
     at: int
     kind: str
     """``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``, ``refuse_growth``,
-    ``evict``, ``stall`` (the clock jumps ahead) or ``shutdown_probe``."""
+    ``evict`` or ``stall`` (the clock jumps ahead)."""
     target: int = 0
     """Request number, or which row."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
