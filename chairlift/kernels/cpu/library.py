@@ -1,0 +1,351 @@
+"""The binding of ``csrc/cpu/chairlift_cpu.h``: structs, prototypes, huge-page memory and the thread pool.
+
+ctypes lets go of the GIL during a call, needs nothing at build time, and one shared object serves every Python 3. A
+step is one call, so its few microseconds don't count. The structs here and those in the header must agree field by
+field; :func:`load` compares their sizes and refuses a library that was built from another header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import platform
+import sys
+import weakref
+from collections.abc import Sequence
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = [
+    "ABI_VERSION",
+    "ISA_NAMES",
+    "LIBRARY_PATH",
+    "MAX_THREADS",
+    "SAMPLING_ROW",
+    "Batch",
+    "KVLayer",
+    "Library",
+    "Memory",
+    "Op",
+    "Pool",
+    "Program",
+    "best_isa",
+    "default_threads",
+    "load",
+    "require",
+    "supported_isas",
+    "why_unavailable",
+]
+
+ABI_VERSION = 1
+"""``CL_ABI_VERSION`` of the header this module mirrors."""
+
+ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
+"""Instruction-set paths in the order of ``cl_isa``, weakest first."""
+
+MAX_THREADS = 256
+"""Most threads of a pool."""
+
+LIBRARY_PATH = Path(__file__).with_name("libchairlift_cpu.so")
+
+
+class Op(ctypes.Structure):
+    """``cl_op``: one fused operation of a step program."""
+
+    _fields_ = [
+        ("kind", c_int32),
+        ("flags", c_int32),
+        ("in_", c_int32),  # the header's `in`, a keyword here
+        ("out", c_int32),
+        ("aux", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("layer", c_int32),
+        ("rotary", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("window", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+    ]
+
+
+class KVLayer(ctypes.Structure):
+    """``cl_kv_layer``: where one layer keeps K and V."""
+
+    _fields_ = [
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("group", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("block_size", c_int32),
+        ("num_blocks", c_int64),
+    ]
+
+
+class Program(ctypes.Structure):
+    """``cl_program``: ops, buffers and caches. The arrays it points to must outlive it."""
+
+    _fields_ = [
+        ("ops", POINTER(Op)),
+        ("buffers", POINTER(c_void_p)),
+        ("strides", POINTER(c_int64)),
+        ("rotary", POINTER(c_void_p)),
+        ("kv_layers", POINTER(KVLayer)),
+        ("num_ops", c_int32),
+        ("num_buffers", c_int32),
+        ("num_rotary", c_int32),
+        ("num_kv_layers", c_int32),
+        ("dtype", c_int32),
+        ("isa", c_int32),
+        ("capacity", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class Batch(ctypes.Structure):
+    """``cl_batch``: the rows and tokens of one step. Pointers are plain addresses, set anew at every step."""
+
+    _fields_ = [
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("cu_seqlens", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_strides", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("num_tokens", c_int32),
+        ("num_rows", c_int32),
+        ("num_groups", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+SAMPLING_ROW = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("top_p", np.float64),
+        *((name, np.uintp) for name in ("history", "allowed", "bias_ids", "bias", "masked", "mask_bits")),
+        *((name, np.uintp) for name in ("top_ids", "top_logprobs")),
+        *((name, np.int32) for name in ("history_len", "num_prompt_tokens", "num_allowed", "num_bias", "num_masked")),
+        *((name, np.int32) for name in ("position", "top_k", "num_logprobs", "target")),
+        *((name, np.float32) for name in ("temperature", "min_p", "repetition", "presence", "frequency")),
+        *((name, np.int32) for name in ("token", "status", "rank", "reserved")),
+    ],
+    align=True,
+)
+"""``cl_sampling_row`` as a numpy record, so that a whole step's rows are filled and read by columns."""
+
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+_STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize)
+
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "cl_abi_version": (c_int32, []),
+    "cl_struct_sizes": (None, [POINTER(c_int64)]),
+    "cl_supported_isas": (c_int32, []),
+    "cl_alloc": (c_void_p, [c_size_t]),
+    "cl_free": (None, [c_void_p, c_size_t]),
+    "cl_release_pages": (None, [c_void_p, c_size_t]),
+    "cl_pool_create": (c_void_p, [c_int32, c_int32]),
+    "cl_pool_destroy": (None, [c_void_p]),
+    "cl_packed_bytes": (c_size_t, [c_int64, c_int64, c_int32]),
+    "cl_pack": (None, [c_void_p, c_int32, *[c_int64] * 5, c_void_p, c_int64]),
+    "cl_run": (c_int32, [c_void_p, POINTER(Program), POINTER(Batch), c_int32]),
+    "cl_head": (
+        c_int32,
+        [
+            *(c_void_p, POINTER(Program), c_void_p, c_int64, c_void_p, c_int32),  # pool ... num_rows
+            *(c_void_p, c_void_p, c_int32, c_int32),  # weight, bias, vocab, k
+            *(c_void_p, c_void_p, c_int64),  # rows, logits, logits_rows
+        ],
+    ),
+    "cl_needs_logits": (c_int32, [c_void_p]),
+    "cl_sample": (c_int32, [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_void_p, c_int32]),
+    "cl_measure_read": (c_double, [c_void_p, c_void_p, c_size_t]),
+    "cl_measure_peak": (c_double, [c_void_p, c_int32, c_int32, c_double]),
+}
+
+
+class Library(ctypes.CDLL):
+    """The shared object with the header's prototypes; functions are attributes (``library.cl_run(...)``).
+
+    Raises OSError when the file cannot be loaded, or was built from another version of the header.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        try:
+            for name, (result, arguments) in _PROTOTYPES.items():
+                function = getattr(self, name)
+                function.restype, function.argtypes = result, arguments
+        except AttributeError:
+            raise OSError(f"{path} has no function {name}, so it is of another version") from None
+        sizes = (c_int64 * len(_STRUCT_SIZES))()
+        self.cl_struct_sizes(sizes)
+        if self.cl_abi_version() != ABI_VERSION or tuple(sizes) != _STRUCT_SIZES:
+            raise OSError(
+                f"{path} has ABI {self.cl_abi_version()} and struct sizes {list(sizes)}, "
+                f"but this version needs ABI {ABI_VERSION} and {list(_STRUCT_SIZES)}"
+            )
+
+
+@functools.cache
+def _load() -> tuple[Library | None, str]:
+    """The library, or why there is none."""
+    if not LIBRARY_PATH.exists():
+        if sys.platform == "linux" and platform.machine() == "x86_64":
+            return None, (
+                "Chairlift was installed without its compiled CPU kernels; install it again on a machine with a C++ "
+                "compiler (in a source tree: python setup.py build_ext --inplace)"
+            )
+        return None, f"the compiled CPU kernels are for x86-64 Linux, and this is {platform.machine()} {sys.platform}"
+    try:
+        library = Library(LIBRARY_PATH)
+    except OSError as error:
+        return None, (
+            f"the compiled CPU kernels cannot be loaded ({error}); install Chairlift again "
+            "(in a source tree: python setup.py build_ext --inplace)"
+        )
+    if not library.cl_supported_isas():
+        return None, "the compiled CPU kernels need a processor with AVX2, FMA and F16C, which this one does not have"
+    return library, ""
+
+
+def load() -> Library | None:
+    """The CPU kernels, loaded once, or None where :func:`why_unavailable` has a reason."""
+    return _load()[0]
+
+
+def why_unavailable() -> str:
+    """Why :func:`load` returns None, and what to do; empty when the kernels are there."""
+    return _load()[1]
+
+
+def require() -> Library:
+    """The CPU kernels. Raises OSError with the reason where there are none."""
+    library, reason = _load()
+    if library is None:
+        raise OSError(reason)
+    return library
+
+
+def supported_isas() -> tuple[str, ...]:
+    """The instruction-set paths that this processor, operating system and build can run, weakest first."""
+    library = load()
+    mask = library.cl_supported_isas() if library is not None else 0
+    return tuple(name for i, name in enumerate(ISA_NAMES) if mask >> i & 1)
+
+
+def best_isa() -> str | None:
+    """The strongest of :func:`supported_isas`, or None without kernels."""
+    return (supported_isas() or (None,))[-1]
+
+
+def default_threads() -> int:
+    """How many processors this process may use, by its affinity mask and its control group's quota; at most 256."""
+    allowed = min(_allowed_processors(), MAX_THREADS)
+    try:
+        quota, period = _CPU_MAX.read_text().split()
+        return max(1, min(allowed, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError, ZeroDivisionError):  # no control group (version 2), or no quota ("max")
+        return allowed
+
+
+def _allowed_processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Memory:
+    """Zeroed memory on huge pages, 2 MiB aligned, which the system hands out as it is touched.
+
+    It is freed when this object and every tensor and array made from it are gone. Raises OSError without the kernels,
+    MemoryError when there is not so much, ValueError for less than one byte.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < 1:
+            raise ValueError(f"memory must be at least one byte, got {nbytes}")
+        library = require()
+        address = library.cl_alloc(nbytes)
+        if not address:
+            raise MemoryError(f"the system has no {nbytes:,} bytes of memory left")
+        self.address: int = address
+        self.nbytes = nbytes
+        # Tensors and arrays keep the buffer they were made from alive, not this object: so it is the one to wait for.
+        self._buffer = (ctypes.c_char * nbytes).from_address(address)
+        # At exit the system takes all memory back at once, after the last thread that might read it has ended.
+        weakref.finalize(self._buffer, library.cl_free, address, nbytes).atexit = False
+
+    def part(self, offset: int, nbytes: int) -> Memory:
+        """``nbytes`` of this memory from byte ``offset`` on, as memory too. Raises ValueError outside of it."""
+        self._count(1, [nbytes], offset)
+        part = Memory.__new__(Memory)
+        part.address, part.nbytes = self.address + offset, nbytes
+        part._buffer = (ctypes.c_char * nbytes).from_buffer(self._buffer, offset)  # keeps the whole alive
+        return part
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """A contiguous tensor over this memory from its beginning. Raises ValueError when it does not fit."""
+        return torch.frombuffer(self._buffer, dtype=dtype, count=self._count(dtype.itemsize, shape)).view(*shape)
+
+    def array(self, dtype: np.typing.DTypeLike, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+        """A contiguous array over this memory from its beginning. Raises ValueError when it does not fit."""
+        kind: np.dtype[Any] = np.dtype(dtype)
+        # The memoryview is for the type checker; like the buffer itself it keeps the memory alive.
+        return np.frombuffer(memoryview(self._buffer), kind, self._count(kind.itemsize, shape)).reshape(shape)
+
+    def _count(self, itemsize: int, shape: Sequence[int], offset: int = 0) -> int:
+        """The number of items, when that many lie in this memory."""
+        count = math.prod(shape)
+        if offset < 0 or count < 1 or offset + count * itemsize > self.nbytes:
+            raise ValueError(
+                f"shape {list(shape)} of {itemsize}-byte items at byte {offset} does not lie in {self.nbytes:,} bytes"
+            )
+        return count
+
+
+class Pool:
+    """Threads that compute: the caller and ``num_threads - 1`` more, which sleep until a call needs them.
+
+    ``num_threads`` None is :func:`default_threads`. Each thread is pinned to a processor of its own exactly when there
+    is a thread for every allowed processor; fewer are left to the system, which may have other plans for the rest.
+    Raises OSError without the kernels or when the threads cannot be started, ValueError for a number outside 1 to 256.
+    """
+
+    def __init__(self, num_threads: int | None = None, pin: bool | None = None) -> None:
+        self.num_threads = default_threads() if num_threads is None else num_threads
+        if not 1 <= self.num_threads <= MAX_THREADS:
+            raise ValueError(f"a pool has 1 to {MAX_THREADS} threads, got {num_threads}")
+        self.pinned = self.num_threads == _allowed_processors() if pin is None else pin
+        library = require()
+        handle = library.cl_pool_create(self.num_threads, self.pinned)
+        if not handle:
+            raise OSError(f"the system does not let this process start {self.num_threads} threads; use fewer")
+        self._handle: int = handle
+        self._finalizer = weakref.finalize(self, library.cl_pool_destroy, handle)
+        self._finalizer.atexit = False  # a thread that still computes at exit must find its pool
+
+    @property
+    def handle(self) -> int:
+        """The ``cl_pool*``. Raises ValueError after :meth:`close`."""
+        if not self._finalizer.alive:
+            raise ValueError("the thread pool is closed")
+        return self._handle
+
+    def close(self) -> None:
+        """End the threads. No call may be using them; closing twice is fine."""
+        self._finalizer()

@@ -1,0 +1,165 @@
+"""Weights in the order in which the C++ products read them.
+
+A packed weight is a sequence of panels of 32 outputs each; a panel holds, for every pair of consecutive inputs (bf16,
+as the dot-product instructions want them) or every single one (float32), its 32 outputs side by side. So a product
+streams memory once, front to back. Outputs are padded to whole panels and inputs to 32, with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels.cpu.library import Memory, default_threads, load, require
+
+__all__ = ["NATIVE_DTYPES", "PANEL", "PackedWeight", "copy_rows", "packed_bytes"]
+
+NATIVE_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+"""The dtypes of the C++ kernels, with their ``cl_dtype``."""
+
+PANEL: Final = 32
+"""Outputs of a panel; also what the number of inputs is rounded up to."""
+
+_SLICE_BYTES: Final = 4 << 20
+"""Most of a source that a thread converts, or that is resident in both places, at a time."""
+
+_MOST_THREADS: Final = 8
+
+
+def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype, *, interleaved: bool = False) -> int:
+    """Bytes of a packed [out, in] weight, a multiple of 2,048. Raises ValueError for a dtype without kernels."""
+    if dtype not in NATIVE_DTYPES:
+        raise ValueError(f"the CPU kernels have no {dtype}; use one of {', '.join(map(str, NATIVE_DTYPES))}")
+    return _padded_outputs(out_features, interleaved) * _rounded(in_features) * dtype.itemsize
+
+
+class PackedWeight:
+    """A linear layer's weight [out, in] in packed panels, and its bias. It begins as zeros; :meth:`pack_rows` fills it.
+
+    With ``interleaved`` the first half of the outputs are gates for the second half (SwiGLU): both halves are padded to
+    whole panels, and their panels alternate, so that a product meets a gate and what it gates together. The panels lie
+    in ``memory``, of :func:`packed_bytes` zeros, or in memory of their own. Raises ValueError for a dtype without
+    kernels or an odd number of interleaved outputs, and what :class:`~chairlift.kernels.cpu.library.Memory` raises.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        *,
+        interleaved: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
+        if interleaved and out_features % 2:
+            raise ValueError(f"interleaved outputs come in pairs, got {out_features}")
+        nbytes = packed_bytes(out_features, in_features, dtype, interleaved=interleaved)
+        padded = _padded_outputs(out_features, interleaved)
+        self.out_features = out_features
+        self.interleaved = interleaved
+        self.n = padded if interleaved else out_features
+        """Output columns as an operation counts them; interleaved halves count with their padding."""
+        self.k = in_features
+        """Input columns, without padding."""
+        self.dtype = dtype
+        self.panels = padded // PANEL
+        """How many panels there are."""
+        self.memory = Memory(nbytes) if memory is None else memory
+        """Where they lie: the first begins at its address."""
+        self.bias: Tensor | None = None
+        """float32 [panels * 32] in packed column order, or None."""
+        pair = 4 // dtype.itemsize
+        self._packed = self.memory.tensor(dtype, (self.panels, _rounded(in_features) // pair, PANEL, pair))
+
+    def pack_rows(self, source: Tensor, first_row: int = 0, *, mapped: bool = False) -> None:
+        """Put ``source`` [rows, in], of any float dtype, into place as outputs ``first_row`` and following.
+
+        ``mapped`` says that the source lies in a file mapping that nobody has written to: its pages are let go of as
+        they are read. Raises ValueError when the source does not fit.
+        """
+        rows = source.shape[0]
+        if source.dim() != 2 or source.shape[1] != self.k or first_row < 0 or first_row + rows > self.out_features:
+            raise ValueError(
+                f"rows {first_row} to {first_row + rows} of shape {list(source.shape)} do not fit into a weight of "
+                f"shape {[self.out_features, self.k]}"
+            )
+        half = self.out_features // 2
+        if not self.interleaved:
+            self._pack(source, first_row, 0, 1, mapped)
+        else:
+            gates = min(max(half - first_row, 0), rows)
+            self._pack(source[:gates], first_row, 0, 2, mapped)
+            self._pack(source[gates:], first_row + gates - half, 1, 2, mapped)
+
+    def set_bias(self, bias: Tensor) -> None:
+        """Take the bias [out], of any float dtype. Raises ValueError for another shape."""
+        if bias.shape != (self.out_features,):
+            raise ValueError(f"the bias has shape {list(bias.shape)}, but there are {self.out_features} outputs")
+        packed = torch.zeros(self.panels * PANEL)
+        packed[self._columns()] = bias.float()
+        self.bias = packed
+
+    def unpack(self) -> Tensor:
+        """The weight as it was, [out, in]: a copy, for tests and for operations in plain torch."""
+        rows = self._packed.transpose(1, 2).reshape(self.panels * PANEL, -1)
+        return rows[self._columns(), : self.k].contiguous()
+
+    def _columns(self) -> Tensor:
+        """int64 [out]: the packed column of each output."""
+        outputs = torch.arange(self.out_features)
+        if not self.interleaved:
+            return outputs
+        half = self.out_features // 2
+        within = outputs % half
+        return (within // PANEL * 2 + outputs // half) * PANEL + within % PANEL
+
+    def _pack(self, source: Tensor, first_row: int, first_panel: int, panel_step: int, mapped: bool) -> None:
+        library, dtype = require(), NATIVE_DTYPES[self.dtype]
+
+        def pack(start: int, rows: Tensor) -> None:
+            values = rows.to(self.dtype).contiguous()
+            where = (first_row + start, len(values), first_panel, panel_step)
+            library.cl_pack(self.memory.address, dtype, self.k, *where, values.data_ptr(), self.k)
+
+        _by_slices(source, pack, mapped=mapped, first_row=first_row)
+
+
+def copy_rows(target: Tensor, source: Tensor) -> None:
+    """``target.copy_(source)`` from an unwritten file mapping, letting go of the source's pages as they are read."""
+    _by_slices(source, lambda start, rows: target[start : start + len(rows)].copy_(rows), mapped=True)
+
+
+def _by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped: bool, first_row: int = 0) -> None:
+    """Call ``work(start, rows)`` on slices of few megabytes, on several threads; release a mapped one's pages behind.
+
+    ``first_row`` is the place of the first row in a packed weight: no two slices meet in one panel.
+    """
+    library = load()
+    row_bytes = max(source[:1].numel() * max(source.element_size(), 4), 1)
+    count = max(_SLICE_BYTES // row_bytes // PANEL, 1) * PANEL
+    edges = [0, *range(count - first_row % PANEL, source.shape[0], count), source.shape[0]]
+
+    def one(start: int, end: int) -> None:
+        rows = source[start:end]
+        work(start, rows)
+        if mapped and library is not None and rows.is_contiguous():
+            library.cl_release_pages(rows.data_ptr(), rows.numel() * rows.element_size())
+
+    if len(edges) == 2:
+        one(*edges)
+        return
+    # Most of the time goes into taking pages from the system and from the file, which several threads do faster.
+    with ThreadPoolExecutor(min(default_threads(), _MOST_THREADS)) as pool:
+        list(pool.map(one, edges, edges[1:]))
+
+
+def _padded_outputs(out_features: int, interleaved: bool) -> int:
+    return 2 * _rounded(out_features // 2) if interleaved else _rounded(out_features)
+
+
+def _rounded(count: int) -> int:
+    return -(-count // PANEL) * PANEL

@@ -1,0 +1,258 @@
+"""Step programs: a recorded model as one flat list of operations, replayed natively over a ragged batch.
+
+:class:`StepProgram` turns a :class:`~chairlift.kernels.recording.Recorder`'s nodes into the C structs of
+``csrc/cpu/chairlift_cpu.h``, owns every array those point to, and runs them. Where the model calls out to Python the
+native run stops, the function gets the buffers as tensors, and the run goes on behind it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.errors import InvariantError
+from chairlift.kernels.cpu import library as lib
+from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower
+from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedWeight
+from chairlift.kernels.recording import Recorder, Value
+
+__all__ = ["SPARE_ROWS", "StepArrays", "StepProgram"]
+
+SPARE_ROWS = 32
+"""Rows of every buffer beyond the largest step: kernels work on tiles and may touch the rows that fill one up."""
+
+
+@dataclasses.dataclass(slots=True)
+class StepArrays:
+    """What a step is: see ``cl_batch``. int32 but for the slot mappings, which are int64."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[T]"""
+    positions: npt.NDArray[np.int32]
+    """[T]"""
+    cu_seqlens: npt.NDArray[np.int32]
+    """[N + 1]"""
+    seq_lens: npt.NDArray[np.int32]
+    """[N]"""
+    block_tables: Sequence[npt.NDArray[np.int32]]
+    """Per cache group, [N, M]."""
+    slot_mapping: Sequence[npt.NDArray[np.int64]]
+    """Per cache group, [T]."""
+
+
+class StepProgram:
+    """A model from token ids to ``output``, over KV caches laid out as ``kv_layers``.
+
+    ``isa`` is one of :data:`~chairlift.kernels.cpu.library.ISA_NAMES`; a step has at most ``max_tokens`` tokens. The
+    memory that ``kv_layers`` points to belongs to the caller and must outlive the program.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        output: Value,
+        kv_layers: Sequence[lib.KVLayer],
+        pool: lib.Pool,
+        *,
+        isa: str,
+        max_tokens: int,
+    ) -> None:
+        self._library = lib.require()
+        self._pool = pool
+        self._max_tokens = max_tokens
+        self._recorder = recorder
+        self._plan = lower(recorder.nodes, output)
+        self._kept: list[Any] = []
+        """Whatever a struct points to."""
+        capacity = max_tokens + SPARE_ROWS
+        strides = [_stride(width, recorder.dtype.itemsize) for width in self._plan.widths]
+        self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
+        tables = [op.out for op in self._plan.ops if op.kind == OpKind.ROTARY]
+        self._rotary = {value: i for i, value in enumerate(tables)}
+        rotary = [_buffer(capacity, value.width, torch.float32) for value in tables]
+        self._ops = (lib.Op * len(self._plan.ops))(*map(self._op, self._plan.ops))
+        addresses = [(ctypes.c_void_p * len(each))(*(x.data_ptr() for x in each)) for each in (self._buffers, rotary)]
+        arrays = (ctypes.c_int64 * len(strides))(*strides), (lib.KVLayer * len(kv_layers))(*kv_layers)
+        self._kept += [rotary, addresses, arrays]
+        self._program = lib.Program(
+            ops=self._ops,
+            buffers=addresses[0],
+            strides=arrays[0],
+            rotary=addresses[1],
+            kv_layers=arrays[1],
+            num_ops=len(self._ops),
+            num_buffers=len(strides),
+            num_rotary=len(rotary),
+            num_kv_layers=len(kv_layers),
+            dtype=NATIVE_DTYPES[recorder.dtype],
+            isa=lib.ISA_NAMES.index(isa),
+            capacity=capacity,
+        )
+        self._output = self._buffers[self._plan.buffer_of[output]][:, : output.width]
+
+    @torch.inference_mode()
+    def run(self, step: StepArrays) -> Tensor:
+        """Compute one step; returns ``output`` [T, width], a view of a buffer that the next run overwrites."""
+        num_tokens = len(step.token_ids)
+        if not 0 < num_tokens <= self._max_tokens or step.cu_seqlens[-1] != num_tokens:
+            raise InvariantError(f"a step of {num_tokens} tokens where 1 to {self._max_tokens} were agreed on")
+        batch = _Batch(step)
+        at = 0
+        while True:
+            at = self._library.cl_run(self._pool.handle, self._program, batch.struct, at)
+            if at == len(self._ops):
+                return self._output[:num_tokens]
+            if not 0 <= at < len(self._ops):
+                raise InvariantError(f"the native kernels refused a step of {num_tokens} tokens ({at})")
+            self._call_out(self._plan.ops[at], step)
+            at += 1
+
+    def head(
+        self,
+        weight: PackedWeight,
+        hidden: Tensor,
+        token_rows: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.void],
+        logits: Tensor | None,
+    ) -> None:
+        """Multiply rows ``token_rows`` [R] of ``hidden`` [T, k] with an output head [V, k], and sample.
+
+        ``rows`` [R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW` say how, and take the results. ``logits`` is
+        float32 scratch [S, V rounded up to 32] for those of them that ``cl_needs_logits`` names.
+        """
+        code = self._library.cl_head(
+            self._pool.handle,
+            self._program,
+            hidden.data_ptr(),
+            hidden.stride(0),
+            token_rows.ctypes.data,
+            len(token_rows),
+            weight.memory.address,
+            weight.bias.data_ptr() if weight.bias is not None else None,
+            weight.n,
+            weight.k,
+            rows.ctypes.data,
+            logits.data_ptr() if logits is not None else None,
+            len(logits) if logits is not None else 0,
+        )
+        if code < 0:
+            raise InvariantError(f"the native output head refused {len(token_rows)} rows ({code})")
+
+    def describe(self) -> list[str]:
+        """One line per operation: its kind, the buffers and columns it reads and writes, and its weight's shape."""
+        return [f"{i:3} {self._describe(op)}" for i, op in enumerate(self._plan.ops)]
+
+    @property
+    def num_buffers(self) -> int:
+        """Activation buffers in use."""
+        return len(self._buffers)
+
+    def _describe(self, op: FusedOp) -> str:
+        sources = ", ".join(self._name(value) for value in op.inputs)
+        line = f"{op.kind.name:11} {sources + ' -> ' if sources else ''}{self._name(op.out)}"
+        if isinstance(op.weight, PackedWeight):
+            line += f"  weight [{op.weight.out_features}, {op.weight.k}]"
+        if "layer" in op.fields:
+            line += f"  layer {op.fields['layer']}"
+        if op.call is not None:
+            function = getattr(op.call.function, "func", op.call.function)  # of a partial
+            line += f"  {getattr(function, '__qualname__', type(function).__name__)}"
+        return line
+
+    def _name(self, value: Value) -> str:
+        if value in self._plan.buffer_of:
+            return f"b{self._plan.buffer_of[value]}[{value.width}]"
+        return value.role
+
+    def _op(self, op: FusedOp) -> lib.Op:
+        """The struct; whatever it points to is kept."""
+        buffers = [self._plan.buffer_of.get(value, -1) for value in op.inputs] if op.call is None else []
+        source, aux = [*buffers, -1, -1][:2]
+        struct = lib.Op(
+            kind=op.kind,
+            in_=source,
+            out=self._plan.buffer_of.get(op.out, -1),
+            aux=aux,
+            rotary=-1 if op.rotary is None else self._rotary[op.rotary],
+            **op.fields,
+        )
+        if op.kind == OpKind.ROTARY:
+            struct.layer = self._rotary[op.out]
+        if isinstance(op.weight, PackedWeight):
+            self._kept.append(op.weight)
+            struct.weight = op.weight.memory.address
+            struct.bias = None if op.weight.bias is None else op.weight.bias.data_ptr()
+        elif op.weight is not None:
+            # An embedding table keeps its dtype; norms and frequencies are float32 to the kernels.
+            dtype = self._recorder.dtype if op.kind == OpKind.EMBED else torch.float32
+            struct.weight = self._keep(op.weight, dtype)
+        struct.q_norm, struct.k_norm = (
+            None if norm is None else self._keep(norm, torch.float32) for norm in (op.q_norm, op.k_norm)
+        )
+        return struct
+
+    def _keep(self, tensor: Tensor, dtype: torch.dtype) -> int:
+        """The address of a contiguous tensor with these numbers that lives as long as the program."""
+        tensor = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _call_out(self, op: FusedOp, step: StepArrays) -> None:
+        if op.call is None:
+            raise InvariantError(f"the native kernels stopped at {op.kind.name}, which is theirs")
+        num_tokens = len(step.token_ids)
+        given = [self._argument(value, step) for value in op.inputs]
+        result = op.call.function(*given)
+        if not isinstance(result, Tensor) or result.shape != (num_tokens, op.out.width):
+            shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise InvariantError(
+                f"a function given to ops.call_out returned {shape}, and said it would be [T, {op.out.width}]"
+            )
+        self._buffers[self._plan.buffer_of[op.out]][:num_tokens, : op.out.width] = result
+
+    def _argument(self, value: Value, step: StepArrays) -> Tensor:
+        if value.role == "rows":
+            return self._buffers[self._plan.buffer_of[value]][: len(step.token_ids), : value.width]
+        array = step.token_ids if value.role == "token_ids" else step.positions
+        return torch.from_numpy(array.astype(np.int64))
+
+
+class _Batch:
+    """``cl_batch`` of a step, and the arrays it points to."""
+
+    def __init__(self, step: StepArrays) -> None:
+        plain = [
+            np.ascontiguousarray(array, dtype=np.int32)
+            for array in (step.token_ids, step.positions, step.cu_seqlens, step.seq_lens)
+        ]
+        tables = [np.ascontiguousarray(table, dtype=np.int32) for table in step.block_tables]
+        mappings = [np.ascontiguousarray(mapping, dtype=np.int64) for mapping in step.slot_mapping]
+        lists = [np.array([array.ctypes.data for array in group], dtype=np.uintp) for group in (tables, mappings)]
+        strides = np.array([table.shape[1] for table in tables], dtype=np.int64)
+        self._kept = plain, tables, mappings, lists, strides
+        self.struct = lib.Batch(
+            *(array.ctypes.data for array in plain),
+            lists[0].ctypes.data,
+            strides.ctypes.data,
+            lists[1].ctypes.data,
+            len(plain[0]),
+            len(plain[3]),
+            len(tables),
+        )
+
+
+def _stride(width: int, itemsize: int) -> int:
+    """Elements between two rows: padded, and never a multiple of 1 KiB, which would crowd a few sets of the cache."""
+    stride = -(-width // PANEL) * PANEL
+    return stride + PANEL if stride * itemsize % 1024 == 0 else stride
+
+
+def _buffer(rows: int, stride: int, dtype: torch.dtype) -> Tensor:
+    return lib.Memory(rows * stride * dtype.itemsize).tensor(dtype, (rows, stride))

@@ -1,0 +1,225 @@
+// The C ABI: picks the instruction-set path, plans the step, starts the threads.
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <algorithm>
+#include <new>
+
+#include "kernels.h"
+#include "plan.h"
+#include "pool.h"
+
+namespace {
+
+const Kernels* kernels_of(int32_t isa) {
+  switch (isa) {
+    case CL_AVX2: return kernels_avx2();
+    case CL_AVX512: return kernels_avx512();
+    case CL_AVX512_BF16: return kernels_avx512_bf16();
+    case CL_AMX: return kernels_amx();
+  }
+  return nullptr;
+}
+
+struct Run {
+  cl_pool& pool;
+  const Kernels& kernels;
+  const cl_program& program;
+  const cl_batch& batch;
+  StepPlan plan;
+  int first_op, end_op;
+};
+
+void run_on_thread(void* argument, int thread) {
+  Run& run = *static_cast<Run*>(argument);
+  run.kernels.run(run.pool, thread, run.program, run.batch, run.plan, run.first_op, run.end_op);
+}
+
+struct Head {
+  cl_pool& pool;
+  void (*part)(cl_pool&, int, const HeadCall&);
+  HeadCall call;
+};
+
+void head_on_thread(void* argument, int thread) {
+  Head& head = *static_cast<Head*>(argument);
+  head.part(head.pool, thread, head.call);
+}
+
+// Spans of at most SPAN_TOKENS queries, the costliest first, so that threads end together.
+int plan_spans(const cl_batch& batch, AttentionSpan* spans, StepPlan& plan) {
+  int count = 0, longest = 0, most_splits = 1;
+  for (int row = 0; row < batch.num_rows; row++) {
+    const int begin = batch.cu_seqlens[row], end = batch.cu_seqlens[row + 1];
+    most_splits = std::max(most_splits, (batch.seq_lens[row] + KV_SPLIT - 1) / KV_SPLIT);
+    for (int token = begin; token < end; token += SPAN_TOKENS) {
+      const int tokens = std::min(int(SPAN_TOKENS), end - token);
+      const int64_t context = batch.seq_lens[row] - (end - token) + tokens;
+      spans[count++] = AttentionSpan{row, token, tokens, tokens * context};
+      longest = std::max(longest, tokens);
+    }
+  }
+  std::sort(spans, spans + count, [](const AttentionSpan& a, const AttentionSpan& b) {
+    return a.cost != b.cost ? a.cost > b.cost : a.first_token < b.first_token;
+  });
+  plan.spans = spans;
+  plan.num_spans = count;
+  plan.longest_span = longest;
+  plan.max_splits = most_splits;
+  return count;
+}
+
+// Room for the splits' results of the layer that needs most, where any layer divides its tasks.
+size_t split_bytes(const Kernels& kernels, const cl_program& program, const StepPlan& plan) {
+  size_t most = 0;
+  for (int i = 0; i < program.num_ops; i++) {
+    const cl_op& op = program.ops[i];
+    if (op.kind == CL_OP_ATTENTION && plan.split_tasks(op.kv_heads, op.heads / op.kv_heads))
+      most = std::max(most, size_t(plan.num_spans) * op.kv_heads * plan.max_splits * kernels.split_state_bytes());
+  }
+  return most;
+}
+
+bool valid(const cl_program& program, const cl_batch& batch) {
+  return batch.num_tokens >= 0 && batch.num_tokens <= program.capacity && batch.num_rows >= 0 &&
+         (batch.num_rows == 0 || batch.cu_seqlens[batch.num_rows] == batch.num_tokens);
+}
+
+}  // namespace
+
+int32_t cl_abi_version(void) { return CL_ABI_VERSION; }
+
+void cl_struct_sizes(int64_t sizes[5]) {
+  sizes[0] = sizeof(cl_op);
+  sizes[1] = sizeof(cl_kv_layer);
+  sizes[2] = sizeof(cl_program);
+  sizes[3] = sizeof(cl_batch);
+  sizes[4] = sizeof(cl_sampling_row);
+}
+
+int32_t cl_supported_isas(void) {
+  int32_t mask = 0;
+  for (int32_t isa = 0; isa < CL_NUM_ISAS; isa++)
+    if (kernels_of(isa)) mask |= 1 << isa;
+  return mask;
+}
+
+int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, int32_t first_op) {
+  const Kernels* kernels = kernels_of(program->isa);
+  if (!kernels || !valid(*program, *batch) || first_op < 0) return -1;
+  int32_t end_op = first_op;
+  while (end_op < program->num_ops && program->ops[end_op].kind != CL_OP_CALL) end_op++;
+  if (batch->num_tokens == 0 || end_op == first_op) return end_op;
+  const size_t most_spans = size_t(batch->num_tokens / SPAN_TOKENS) + batch->num_rows + 1;
+  AttentionSpan* spans = static_cast<AttentionSpan*>(pool->plan_memory(most_spans * sizeof(AttentionSpan)));
+  if (!spans) return -1;
+  StepPlan plan{};
+  plan.num_threads = pool->num_threads();
+  plan_spans(*batch, spans, plan);
+  plan.shared = spans;  // not null: asks split_tasks what it would do with memory
+  const size_t bytes = split_bytes(*kernels, *program, plan);
+  plan.shared = bytes ? pool->shared(bytes) : nullptr;
+  Run run{*pool, *kernels, *program, *batch, plan, first_op, end_op};
+  pool->run(run_on_thread, &run);
+  return end_op;
+}
+
+int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride, const int32_t* token_rows,
+                int32_t num_rows, const void* weight, const float* bias, int32_t vocab, int32_t k,
+                cl_sampling_row* rows, float* logits, int64_t logits_rows) {
+  const Kernels* kernels = kernels_of(program->isa);
+  if (!kernels || num_rows < 0) return -1;
+  if (num_rows == 0) return 0;
+  int64_t stored = 0;
+  for (int32_t row = 0; row < num_rows; row++) stored += cl_needs_logits(&rows[row]);
+  if (stored > logits_rows || (stored > 0 && !logits)) return -1;
+  const size_t bytes = kernels->head_shared_bytes(pool->num_threads(), num_rows, k, program->dtype);
+  void* shared = pool->shared(bytes);
+  if (!shared) return -1;
+  const int64_t logits_stride = (int64_t(vocab) + CL_PANEL - 1) / CL_PANEL * CL_PANEL;
+  Head head{*pool, kernels->head,
+            HeadCall{*program, hidden, stride, token_rows, num_rows, weight, bias, vocab, k, rows, logits,
+                     logits_stride, shared}};
+  pool->run(head_on_thread, &head);
+  return 0;
+}
+
+int32_t cl_needs_logits(const cl_sampling_row* row) {
+  return row->top_k > 0 || row->top_p < 1.0 || row->min_p > 0.0f || row->repetition != 1.0f || row->presence != 0.0f ||
+         row->frequency != 0.0f || row->mask_bits || row->num_allowed > 0 || row->num_bias > 0 ||
+         row->num_masked > 0 || row->num_logprobs >= 0 || row->target >= 0;
+}
+
+int32_t cl_sample(cl_pool* pool, const float* logits, int64_t stride, int32_t num_rows, int32_t vocab,
+                  cl_sampling_row* rows, int32_t isa) {
+  const Kernels* kernels = kernels_of(isa);
+  if (!kernels || num_rows < 0) return -1;
+  static const cl_program no_program{};
+  Head head{*pool, kernels->sample,
+            HeadCall{no_program, nullptr, 0, nullptr, num_rows, nullptr, nullptr, vocab, 0, rows,
+                     const_cast<float*>(logits), stride, nullptr}};
+  pool->run(head_on_thread, &head);
+  return 0;
+}
+
+namespace {
+
+double seconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+struct Read {
+  cl_pool& pool;
+  const char* memory;
+  size_t bytes;
+};
+
+// Sums every word: 64 bytes at a time by what every x86-64 processor has, which is enough to saturate memory.
+void read_on_thread(void* argument, int thread) {
+  typedef long long Words __attribute__((vector_size(16)));
+  Read& read = *static_cast<Read*>(argument);
+  const size_t lines = read.bytes / 64, threads = read.pool.num_threads();
+  const char* at = read.memory + lines * thread / threads * 64;
+  const char* end = read.memory + lines * (thread + 1) / threads * 64;
+  Words sum[4] = {};
+  for (; at < end; at += 64) {
+    __builtin_prefetch(at + 4096, 0, 3);
+    for (int i = 0; i < 4; i++) sum[i] ^= reinterpret_cast<const Words*>(at)[i];
+  }
+  Words all = sum[0] ^ sum[1] ^ sum[2] ^ sum[3];
+  __asm__ volatile("" : : "x"(all));
+}
+
+struct Peak {
+  const Kernels& kernels;
+  bool int8;
+  int64_t rounds;
+};
+
+void peak_on_thread(void* argument, int) {
+  Peak& peak = *static_cast<Peak*>(argument);
+  peak.kernels.peak(peak.rounds, peak.int8);
+}
+
+}  // namespace
+
+double cl_measure_read(cl_pool* pool, const void* memory, size_t bytes) {
+  Read read{*pool, static_cast<const char*>(memory), bytes};
+  const double start = seconds();
+  pool->run(read_on_thread, &read);
+  return double(bytes / 64 * 64) / (seconds() - start);
+}
+
+double cl_measure_peak(cl_pool* pool, int32_t isa, int32_t int8, double wanted_seconds) {
+  const Kernels* kernels = kernels_of(isa);
+  if (!kernels || kernels->operations_per_round[int8 != 0] == 0.0) return 0.0;
+  const int64_t trial = 20000;
+  const double rate = trial / kernels->peak(trial, int8 != 0);
+  Peak peak{*kernels, int8 != 0, std::max<int64_t>(trial, int64_t(rate * wanted_seconds))};
+  const double start = seconds();
+  pool->run(peak_on_thread, &peak);
+  return double(peak.rounds) * kernels->operations_per_round[int8 != 0] * pool->num_threads() / (seconds() - start);
+}

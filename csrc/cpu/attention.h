@@ -1,0 +1,274 @@
+// Causal attention of ragged rows over the paged cache (PagedAttention: Kwon et al., 2023; online softmax: Milakov and
+// Gimelshein, 2018; fixed KV splits: Flash-Decoding, Dao et al., 2023).
+//
+// The arithmetic of a query depends on its own sequence alone: tiles of 256 and splits of 1,024 tokens begin at fixed
+// positions, keys behind or before its window contribute exact zeros, and splits are merged in order, whoever computed
+// them. So it makes no difference which queries share a task, and decode equals prefill bit for bit.
+#pragma once
+#include "gemm.h"
+#include "plan.h"
+
+namespace CL_NS {
+
+enum { KV_TILE = 256, MAX_ATTENTION_ROWS = 64, MAX_HEAD_DIM = 256 };
+static_assert(KV_SPLIT % KV_TILE == 0, "splits are whole tiles");
+
+// The softmax of one task so far: highest score (log2), sum, weighted values.
+struct SoftmaxState {
+  float highest[MAX_ATTENTION_ROWS], sum[MAX_ATTENTION_ROWS];
+  float values[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];  // [rows, head_dim]
+};
+
+template <typename T>
+struct AttentionScratch {
+  T q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
+  alignas(64) float scores[MAX_ATTENTION_ROWS * KV_TILE];
+  alignas(64) T weights[MAX_ATTENTION_ROWS * KV_TILE];
+  alignas(64) SoftmaxState all, split;
+  float factor[MAX_ATTENTION_ROWS];
+  int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // the positions each row sees: low <= position < high
+};
+
+// Scores below every real one, but finite: differences of two never are NaN.
+static const float NO_SCORE = -1e30f;
+
+template <typename T>
+struct AttentionTask {
+  const cl_op& op;
+  const cl_kv_layer& kv;
+  const int32_t* block_table;  // of this sequence
+  int kv_head;
+  int rows;
+};
+
+// Where the sixteens of tokens of one KV tile lie: `count` of them from number `first` on. In K and in V, sixteen tokens
+// of one KV head lie together.
+template <typename T>
+struct Sixteens {
+  enum { MOST = KV_TILE / CL_KV_TOKENS };
+  const T *keys[MOST], *values[MOST];
+  int first, count;
+
+  void locate(const AttentionTask<T>& task, int first_one, int end) {
+    const cl_kv_layer& kv = task.kv;
+    const int per_block = kv.block_size / CL_KV_TOKENS;
+    const int64_t size = int64_t(CL_KV_TOKENS) * kv.head_dim;
+    first = first_one;
+    count = end - first_one < MOST ? end - first_one : int(MOST);
+    int index = first / per_block, inside = first % per_block;
+    for (int i = 0; i < count; i++) {
+      const int64_t block = task.block_table[index];
+      CL_ASSERT(block >= 0 && block < kv.num_blocks);
+      const int64_t offset = ((block * kv.kv_heads + task.kv_head) * per_block + inside) * size;
+      keys[i] = static_cast<const T*>(kv.k) + offset;
+      values[i] = static_cast<const T*>(kv.v) + offset;
+      if (++inside == per_block) inside = 0, index++;
+    }
+  }
+};
+
+enum { FETCH_AHEAD = 4 };  // sixteens; further ahead, lines are evicted before they are used
+
+// Scores of all rows with the tokens at hand, from column `column0` of the scratch on.
+template <typename T>
+static void score(const AttentionTask<T>& task, AttentionScratch<T>& s, const Sixteens<T>& at, int column0) {
+  const int dim = task.kv.head_dim, steps = dim / Pairs<T>::P;
+  for (int i = 0, groups; i < at.count; i += groups) {
+    groups = groups_at_once(task.rows, at.count - i);
+    const char* ahead[MAX_GROUPS];
+    for (int g = 0; g < groups; g++) {
+      const int then = i + FETCH_AHEAD + g;
+      ahead[g] = (const char*)(then < at.count ? at.keys[then] : at.values[then - at.count < at.count ? then - at.count : 0]);
+    }
+    Columns<T> keys{at.keys + i, 1, steps, steps, CL_KV_TOKENS * Pairs<T>::P};
+    product_rows(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, KV_TILE, false,
+                 Prefetch{ahead, groups, 64});
+  }
+}
+
+// Turn the scores of columns [from, to) (multiples of 16) into weights, and bring the state to the new maximum. `scale`
+// is positive and includes log2(e).
+template <typename T>
+static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int from, int to, int tile_start,
+                      float scale) {
+  const int low = s.low[row] - tile_start, high = s.high[row] - tile_start;
+  float* scores = s.scores + row * KV_TILE;
+  T* weights = s.weights + row * KV_TILE;
+  vf best = vset(-INFINITY);
+  for (int j = from; j < to; j += LANES) {
+    vf x = vload(scores + j);
+    if (j < low || j + LANES > high) {
+      x = vkeep(x, low - j, high - j, -INFINITY);
+      vstore(scores + j, x);
+    }
+    best = vmax(best, x);
+  }
+  float highest = vhighest(best) * scale;
+  highest = state.highest[row] > highest ? state.highest[row] : highest;
+  vf sum = vset(0.0f);
+  for (int j = from; j < to; j += LANES) {
+    vf weight = vexp2(vfma(vload(scores + j), vset(scale), vset(-highest)));
+    sum = vadd(sum, weight);
+    vstore(weights + j, weight);
+  }
+  s.factor[row] = vfirst(vexp2(vset(state.highest[row] - highest)));
+  state.sum[row] = state.sum[row] * s.factor[row] + vsum(sum);
+  state.highest[row] = highest;
+}
+
+// state.values = state.values * factor + weights @ values at hand. The first keys of the next tile are fetched meanwhile.
+template <typename T>
+static void add_values(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state,
+                       const Sixteens<T>& at, const Sixteens<T>& next, int last_tokens, int column0) {
+  enum { P = Pairs<T>::P, MOST = Sixteens<T>::MOST };
+  const int dim = task.kv.head_dim;
+  for (int row = 0; row < task.rows; row++) {
+    if (s.factor[row] == 1.0f) continue;
+    float* values = state.values + row * dim;
+    for (int d = 0; d < dim; d += LANES) vstore(values + d, vmul(vload(values + d), vset(s.factor[row])));
+  }
+  for (int d = 0, groups; d < dim; d += groups * LANES) {
+    groups = groups_at_once(task.rows, (dim - d) / LANES);
+    const T* column[MAX_GROUPS * MOST];
+    const char* ahead[MAX_GROUPS * MOST];
+    const int lines = groups == 1 ? 1 : groups == 2 ? 2 : 4;
+    for (int i = 0; i < at.count; i++) {
+      for (int g = 0; g < groups; g++) column[g * at.count + i] = at.values[i] + (d + g * LANES) * P;
+      const int then = i + FETCH_AHEAD;
+      const T* tile = then < at.count ? at.values[then] : then - at.count < next.count ? next.keys[then - at.count] : at.values[i];
+      for (int line = 0; line < lines; line++) ahead[i * lines + line] = (const char*)(tile + d * P) + 64 * line;
+    }
+    // Tokens behind the end of the sequence are stale: their weights are zero, but they themselves may be NaN.
+    Columns<T> values{column, at.count, CL_KV_TOKENS / P, (last_tokens + P - 1) / P, int64_t(dim) * P};
+    product_rows(task.rows, groups, s.weights + column0, KV_TILE, values, state.values + d, dim, true,
+                 Prefetch{ahead, lines, int64_t(dim * P * sizeof(T))});
+  }
+}
+
+static void clear(SoftmaxState& state, int rows, int dim) {
+  for (int row = 0; row < rows; row++) state.highest[row] = NO_SCORE, state.sum[row] = 0.0f;
+  memset(state.values, 0, sizeof(float) * rows * dim);
+}
+
+// The state over tokens [from, to) of one split; rows see low <= position < high of them.
+template <typename T>
+static void attend_split(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state, int from, int to) {
+  const float scale = task.op.scale * 1.44269504f;
+  const int limit = (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS, per_tile = Sixteens<T>::MOST;
+  clear(state, task.rows, task.kv.head_dim);
+  Sixteens<T> tiles[2];
+  const int first = from / CL_KV_TOKENS;
+  tiles[0].locate(task, first, (first / per_tile + 1) * per_tile < limit ? (first / per_tile + 1) * per_tile : limit);
+  for (int i = 0; tiles[i].count > 0; i ^= 1) {
+    Sixteens<T>&at = tiles[i], &next = tiles[i ^ 1];
+    const int end = at.first + at.count, start = at.first / per_tile * KV_TILE;
+    next.locate(task, end, limit);
+    const int begin_column = at.first * CL_KV_TOKENS - start, end_column = end * CL_KV_TOKENS - start;
+    score(task, s, at, begin_column);
+    for (int row = 0; row < task.rows; row++)
+      weigh_row(s, state, row, begin_column, end_column, start, scale);
+    const int last_tokens = to < end * CL_KV_TOKENS ? to - (end - 1) * CL_KV_TOKENS : int(CL_KV_TOKENS);
+    add_values(task, s, state, at, next, last_tokens, begin_column);
+  }
+}
+
+// Add a later split's state. Its maximum and the maximum so far decide, nothing else.
+static void merge_states(SoftmaxState& into, const SoftmaxState& from, int rows, int dim) {
+  for (int row = 0; row < rows; row++) {
+    const float a = into.highest[row], b = from.highest[row], highest = a > b ? a : b;
+    const float old = vfirst(vexp2(vset(a - highest))), added = vfirst(vexp2(vset(b - highest)));
+    into.highest[row] = highest;
+    into.sum[row] = into.sum[row] * old + from.sum[row] * added;
+    for (int d = row * dim; d < (row + 1) * dim; d += LANES)
+      vstore(into.values + d, vfma(vload(from.values + d), vset(added), vmul(vload(into.values + d), vset(old))));
+  }
+}
+
+// Rows of one piece of work: query r is token r / group, head r % group of the KV head's group.
+template <typename T>
+struct AttentionPiece {
+  const cl_op& op;
+  const cl_batch& batch;
+  const AttentionSpan& span;
+  int kv_head, first_row, rows;
+
+  int group() const { return op.heads / op.kv_heads; }
+  int token(int row) const { return span.first_token + (first_row + row) / group(); }
+  int head(int row) const { return kv_head * group() + (first_row + row) % group(); }
+  int position(int row) const {
+    return batch.seq_lens[span.row] - (batch.cu_seqlens[span.row + 1] - token(row));
+  }
+};
+
+template <typename T>
+static void load_queries(const AttentionPiece<T>& piece, const T* q, int64_t stride, AttentionScratch<T>& s) {
+  const int dim = piece.op.head_dim, window = piece.op.window;
+  for (int row = 0; row < piece.rows; row++) {
+    memcpy(s.q + row * dim, q + piece.token(row) * stride + piece.head(row) * dim, dim * sizeof(T));
+    s.high[row] = piece.position(row) + 1;
+    s.low[row] = window > 0 && s.high[row] > window ? s.high[row] - window : 0;
+  }
+}
+
+template <typename T>
+static void store_outputs(const AttentionPiece<T>& piece, const SoftmaxState& state, T* out, int64_t stride) {
+  const int dim = piece.op.head_dim;
+  for (int row = 0; row < piece.rows; row++) {
+    T* to = out + piece.token(row) * stride + piece.head(row) * dim;
+    const vf sum = vset(state.sum[row]);
+    for (int d = 0; d < dim; d += LANES) vstore(to + d, vdiv(vload(state.values + row * dim + d), sum));
+  }
+}
+
+template <typename T>
+static void attention(cl_pool& pool, const cl_op& op, const cl_program& program, const cl_batch& batch,
+                      const StepPlan& plan, AttentionScratch<T>& s) {
+  const cl_kv_layer& kv = program.kv_layers[op.layer];
+  const T* q = static_cast<const T*>(program.buffers[op.in]);
+  T* out = static_cast<T*>(program.buffers[op.out]);
+  const int64_t q_stride = program.strides[op.in], out_stride = program.strides[op.out];
+  const int group = op.heads / op.kv_heads;
+  const int splits = plan.split_tasks(op.kv_heads, group) ? plan.max_splits : 1;
+  SoftmaxState* shared = static_cast<SoftmaxState*>(plan.shared);
+  const int64_t items = int64_t(plan.num_spans) * op.kv_heads * splits;
+  for (int64_t item = pool.next(); item < items; item = pool.next()) {
+    const AttentionSpan& span = plan.spans[item / splits / op.kv_heads];
+    const int kv_head = int(item / splits % op.kv_heads), split = int(item % splits);
+    const int32_t* table = batch.block_tables[kv.group] + span.row * batch.table_strides[kv.group];
+    for (int first = 0; first < span.num_tokens * group; first += MAX_ATTENTION_ROWS) {
+      int rows = span.num_tokens * group - first;
+      rows = rows < MAX_ATTENTION_ROWS ? rows : MAX_ATTENTION_ROWS;
+      AttentionPiece<T> piece{op, batch, span, kv_head, first, rows};
+      AttentionTask<T> task{op, kv, table, kv_head, rows};
+      load_queries(piece, q, q_stride, s);
+      const int from = s.low[0], to = s.high[rows - 1];  // rows are in order of position
+      if (splits > 1) {
+        const int begin = split * KV_SPLIT, end = begin + KV_SPLIT;
+        if (begin < to && end > from)
+          attend_split(task, s, shared[item], begin > from ? begin : from, end < to ? end : to);
+        continue;
+      }
+      for (int begin = from / KV_SPLIT * KV_SPLIT; begin < to; begin += KV_SPLIT) {
+        const bool is_first = begin <= from;
+        const int end = begin + KV_SPLIT;
+        attend_split(task, s, is_first ? s.all : s.split, is_first ? from : begin, end < to ? end : to);
+        if (!is_first) merge_states(s.all, s.split, rows, op.head_dim);
+      }
+      store_outputs(piece, s.all, out, out_stride);
+    }
+  }
+  if (splits == 1) return;
+  pool.barrier();
+  for (int64_t item = pool.next(); item < int64_t(plan.num_spans) * op.kv_heads; item = pool.next()) {
+    const AttentionSpan& span = plan.spans[item / op.kv_heads];
+    AttentionPiece<T> piece{op, batch, span, int(item % op.kv_heads), 0, span.num_tokens * group};
+    load_queries(piece, q, q_stride, s);
+    const int from = s.low[0], to = s.high[piece.rows - 1];
+    SoftmaxState& all = shared[item * splits + from / KV_SPLIT];
+    for (int split = from / KV_SPLIT + 1; split * KV_SPLIT < to; split++)
+      merge_states(all, shared[item * splits + split], piece.rows, op.head_dim);
+    store_outputs(piece, all, out, out_stride);
+  }
+}
+
+}  // namespace CL_NS

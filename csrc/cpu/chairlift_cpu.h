@@ -1,0 +1,174 @@
+// The border between Python and the CPU kernels: a C ABI of raw pointers and sizes, called through ctypes.
+//
+// Python owns every array it passes and keeps it alive; the library owns only its thread pool. Structs are mirrored in
+// chairlift/kernels/cpu/library.py, which compares their sizes at load. Nothing here throws or allocates per call on
+// the hot path. All integers are host integers; "elements" means elements of the program's dtype.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define CL_EXPORT __attribute__((visibility("default")))
+
+enum { CL_ABI_VERSION = 1 };
+
+// Weights, activations and KV of a program are of one dtype; sums are float32 in both.
+enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
+
+// Instruction-set paths, weakest first. Each has its own rounding; within one, a row's result never depends on others.
+enum cl_isa { CL_AVX2 = 0, CL_AVX512 = 1, CL_AVX512_BF16 = 2, CL_AMX = 3, CL_NUM_ISAS = 4 };
+
+enum {
+  CL_PANEL = 32,     // columns of a packed weight panel
+  CL_K_MULTIPLE = 32,  // packed weights and activation rows are padded with zeros to this many elements
+  CL_KV_TOKENS = 16,  // tokens of a packed KV tile; block sizes are multiples of it
+};
+
+// One fused operation. Unused fields are zero, unused buffers -1. Buffers are [T, width] rows of the program's dtype.
+enum cl_op_kind {
+  CL_OP_CALL = 0,         // ends a native run: Python computes `out`, then goes on behind it
+  CL_OP_EMBED = 1,        // out[T, k] = rows token_ids of weight [n, k]; flags & CL_PACKED: weight is packed
+  CL_OP_ROTARY = 2,       // float32 cos and sin of every token into rotary table `layer`: weight = inverse frequencies [head_dim / 2], scale = factor
+  CL_OP_RMS_NORM = 3,     // out[T, k] = rms_norm(in) * weight[k] (float32), eps
+  CL_OP_LINEAR = 4,       // out[T, n] = in[T, k] @ weight.T + bias (+ aux[T, n]); out may be aux
+  CL_OP_LINEAR_SILU = 5,  // out[T, n / 2] = silu(gate) * up of that product; gate and up panels alternate
+  CL_OP_QKV = 6,          // that product as heads: norm, rotation, K and V to the cache of `layer`, q to out[T, heads * head_dim]
+  CL_OP_ATTENTION = 7,    // out[T, heads * head_dim] = causal attention of in (q) over the cache of `layer`
+  CL_OP_ADD = 8,          // out[T, n] = in + aux
+};
+enum { CL_PACKED = 1 };
+
+typedef struct {
+  int32_t kind, flags;
+  int32_t in, out, aux;   // buffer indices
+  int32_t n, k;           // output columns before any pairing; input columns
+  int32_t layer;          // KV layer (QKV, ATTENTION)
+  int32_t rotary;         // rotary table (ROTARY, QKV); -1: no rotation
+  int32_t heads, kv_heads, head_dim;
+  int32_t window;         // tokens a query sees, itself included; 0: all
+  float eps, scale;
+  const void* weight;     // packed panels (see cl_pack) for products
+  const float* bias;      // float32 in packed column order, padded to whole panels; or null
+  const float* q_norm;    // float32 [head_dim] or null
+  const float* k_norm;
+} cl_op;
+
+// K and V of one layer. Per block and KV head, K is [block_size / 16][head_dim / P][16][P] and V [block_size / P][head_dim][P]
+// elements with P = 2 in bf16 and 1 in float32, so that products need no transposition.
+typedef struct {
+  void* k;
+  void* v;
+  int32_t group;          // cache group: which block table and slot mapping
+  int32_t kv_heads, head_dim, block_size;
+  int64_t num_blocks;
+} cl_kv_layer;
+
+typedef struct {
+  const cl_op* ops;
+  void* const* buffers;
+  const int64_t* strides;        // elements between rows of each buffer; a multiple of 32, pad columns are zero
+  float* const* rotary;          // tables [capacity, head_dim]: cosines, then sines
+  const cl_kv_layer* kv_layers;
+  int32_t num_ops, num_buffers, num_rotary, num_kv_layers;
+  int32_t dtype, isa;
+  int32_t capacity;              // rows of every buffer
+  int32_t reserved;
+} cl_program;
+
+// One step: N rows, each the newest tokens of a sequence, T tokens in all.
+typedef struct {
+  const int32_t* token_ids;      // [T]
+  const int32_t* positions;      // [T]
+  const int32_t* cu_seqlens;     // [N + 1]
+  const int32_t* seq_lens;       // [N]
+  const int32_t* const* block_tables;  // per group [N, table_strides[g]]
+  const int64_t* table_strides;
+  const int64_t* const* slot_mapping;  // per group [T]
+  int32_t num_tokens, num_rows, num_groups, reserved;
+} cl_batch;
+
+// How one row samples, and what came of it. Pointers may be null when their count is zero.
+typedef struct {
+  uint64_t seed;
+  double top_p;                  // 1: off
+  const int32_t* history;        // prompt and output so far
+  const int32_t* allowed;        // only these ids, when num_allowed > 0
+  const int32_t* bias_ids;
+  const float* bias;
+  const int32_t* masked;         // never these ids
+  const uint32_t* mask_bits;     // grammar: bit i % 32 of word i / 32 set where id i is allowed; or null
+  int32_t* top_ids;              // out [1 + num_logprobs]: the token, then the most likely ones
+  float* top_logprobs;           // out, same order
+  int32_t history_len, num_prompt_tokens;
+  int32_t num_allowed, num_bias, num_masked;
+  int32_t position;              // of the new token
+  int32_t top_k;                 // 0: off
+  int32_t num_logprobs;          // -1: none asked for
+  int32_t target;                // >= 0: draw nothing, report the log-probability of this id
+  float temperature;             // 0: greedy
+  float min_p;                   // 0: off
+  float repetition, presence, frequency;  // 1, 0, 0: off
+  int32_t token;                 // out; -1 with a status other than CL_SAMPLED
+  int32_t status;                // out
+  int32_t rank;                  // out, with logprobs: 1 + ids strictly more likely than token
+  int32_t reserved;
+} cl_sampling_row;
+
+enum cl_sample_status {
+  CL_SAMPLED = 0,
+  CL_RAW_NAN = 1,       // the model's logits hold NaN
+  CL_RAW_INF = 2,       // ... or +inf
+  CL_RAW_NONE = 3,      // every raw logit is -inf
+  CL_SHAPED_NONE = 4,   // masks and bias leave no id
+  CL_SHAPED_INF = 5,    // penalties or temperature overflow, or NaN
+};
+
+typedef struct cl_pool cl_pool;
+
+CL_EXPORT int32_t cl_abi_version(void);
+// sizeof cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row.
+CL_EXPORT void cl_struct_sizes(int64_t sizes[5]);
+// Bit i set: this processor, operating system and build can run isa i.
+CL_EXPORT int32_t cl_supported_isas(void);
+
+// Zeroed memory on huge pages, 2 MiB aligned, taken from the system as it is touched. Null when there is none.
+CL_EXPORT void* cl_alloc(size_t bytes);
+CL_EXPORT void cl_free(void* memory, size_t bytes);
+// Lets go of the pages of a file mapping that were read; they come back from the file when touched.
+CL_EXPORT void cl_release_pages(const void* memory, size_t bytes);
+
+// Threads 1 .. n-1 sleep until a run needs them; the caller is thread 0. pin: one thread per allowed processor. Null on failure.
+CL_EXPORT cl_pool* cl_pool_create(int32_t num_threads, int32_t pin);
+CL_EXPORT void cl_pool_destroy(cl_pool* pool);
+
+// Bytes of a packed weight of n rows (outputs) and k columns.
+CL_EXPORT size_t cl_packed_bytes(int64_t n, int64_t k, int32_t dtype);
+// Put rows [first_row, first_row + rows) of a weight into place: row r goes to column r % 32 of panel
+// first_panel + r / 32 * panel_step. Layout per panel: [k / P][32][P], P = 2 in bf16 and 1 in float32. src: row-major, src_stride elements per row.
+CL_EXPORT void cl_pack(void* packed, int32_t dtype, int64_t k, int64_t first_row, int64_t rows, int64_t first_panel,
+                       int64_t panel_step, const void* src, int64_t src_stride);
+
+// Run ops from first_op to the next CL_OP_CALL or the end; returns the index of the op it stopped at. Negative: -1 a bad argument.
+CL_EXPORT int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, int32_t first_op);
+
+// Output head: rows token_rows[R] of hidden (rows of `stride` elements) times weight [vocab, k], then one token per row.
+// logits: float32 scratch [rows that need stored logits, stride vocab rounded up to 32], or null to have none of them.
+CL_EXPORT int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride,
+                          const int32_t* token_rows, int32_t num_rows, const void* weight, const float* bias, int32_t vocab,
+                          int32_t k, cl_sampling_row* rows, float* logits, int64_t logits_rows);
+// Whether a row's logits must be stored; the rest is fused with the product.
+CL_EXPORT int32_t cl_needs_logits(const cl_sampling_row* row);
+// The sampler alone, on given logits [num_rows, stride]: for tests and for logits computed elsewhere.
+CL_EXPORT int32_t cl_sample(cl_pool* pool, const float* logits, int64_t stride, int32_t num_rows, int32_t vocab,
+                            cl_sampling_row* rows, int32_t isa);
+
+// Machine limits, measured here: bytes/s of reading `bytes` of memory; operations/s of the isa's product instruction.
+CL_EXPORT double cl_measure_read(cl_pool* pool, const void* memory, size_t bytes);
+CL_EXPORT double cl_measure_peak(cl_pool* pool, int32_t isa, int32_t int8, double seconds);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,82 @@
+// Operations that touch each activation once; rows are divided evenly among the threads.
+#pragma once
+#include "gemm.h"
+
+namespace CL_NS {
+
+template <typename T>
+static void embed(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
+  T* out = static_cast<T*>(program.buffers[op.out]);
+  const int64_t stride = program.strides[op.out];
+  for (int t = share.begin; t < share.end; t++) {
+    const int32_t id = batch.token_ids[t];
+    CL_ASSERT(id >= 0 && id < op.n);
+    T* row = out + t * stride;
+    if (!(op.flags & CL_PACKED)) {
+      memcpy(row, static_cast<const T*>(op.weight) + int64_t(id) * op.k, op.k * sizeof(T));
+      continue;
+    }
+    enum { P = Pairs<T>::P };
+    const T* column = packed_weight<T>(op.weight, op.n, op.k).panel(id / CL_PANEL) + id % CL_PANEL * P;
+    for (int k = 0; k < op.k; k += P, column += CL_PANEL * P) memcpy(row + k, column, sizeof(T) * P);
+  }
+}
+
+// Angles as positions in float32 times float32 frequencies, like transformers; cosines and sines by the C library, one
+// at a time, so that no value depends on its neighbours.
+static void rotary_table(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
+  const float* frequencies = static_cast<const float*>(op.weight);
+  const int half = op.head_dim / 2;
+  for (int t = share.begin; t < share.end; t++) {
+    float* row = program.rotary[op.layer] + int64_t(t) * op.head_dim;
+    for (int i = 0; i < half; i++) {
+      const float angle = float(batch.positions[t]) * frequencies[i];
+      row[i] = cosf(angle) * op.scale;
+      row[half + i] = sinf(angle) * op.scale;
+    }
+  }
+}
+
+// Sum of squares of `size` (a multiple of 16) elements in four fixed chains.
+template <typename T>
+CL_INLINE float sum_of_squares(const T* x, int size) {
+  vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
+  for (int i = 0; i < size; i += LANES) {
+    vf v = vload(x + i);
+    sum[i / LANES % 4] = vfma(v, v, sum[i / LANES % 4]);
+  }
+  return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
+}
+
+// Normalised, rounded to T, then scaled: the order Hugging Face models were trained with. Pad columns are zero, so whole
+// vectors may be summed.
+template <typename T>
+static void rms_norm(const cl_op& op, const cl_program& program, Share share) {
+  const T* in = static_cast<const T*>(program.buffers[op.in]);
+  T* out = static_cast<T*>(program.buffers[op.out]);
+  const float* weight = static_cast<const float*>(op.weight);
+  const int whole = op.k / LANES * LANES;
+  for (int t = share.begin; t < share.end; t++) {
+    const T* x = in + t * program.strides[op.in];
+    T* y = out + t * program.strides[op.out];
+    const int padded_size = (op.k + LANES - 1) / LANES * LANES;
+    const float mean = sum_of_squares(x, padded_size) / float(op.k);
+    const float factor = 1.0f / sqrtf(mean + op.eps);
+    for (int i = 0; i < whole; i += LANES)
+      vstore(y + i, vmul(vload(weight + i), vrounded(vmul(vload(x + i), vset(factor)), T())));
+    for (int i = whole; i < op.k; i++)
+      y[i] = from_float(weight[i] * to_float(from_float(to_float(x[i]) * factor, T())), T());
+  }
+}
+
+template <typename T>
+static void add(const cl_op& op, const cl_program& program, Share share) {
+  const T *a = static_cast<const T*>(program.buffers[op.in]), *b = static_cast<const T*>(program.buffers[op.aux]);
+  T* out = static_cast<T*>(program.buffers[op.out]);
+  for (int t = share.begin; t < share.end; t++)
+    for (int i = 0; i < op.n; i += LANES)
+      vstore(out + t * program.strides[op.out] + i, vadd(vload(a + t * program.strides[op.in] + i),
+                                                         vload(b + t * program.strides[op.aux] + i)));
+}
+
+}  // namespace CL_NS

@@ -1,0 +1,110 @@
+// Activations times a packed weight, with whatever is to be done with the result while it is still in the cache.
+#pragma once
+#include "pool.h"
+#include "product.h"
+#if defined(CL_USE_AMX)
+#include "tiles.h"
+#endif
+
+namespace CL_NS {
+
+enum { TILE_COLUMNS = 512, MAX_ROW_BLOCK = 32 };
+
+// The rows of one thread, where work is divided evenly.
+struct Share {
+  int begin, end;
+};
+CL_INLINE Share share_of(int rows, int thread, int threads) {
+  return Share{int(int64_t(rows) * thread / threads), int(int64_t(rows) * (thread + 1) / threads)};
+}
+
+// How rows and k are blocked per dtype. SUPER rows at a time share one pass over the weight.
+template <typename T>
+struct Blocking {
+  static constexpr int ROW_BLOCK = ROWS, K_BLOCK = 4096, SUPER = 384;
+};
+#if defined(CL_USE_AMX)
+// 32 rows of 512 k are 32 KiB: rows stay in L1 while the panels come from L2.
+template <>
+struct Blocking<bf16> {
+  static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 512, SUPER = 512;
+};
+#endif
+
+template <typename T>
+static void panel_product(int rows, const T* a, int64_t a_stride, const T* panel, int64_t k, float* out,
+                          int64_t out_stride, bool accumulate, Prefetch prefetch) {
+  const int steps = int(k / Pairs<T>::P);
+  for (int v = 0; v < CL_PANEL / LANES; v += GROUPS) {
+    const T* column[2] = {panel + v * LANES * Pairs<T>::P, panel + (v + GROUPS - 1) * LANES * Pairs<T>::P};
+    Columns<T> columns{column, 1, steps, steps, CL_PANEL * Pairs<T>::P};
+    product<T, GROUPS, false>(rows, a, a_stride, columns, out + v * LANES, out_stride, accumulate, prefetch);
+  }
+}
+#if defined(CL_USE_AMX)
+template <>
+void panel_product<bf16>(int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k, float* out,
+                         int64_t out_stride, bool accumulate, Prefetch prefetch) {
+  tile_product(rows, a, a_stride, panel, k, out, out_stride, accumulate, prefetch);
+}
+#endif
+
+// A packed weight: `panels` of [k / P][32][P], k already padded.
+template <typename T>
+struct Weight {
+  const T* data;
+  int panels;
+  int64_t k;
+  const T* panel(int64_t index) const { return data + index * k * CL_PANEL; }
+};
+
+CL_INLINE int64_t padded(int64_t k) { return (k + CL_K_MULTIPLE - 1) / CL_K_MULTIPLE * CL_K_MULTIPLE; }
+
+template <typename T>
+static Weight<T> packed_weight(const void* data, int64_t n, int64_t k) {
+  return Weight<T>{static_cast<const T*>(data), int((n + CL_PANEL - 1) / CL_PANEL), padded(k)};
+}
+
+// Every thread of the pool calls this; chunks of `chunk_panels` panels go to whoever is free. `epilogue(first row, rows,
+// first panel, panels, tile, tile_stride)` gets each finished piece of a @ weight.T once, as float32. k is never divided
+// among threads. `tile` holds MAX_ROW_BLOCK x TILE_COLUMNS floats of this thread. `a` has readable memory for
+// MAX_ROW_BLOCK rows behind row m.
+template <typename T, typename Epilogue>
+static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weight<T>& weight, int chunk_panels,
+                 float* tile, const Epilogue& epilogue) {
+  typedef Blocking<T> B;
+  const int chunks = (weight.panels + chunk_panels - 1) / chunk_panels, supers = (m + B::SUPER - 1) / B::SUPER;
+  const int64_t items = int64_t(chunks) * supers, tile_stride = int64_t(chunk_panels) * CL_PANEL;
+  const int64_t panel_bytes = weight.k * CL_PANEL * int64_t(sizeof(T));
+  CL_ASSERT(tile_stride <= TILE_COLUMNS && a_stride >= weight.k);
+  // The item after the one at hand is taken early, so that its weights can be fetched meanwhile.
+  for (int64_t item = pool.next(), following; item < items; item = following) {
+    following = pool.next();
+    const int first_panel = int(item % chunks) * chunk_panels, super = int(item / chunks) * B::SUPER;
+    const int panels = weight.panels - first_panel < chunk_panels ? weight.panels - first_panel : chunk_panels;
+    const int next_panel = int(following % chunks) * chunk_panels;
+    const int fetched = following < items && next_panel != first_panel ? weight.panels - next_panel : 0;
+    const int rows_here = m - super < B::SUPER ? m - super : B::SUPER;
+    const int blocks = (rows_here + B::ROW_BLOCK - 1) / B::ROW_BLOCK;
+    const int fetching = blocks < 4 ? blocks : 4;  // the blocks that share the fetching
+    for (int block = 0; block < blocks; block++) {
+      const int begin = super + rows_here * block / blocks, rows = super + rows_here * (block + 1) / blocks - begin;
+      for (int64_t k = 0; k < weight.k; k += B::K_BLOCK) {
+        const int64_t k_here = weight.k - k < B::K_BLOCK ? weight.k - k : B::K_BLOCK;
+        for (int p = 0; p < panels; p++) {
+          // One block fetches two lines a step; several share them, at most four.
+          const bool fetches = p < fetched && block < fetching;
+          const int64_t piece = k_here * CL_PANEL / fetching;
+          const char* panel = (const char*)(weight.panel(next_panel) + k * CL_PANEL + block * piece);
+          const char* ahead[2] = {panel + p * panel_bytes, panel + p * panel_bytes + 64};
+          const Prefetch prefetch{ahead, fetching > 1 ? 1 : 2, 128 / fetching};
+          panel_product(rows, a + begin * a_stride + k, a_stride, weight.panel(first_panel + p) + k * CL_PANEL, k_here,
+                        tile + p * CL_PANEL, tile_stride, k > 0, fetches ? prefetch : NO_PREFETCH);
+        }
+      }
+      epilogue(begin, rows, first_panel, panels, tile, tile_stride);
+    }
+  }
+}
+
+}  // namespace CL_NS

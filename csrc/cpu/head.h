@@ -1,0 +1,127 @@
+// The output head: hidden rows times the vocabulary, with the choice of the token fused into the product.
+#pragma once
+#include "gemm.h"
+#include "kernels.h"
+#include "sampling.h"
+
+namespace CL_NS {
+
+// Shared by the threads of one call: the gathered rows, and per thread the best of every row so far.
+template <typename T>
+struct HeadShared {
+  T* rows;
+  int64_t stride;
+  Best* best;       // [threads, R]
+  int32_t* stored;  // [R]: row of the logits, or -1 where the choice is fused
+};
+
+CL_INLINE size_t aligned64(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+template <typename T>
+CL_INLINE size_t rows_bytes(int num_rows, int64_t k) {
+  return aligned64(size_t(num_rows + MAX_ROW_BLOCK) * padded(k) * sizeof(T));
+}
+
+template <typename T>
+static HeadShared<T> head_shared(const HeadCall& call, int threads) {
+  char* at = static_cast<char*>(call.shared);
+  HeadShared<T> shared;
+  shared.rows = reinterpret_cast<T*>(at);
+  shared.stride = padded(call.k);
+  at += rows_bytes<T>(call.num_rows, call.k);
+  shared.best = reinterpret_cast<Best*>(at);
+  at += aligned64(sizeof(Best) * threads * call.num_rows);
+  shared.stored = reinterpret_cast<int32_t*>(at);
+  return shared;
+}
+
+static size_t head_shared_bytes(int num_threads, int num_rows, int64_t k, int dtype) {
+  size_t rows = dtype == CL_BF16 ? rows_bytes<bf16>(num_rows, k) : rows_bytes<float>(num_rows, k);
+  return rows + aligned64(sizeof(Best) * num_threads * num_rows) + aligned64(sizeof(int32_t) * num_rows);
+}
+
+template <typename T>
+struct ChooseOrStore {
+  const HeadCall& call;
+  const HeadShared<T>& shared;
+  Best* best;  // of this thread
+
+  void operator()(int row0, int rows, int panel0, int panels, float* tile, int64_t tile_stride) const {
+    const int first_id = panel0 * CL_PANEL;
+    int count = panels * CL_PANEL;
+    count = count < call.vocab - first_id ? count : call.vocab - first_id;
+    for (int r = 0; r < rows; r++) {
+      float* logits = tile + r * tile_stride;
+      if (call.bias)
+        for (int c = 0; c < panels * CL_PANEL; c += LANES)
+          vstore(logits + c, vadd(vload(logits + c), vload(call.bias + first_id + c)));
+      const int row = row0 + r;
+      if (shared.stored[row] < 0)
+        consider(best[row], logits, first_id, count, call.rows[row]);
+      else
+        memcpy(call.logits + shared.stored[row] * call.logits_stride + first_id, logits,
+               sizeof(float) * panels * CL_PANEL);
+    }
+  }
+};
+
+static void choose(cl_pool& pool, int thread, const HeadCall& call, const Best* best, const int32_t* stored,
+                   int num_best) {
+  void* scratch = pool.scratch(thread, sample_scratch_bytes(call.vocab));
+  for (int64_t row = pool.next(); row < call.num_rows; row = pool.next()) {
+    if (stored[row] >= 0) {
+      sample_row(call.logits + stored[row] * call.logits_stride, call.vocab, call.rows[row], scratch);
+      continue;
+    }
+    Best all = best[row];
+    for (int i = 1; i < num_best; i++) merge(all, best[int64_t(i) * call.num_rows + row]);
+    finish(all, call.rows[row]);
+  }
+}
+
+static const Best NO_BEST = {-INFINITY, INT32_MAX, 0};
+
+template <typename T>
+static void head_of(cl_pool& pool, int thread, const HeadCall& call) {
+  const int threads = pool.num_threads();
+  const HeadShared<T> shared = head_shared<T>(call, threads);
+  const Share share = share_of(call.num_rows, thread, threads);
+  for (int row = share.begin; row < share.end; row++)
+    memcpy(shared.rows + row * shared.stride,
+           static_cast<const T*>(call.hidden) + call.token_rows[row] * call.stride, shared.stride * sizeof(T));
+  Best* best = shared.best + int64_t(thread) * call.num_rows;
+  for (int row = 0; row < call.num_rows; row++) best[row] = NO_BEST;
+  if (thread == 0)
+    for (int row = 0, next = 0; row < call.num_rows; row++) shared.stored[row] = needs_logits(call.rows[row]) ? next++ : -1;
+  float* tile = static_cast<float*>(pool.scratch(thread, sizeof(float) * MAX_ROW_BLOCK * TILE_COLUMNS));
+  pool.barrier();
+  gemm(pool, shared.rows, shared.stride, call.num_rows, packed_weight<T>(call.weight, call.vocab, call.k), 4, tile,
+       ChooseOrStore<T>{call, shared, best});
+  pool.barrier();
+  choose(pool, thread, call, shared.best, shared.stored, threads);
+}
+
+static void head(cl_pool& pool, int thread, const HeadCall& call) {
+  if (call.program.dtype == CL_BF16)
+    head_of<bf16>(pool, thread, call);
+  else
+    head_of<float>(pool, thread, call);
+}
+
+// Rows of given logits. What `head` fuses is done here in pieces of the same kind.
+static void sample(cl_pool& pool, int thread, const HeadCall& call) {
+  void* scratch = pool.scratch(thread, sample_scratch_bytes(call.vocab));
+  for (int64_t row = pool.next(); row < call.num_rows; row = pool.next()) {
+    const float* logits = call.logits + row * call.logits_stride;
+    if (needs_logits(call.rows[row])) {
+      sample_row(logits, call.vocab, call.rows[row], scratch);
+      continue;
+    }
+    Best best = NO_BEST;
+    for (int first = 0; first < call.vocab; first += 128)
+      consider(best, logits + first, first, call.vocab - first < 128 ? call.vocab - first : 128, call.rows[row]);
+    finish(best, call.rows[row]);
+  }
+}
+
+}  // namespace CL_NS

@@ -1,0 +1,39 @@
+// What one instruction-set path offers; api.cpp picks one per program.
+#pragma once
+#include "chairlift_cpu.h"
+#include "plan.h"
+#include "pool.h"
+
+struct HeadCall {
+  const cl_program& program;
+  const void* hidden;
+  int64_t stride;
+  const int32_t* token_rows;
+  int32_t num_rows;
+  const void* weight;
+  const float* bias;
+  int32_t vocab, k;
+  cl_sampling_row* rows;
+  float* logits;
+  int64_t logits_stride;
+  void* shared;  // head_shared_bytes
+};
+
+struct Kernels {
+  // Each is called by every thread of the pool, inside a run.
+  void (*run)(cl_pool&, int thread, const cl_program&, const cl_batch&, const StepPlan&, int first_op, int end_op);
+  void (*head)(cl_pool&, int thread, const HeadCall&);
+  void (*sample)(cl_pool&, int thread, const HeadCall&);
+  // Seconds that `rounds` of the path's product instruction take; operations per round.
+  double (*peak)(int64_t rounds, bool int8);
+  double operations_per_round[2];  // bf16 or float32, int8
+  // Sizes, worked out with this path's types.
+  size_t (*split_state_bytes)();
+  size_t (*head_shared_bytes)(int num_threads, int num_rows, int64_t k, int dtype);
+};
+
+// Null where this build or this processor lacks the path.
+const Kernels* kernels_avx2();
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx512_bf16();
+const Kernels* kernels_amx();

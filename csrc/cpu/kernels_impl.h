@@ -1,0 +1,132 @@
+// One instruction-set path, whole. A kernels_*.cpp file names the path and includes this; nothing in it has external
+// linkage but the function that hands the table out, because the linker must never mix code of two paths.
+#include <time.h>
+
+#include "attention.h"
+#include "head.h"
+#include "linear.h"
+
+namespace CL_NS {
+
+// Subnormals are zero on every path: the bf16 product instructions flush them whatever the control register says.
+struct FlushSubnormals {
+  const unsigned before = _mm_getcsr();
+  FlushSubnormals() { _mm_setcsr(before | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before); }
+};
+
+// The tile registers' shapes, for as long as a run lasts.
+struct Tiles {
+#if defined(CL_USE_AMX)
+  Tiles() { tiles_begin(); }
+  ~Tiles() { tiles_end(); }
+#else
+  Tiles() {}
+#endif
+};
+
+template <typename T>
+struct Scratch {
+  alignas(64) float tile[MAX_ROW_BLOCK * TILE_COLUMNS];
+  AttentionScratch<T> attention;
+};
+
+template <typename T>
+static void run_of(cl_pool& pool, int thread, const cl_program& program, const cl_batch& batch, const StepPlan& plan,
+                   int first_op, int end_op) {
+  Scratch<T>& scratch = *static_cast<Scratch<T>*>(pool.scratch(thread, sizeof(Scratch<T>)));
+  const Share share = share_of(batch.num_tokens, thread, pool.num_threads());
+  for (int i = first_op; i < end_op; i++) {
+    const cl_op& op = program.ops[i];
+    switch (op.kind) {
+      case CL_OP_EMBED: embed<T>(op, program, batch, share); break;
+      case CL_OP_ROTARY: rotary_table(op, program, batch, share); break;
+      case CL_OP_RMS_NORM: rms_norm<T>(op, program, share); break;
+      case CL_OP_ADD: add<T>(op, program, share); break;
+      case CL_OP_ATTENTION: attention<T>(pool, op, program, batch, plan, scratch.attention); break;
+      default: linear<T>(pool, op, program, batch, scratch.tile); break;
+    }
+    pool.barrier();
+  }
+}
+
+static void run(cl_pool& pool, int thread, const cl_program& program, const cl_batch& batch, const StepPlan& plan,
+                int first_op, int end_op) {
+  FlushSubnormals flush;
+  Tiles tiles;
+  if (program.dtype == CL_BF16)
+    run_of<bf16>(pool, thread, program, batch, plan, first_op, end_op);
+  else
+    run_of<float>(pool, thread, program, batch, plan, first_op, end_op);
+}
+
+static void run_head(cl_pool& pool, int thread, const HeadCall& call) {
+  FlushSubnormals flush;
+  Tiles tiles;
+  head(pool, thread, call);
+}
+
+static void run_sample(cl_pool& pool, int thread, const HeadCall& call) {
+  FlushSubnormals flush;
+  sample(pool, thread, call);
+}
+
+static double seconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };  // sums enough to hide the latency, few enough for the registers
+
+static double peak(int64_t rounds, bool int8) {
+  const double start = seconds();
+#if defined(CL_USE_AMX) && !defined(CL_EMULATE_AMX)
+  tiles_begin();
+  for (int64_t i = 0; i < rounds; i++) {
+    if (int8) {
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+    } else {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  tiles_end();
+#else
+  (void)int8;
+  bf16 ones[2 * LANES] = {};
+  vf sum[PEAK_CHAINS];
+  for (vf& each : sum) each = vset(0.0f);
+  auto a = load_step(ones), b = broadcast_step(ones);
+  for (int64_t i = 0; i < rounds; i++)
+#pragma GCC unroll 24
+    for (int j = 0; j < PEAK_CHAINS; j++) {
+      sum[j] = multiply_add(sum[j], b, a);
+#if defined(__AVX512F__)
+      __asm__ volatile("" : : "v"(sum[j]));
+#else
+      __asm__ volatile("" : : "x"(sum[j].lo), "x"(sum[j].hi));
+#endif
+    }
+#endif
+  return seconds() - start;
+}
+
+static size_t split_state_bytes() { return sizeof(SoftmaxState); }
+
+static const Kernels table = {
+    run, run_head, run_sample, peak,
+#if defined(CL_USE_AMX)
+    {4 * 16384.0, 4 * 32768.0},
+#else
+    {PEAK_CHAINS * LANES * 4.0, 0.0},
+#endif
+    split_state_bytes, head_shared_bytes,
+};
+
+}  // namespace CL_NS

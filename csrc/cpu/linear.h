@@ -1,0 +1,169 @@
+// What the step program's products do with their results: bias, residual, SwiGLU, or heads for attention.
+#pragma once
+#include "elementwise.h"
+#include "gemm.h"
+
+namespace CL_NS {
+
+// out = tile + bias (+ residual). Columns beyond n are zero in weight, bias and residual, so they stay zero.
+template <typename T>
+struct StoreResult {
+  T* out;
+  int64_t stride;
+  const T* residual;
+  int64_t residual_stride;
+  const float* bias;
+
+  void operator()(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride) const {
+    const int64_t column0 = int64_t(panel0) * CL_PANEL;
+    for (int r = 0; r < rows; r++)
+      for (int c = 0; c < panels * CL_PANEL; c += LANES) {
+        const int64_t column = column0 + c;
+        vf x = vload(tile + r * tile_stride + c);
+        if (bias) x = vadd(x, vload(bias + column));
+        if (residual) x = vadd(x, vload(residual + (row0 + r) * residual_stride + column));
+        vstore(out + (row0 + r) * stride + column, x);
+      }
+  }
+};
+
+// out = silu(gate) * up; gate and up panels alternate.
+template <typename T>
+struct StoreGated {
+  T* out;
+  int64_t stride;
+  const float* bias;
+
+  void operator()(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride) const {
+    for (int r = 0; r < rows; r++)
+      for (int p = 0; p < panels; p += 2)
+        for (int c = 0; c < CL_PANEL; c += LANES) {
+          const float* at = tile + r * tile_stride + p * CL_PANEL + c;
+          vf gate = vload(at), up = vload(at + CL_PANEL);
+          if (bias) {
+            gate = vadd(gate, vload(bias + (panel0 + p) * CL_PANEL + c));
+            up = vadd(up, vload(bias + (panel0 + p + 1) * CL_PANEL + c));
+          }
+          vf silu = vdiv(gate, vadd(vset(1.0f), vexp(vsub(vset(0.0f), gate))));
+          vstore(out + (row0 + r) * stride + (panel0 + p) / 2 * CL_PANEL + c, vmul(silu, up));
+        }
+  }
+};
+
+// Each head of q and k normalised (Qwen3) and rotated; q to its buffer, k and v to their slots in the cache.
+template <typename T>
+struct StoreHeads {
+  const cl_op& op;
+  const cl_batch& batch;
+  const cl_kv_layer& kv;
+  const float* rotary;  // [T, head_dim] or null
+  T* q;
+  int64_t q_stride;
+
+  void operator()(int row0, int rows, int panel0, int panels, float* tile, int64_t tile_stride) const {
+    const int dim = op.head_dim, first_head = panel0 * CL_PANEL / dim;
+    int last_head = (panel0 + panels) * CL_PANEL / dim;
+    last_head = last_head < op.heads + 2 * op.kv_heads ? last_head : op.heads + 2 * op.kv_heads;
+    for (int r = 0; r < rows; r++)
+      for (int h = first_head; h < last_head; h++) {
+        float* x = tile + r * tile_stride + (h - first_head) * dim;
+        if (op.bias)
+          for (int d = 0; d < dim; d += LANES) vstore(x + d, vadd(vload(x + d), vload(op.bias + h * dim + d)));
+        const int t = row0 + r;
+        if (h < op.heads + op.kv_heads) shape(x, h < op.heads ? op.q_norm : op.k_norm, t);
+        if (h < op.heads) {
+          for (int d = 0; d < dim; d += LANES) vstore(q + t * q_stride + h * dim + d, vload(x + d));
+        } else if (h < op.heads + op.kv_heads) {
+          store_key(x, h - op.heads, t);
+        } else {
+          store_value(x, h - op.heads - op.kv_heads, t);
+        }
+      }
+  }
+
+ private:
+  enum { P = Pairs<T>::P };
+
+  void shape(float* x, const float* norm, int t) const {
+    const int dim = op.head_dim, half = dim / 2;
+    if (norm) {
+      const float factor = 1.0f / sqrtf(sum_of_squares(x, dim) / float(dim) + op.eps);
+      for (int d = 0; d < dim; d += LANES)
+        vstore(x + d, vmul(vload(norm + d), vrounded(vmul(vload(x + d), vset(factor)), T())));
+    }
+    if (!rotary) return;
+    const float *cosine = rotary + int64_t(t) * dim, *sine = cosine + half;
+    int d = 0;
+    for (; d + LANES <= half; d += LANES) {
+      const vf first = vload(x + d), second = vload(x + d + half), c = vload(cosine + d), s = vload(sine + d);
+      vstore(x + d, vsub(vmul(first, c), vmul(second, s)));
+      vstore(x + d + half, vadd(vmul(second, c), vmul(first, s)));
+    }
+    for (; d < half; d++) {
+      const float first = x[d], second = x[d + half];
+      x[d] = first * cosine[d] - second * sine[d];
+      x[d + half] = second * cosine[d] + first * sine[d];
+    }
+  }
+
+  // Where the 16 tokens around this one lie, for one KV head.
+  int64_t tile_of(int64_t slot, int head) const {
+    const int64_t block = slot / kv.block_size;
+    CL_ASSERT(block >= 0 && block < kv.num_blocks);
+    const int per_block = kv.block_size / CL_KV_TOKENS, inside = int(slot % kv.block_size) / CL_KV_TOKENS;
+    return ((block * kv.kv_heads + head) * per_block + inside) * CL_KV_TOKENS * op.head_dim;
+  }
+
+  void store_key(const float* x, int head, int t) const {
+    const int64_t slot = batch.slot_mapping[kv.group][t];
+    T* to = static_cast<T*>(kv.k) + tile_of(slot, head) + slot % CL_KV_TOKENS * P;
+    T rounded[512];
+    for (int d = 0; d < op.head_dim; d += LANES) vstore(rounded + d, vload(x + d));
+    for (int d = 0; d < op.head_dim; d += P) memcpy(to + d * CL_KV_TOKENS, rounded + d, sizeof(T) * P);
+  }
+
+  // The place after an even token is cleared unless this step fills it: a product reads both, and what lies there may be
+  // another request's NaN.
+  void store_value(const float* x, int head, int t) const {
+    const int64_t slot = batch.slot_mapping[kv.group][t];
+    const int token = int(slot % CL_KV_TOKENS);
+    T* to = static_cast<T*>(kv.v) + tile_of(slot, head) + token / P * P * op.head_dim + token % P;
+    const bool last = t + 1 == batch.num_tokens || batch.slot_mapping[kv.group][t + 1] != slot + 1;
+    const bool clear_next = P == 2 && token % 2 == 0 && last;
+    T rounded[512];
+    for (int d = 0; d < op.head_dim; d += LANES) vstore(rounded + d, vload(x + d));
+    for (int d = 0; d < op.head_dim; d++) {
+      to[d * P] = rounded[d];
+      if (clear_next) to[d * P + 1] = T{0};
+    }
+  }
+};
+
+// Panels that hold whole heads.
+CL_INLINE int panels_per_heads(int head_dim) {
+  int columns = head_dim;
+  while (columns % CL_PANEL) columns += head_dim;
+  return columns / CL_PANEL;
+}
+
+template <typename T>
+static void linear(cl_pool& pool, const cl_op& op, const cl_program& program, const cl_batch& batch, float* tile) {
+  const T* in = static_cast<const T*>(program.buffers[op.in]);
+  T* out = static_cast<T*>(program.buffers[op.out]);
+  const int64_t in_stride = program.strides[op.in], out_stride = program.strides[op.out];
+  const Weight<T> weight = packed_weight<T>(op.weight, op.n, op.k);
+  const int m = batch.num_tokens;
+  if (op.kind == CL_OP_LINEAR) {
+    const T* residual = op.aux >= 0 ? static_cast<const T*>(program.buffers[op.aux]) : nullptr;
+    StoreResult<T> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias};
+    gemm(pool, in, in_stride, m, weight, 1, tile, store);
+  } else if (op.kind == CL_OP_LINEAR_SILU) {
+    gemm(pool, in, in_stride, m, weight, 2, tile, StoreGated<T>{out, out_stride, op.bias});
+  } else {
+    const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
+    StoreHeads<T> store{op, batch, program.kv_layers[op.layer], rotary, out, out_stride};
+    gemm(pool, in, in_stride, m, weight, panels_per_heads(op.head_dim), tile, store);
+  }
+}
+
+}  // namespace CL_NS

@@ -1,0 +1,28 @@
+// What is worked out once per step, before any thread starts: how attention is cut into tasks.
+#pragma once
+#include <stdint.h>
+
+enum {
+  KV_SPLIT = 1024,         // tokens; a context is always summed in pieces of this size
+  SPAN_TOKENS = 16,        // most queries of one sequence in one task
+  MAX_SPLIT_ROWS = 64,     // a task whose pieces may go to different threads has at most this many rows
+};
+
+// Neighbouring queries of one sequence.
+struct AttentionSpan {
+  int32_t row;          // of the batch
+  int32_t first_token;  // in the flat batch
+  int32_t num_tokens;
+  int64_t cost;         // query-key pairs, for longest first
+};
+
+struct StepPlan {
+  const AttentionSpan* spans;
+  int32_t num_spans, max_splits, longest_span, num_threads;
+  void* shared;  // splits' results, or null
+
+  // Whether one task's splits go to different threads: only where there are too few tasks to keep all threads busy.
+  bool split_tasks(int kv_heads, int group) const {
+    return shared && max_splits > 1 && num_spans * kv_heads < 8 * num_threads && longest_span * group <= MAX_SPLIT_ROWS;
+  }
+};

@@ -1,0 +1,131 @@
+#include "pool.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <new>
+
+namespace {
+
+// About 50 us of spinning before a thread sleeps: longer than any imbalance inside a step, far shorter than the time
+// between two requests of an idle server.
+constexpr int kSpins = 2000;
+
+void relax() {
+  for (int i = 0; i < 4; i++) __builtin_ia32_pause();
+}
+
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+}
+
+// Wait until word differs from value. The sleeper announces itself before it looks again, and the waker changes the
+// word before it looks for sleepers, so that no wake-up is lost.
+void wait_for_change(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, uint32_t value) {
+  for (int spin = 0; spin < kSpins; spin++) {
+    if (word.load(std::memory_order_acquire) != value) return;
+    relax();
+  }
+  sleepers.fetch_add(1);
+  while (word.load() == value) sleep_while(word, value);
+  sleepers.fetch_sub(1);
+}
+
+void pin_to(int processor) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(processor, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+}
+
+}  // namespace
+
+cl_pool::cl_pool(int num_threads, bool pin) : num_threads_(num_threads), pin_(pin) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  pthread_getaffinity_np(pthread_self(), sizeof set, &set);
+  int found = 0;
+  for (int processor = 0; processor < CPU_SETSIZE && found < num_threads_; processor++)
+    if (CPU_ISSET(processor, &set)) processors_[found++] = processor;
+  for (int i = found; i < num_threads_; i++) processors_[i] = processors_[found ? i % found : 0];
+  for (int thread = 1; thread < num_threads_; thread++) threads_[thread] = std::thread(&cl_pool::work, this, thread);
+}
+
+cl_pool::~cl_pool() {
+  stop_ = true;
+  epoch_.fetch_add(1);
+  wake_all(epoch_);
+  for (int thread = 1; thread < num_threads_; thread++) threads_[thread].join();
+  for (Scratch& scratch : scratch_) cl_free(scratch.memory, scratch.bytes);
+  for (Scratch* scratch : {&shared_, &plan_}) cl_free(scratch->memory, scratch->bytes);
+}
+
+void cl_pool::work(int thread) {
+  if (pin_) pin_to(processors_[thread]);
+  for (uint32_t epoch = 0;; epoch++) {
+    wait_for_change(epoch_, asleep_, epoch);
+    if (stop_) return;
+    task_(argument_, thread);
+    barrier();
+  }
+}
+
+void cl_pool::run(void (*task)(void*, int), void* argument) {
+  std::lock_guard<std::mutex> guard(one_run_);
+  cpu_set_t before;
+  // The caller is pinned only while it computes: threads that Python starts from it must not inherit its processor.
+  if (pin_ && pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0) pin_to(processors_[0]);
+  task_ = task;
+  argument_ = argument;
+  next_.store(0);
+  epoch_.fetch_add(1);
+  if (asleep_.load() > 0) wake_all(epoch_);
+  task(argument, 0);
+  barrier();
+  if (pin_) pthread_setaffinity_np(pthread_self(), sizeof before, &before);
+}
+
+void cl_pool::barrier() {
+  if (num_threads_ == 1) {
+    next_.store(0, std::memory_order_relaxed);
+    return;
+  }
+  uint32_t generation = generation_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
+    arrived_.store(0, std::memory_order_relaxed);
+    next_.store(0, std::memory_order_relaxed);
+    generation_.store(generation + 1);
+    if (waiting_.load() > 0) wake_all(generation_);
+  } else {
+    wait_for_change(generation_, waiting_, generation);
+  }
+}
+
+void* cl_pool::grown(Scratch& scratch, size_t bytes) {
+  if (scratch.bytes < bytes) {
+    cl_free(scratch.memory, scratch.bytes);
+    scratch.memory = cl_alloc(bytes);
+    scratch.bytes = scratch.memory ? bytes : 0;
+  }
+  return scratch.memory;
+}
+
+void* cl_pool::scratch(int thread, size_t bytes) { return grown(scratch_[thread], bytes); }
+
+extern "C" cl_pool* cl_pool_create(int32_t num_threads, int32_t pin) {
+  if (num_threads < 1 || num_threads > cl_pool::kMaxThreads) return nullptr;
+  try {
+    return new (std::nothrow) cl_pool(num_threads, pin != 0);
+  } catch (...) {
+    return nullptr;  // the system refused a thread
+  }
+}
+
+extern "C" void cl_pool_destroy(cl_pool* pool) { delete pool; }
