@@ -34,6 +34,7 @@ BUNDLED_MODEL = "bundled"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BATCHING = ("continuous", "static", "dynamic")
 _POLICIES = ("fcfs",)
+_KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,10 @@ class ModelConfig:
     """auto (what the model says), float32, bfloat16 or float16; for weights, activations and KV cache."""
     device: str = "cpu"
     """cpu or cuda (cuda:0, ...)."""
+    threads: int | None = None
+    """CPU threads. None: all the processors this process may use."""
+    kernels: str = "auto"
+    """CPU kernels: auto picks the best this processor has; a name forces that path; torch is the reference."""
     max_model_len: int | None = None
     """Longest sequence, prompt and answer together, in tokens. None: what the model was made for."""
     seed: int | None = None
@@ -109,6 +114,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         model, cache, scheduler = self.model, self.cache, self.scheduler
         _one_of("dtype", model.dtype, _DTYPES)
+        _one_of("kernels", model.kernels, _KERNELS)
         _one_of("batching", scheduler.batching, _BATCHING)
         _one_of("scheduling_policy", scheduler.scheduling_policy, _POLICIES)
         for name in ("model", "revision", "tokenizer"):
@@ -122,6 +128,7 @@ class EngineConfig:
         _range("block_size", cache.block_size, 1, 256)
         if cache.block_size & (cache.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {cache.block_size!r}")
+        _range("threads", model.threads, 1, 256)
         _range("max_model_len", model.max_model_len, 2, 2**24)
         _range("seed", model.seed, -(2**63), 2**63 - 1)
         _range("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1, 2**50)
@@ -179,7 +186,7 @@ class Flag:
 
 def flat_fields() -> list[Flag]:
     """Every setting with type, default and help, in the order in which it is declared."""
-    choices = {"dtype": _DTYPES, "batching": _BATCHING, "scheduling_policy": _POLICIES}
+    choices = {"dtype": _DTYPES, "kernels": _KERNELS, "batching": _BATCHING, "scheduling_policy": _POLICIES}
     flags = []
     parts: dict[str, type[Any]] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
     for part, owner in parts.items():
@@ -215,7 +222,7 @@ def _true_or_false(name: str, value: Any) -> None:
 
 
 def _range(name: str, value: Any, low: float, high: float) -> None:
-    if value is None and name in ("max_model_len", "seed", "kv_cache_memory_bytes", "num_kv_blocks"):
+    if value is None and name in ("threads", "max_model_len", "seed", "kv_cache_memory_bytes", "num_kv_blocks"):
         return
     whole = name not in ("batch_wait_ms", "admission_watermark")
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:

@@ -177,14 +177,16 @@ def _build(
 
     from chairlift.executor.kv_tensors import DEFAULT_SHARE, available_memory, plan_kv_cache
     from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.model_runner import TorchModelRunner
-    from chairlift.models.loader import load_model, resolve_dtype
+    from chairlift.executor.select import choose_isa, make_runner
+    from chairlift.models.loader import WeightLayout, load_model, resolve_dtype
 
     device = torch.device(config.model.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {config.model.device!r}, but this torch finds no CUDA device; use device='cpu'")
     dtype = resolve_dtype(network, config.model.dtype)
-    model = load_model(model_dir, network, dtype, device, progress)
+    isa = choose_isa(config, network, dtype, device)
+    layout = WeightLayout.ONEDNN if isa is None else WeightLayout.NATIVE
+    model = load_model(model_dir, network, dtype, device, progress, layout=layout)
     scheduler = config.scheduler
     memory = config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
@@ -196,7 +198,7 @@ def _build(
         most_tokens=scheduler.max_num_seqs * limits.max_model_len,
     )
     executor = LocalExecutor(
-        TorchModelRunner(model, plan, dtype, device),
+        make_runner(model, plan, config, dtype, device, isa),
         num_slots=scheduler.max_num_seqs,
         max_model_len=limits.max_model_len,
         block_size=plan.block_size,

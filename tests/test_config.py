@@ -37,6 +37,7 @@ def test_unknown_names_are_refused_with_a_suggestion(name: Any, hint: str) -> No
 
 
 RANGES: list[tuple[str, float, float]] = [
+    ("threads", 1, 256),
     ("max_model_len", 2, 2**24),
     ("seed", -(2**63), 2**63 - 1),
     ("kv_cache_memory_bytes", 1, 2**50),
@@ -108,6 +109,7 @@ def test_names_are_text_or_paths(name: str) -> None:
     [
         ("dtype", "fp16", "auto, float32, bfloat16, float16"),
         ("dtype", ["auto"], "auto, float32"),
+        ("kernels", "AVX2", "auto, amx, avx512_bf16, avx512, avx2, torch"),
         ("batching", "Static", "continuous, static, dynamic"),
         ("scheduling_policy", "lifo", "fcfs"),
     ],

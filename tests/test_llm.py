@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, ConfigError, RequestError, SamplingParams
 from chairlift.engine.input_processor import Prompt
 from chairlift.errors import TemplateError
-from chairlift.executor.model_runner import TorchModelRunner
+from chairlift.executor.local import LocalExecutor
 from chairlift.models.flat_batch import FlatBatch
 from chairlift.outputs import Logprob, RequestOutput
+from chairlift.scheduler.output import SchedulerOutput
 from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8, 100, 41, 2, 90, 13, 55, 6, 31, 70, 11, 12, 99, 4]
@@ -271,10 +273,11 @@ def test_late_prompt_logprobs_do_not_reach_the_next_request_of_that_name(model_d
 
 def test_a_model_with_broken_weights_fails_its_requests_and_says_why(tmp_path: Path) -> None:
     model_dir = tiny_hf_model(tmp_path, "llama")
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"].fill_(float("nan"))
+    save_file(tensors, path, metadata={"format": "pt"})
     llm = make(model_dir)
-    weights = next(iter(llm.engine._executor._runner._model.parameters()))  # type: ignore[attr-defined]
-    with torch.no_grad():
-        weights.fill_(float("nan"))
     output = llm.generate([PROMPT], greedy())[0]
     assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
     assert "NaN" in (output.error or "")
@@ -285,18 +288,18 @@ def test_an_interrupted_generate_leaves_an_llm_that_goes_on(model_dir: Path, mon
     """Ctrl-C arrives in the middle of a forward pass; it is held until the step has ended."""
     llm = make(model_dir)
     expected = llm.generate([[5, 6, 7]], greedy(6))[0].outputs[0].token_ids
-    forward = TorchModelRunner.forward
+    execute = LocalExecutor.execute
     steps = 0
 
-    def pressed(self: TorchModelRunner, batch: FlatBatch) -> torch.Tensor:
+    def pressed(self: LocalExecutor, out: SchedulerOutput) -> tuple[Any, FlatBatch]:
         nonlocal steps
         steps += 1
         if steps == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return forward(self, batch)
+        return execute(self, out)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TorchModelRunner, "forward", pressed)
+        patch.setattr(LocalExecutor, "execute", pressed)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5, 6, 7], [8, 9]], greedy(6))
     assert steps == 2

@@ -1,4 +1,4 @@
-"""The command line: ``chairlift generate``, ``chat`` and ``check``. Knows every other part; no other part knows it."""
+"""The command line, a module per command. It knows every other part; no other part knows it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from chairlift import __version__
-from chairlift.cli import chat, check, generate
+from chairlift.cli import bench, chat, check, generate
 from chairlift.errors import ChairliftError
 
 __all__ = ["entry_point", "main"]
@@ -89,8 +89,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"chairlift {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    parsers = {}
-    for module in (generate, chat, check):
+    for module in (generate, chat, check, bench):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(
             name,
@@ -101,11 +100,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         )
         command.add_argument("--verbose", action="store_true", help="log what the engine does, with tracebacks")
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
-        parsers[name] = command
+        command.set_defaults(run=module.run, parser=command)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        command = parsers[args.command]
+        command = args.parser  # of the command, or of a command's command
         known = [flag for action in command._actions for flag in action.option_strings]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
         kind = "unknown flag" if unknown[0].startswith("-") else "unexpected argument"

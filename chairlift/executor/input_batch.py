@@ -96,7 +96,6 @@ class InputBatch:
         cu_seqlens = np.zeros(len(all_slots) + 1, dtype=np.int32)
         np.cumsum(all_lengths, out=cu_seqlens[1:])
         seq_lens = self.num_computed[all_slots]
-        samplers = all_slots[sample_rows].tolist()
         return FlatBatch(
             token_ids=np.concatenate(token_ids),
             positions=all_positions,
@@ -107,7 +106,7 @@ class InputBatch:
             slot_mapping=self._slot_mapping(np.repeat(all_slots, all_lengths), all_positions),
             sampling=[self.sampling[slot] for slot in all_slots.tolist()],
             sample_rows=np.array(sample_rows, dtype=np.int32),
-            histories=[self.tokens[slot, : self.num_tokens[slot]] for slot in samplers],
+            tokens=self.tokens,
             copies=out.copies,
             prompt_rows=prompt_rows,
         )

@@ -29,9 +29,9 @@ class _Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         hidden: Tensor = self.embed_tokens(token_ids)
-        cos, sin = self.rotary(positions, hidden.dtype)
+        rotary = self.rotary(positions, hidden.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, ctx)
+            hidden = layer(hidden, rotary, ctx)
         out: Tensor = self.norm(hidden)
         return out
 

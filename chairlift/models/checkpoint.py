@@ -56,10 +56,12 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
 def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
     """The model's weights under Hugging Face's names, detached and contiguous, ready for ``safetensors``.
 
-    Raises :class:`~chairlift.errors.ConfigError` for a prepacked model, whose weights are gone.
+    Raises :class:`~chairlift.errors.ConfigError` for a model in a layout for serving, whose weights are gone.
     """
-    if any(isinstance(module, Linear) and module.packed is not None for module in model.modules()):
-        raise ConfigError("the model was prepacked for serving, so its weights are gone; load it with prepack=False")
+    if any(isinstance(module, Linear) and module.weight is None for module in model.modules()):
+        raise ConfigError(
+            "the model's weights were packed for serving and cannot be saved; load it with layout=WeightLayout.PLAIN"
+        )
     parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
     for part in checkpoint_layout(model):

@@ -36,12 +36,18 @@ class FlatBatch:
     """[N] how each row samples, as given at admission."""
     sample_rows: _Int32
     """[R] rows that sample, in the order in which their tokens are returned."""
-    histories: list[_Int32]
-    """R views of the sequences so far, prompt and output; valid until the tokens of this step are stored."""
+    tokens: _Int32
+    """[num_slots, L] every slot's sequence so far, prompt and output; a row that samples has ``seq_lens`` of them."""
     copies: list[tuple[int, int, int]]
     """(group, source block, destination block) to copy before anything is written."""
     prompt_rows: list[tuple[int, int, _Int32]]
     """(row, first position, prompt tokens) of chunks whose request asked for prompt log-probabilities."""
+
+    @property
+    def histories(self) -> list[_Int32]:
+        """R views of the sequences so far, prompt and output; valid until the tokens of this step are stored."""
+        ends = zip(self.slots[self.sample_rows].tolist(), self.seq_lens[self.sample_rows].tolist(), strict=True)
+        return [self.tokens[slot, :length] for slot, length in ends]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

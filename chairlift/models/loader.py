@@ -2,7 +2,8 @@
 
 A model directory is data from a stranger. Only JSON and safetensors are read; pickle files are refused; no code in the
 directory is ever imported; names in the index cannot lead out of the directory. Tensors are memory-mapped and copied
-straight into their place, one layer at a time, so that loading needs hardly more memory than the model.
+straight into their place, a few megabytes at a time, and the pages of the file are let go of behind, so that loading
+needs hardly more memory than the model.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
-from chairlift.errors import ModelLoadError
+from chairlift.errors import ConfigError, ModelLoadError
+from chairlift.kernels.cpu.library import Memory, why_unavailable
+from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedWeight, copy_rows, packed_bytes
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.hf_config import ModelConfig, read_config, read_json
-from chairlift.models.layers.linear import Linear
+from chairlift.models.layers.embedding import Embedding
+from chairlift.models.layers.linear import Linear, WeightLayout
 from chairlift.models.registry import model_class
 
-__all__ = ["load_model", "read_config", "resolve_dtype", "resolve_model_dir"]
+__all__ = ["WeightLayout", "load_model", "read_config", "resolve_dtype", "resolve_model_dir"]
 
 Progress = Callable[[str, float], None]
 
@@ -83,23 +87,35 @@ def load_model(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     *,
-    prepack: bool = True,
+    layout: WeightLayout = WeightLayout.ONEDNN,
 ) -> CausalLM:
     """Build the model of ``config`` with the weights in ``model_dir``, ready for inference (no gradients).
 
-    ``progress`` is called with a label and the share done (0..1). With ``prepack`` the linear layers of a CPU model are
-    laid out for oneDNN as they are loaded; pass False to train or to save. Raises
-    :class:`~chairlift.errors.ModelLoadError` when weights are missing, damaged, surplus, misshapen or pickled.
+    ``progress`` is called with a label and the share done (0..1). ``layout`` says how linear weights are laid out as
+    they are loaded: PLAIN to train or to save; off the CPU, ONEDNN means PLAIN too. Raises
+    :class:`~chairlift.errors.ModelLoadError` when weights are missing, damaged, surplus, misshapen or pickled, and
+    :class:`~chairlift.errors.ConfigError` when NATIVE is not possible.
     """
     torch_dtype, device = resolve_dtype(config, dtype), torch.device(device)
+    if layout is WeightLayout.NATIVE:
+        _check_native(torch_dtype, device)
+    elif device.type != "cpu":
+        layout = WeightLayout.PLAIN
     with torch.device("meta"):
         model = model_class(config.model_type)(config)
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, stack)
         parts = checkpoint_layout(model)
         _check_tensors(tensors, parts, config, model_dir)
-        _fill(model, parts, tensors, torch_dtype, device, progress, prepack=prepack and device.type == "cpu")
+        _fill(model, parts, tensors, torch_dtype, device, progress, layout)
     return model.eval().requires_grad_(False)
+
+
+def _check_native(dtype: torch.dtype, device: torch.device) -> None:
+    if reason := why_unavailable():
+        raise ConfigError(reason)
+    if device.type != "cpu" or dtype not in NATIVE_DTYPES:
+        raise ConfigError(f"the CPU kernels run float32 and bfloat16 on device cpu, not {dtype} on {device}")
 
 
 def _fill(
@@ -109,33 +125,72 @@ def _fill(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None,
-    *,
-    prepack: bool,
+    layout: WeightLayout,
 ) -> None:
-    """Replace each meta parameter by a real one; with ``prepack``, each linear layer as soon as it is complete."""
+    """Replace each meta parameter by a real one, or by its packed form as soon as it is complete."""
     by_parameter: dict[str, list[CheckpointPart]] = {}
     for part in parts:
         by_parameter.setdefault(part.parameter, []).append(part)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     total, done = sum(shape.numel() for shape in shapes.values()), 0
+    native = _reserve(model, dtype) if layout is WeightLayout.NATIVE else {}
     for name, group in by_parameter.items():
-        value = torch.empty(shapes[name], dtype=dtype, device=device)
-        for part in group:
-            try:
-                value[part.start : part.start + part.shape[0]].copy_(tensors[part.name].get_tensor(part.name))
-            except (SafetensorError, OSError, RuntimeError) as error:
-                raise ModelLoadError(f"cannot read tensor {part.name}: {error}; download the model again") from None
         owner_name, _, attribute = name.rpartition(".")
         owner = model.get_submodule(owner_name)
-        setattr(owner, attribute, nn.Parameter(value, requires_grad=False))
-        if prepack and isinstance(owner, Linear) and attribute == "weight":
-            owner.prepack()
-        done += value.numel()
+        if name in native:
+            linear, packed = native[name]
+            for part in group:
+                packed.pack_rows(_read(tensors, part), part.start, mapped=True)
+            linear.take_native(packed)
+            if isinstance(owner, Embedding):  # tied to the linear layer that has the weight now
+                owner.native, owner.weight = packed, None
+        else:
+            value = torch.empty(shapes[name], dtype=dtype, device=device)
+            for part in group:
+                copy_rows(value[part.start : part.start + part.shape[0]], _read(tensors, part))
+            setattr(owner, attribute, nn.Parameter(value, requires_grad=False))
+            if isinstance(owner, Linear) and owner.native is not None:
+                owner.native.set_bias(value)
+            elif isinstance(owner, Linear) and attribute == "weight" and layout is WeightLayout.ONEDNN:
+                owner.prepack()
+        done += shapes[name].numel()
         if progress is not None:
             progress("loading weights", done / total)
     model.tie_weights()
-    if prepack:
+    if layout is WeightLayout.ONEDNN:
         model.lm_head.prepack()
+
+
+def _reserve(model: CausalLM, dtype: torch.dtype) -> dict[str, tuple[Linear, PackedWeight]]:
+    """Parameter name -> the linear layer it belongs to and room for its packed form, all in one piece of memory.
+
+    One piece, because each begins on a huge page of its own: with one per layer the ends would add up.
+    """
+    by_weight = {id(module.weight): module for module in model.modules() if isinstance(module, Linear)}
+    linears = {name: by_weight[id(value)] for name, value in model.named_parameters() if id(value) in by_weight}
+    sizes = {
+        name: packed_bytes(linear.out_features, linear.in_features, dtype, interleaved=linear.interleaved)
+        for name, linear in linears.items()
+    }
+    memory = Memory(sum(sizes.values()))
+    reserved, offset = {}, 0
+    for name, linear in linears.items():
+        part = memory.part(offset, sizes[name])
+        packed = PackedWeight(
+            linear.out_features, linear.in_features, dtype, interleaved=linear.interleaved, memory=part
+        )
+        reserved[name] = linear, packed
+        offset += sizes[name]
+    return reserved
+
+
+def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor:
+    """A view of the tensor in its mapped file."""
+    try:
+        tensor: Tensor = tensors[part.name].get_tensor(part.name)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ModelLoadError(f"cannot read tensor {part.name}: {error}; download the model again") from None
+    return tensor
 
 
 def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Importing this package does not import torch; the parts that need it are importe
     logits    one function per transform (bias, masks, penalties, temperature, min-p, top-k, top-p)
     logprobs  log-probabilities of the raw logits
     row       what the sampler must know of one answer (no torch)
+    failures  why a row has no token, in words (no torch)
     sampler   the order of all that, for a batch of rows
 """
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+import numpy.typing as npt
+
 from chairlift.sampling_params import SamplingParams
 
 __all__ = ["SamplingRow"]
@@ -40,6 +43,21 @@ class SamplingRow:
             or params.frequency_penalty
         )
         self.plain_greedy = params.greedy and not self.reshapes and params.logprobs is None
+
+    def masked_token_ids(self, history: npt.NDArray[np.int32]) -> list[int]:
+        """Ids that must not come next: the ends of bad words whose beginnings stand, and stops before ``min_tokens``.
+
+        ``history`` is prompt and output so far. An id may occur twice, and may lie outside the vocabulary.
+        """
+        masked: list[int] = []
+        if self.bad_word_ids:
+            output = history[self.num_prompt_tokens :].tolist()
+            for word in self.bad_word_ids:
+                if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]:
+                    masked.append(word[-1])
+        if len(history) - self.num_prompt_tokens < self.params.min_tokens:
+            masked += self.stop_token_ids
+        return masked
 
     @property
     def wants_prompt_logprobs(self) -> bool:

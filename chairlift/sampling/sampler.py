@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from chairlift.sampling import logits as transforms
+from chairlift.sampling.failures import raw_reason, shaped_reason
 from chairlift.sampling.gumbel import gumbel_argmax
 from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
 from chairlift.sampling.row import SamplingRow
@@ -73,7 +74,7 @@ class Sampler:
         token_ids: list[int] = argmax.tolist()
         output = SamplerOutput(token_ids, [None] * len(rows), {})
         for i, value in _not_finite(highest):
-            output.errors[i] = _raw_reason(value)
+            output.errors[i] = raw_reason(value)
         if masks is not None or not all(row.plain_greedy for row in rows):
             self._sample_shaped(logits, rows, tokens, masks, output)
             _report_logprobs(logits, rows, output)
@@ -116,7 +117,7 @@ class Sampler:
         for i, token_id in zip(part, argmax.tolist(), strict=True):
             output.token_ids[i] = token_id
         for j, value in _not_finite(highest):
-            output.errors[part[j]] = _shaped_reason(value)
+            output.errors[part[j]] = shaped_reason(value)
         drawn = [j for j, i in enumerate(part) if i not in output.errors and not rows[j].params.greedy]
         if drawn:
             if len(drawn) < len(part):
@@ -140,10 +141,7 @@ def _reshape(scores: Tensor, rows: Sequence[SamplingRow], tokens: Sequence[npt.N
             allowed.add(i, params.allowed_token_ids)
         if params.logit_bias:
             bias.add(i, params.logit_bias, params.logit_bias.values())
-        if row.bad_word_ids:
-            masked.add(i, _completions(row.bad_word_ids, output))
-        if len(output) < params.min_tokens:
-            masked.add(i, row.stop_token_ids)
+        masked.add(i, row.masked_token_ids(history))
         if params.repetition_penalty != 1.0:
             seen.add(i, np.unique(history))
         if params.presence_penalty or params.frequency_penalty:
@@ -221,12 +219,6 @@ class _Pairs:
         return torch.from_numpy(np.concatenate(self._values)).to(self._device)
 
 
-def _completions(bad_words: Iterable[tuple[int, ...]], output: npt.NDArray[np.int32]) -> list[int]:
-    """The last token of every bad word whose other tokens are the end of the output."""
-    history = output.tolist()
-    return [word[-1] for word in bad_words if tuple(history[len(history) - len(word) + 1 :]) == word[:-1]]
-
-
 def _report_logprobs(logits: Tensor, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
     """Fill in log-probabilities of the raw logits for the rows that asked and drew a token."""
     asked = [
@@ -253,19 +245,3 @@ def _floats(like: Tensor, values: Iterable[float]) -> Tensor:
 def _not_finite(highest: Tensor) -> list[tuple[int, float]]:
     """Rows whose highest value is NaN or infinite; one transfer from the device."""
     return [(i, value) for i, value in enumerate(highest.tolist()) if not math.isfinite(value)]
-
-
-def _raw_reason(highest: float) -> str:
-    if highest == -math.inf:
-        return "the model gave every token a logit of -inf, so none can be chosen"
-    kind = "NaN" if math.isnan(highest) else "+inf"
-    return f"the model's logits contain {kind}; the weights or the dtype may be at fault (try float32)"
-
-
-def _shaped_reason(highest: float) -> str:
-    if highest == -math.inf:
-        return (
-            "no token is left to choose from: allowed_token_ids, bad_words, logit_bias, min_tokens or the grammar "
-            "exclude every one; relax one of them"
-        )
-    return "the logits overflow after penalties and temperature; use a higher repetition_penalty or temperature"

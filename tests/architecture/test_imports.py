@@ -38,12 +38,15 @@ ALLOWED: dict[str, list[str]] = {
         "tokenizer",
     ],
     "llm": [*PLAIN, *BRAIN, "engine", "executor", "models", "tokenizer"],
+    "workload": ["errors"],
+    "bench": [*PLAIN, "llm", "engine", "executor", "models", "kernels", "workload"],
     "train": ["errors", "models", "kernels", "tokenizer"],
     "sim": [*PLAIN, *BRAIN, "engine", "executor", "models.flat_batch", "models.hashlm", "sampling", "tokenizer"],
     "cli": [
         *PLAIN,
         *BRAIN,
         "",
+        "bench",
         "engine",
         "executor",
         "kernels",
@@ -53,6 +56,7 @@ ALLOWED: dict[str, list[str]] = {
         "sim",
         "tokenizer",
         "train",
+        "workload",
     ],
     "__main__": ["cli"],
     "": [*PLAIN, "llm"],  # chairlift/__init__.py

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from chairlift.executor.model_runner import TorchModelRunner
+from chairlift.executor.local import LocalExecutor
+from chairlift.models.flat_batch import FlatBatch
+from chairlift.scheduler.output import SchedulerOutput
 from tests.cli.conftest import Run
 
 
@@ -30,7 +32,8 @@ def test_a_good_model_gets_a_report(chairlift: Run, model_dir: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_passes(chairlift: Run, model_dir: Path, dtype: str) -> None:
     code, out, err = chairlift("check", model_dir, "--dtype", dtype, "--num-kv-blocks", "64")
-    assert (code, err) == (0, [])
+    assert code == 0
+    assert ["PyTorch runs this model" in line for line in err] == [True] * (dtype == "float16")
     assert f"in {dtype}" in "\n".join(out)
 
 
@@ -53,13 +56,15 @@ def test_an_empty_name_is_not_the_bundled_model(chairlift: Run) -> None:
 def test_a_batch_that_changes_answers_is_found(
     chairlift: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = TorchModelRunner.forward
+    execute = LocalExecutor.execute
 
-    def wrong(self: TorchModelRunner, batch: object) -> torch.Tensor:
-        hidden = forward(self, batch)  # type: ignore[arg-type]
-        return hidden if len(hidden) == 1 else hidden.flip(-1)
+    def wrong(self: LocalExecutor, out: SchedulerOutput) -> tuple[torch.Tensor, FlatBatch]:
+        hidden, batch = execute(self, out)
+        if len(hidden) > 1:
+            hidden.copy_(hidden.flip(-1))
+        return hidden, batch
 
-    monkeypatch.setattr(TorchModelRunner, "forward", wrong)
+    monkeypatch.setattr(LocalExecutor, "execute", wrong)
     code, _, err = chairlift("check", model_dir, "--num-kv-blocks", "64")
     assert code == 2
     assert len(err) == 1

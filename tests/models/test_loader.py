@@ -7,6 +7,8 @@ import pickle
 import random
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chairlift.errors import ConfigError, ModelLoadError
+from chairlift.errors import ConfigError, InvariantError, ModelLoadError
+from chairlift.kernels.cpu.packing import PackedWeight
 from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.hf_config import SUPPORTED_MODEL_TYPES, parse_config
-from chairlift.models.loader import load_model, read_config, resolve_dtype, resolve_model_dir
+from chairlift.models.layers.linear import Linear
+from chairlift.models.loader import WeightLayout, load_model, read_config, resolve_dtype, resolve_model_dir
 from chairlift.models.random_weights import random_model, write_random_model
 from chairlift.models.registry import MODEL_CLASSES, model_class
 from tests.models.paged import packed_logits
 from tests.models.tiny import FAMILIES, hf_logits, hf_model, tiny_hf_model
+from tests.native import needs_kernels
 
 Mutate = Callable[[dict[str, torch.Tensor]], object]
 
@@ -70,11 +75,11 @@ def write_index(model_dir: Path, weight_map: Any) -> None:
     (model_dir / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-@pytest.mark.parametrize("prepack", [True, False])
-def test_sharded_and_single_files_load_alike(model_dir: Path, prepack: bool) -> None:
-    single = packed_logits(load(model_dir, prepack=prepack), [[1, 2, 3]])[0]
+@pytest.mark.parametrize("layout", [WeightLayout.ONEDNN, WeightLayout.PLAIN])
+def test_sharded_and_single_files_load_alike(model_dir: Path, layout: WeightLayout) -> None:
+    single = packed_logits(load(model_dir, layout=layout), [[1, 2, 3]])[0]
     shard(model_dir)
-    assert torch.equal(packed_logits(load(model_dir, prepack=prepack), [[1, 2, 3]])[0], single)
+    assert torch.equal(packed_logits(load(model_dir, layout=layout), [[1, 2, 3]])[0], single)
 
 
 def test_progress_rises_to_one(model_dir: Path) -> None:
@@ -88,15 +93,94 @@ def test_progress_rises_to_one(model_dir: Path) -> None:
 def test_state_dict_is_the_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
     model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=tied)
     stored = load_file(model_dir / "model.safetensors")
-    exported = hf_state_dict(load(model_dir, prepack=False))
+    exported = hf_state_dict(load(model_dir, layout=WeightLayout.PLAIN))
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], stored[name]) for name in stored)
     save_file(exported, tmp_path / "again.safetensors")
 
 
-def test_prepacked_model_cannot_be_exported(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="prepack=False"):
-        hf_state_dict(load(model_dir))
+@pytest.mark.parametrize("layout", [WeightLayout.ONEDNN, pytest.param(WeightLayout.NATIVE, marks=needs_kernels)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_packed_for_serving_cannot_be_exported(tied: bool, tmp_path: Path, layout: WeightLayout) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama", tie_word_embeddings=tied)
+    with pytest.raises(ConfigError, match=r"layout=WeightLayout\.PLAIN"):
+        hf_state_dict(load(model_dir, layout=layout))
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_layout_holds_the_same_weights(family: str, tied: bool, dtype: str, tmp_path: Path) -> None:
+    """An intermediate size that is no multiple of a panel, so that gates and ups are padded apart."""
+    model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=tied, intermediate_size=72)
+    plain = load(model_dir, dtype=dtype, layout=WeightLayout.PLAIN)
+    for sharded in (False, True):
+        if sharded:
+            shard(model_dir)
+        native = load(model_dir, dtype=dtype, layout=WeightLayout.NATIVE)
+        linears = [(name, module) for name, module in plain.named_modules() if isinstance(module, Linear)]
+        packed_names = {f"{name}.weight" for name, _ in linears} | ({"model.embed_tokens.weight"} if tied else set())
+        for name, linear in linears:
+            packed = native.get_submodule(name).native
+            assert packed is not None and packed.interleaved == name.endswith("gate_up_proj")
+            assert torch.equal(packed.unpack(), linear.weight)
+            assert (packed.bias is None) == (linear.bias is None)
+            if linear.bias is not None:
+                ones = PackedWeight(*linear.weight.shape, packed.dtype, interleaved=packed.interleaved)
+                ones.set_bias(linear.bias)
+                assert torch.equal(packed.bias, ones.bias) and packed.bias.any()
+        rest = {name: value for name, value in plain.named_parameters() if name not in packed_names}
+        kept = dict(native.named_parameters())
+        assert kept.keys() == rest.keys()
+        assert all(torch.equal(kept[name], value) for name, value in rest.items())
+        assert native.model.embed_tokens.native is (native.lm_head.native if tied else None)
+
+
+@needs_kernels
+def test_native_layout_says_where_it_works(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"float32 and bfloat16 on device cpu, not torch.float16 on cpu"):
+        load(model_dir, layout=WeightLayout.NATIVE, dtype="float16")
+    with pytest.raises(ConfigError, match="on cuda"):
+        load(model_dir, layout=WeightLayout.NATIVE, device="cuda")
+    model = load(model_dir, layout=WeightLayout.NATIVE)
+    with pytest.raises(InvariantError, match="step program"):
+        packed_logits(model, [[1, 2, 3]])
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from chairlift.models.loader import WeightLayout, load_model, read_config
+
+def high_water() -> int:
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+torch.set_num_threads(1)
+warm, measured = map(Path, sys.argv[1:])
+load_model(warm, read_config(warm), layout=WeightLayout.NATIVE)
+before = high_water()
+model = load_model(measured, read_config(measured), layout=WeightLayout.NATIVE)
+print(high_water() - before)
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [False, True])
+def test_native_loading_needs_hardly_more_memory_than_the_weights(tied: bool, tmp_path: Path) -> None:
+    """Neither the file's pages nor a second copy of anything large stay."""
+    warm = tiny_hf_model(tmp_path / "warm", "qwen2")
+    config = json.loads((warm / "config.json").read_text())
+    config |= {"vocab_size": 50_000, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    config |= {"head_dim": 64, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    config |= {"dtype": "bfloat16", "tie_word_embeddings": tied}
+    measured = write_random_model(tmp_path / "measured", config, dtype="bfloat16", seed=1)
+    command = [sys.executable, "-c", MEASURE, str(warm), str(measured)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    weights = (measured / "model.safetensors").stat().st_size
+    assert weights > 64 << 20
+    # A slice of 4 MiB per thread may be there twice, and a few huge pages may be half empty.
+    assert weights * 0.95 < int(done.stdout) < weights + (40 << 20)
 
 
 def test_random_model_directory_loads_in_transformers(tmp_path: Path) -> None:

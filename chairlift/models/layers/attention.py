@@ -27,6 +27,7 @@ class Attention(nn.Module):
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
+        self.eps = config.rms_norm_eps
         width = self.num_heads * self.head_dim
         kv_width = self.num_kv_heads * self.head_dim
         self.qkv_proj = Linear(config.hidden_size, width + 2 * kv_width, bias=config.qkv_bias)
@@ -34,15 +35,17 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: AttentionContext) -> Tensor:
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        split = self.num_heads + self.num_kv_heads
-        if self.q_norm is not None and self.k_norm is not None:
-            q = ops.apply_rotary(self.q_norm(heads[:, : self.num_heads]), cos, sin)
-            k = ops.apply_rotary(self.k_norm(heads[:, self.num_heads : split]), cos, sin)
-        else:
-            rotated = ops.apply_rotary(heads[:, :split], cos, sin)
-            q, k = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
-        out = ctx.attend(self.layer, q, k, heads[:, split:], scale=self.scale, window=self.window)
-        projected: Tensor = self.o_proj(out.reshape(x.shape[0], -1))
+    def forward(self, x: Tensor, rotary: ops.Rotary, ctx: AttentionContext) -> Tensor:
+        q, k, v = ops.rotary_heads(
+            self.qkv_proj(x),
+            rotary,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.q_norm.weight if self.q_norm is not None else None,
+            self.k_norm.weight if self.k_norm is not None else None,
+            self.eps,
+        )
+        out = ctx.attend(self.layer, q, k, v, scale=self.scale, window=self.window)
+        projected: Tensor = self.o_proj(out.flatten(1))
         return projected

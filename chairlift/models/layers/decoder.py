@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from chairlift.kernels import ops
 from chairlift.models.context import AttentionContext
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.attention import Attention
@@ -23,7 +24,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: AttentionContext) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, ctx)
+    def forward(self, x: Tensor, rotary: ops.Rotary, ctx: AttentionContext) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, ctx)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from chairlift.kernels import ops
 from chairlift.models.hf_config import RopeConfig
 
 __all__ = ["RotaryEmbedding", "inverse_frequencies"]
@@ -25,13 +26,12 @@ class RotaryEmbedding(nn.Module):
         frequencies, self.attention_factor = inverse_frequencies(head_dim, rope, max_position_embeddings)
         self._frequencies: dict[torch.device, Tensor] = {frequencies.device: frequencies}
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> ops.Rotary:
         frequencies = self._frequencies.get(positions.device)
         if frequencies is None:
             frequencies = next(iter(self._frequencies.values())).to(positions.device)
             self._frequencies[positions.device] = frequencies
-        angles = positions.float()[:, None, None] * frequencies
-        return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
+        return ops.rotary_table(positions, frequencies, self.attention_factor, dtype)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig, max_position_embeddings: int) -> tuple[Tensor, float]:

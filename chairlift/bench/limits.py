@@ -1,0 +1,125 @@
+"""The limits of this machine, measured: how fast memory can be read, and how fast the product instructions run.
+
+They are what a kernel is held against (the roofline model: Williams, Waterman and Patterson, 2009). A limit is the best
+of several trials, because whatever disturbs a trial can only slow it down; the median says how disturbed they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Final
+
+import torch
+
+from chairlift.bench.machine import Machine
+from chairlift.errors import ConfigError
+from chairlift.executor.kv_tensors import available_memory
+from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
+
+__all__ = ["Limits", "Peak", "Rate", "Roof", "beyond_cache", "measure_limits", "product_isa", "thread_counts"]
+
+_LEAST_BUFFER: Final = 256 << 20
+_CACHES: Final = 4
+"""A buffer this many times the last-level cache leaves nothing of one pass for the next."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rate:
+    """Trials of one measurement, per second."""
+
+    best: float
+    median: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peak:
+    """How fast the product instruction of one path runs from registers."""
+
+    isa: str
+    product: str
+    """``bf16``, ``f32`` (what paths without a bf16 product make one from) or ``int8``."""
+    threads: int
+    operations: Rate
+    """Additions and multiplications per second."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Roof:
+    """What bounds an operation from below: bytes per second from memory, operations per second."""
+
+    bandwidth: float
+    peak: float
+
+    def seconds(self, nbytes: float, operations: float) -> float:
+        """The least time for so many bytes and operations, when one hides behind the other perfectly."""
+        return max(nbytes / self.bandwidth, operations / self.peak)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """Measured limits of this machine."""
+
+    buffer_bytes: int
+    """How much memory each trial read."""
+    read: dict[int, Rate]
+    """Threads -> bytes per second."""
+    peaks: tuple[Peak, ...]
+
+    def roof(self, isa: str, dtype: torch.dtype, threads: int) -> Roof:
+        """What bounds kernels of a path in a dtype. Raises ConfigError for what was not measured."""
+        wanted = product_isa(isa, dtype), threads
+        for peak in self.peaks:
+            if (peak.isa, peak.threads) == wanted and peak.product != "int8" and threads in self.read:
+                return Roof(self.read[threads].best, peak.operations.best)
+        raise ConfigError(f"the limits of {isa} with {threads} threads were not measured; measure them first")
+
+
+def product_isa(isa: str, dtype: torch.dtype) -> str:
+    """The path whose product instruction a kernel uses: in float32 the bf16 ones do without their speciality."""
+    if dtype == torch.float32 and isa != "avx2":
+        return "avx512"
+    return isa
+
+
+def thread_counts(most: int, *others: int) -> list[int]:
+    """1, 2, 4, ... up to ``most``, that itself, and ``others``, in order."""
+    return sorted({*(1 << power for power in range(most.bit_length())), most, *others})
+
+
+def beyond_cache(machine: Machine) -> int:
+    """How many bytes to cycle through so that none of them stays in the last-level cache, as far as memory allows."""
+    affordable = available_memory(torch.device("cpu")) // 4
+    return min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER), affordable)
+
+
+def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Limits:
+    """Reading of memory with 1, 2, 4, ... threads up to all, and products of every path with 1 and ``threads``.
+
+    ``quick`` takes shorter trials. Raises OSError without the compiled kernels.
+    """
+    library = require()
+    nbytes = beyond_cache(machine)
+    memory = Memory(nbytes)
+    memory.tensor(torch.uint8, (nbytes,)).fill_(1)  # pages that nobody has written to are one and the same
+    seconds, trials = (0.01, 5) if quick else (0.05, 7)
+    read: dict[int, Rate] = {}
+    peaks: list[Peak] = []
+    for count in thread_counts(max(threads, machine.processors), threads):
+        pool = Pool(count)
+        read[count] = _rate(partial(library.cl_measure_read, pool.handle, memory.address, nbytes), trials)
+        for isa, int8 in product(machine.isas if count in (1, threads) else (), (0, 1)):
+            rate = _rate(partial(library.cl_measure_peak, pool.handle, ISA_NAMES.index(isa), int8, seconds), trials)
+            if rate.best > 0:  # zero: the path has no such product
+                name = "int8" if int8 else "bf16" if isa in ("avx512_bf16", "amx") else "f32"
+                peaks.append(Peak(isa, name, count, rate))
+        pool.close()
+    return Limits(nbytes, read, tuple(peaks))
+
+
+def _rate(trial: Callable[[], float], count: int) -> Rate:
+    rates = [trial() for _ in range(count)]
+    return Rate(max(rates), statistics.median(rates))

@@ -1,0 +1,117 @@
+"""What a benchmark ran on: a figure without its machine is worth nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from chairlift.kernels.cpu.library import default_threads, supported_isas
+
+__all__ = ["Machine", "describe_machine"]
+
+_FLAGS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512dq",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+)
+"""Processor flags that decide which kernels can run, as Linux spells them."""
+
+_ASSUMED_L3 = 64 << 20
+"""Where the system doesn't tell."""
+
+_MOMENT = 0.25
+"""Seconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """Plain data, ready for JSON."""
+
+    cpu: str
+    flags: tuple[str, ...]
+    """Of the processor's, those that matter to kernels."""
+    processors: int
+    """How many this process may use."""
+    l3_bytes: int
+    """Last-level cache of those processors together; 64 MiB where the system doesn't tell."""
+    memory_bytes: int
+    """Of the machine; 0 where the system doesn't tell."""
+    system: str
+    isas: tuple[str, ...]
+    """Instruction-set paths of the kernels that run here, weakest first."""
+    busy: float
+    """Share of all processors' time that others used, in a moment in which this process waited."""
+
+
+def describe_machine() -> Machine:
+    """This machine, as far as the system tells."""
+    cpu, flags = _cpuinfo(Path("/proc/cpuinfo"))
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return Machine(
+        cpu=cpu or platform.processor() or platform.machine(),
+        flags=tuple(flag for flag in _FLAGS if flag in flags),
+        processors=default_threads(),
+        l3_bytes=_l3_bytes(Path("/sys/devices/system/cpu"), allowed) or _ASSUMED_L3,
+        memory_bytes=_memory_bytes(),
+        system=f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        isas=supported_isas(),
+        busy=_busy(Path("/proc/stat")),
+    )
+
+
+def _cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
+    """Name and flags of the first processor; empty where there is no such file."""
+    fields: dict[str, str] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    return fields.get("model name", ""), frozenset(fields.get("flags", "").split())
+
+
+def _l3_bytes(folder: Path, processors: Iterable[int]) -> int:
+    """The L3 caches of ``processors`` together, each counted once though several share it; 0 when none is described."""
+    sizes: dict[str, int] = {}
+    for processor in processors:
+        for index in (folder / f"cpu{processor}" / "cache").glob("index*"):
+            try:
+                level, size, shared = (
+                    (index / name).read_text().strip() for name in ("level", "size", "shared_cpu_list")
+                )
+                if level == "3":
+                    sizes[shared] = int(size.removesuffix("K")) << 10
+            except (OSError, ValueError):
+                continue
+    return sum(sizes.values())
+
+
+def _busy(path: Path) -> float:
+    """0 where there is no such file."""
+    counts = []
+    for wait in (_MOMENT, 0.0):
+        fields = path.read_text().splitlines()[0].split()[1:9] if path.exists() else []
+        counts.append([int(field) for field in fields])
+        time.sleep(wait)
+    spent = [after - before for before, after in zip(*counts, strict=True)]
+    idle = sum(spent[3:5])  # also that of waiting for disks
+    return 1 - idle / sum(spent) if sum(spent) else 0.0
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0

@@ -1,0 +1,287 @@
+"""``chairlift bench``: how fast are the kernels and the engine here, and how fast could they be?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import chairlift
+from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
+from chairlift.config import BUNDLED_MODEL, flat_fields
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.bench.kernels import KernelSettings
+    from chairlift.bench.machine import Machine
+    from chairlift.bench.offline import NativePath, OfflineRun
+    from chairlift.llm import LLM
+    from chairlift.models.hf_config import ModelConfig
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "measure kernels and engine against the limits of this machine"
+DESCRIPTION: Final = "Measure kernels and engine against the limits of this machine. See chairlift bench NAME --help."
+
+_KERNELS: Final = """Time the compiled CPU kernels, and say how near they come to the limits of this machine.
+
+The limits are measured first: how fast memory can be read, and how fast the product instructions run. The floor
+of a kernel is the longer of the two times it takes to read its weights (or K and V) and to compute with them.
+Everything it reads comes from memory that no cache holds. Attention is timed over blocks in shuffled order, as a
+paged cache has them, and in order. Run it on an otherwise idle machine."""
+_OFFLINE: Final = """Answer a seeded workload, all requests at once, greedily and to exactly the lengths drawn.
+
+Lengths are log-normal, as chat traffic has them: with 64 requests 8,700 prompt tokens and 6,415 output tokens. They
+are cut where the model has no room for them. Prompts are random token ids, so the tokenizer is not loaded."""
+
+_STATIC_ROWS: Final = 16
+_DEFAULT_SHAPES: Final = "qwen2.5-0.5b,smollm-135m"
+_QUICK: Final[dict[str, Any]] = {
+    "shapes": "smollm-135m",
+    "rows": (1, 16, 256),
+    "contexts": (128, 2048),
+    "batches": (1, 8),
+    "seconds": 0.002,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The benchmarks and their flags."""
+    benchmarks = parser.add_subparsers(title="benchmarks", metavar="NAME", dest="benchmark", required=True)
+    for name, summary, description, add in (
+        ("kernels", "time the compiled CPU kernels", _KERNELS, _add_kernel_flags),
+        ("offline", "answer a seeded workload with the engine", _OFFLINE, _add_offline_flags),
+    ):
+        benchmark = benchmarks.add_parser(
+            name,
+            help=summary,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        verbose = "log what the engine does, with tracebacks"
+        benchmark.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=verbose)
+        benchmark.add_argument("--json", metavar="FILE", type=Path, help="write machine, limits and results there")
+        benchmark.set_defaults(parser=benchmark)
+        add(benchmark)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one benchmark; 0. What keeps it from running raises ChairliftError."""
+    if args.json is not None:
+        _check_writable(args.json)
+    record = {"kernels": _run_kernels, "offline": _run_offline}[args.benchmark](args)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"chairlift": chairlift.__version__, **record}, indent=1) + "\n")
+    return 0
+
+
+def _check_writable(path: Path) -> None:
+    """A wrong path is found before anything is measured, and what a file holds stays until there is something new."""
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give another --json") from None
+    if not existed:
+        path.unlink()
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
+    paths = [path for flag in flat_fields() if flag.name == "kernels" for path in flag.choices or () if path != "torch"]
+    parser.add_argument("--threads", metavar="N", type=_number(1, 256), help="CPU threads (default: one per processor)")
+    parser.add_argument("--kernels", choices=paths, default="auto", help="instruction-set path (default: the best)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: bfloat16)")
+    parser.add_argument(
+        "--shapes",
+        metavar="LIST",
+        help="models (qwen2.5-0.5b, smollm-135m, qwen3-0.6b, llama-3.2-1b) and products KxN, inputs x outputs "
+        f"(default: {_DEFAULT_SHAPES})",
+    )
+    for name, most, text in (
+        ("rows", 65_536, "tokens of a product (default: 1,4,16,32,64,256,1024)"),
+        ("contexts", 131_072, "tokens that attention looks back on (default: 128,512,2048,8192)"),
+        ("batches", 4096, "sequences that decode together (default: 1,8,32)"),
+    ):
+        parser.add_argument(f"--{name}", metavar="LIST", type=_numbers(1, most), help=text)
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter runs: a test, not a measurement")
+
+
+def _run_kernels(args: argparse.Namespace) -> dict[str, Any]:
+    from chairlift.bench.kernels import measure_kernels
+    from chairlift.bench.limits import measure_limits
+    from chairlift.bench.machine import describe_machine
+    from chairlift.bench.report import doubts, kernel_tables, limits_lines, limits_record, machine_lines
+
+    machine = describe_machine()
+    settings = _kernel_settings(args, machine)
+    _print(*machine_lines(machine), f"kernels: {settings.isa} in {args.dtype}, threads: {settings.threads}", "")
+    try:
+        limits = measure_limits(machine, settings.threads, quick=args.quick)
+        _print(*limits_lines(limits))
+        measured = []
+        for measurements in measure_kernels(settings, machine, limits):
+            _print(*kernel_tables(measurements))
+            measured += measurements
+        after = measure_limits(machine, settings.threads, quick=True)
+    except OSError as error:  # the threads
+        raise ConfigError(str(error)) from None
+    roofs = [each.roof(settings.isa, settings.dtype, settings.threads) for each in (limits, after)]
+    _print("", *doubts(machine, *roofs))
+    return {
+        "benchmark": "kernels",
+        "machine": dataclasses.asdict(machine),
+        "settings": dataclasses.asdict(settings) | {"dtype": args.dtype},
+        "limits": limits_record(limits),
+        "limits_after": limits_record(after),
+        "results": [dataclasses.asdict(each) for each in measured],
+    }
+
+
+def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettings:
+    import torch
+
+    from chairlift.bench.kernels import KernelSettings
+    from chairlift.bench.shapes import Shapes
+    from chairlift.kernels.cpu.library import best_isa, why_unavailable
+
+    best = best_isa()
+    if best is None:
+        raise ConfigError(f"there are no kernels to measure: {why_unavailable()}")
+    if args.kernels not in ("auto", *machine.isas):
+        raise ConfigError(
+            f"kernels is {args.kernels!r}, but this processor runs {', '.join(machine.isas)}; use one of them, or auto"
+        )
+    names = ("shapes", "rows", "contexts", "batches")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    asked = {"shapes": _DEFAULT_SHAPES} | (_QUICK if args.quick else {}) | given
+    return KernelSettings(
+        threads=args.threads or machine.processors,
+        isa=best if args.kernels == "auto" else args.kernels,
+        dtype=getattr(torch, args.dtype),
+        **{**asked, "shapes": Shapes.parse(asked["shapes"])},
+    )
+
+
+# --- offline ---------------------------------------------------------------------------------------------------------
+
+
+def _add_offline_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
+    parser.add_argument(
+        "--num-prompts", metavar="N", type=_number(1, 1_000_000), default=64, help="requests (default: 64)"
+    )
+    parser.add_argument("--seed", metavar="N", type=_number(0, 2**63), default=0, help="of the workload (default: 0)")
+    parser.add_argument(
+        "--baseline", action="store_true", help=f"also run static batches of {_STATIC_ROWS}, first, and print the ratio"
+    )
+    add_engine_flags(parser, leave_out={"model", "seed"})
+
+
+def _run_offline(args: argparse.Namespace) -> dict[str, Any]:
+    settings, _ = read_settings(args, sampling=False)
+    name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
+    from chairlift.bench.machine import describe_machine
+    from chairlift.bench.offline import fit, native_path, room_of, run_offline
+    from chairlift.bench.report import machine_lines, offline_lines
+    from chairlift.models.hf_config import read_config
+    from chairlift.models.loader import resolve_model_dir
+    from chairlift.workload.lengths import Workload
+
+    bundled = Path(chairlift.__file__).parent / "assets"
+    model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, settings.get("revision"))
+    settings = {"skip_tokenizer_init": True} | settings | {"model": str(model_dir)}
+    network = read_config(model_dir)
+    vocab_size = min(Workload().vocab_size, network.vocab_size)
+    workload = Workload(count=args.num_prompts, seed=args.seed, vocab_size=vocab_size)
+    machine = describe_machine()
+    _print(*machine_lines(machine), f"model: {name}")
+    baseline = None
+    if args.baseline:
+        llm = load_llm(settings | {"batching": "static", "max_num_seqs": _STATIC_ROWS}, quiet=False)
+        requests, _ = fit(workload.requests(), room_of(llm))
+        baseline = run_offline(llm, requests)
+        del llm
+        gc.collect()
+        _print("", f"static batches of {_STATIC_ROWS}", *offline_lines(baseline))
+    llm = load_llm(settings, quiet=False)
+    requests, shortened = fit(workload.requests(), room_of(llm))
+    result = run_offline(llm, requests)
+    path = native_path(llm, network)
+    _print("", f"{llm.config.scheduler.batching} batching, {path.describe()}", *offline_lines(result))
+    if shortened:
+        _print(f"shortened      {shortened:,} of them, to the {room_of(llm):,} tokens that fit")
+    if baseline is not None:
+        _print(f"ratio          {baseline.seconds / result.seconds:.2f} times the rate of static batches")
+    return {
+        "benchmark": "offline",
+        "machine": dataclasses.asdict(machine),
+        "model": name,
+        "kernels": path.isa or "torch",
+        "settings": dataclasses.asdict(llm.config),
+        "workload": dataclasses.asdict(workload),
+        "shortened": shortened,
+        "result": dataclasses.asdict(result),
+        "baseline": None if baseline is None else dataclasses.asdict(baseline),
+        **_floor(llm, network, requests, path, machine, result),
+    }
+
+
+def _floor(
+    llm: LLM,
+    network: ModelConfig,
+    requests: list[tuple[list[int], int]],
+    path: NativePath,
+    machine: Machine,
+    result: OfflineRun,
+) -> dict[str, Any]:
+    """Print, and return for the record, the limits of this machine and how near the engine came to them."""
+    from chairlift.bench.floor import ModelCost
+    from chairlift.bench.limits import measure_limits
+    from chairlift.bench.offline import floor_of
+    from chairlift.bench.report import limits_lines, limits_record
+
+    if path.isa is None:
+        _print("floor          not measured: the native kernels did not run this model")
+        return {"limits": None, "floor": {"not_measured": path.reason}}
+    limits = measure_limits(machine, path.threads)
+    floor = floor_of(requests, llm, network, path, limits)
+    share = floor.seconds / result.seconds
+    _print(f"floor          {floor.seconds:.2f} s in {floor.steps:,} steps of up to {floor.token_budget} tokens")
+    _print(f"of the floor   {share:.0%}")
+    if ModelCost.of(network, path.dtype).weight_bytes < machine.l3_bytes:
+        _print("               The weights fit into the L3 cache, so memory does not bound this model.")
+    _print("", *limits_lines(limits))
+    return {"limits": limits_record(limits), "floor": {**dataclasses.asdict(floor), "share": share}}
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def _print(*lines: str) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+def _number(least: int, most: int) -> Callable[[str], int]:
+    """A whole number in a range."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least:,} to {most:,}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
+    """Several of them, separated by commas; each counts once."""
+    number = _number(least, most)
+    return lambda text: tuple(dict.fromkeys(number(item.strip()) for item in text.split(",")))

@@ -1,0 +1,56 @@
+"""The KV cache in the layout of the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chairlift.executor.kv_tensors import KVPlan
+from chairlift.kernels.cpu.library import KVLayer, Memory
+from chairlift.models.context import LayerCache
+
+__all__ = ["NativeKV"]
+
+
+class NativeKV:
+    """K and V of every layer in one piece of memory, which takes pages as blocks are written.
+
+    ``cl_kv_layer`` defines what is inside a block; a block is contiguous, so copying one is copying bytes.
+    """
+
+    def __init__(self, spec: Sequence[LayerCache], plan: KVPlan, dtype: torch.dtype) -> None:
+        blocks = [plan.groups[group].num_blocks for group in plan.layer_groups]
+        sizes = [plan.block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize for layer in spec]
+        memory = Memory(2 * sum(count * size for count, size in zip(blocks, sizes, strict=True)))
+        self.layers: list[KVLayer] = []
+        self._caches: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
+        """Per group, K and V of its layers as [num_blocks, bytes of a block]; they keep the memory."""
+        offset = 0
+        for layer, group, count, size in zip(spec, plan.layer_groups, blocks, sizes, strict=True):
+            addresses = []
+            for _ in ("k", "v"):
+                part = memory.part(offset, count * size)
+                self._caches[group].append(part.array(np.uint8, (count, size)))
+                addresses.append(part.address)
+                offset += count * size
+            self.layers.append(
+                KVLayer(
+                    k=addresses[0],
+                    v=addresses[1],
+                    group=group,
+                    kv_heads=layer.num_kv_heads,
+                    head_dim=layer.head_dim,
+                    block_size=plan.block_size,
+                    num_blocks=count,
+                )
+            )
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """(group, source, target): all sources of a group are read before any of its targets is written."""
+        for group in {group for group, _, _ in copies}:
+            sources, targets = zip(*((source, target) for g, source, target in copies if g == group), strict=True)
+            for cache in self._caches[group]:
+                cache[list(targets)] = cache[list(sources)]

@@ -1,0 +1,112 @@
+"""A model run by the native CPU kernels: one call for the body of a step, one for its output head and sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.errors import InvariantError
+from chairlift.executor.kv_tensors import KVPlan
+from chairlift.executor.native_kv import NativeKV
+from chairlift.executor.sampling_rows import NativeRows, RowTemplates
+from chairlift.kernels.cpu.library import Memory, Pool
+from chairlift.kernels.cpu.program import StepArrays, StepProgram
+from chairlift.kernels.recording import Linear, Recorder
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
+
+__all__ = ["NativeModelRunner"]
+
+_SCRATCH_BYTES = 64 << 20
+"""Most memory for logits that must be stored; more rows than fit are sampled in turns."""
+
+
+class NativeModelRunner:
+    """Runs a :class:`~chairlift.models.causal_lm.CausalLM` in the native layout as a step program.
+
+    The model's Python code runs once, here, to be recorded. ``isa`` names the instruction-set path, and no step may
+    have more than ``max_tokens`` tokens. A row's result does not depend on the others in its batch.
+    """
+
+    def __init__(
+        self, model: CausalLM, plan: KVPlan, dtype: torch.dtype, pool: Pool, *, isa: str, max_tokens: int
+    ) -> None:
+        self.cache_groups = plan.groups
+        self._kv = NativeKV(model.kv_cache_spec(), plan, dtype)
+        recorder = Recorder(dtype)
+        hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
+        self.program = StepProgram(recorder, hidden, self._kv.layers, pool, isa=isa, max_tokens=max_tokens)
+        body = len(recorder.nodes)
+        model.compute_logits(hidden)
+        head = recorder.nodes[body:]
+        if len(head) != 1 or not isinstance(head[0], Linear) or head[0].inputs != (hidden,):
+            raise InvariantError(
+                f"compute_logits of {type(model).__name__} must be one linear layer in the native layout; "
+                "use kernels='torch' for this model"
+            )
+        self._head_weight = head[0].weight
+        self._templates = RowTemplates(self._head_weight.n)
+        self._max_tokens = max_tokens
+        self._logits: Tensor | None = None
+
+    def forward(self, batch: FlatBatch) -> Tensor:
+        """Hidden states of all tokens of the step, [T, D]; the next step overwrites them."""
+        if batch.copies:
+            self._kv.copy_blocks(batch.copies)
+        return self.program.run(
+            StepArrays(
+                batch.token_ids,
+                batch.positions,
+                batch.cu_seqlens,
+                batch.seq_lens,
+                batch.block_tables,
+                batch.slot_mapping,
+            )
+        )
+
+    def sample(self, hidden: Tensor, batch: FlatBatch, masks: Any) -> SampledTokens:
+        """Project the rows that sample to logits, and draw, in one call."""
+        tokens = SampledTokens([])
+        if len(batch.sample_rows):
+            rows = self._templates.fill(batch, masks)
+            self._head(hidden, batch.cu_seqlens[batch.sample_rows + 1] - 1, rows)
+            tokens = rows.sampled()
+        for row, first, known in batch.prompt_rows:
+            start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
+            count = min(count, len(known) - 1 - first)
+            targets = known[first + 1 : first + 1 + count]
+            asked = NativeRows.for_targets(targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n)
+            self._head(hidden, np.arange(start, start + count, dtype=np.int32), asked)
+            tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, list(asked.logprobs())))
+        return tokens
+
+    def _head(self, hidden: Tensor, token_rows: npt.NDArray[np.int32], rows: NativeRows) -> None:
+        """Sample rows ``token_rows`` of ``hidden``; where not all logits fit into the scratch memory, in turns."""
+        stored = np.flatnonzero(rows.needs_logits)
+        if not len(stored):
+            self.program.head(self._head_weight, hidden, token_rows, rows.records, None)
+            return
+        logits = self._scratch()
+        if len(stored) <= len(logits):
+            self.program.head(self._head_weight, hidden, token_rows, rows.records, logits)
+            return
+        rest = np.flatnonzero(~rows.needs_logits)
+        for start in range(0, len(stored), len(logits)):
+            index = stored[start : start + len(logits)]
+            if start == 0:
+                index = np.concatenate((rest, index))
+            part = rows.part(index)
+            self.program.head(self._head_weight, hidden, np.ascontiguousarray(token_rows[index]), part.records, logits)
+            rows.records[index] = part.records
+
+    def _scratch(self) -> Tensor:
+        """float32 [rows, V rounded up to 32], made when it is first needed."""
+        if self._logits is None:
+            width = -(-self._head_weight.n // 32) * 32
+            count = max(1, min(self._max_tokens, _SCRATCH_BYTES // (4 * width)))
+            self._logits = Memory(4 * width * count).tensor(torch.float32, (count, width))
+        return self._logits

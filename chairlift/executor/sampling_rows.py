@@ -1,0 +1,218 @@
+"""A step's sampling rows as the records the native sampler reads, and its results as the engine wants them.
+
+What a request asked for never changes, so its record is made once and kept per slot; a step copies the records of the
+rows that sample and fills in their positions and histories by columns. Only rows whose masked ids depend on what was
+generated (bad words, ``min_tokens``) are looked at one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from chairlift.kernels.cpu.library import SAMPLING_ROW, require
+from chairlift.models.flat_batch import FlatBatch, SampledTokens
+from chairlift.sampling.failures import raw_reason, shaped_reason
+from chairlift.sampling.logprobs import TokenLogprobs
+from chairlift.sampling.row import SamplingRow
+
+__all__ = ["NativeRows", "RowTemplates"]
+
+_REASONS = {
+    1: raw_reason(math.nan),
+    2: raw_reason(math.inf),
+    3: raw_reason(-math.inf),
+    4: shaped_reason(-math.inf),
+    5: shaped_reason(math.inf),
+}
+"""``cl_sample_status`` -> why the row has no token."""
+
+_Records = np.ndarray[Any, np.dtype[np.void]]
+_Int32 = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(slots=True)
+class NativeRows:
+    """R rows for ``cl_head``, and what they point to."""
+
+    records: _Records
+    """[R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW`."""
+    needs_logits: npt.NDArray[np.bool_]
+    """[R] whether a row's logits must be stored."""
+    top_ids: _Int32 | None = None
+    """[R, 1 + most log-probabilities asked for]; None when nobody asks."""
+    top_logprobs: npt.NDArray[np.float32] | None = None
+    kept: list[Any] = dataclasses.field(default_factory=list)
+    """Other arrays that the records point to."""
+
+    @classmethod
+    def for_targets(cls, targets: _Int32, num_logprobs: int, vocab_size: int) -> NativeRows:
+        """Rows that draw nothing and report the log-probability of ``targets`` [R]: for tokens of a prompt."""
+        records = _blank(len(targets))
+        records["target"] = targets
+        records["num_logprobs"] = min(num_logprobs, vocab_size)
+        rows = cls(records, np.full(len(targets), _needs_logits(records, 0)))
+        rows.make_room()
+        return rows
+
+    def make_room(self) -> None:
+        """Give every row room for its log-probabilities, if any row asks."""
+        most = int(self.records["num_logprobs"].max(initial=-1))
+        if most < 0:
+            return
+        count = len(self.records)
+        self.top_ids = np.zeros((count, 1 + most), dtype=np.int32)
+        self.top_logprobs = np.zeros((count, 1 + most), dtype=np.float32)
+        self.records["top_ids"] = _row_addresses(self.top_ids)
+        self.records["top_logprobs"] = _row_addresses(self.top_logprobs)
+
+    def part(self, index: npt.NDArray[np.intp]) -> NativeRows:
+        """The rows at ``index``, as a copy whose pointers stay good while these rows live."""
+        return NativeRows(self.records[index], self.needs_logits[index])
+
+    def sampled(self) -> SampledTokens:
+        """The tokens, errors and log-probabilities that the kernels have filled in."""
+        statuses = self.records["status"]
+        errors = {int(i): _REASONS[int(statuses[i])] for i in np.flatnonzero(statuses)} if statuses.any() else {}
+        entries: list[TokenLogprobs | None] | None = None
+        if self.top_ids is not None:
+            entries = [None if i in errors else entry for i, entry in enumerate(self.logprobs())]
+            entries = entries if any(entry is not None for entry in entries) else None
+        return SampledTokens(self.records["token"].tolist(), entries, errors)
+
+    def logprobs(self) -> list[TokenLogprobs | None]:
+        """Per row what it asked for, or None."""
+        if self.top_ids is None or self.top_logprobs is None:
+            return [None] * len(self.records)
+        wanted = zip(self.records["num_logprobs"].tolist(), self.records["rank"].tolist(), strict=True)
+        return [
+            TokenLogprobs(self.top_ids[i, : 1 + count].copy(), self.top_logprobs[i, : 1 + count].copy(), rank)
+            if count >= 0
+            else None
+            for i, (count, rank) in enumerate(wanted)
+        ]
+
+
+class RowTemplates:
+    """The constant part of every slot's record, made when a request takes the slot."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._owners: list[SamplingRow | None] = []
+        self._records = _blank(0)
+        self._needs_logits = np.zeros(0, dtype=np.bool_)
+        self._changing = np.zeros(0, dtype=np.bool_)
+        """Slots whose masked ids depend on what was generated."""
+        self._kept: list[list[Any]] = []
+
+    def fill(self, batch: FlatBatch, masks: Tensor | None) -> NativeRows:
+        """Records for the rows of ``batch`` that sample. ``masks`` as in :class:`~chairlift.sampling.sampler.Sampler`.
+
+        The records point into ``batch.tokens``, which must not change until the kernels have run.
+        """
+        slots = batch.slots[batch.sample_rows]
+        self._admit(batch, slots)
+        rows = NativeRows(self._records[slots], self._needs_logits[slots])
+        lengths = batch.seq_lens[batch.sample_rows]
+        rows.records["position"] = rows.records["history_len"] = lengths
+        rows.records["history"] = batch.tokens.ctypes.data + slots.astype(np.uintp) * batch.tokens.strides[0]
+        rows.make_room()
+        changing = self._changing[slots]
+        if changing.any():
+            for i in np.flatnonzero(changing).tolist():
+                self._mask(rows, i, self._owners[slots[i]], batch.tokens[slots[i], : lengths[i]])
+        if masks is not None:
+            bits = _mask_bits(masks)
+            rows.kept.append(bits)
+            rows.records["mask_bits"] = _row_addresses(bits)
+            for i in range(len(slots)):
+                rows.needs_logits[i] = _needs_logits(rows.records, i)
+        return rows
+
+    def _admit(self, batch: FlatBatch, slots: _Int32) -> None:
+        """Make the records of slots that have changed hands."""
+        if len(self._owners) < len(batch.tokens):
+            count = len(batch.tokens)
+            self._owners = [None] * count
+            self._records = _blank(count)
+            self._needs_logits, self._changing = np.zeros((2, count), dtype=np.bool_)
+            self._kept = [[] for _ in range(count)]
+        owners, sampling = self._owners, batch.sampling
+        for index, slot in zip(batch.sample_rows.tolist(), slots.tolist(), strict=True):
+            if owners[slot] is not sampling[index]:
+                self._write(slot, sampling[index])
+
+    def _write(self, slot: int, row: SamplingRow) -> None:
+        params = row.params
+        fields: dict[str, Any] = {
+            "seed": row.seed,
+            "num_prompt_tokens": row.num_prompt_tokens,
+            "repetition": params.repetition_penalty,
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
+        }
+        if params.logprobs is not None:
+            fields["num_logprobs"] = min(params.logprobs, self._vocab_size)
+        if not params.greedy:
+            fields |= {"temperature": params.temperature, "min_p": params.min_p}
+            fields |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
+        kept: list[Any] = []
+        if params.allowed_token_ids:
+            allowed = self._known(sorted(set(params.allowed_token_ids)))
+            kept.append(allowed)
+            fields |= {"allowed": allowed.ctypes.data, "num_allowed": len(allowed)}
+        if params.logit_bias:
+            ids = self._known(list(params.logit_bias))
+            bias = np.array([params.logit_bias[token_id] for token_id in ids.tolist()], dtype=np.float32)
+            kept += [ids, bias]
+            fields |= {"bias_ids": ids.ctypes.data, "bias": bias.ctypes.data, "num_bias": len(ids)}
+        self._records[slot] = _blank(1)[0]
+        for name, value in fields.items():
+            self._records[name][slot] = value
+        self._needs_logits[slot] = _needs_logits(self._records, slot)
+        self._changing[slot] = bool(row.bad_word_ids or (params.min_tokens and row.stop_token_ids))
+        self._owners[slot], self._kept[slot] = row, kept
+
+    def _mask(self, rows: NativeRows, i: int, owner: SamplingRow | None, history: _Int32) -> None:
+        masked = self._known(owner.masked_token_ids(history) if owner is not None else [])
+        if len(masked):
+            rows.kept.append(masked)
+            rows.records["masked"][i], rows.records["num_masked"][i] = masked.ctypes.data, len(masked)
+            rows.needs_logits[i] = _needs_logits(rows.records, i)
+
+    def _known(self, token_ids: Sequence[int]) -> _Int32:
+        """Ids outside the vocabulary are left out."""
+        return np.array([i for i in token_ids if 0 <= i < self._vocab_size], dtype=np.int32)
+
+
+def _blank(count: int) -> _Records:
+    """Records that ask for the arg max and nothing else."""
+    records = np.zeros(count, dtype=SAMPLING_ROW)
+    records["top_p"] = records["repetition"] = 1
+    records["num_logprobs"] = records["target"] = -1
+    return records
+
+
+def _needs_logits(records: _Records, i: int) -> bool:
+    return bool(require().cl_needs_logits(records.ctypes.data + i * SAMPLING_ROW.itemsize))
+
+
+def _row_addresses(array: npt.NDArray[Any]) -> npt.NDArray[np.uintp]:
+    return array.ctypes.data + np.arange(len(array), dtype=np.uintp) * np.uintp(array.strides[0])
+
+
+def _mask_bits(masks: Tensor) -> npt.NDArray[np.uint32]:
+    """bool [R, V] or int32 bits [R, ceil(V / 32)] -> uint32 bits, contiguous."""
+    array = masks.cpu().numpy()
+    if array.dtype != np.bool_:
+        return np.ascontiguousarray(array).view(np.uint32)
+    packed = np.packbits(array, axis=1, bitorder="little")
+    padded = np.zeros((len(packed), -(-packed.shape[1] // 4) * 4), dtype=np.uint8)
+    padded[:, : packed.shape[1]] = packed
+    return padded.view(np.uint32)

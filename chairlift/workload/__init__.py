@@ -1,0 +1,1 @@
+"""Load, described once: for benchmarks and simulation alike."""

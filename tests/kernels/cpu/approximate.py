@@ -1,0 +1,89 @@
+"""Numbers with a bound on what rounding does to them: the exact result of an operation, in float64, and how far off
+a sound implementation may be.
+
+Bounds are to first order and count roundings; u is the unit roundoff of a dtype (2^-24 in float32, 2^-8 in bf16). A sum
+of k products is given 4 sqrt(k) u where the worst case would be k u: rounding errors behave like random ones, which
+cancel each other (Higham and Mary, 2019). The worst case would hide a product that was left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["Approximate", "assert_near", "products", "unit_roundoff"]
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding a number to ``dtype``."""
+    return torch.finfo(dtype).eps / 2
+
+
+U = unit_roundoff(torch.float32)
+TINY = 1e-37
+"""Numbers below the smallest normal one become zero."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Approximate:
+    """A number computed in float32 from others; tensors of float64 of one shape."""
+
+    value: Tensor
+    error: Tensor
+
+    @classmethod
+    def exactly(cls, x: Tensor) -> Approximate:
+        return cls(x.double(), torch.zeros(x.shape, dtype=torch.float64))
+
+    def rounded(self, dtype: torch.dtype = torch.float32, times: float = 1.0) -> Approximate:
+        return Approximate(self.value, self.error + times * unit_roundoff(dtype) * (self.value.abs() + self.error))
+
+    def __add__(self, other: Approximate) -> Approximate:
+        return Approximate(self.value + other.value, self.error + other.error).rounded()
+
+    def __sub__(self, other: Approximate) -> Approximate:
+        return Approximate(self.value - other.value, self.error + other.error).rounded()
+
+    def __mul__(self, other: Approximate) -> Approximate:
+        error = self.value.abs() * other.error + other.value.abs() * self.error + self.error * other.error
+        return Approximate(self.value * other.value, error).rounded()
+
+    def __getitem__(self, index: object) -> Approximate:
+        return Approximate(self.value[index], self.error[index])  # type: ignore[index]
+
+    def silu(self) -> Approximate:
+        """x / (1 + exp(-x)): steepest slope 1.1; the exponential multiplies the rounding of its argument."""
+        value = torch.nn.functional.silu(self.value)
+        return Approximate(value, 1.1 * self.error + (8 + 4 * self.value.abs()) * U * value.abs())
+
+    def rms_normed(self, eps: float) -> Approximate:
+        """Over the last dimension, without weight."""
+        size = self.value.shape[-1]
+        squares = self.value.square().sum(-1, keepdim=True)
+        factor = (squares / size + eps).rsqrt()
+        # Half the relative error of the squares' sum, and a few roundings on the way to the factor.
+        relative = (self.value.abs() * self.error).sum(-1, keepdim=True) / squares.clamp_min(1e-300)
+        relative = relative + (4 * math.sqrt(size) + 4) * U
+        return Approximate(self.value * factor, factor * (self.error + self.value.abs() * relative)).rounded()
+
+
+def products(a: Tensor, b: Tensor) -> Approximate:
+    """``a @ b.T``, summed in float32."""
+    a, b = a.double(), b.double()
+    return Approximate(a @ b.T, 4 * math.sqrt(a.shape[1]) * U * (a.abs() @ b.abs().T))
+
+
+def assert_near(found: Tensor, expected: Approximate, what: str) -> None:
+    """Fail unless every element of ``found`` lies within the bound. NaN never does."""
+    off = (found.double() - expected.value).abs()
+    bad = ~(off <= expected.error + TINY)
+    if bad.any():
+        where = tuple(int(i) for i in bad.nonzero()[0])
+        value, error = float(expected.value[where]), float(expected.error[where])
+        raise AssertionError(
+            f"{what}: {int(bad.sum())} of {bad.numel()} wrong; {where} is {float(found[where])!r},"
+            f" and must be {value!r} to {error:.2g}"
+        )

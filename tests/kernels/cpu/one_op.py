@@ -1,0 +1,312 @@
+"""Programs of one operation: buffers with poison around what counts, packed weights, ragged batches, paged caches.
+
+Everything is in ordinary memory, not in :class:`~chairlift.kernels.cpu.library.Memory`, so that the address sanitizer
+sees where each array ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.kernels.cpu import library as lib
+from chairlift.kernels.cpu.lowering import OpKind
+from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL
+from chairlift.kernels.cpu.program import SPARE_ROWS
+
+__all__ = [
+    "Batch",
+    "Buffer",
+    "Cache",
+    "Machine",
+    "bits",
+    "counts",
+    "equal_bits",
+    "normal",
+    "packed",
+    "packed_bias",
+    "pool",
+    "program",
+    "run",
+    "size_in",
+    "whole_numbers",
+]
+
+NAN = float("nan")
+
+
+class Machine(NamedTuple):
+    """Who computes, and in what."""
+
+    isa: str
+    dtype: torch.dtype
+    threads: int
+
+    @property
+    def pair(self) -> int:
+        """Elements that lie side by side in packed layouts (``P`` in the header)."""
+        return 4 // self.dtype.itemsize
+
+
+def counts(default: int) -> pytest.MarkDecorator:
+    """``count``: so many seeds, and ten times as many at night."""
+    nightly = pytest.param(10 * default, marks=pytest.mark.nightly)
+    return pytest.mark.parametrize("count", [default, nightly])
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def size_in(rng: random.Random, *ranges: tuple[int, int]) -> int:
+    """From one of some ranges, ends included."""
+    return rng.randint(*rng.choice(ranges))
+
+
+def normal(rng: random.Random, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(rng.getrandbits(62))
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def whole_numbers(rng: random.Random, *shape: int, most: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
+    """From -most to most. Sums of few million products of these are exact in float32, in whatever order."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(62))
+    return torch.randint(-most, most + 1, shape, generator=generator).to(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Stricter than ``torch.equal``: zeros have signs, and NaNs are equal to themselves."""
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+# -- what programs consist of ------------------------------------------------------------------------------------------
+
+
+class Buffer:
+    """An activation [count, width] of a program: ``rows``, NaN or ``values``, with zeros in the columns that pad them.
+
+    All rows behind are NaN, which the kernels may read but not use, and may not write.
+    """
+
+    def __init__(self, rng: random.Random, machine: Machine, count: int, width: int, values: Tensor | None = None):
+        stride = -(-width // PANEL) * PANEL + rng.choice((0, PANEL))
+        self.whole = torch.full((count + SPARE_ROWS, stride), NAN, dtype=machine.dtype)
+        self.rows = self.whole[:count, :width]
+        self.whole[:count, width:] = 0
+        if values is not None:
+            self.rows.copy_(values)
+        self._behind = bits(self.whole[count:])
+
+    def check_frame(self) -> None:
+        count, width = self.rows.shape
+        assert (self.whole[:count, width:] == 0).all(), "columns that pad a row must stay zero"
+        assert torch.equal(bits(self.whole[count:]), self._behind), "rows behind the last token were written to"
+
+
+def packed(weight: Tensor, *, gated: bool = False) -> Tensor:
+    """Panels of a weight [n, k]; those of the first half and of the second alternate if ``gated``."""
+    k = weight.shape[1]
+    parts = weight.chunk(2) if gated else (weight,)
+    code = NATIVE_DTYPES[weight.dtype]
+    library = lib.require()
+    columns = len(parts) * -(-len(parts[0]) // PANEL) * PANEL
+    memory = torch.zeros(library.cl_packed_bytes(columns, k, code), dtype=torch.uint8)
+    for i, part in enumerate(parts):
+        source = part.contiguous()
+        where = (0, len(part), i, len(parts))
+        library.cl_pack(memory.data_ptr(), code, k, *where, source.data_ptr(), k)
+    return memory
+
+
+def packed_bias(bias: Tensor, *, gated: bool = False) -> Tensor:
+    """float32 in the order of the panels."""
+    parts = [torch.nn.functional.pad(part.float(), (0, -len(part) % PANEL)) for part in bias.chunk(2 if gated else 1)]
+    return torch.stack([part.view(-1, PANEL) for part in parts], dim=1).flatten()
+
+
+class Batch:
+    """Rows given as (new tokens, context with them); one block table and slot mapping per cache."""
+
+    def __init__(self, rows: Sequence[tuple[int, int]], caches: Sequence[Cache] = (), token_ids: Tensor | None = None):
+        self.rows = list(rows)
+        self.num_tokens = sum(new for new, _ in rows)
+        self.positions = np.array([p for new, end in rows for p in range(end - new, end)], dtype=np.int32)
+        cu_seqlens = np.cumsum([0, *(new for new, _ in rows)], dtype=np.int32)
+        seq_lens = np.array([end for _, end in rows], dtype=np.int32)
+        ids = np.zeros(self.num_tokens, np.int32) if token_ids is None else token_ids.numpy().astype(np.int32)
+        tables = [cache.table for cache in caches]
+        mappings = [
+            np.concatenate([cache.slots(i, end - new, end) for i, (new, end) in enumerate(rows)]) for cache in caches
+        ]
+        lists = [np.array([array.ctypes.data for array in group], dtype=np.uintp) for group in (tables, mappings)]
+        strides = np.array([table.shape[1] for table in tables], dtype=np.int64)
+        self._kept = ids, cu_seqlens, seq_lens, tables, mappings, lists, strides
+        self.struct = lib.Batch(
+            token_ids=ids.ctypes.data,
+            positions=self.positions.ctypes.data,
+            cu_seqlens=cu_seqlens.ctypes.data,
+            seq_lens=seq_lens.ctypes.data,
+            block_tables=lists[0].ctypes.data,
+            table_strides=strides.ctypes.data,
+            slot_mapping=lists[1].ctypes.data,
+            num_tokens=self.num_tokens,
+            num_rows=len(rows),
+            num_groups=len(caches),
+        )
+
+    @classmethod
+    def flat(cls, num_tokens: int, token_ids: Tensor | None = None) -> Batch:
+        """Tokens of one sequence, for operations that don't ask whose they are."""
+        return cls([(num_tokens, num_tokens)], token_ids=token_ids)
+
+
+class Cache:
+    """K and V of one layer for sequences of at most ``lengths`` tokens, in blocks taken at random.
+
+    All of it is NaN, block 0 for good: entries of the table that must not be looked at lead there. ``first`` gives,
+    per sequence, the first position whose block is kept.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        machine: Machine,
+        lengths: Sequence[int],
+        *,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        group: int = 0,
+        first: Sequence[int] | None = None,
+    ):
+        self.machine, self.block_size, self.kv_heads, self.head_dim = machine, block_size, kv_heads, head_dim
+        counts = [-(-length // block_size) for length in lengths]
+        num_blocks = sum(counts) + rng.randint(1, 4)
+        free = rng.sample(range(1, num_blocks), num_blocks - 1)
+        self.table = np.zeros((len(lengths), max(counts) + rng.randint(0, 2)), dtype=np.int32)
+        for i, count in enumerate(counts):
+            for index in range((first[i] if first else 0) // block_size, count):
+                self.table[i, index] = free.pop()
+        p = machine.pair
+        self.k = torch.full((num_blocks, kv_heads, block_size // 16, head_dim // p, 16, p), NAN, dtype=machine.dtype)
+        self.v = torch.full((num_blocks, kv_heads, block_size // p, head_dim, p), NAN, dtype=machine.dtype)
+        self.struct = lib.KVLayer(
+            k=self.k.data_ptr(),
+            v=self.v.data_ptr(),
+            group=group,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+
+    def slots(self, row: int, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        positions = np.arange(start, end, dtype=np.int64)
+        return self.table[row, positions // self.block_size] * np.int64(self.block_size) + positions % self.block_size
+
+    def _index(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        slots = torch.from_numpy(self.slots(row, start, end))
+        return slots // self.block_size, slots % self.block_size
+
+    def write(self, row: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Put [n, kv_heads, head_dim] at positions ``start`` and following of a sequence, which ends there."""
+        p, end = self.machine.pair, start + len(keys)
+        block, inside = self._index(row, start, end)
+        split = keys.view(-1, self.kv_heads, self.head_dim // p, p)
+        self.k.permute(0, 2, 4, 1, 3, 5)[block, inside // 16, inside % 16] = split
+        by_token = self.v.permute(0, 2, 4, 1, 3)
+        by_token[block, inside // p, inside % p] = values
+        after = self.after(row, end)
+        if after is not None:
+            after.fill_(0)
+
+    def after(self, row: int, end: int) -> Tensor | None:
+        """Values [kv_heads, head_dim] behind the last of ``end`` tokens, where they complete a pair.
+
+        Products read whole pairs, so this place must hold numbers.
+        """
+        if end % self.machine.pair == 0:
+            return None
+        block, inside = divmod(int(self.slots(row, end - 1, end)[0]), self.block_size)
+        return self.v[block, :, inside // self.machine.pair, :, 1]
+
+    def read(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """What :meth:`write` wrote."""
+        p = self.machine.pair
+        block, inside = self._index(row, start, end)
+        keys = self.k.permute(0, 2, 4, 1, 3, 5)[block, inside // 16, inside % 16].flatten(2)
+        return keys, self.v.permute(0, 2, 4, 1, 3)[block, inside // p, inside % p]
+
+
+# -- running them ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _pool(library: lib.Library, threads: int) -> lib.Pool:
+    return lib.Pool(threads, pin=False)
+
+
+def pool(threads: int) -> lib.Pool:
+    """Threads of the library in use, started once."""
+    return _pool(lib.require(), threads)
+
+
+def program(
+    machine: Machine,
+    ops: Sequence[lib.Op] = (),
+    buffers: Sequence[Buffer] = (),
+    caches: Sequence[Cache] = (),
+    tables: Sequence[Tensor] = (),
+    capacity: int = 0,
+) -> tuple[lib.Program, Any]:
+    """The struct, and what must live as long. ``tables`` are rotary tables [capacity, head_dim]."""
+    addresses = [buffer.whole.data_ptr() for buffer in buffers], [table.data_ptr() for table in tables]
+    pointers = [(ctypes.c_void_p * len(group))(*group) for group in addresses]
+    strides = (ctypes.c_int64 * len(buffers))(*(buffer.whole.stride(0) for buffer in buffers))
+    layers = (lib.KVLayer * len(caches))(*(cache.struct for cache in caches))
+    struct = lib.Program(
+        ops=(lib.Op * len(ops))(*ops),
+        buffers=pointers[0],
+        strides=strides,
+        rotary=pointers[1],
+        kv_layers=layers,
+        num_ops=len(ops),
+        num_buffers=len(buffers),
+        num_rotary=len(tables),
+        num_kv_layers=len(caches),
+        dtype=NATIVE_DTYPES[machine.dtype],
+        isa=lib.ISA_NAMES.index(machine.isa),
+        capacity=capacity,
+    )
+    return struct, (pointers, strides, layers)
+
+
+def run(
+    machine: Machine,
+    kind: OpKind,
+    batch: Batch,
+    buffers: Sequence[Buffer],
+    caches: Sequence[Cache] = (),
+    tables: Sequence[Tensor] = (),
+    **fields: Any,
+) -> None:
+    """Run one operation. Tensors among ``fields`` are passed by address; buffers are numbered, and -1 by default."""
+    numbers = {"in_": -1, "out": -1, "aux": -1, "rotary": -1}
+    plain = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()}
+    op = lib.Op(kind=kind, **{**numbers, **plain})
+    struct, _kept = program(machine, [op], buffers, caches, tables, batch.num_tokens)
+    done = lib.require().cl_run(pool(machine.threads).handle, struct, batch.struct, 0)
+    assert done == 1, f"the kernels refused {kind.name}: {done}"
+    for buffer in buffers:
+        buffer.check_frame()

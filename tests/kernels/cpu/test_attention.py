@@ -1,0 +1,243 @@
+"""Attention over the paged cache, against float64, and bit for bit whatever the batch, the chunks and the threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.kernels.cpu.lowering import OpKind
+from tests.kernels.cpu.approximate import Approximate, U, assert_near, unit_roundoff
+from tests.kernels.cpu.one_op import Batch, Buffer, Cache, Machine, counts, equal_bits, normal, run, size_in
+from tests.sweep import sweep
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+MOST_PAIRS = 700_000
+"""Of queries (of any head) and keys, in one case."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Queries of a sequence at positions [start, end)."""
+
+    row: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass
+class Case:
+    """Whole sequences: keys and values [context, kv_heads, head_dim], queries [new, heads, head_dim] of the newest."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    queries: list[Tensor]
+    block_size: int
+    window: int
+    scale: float
+
+    @classmethod
+    def make(
+        cls,
+        rng: random.Random,
+        dtype: torch.dtype,
+        rows: Sequence[tuple[int, int]],
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        block_size: int = 16,
+        window: int = 0,
+    ) -> Case:
+        # The more scores differ, the more a single key weighs; with 3, often one key has most of the weight.
+        spread = rng.choice((0.5, 1.0, 3.0))
+        return cls(
+            keys=[normal(rng, context, kv_heads, head_dim, dtype=dtype) for _, context in rows],
+            values=[normal(rng, context, kv_heads, head_dim, dtype=dtype) for _, context in rows],
+            queries=[normal(rng, new, kv_heads * group, head_dim, scale=spread, dtype=dtype) for new, _ in rows],
+            block_size=block_size,
+            window=window,
+            scale=head_dim**-0.5,
+        )
+
+    @classmethod
+    def draw(cls, rng: random.Random, dtype: torch.dtype) -> Case:
+        kv_heads, head_dim = rng.randint(1, 3), 16 * rng.randint(2, 16)
+        group = rng.choice((1, 2, rng.randint(1, 16), rng.randint(1, 16), rng.randint(60, 130)))
+        rows: list[tuple[int, int]] = []
+        pairs = 0
+        for _ in range(rng.choice((1, 2, 6))):
+            context = size_in(rng, (1, 20), (1, 300), (200, 1100), (1000, 4096))
+            new = min(context, size_in(rng, (1, 1), (1, 1), (2, 20), (10, 120)))
+            pairs += new * context * kv_heads * group
+            if pairs > MOST_PAIRS:
+                break
+            rows.append((new, context))
+        rows = rows or [(1, rng.randint(1, 300))]
+        block_size = rng.choice((16, 32, 48, 64, 256))
+        window = rng.choice((0, 0, rng.randint(1, 40), rng.randint(1, 3000), rng.choice((16, 255, 256, 257, 1024))))
+        return cls.make(rng, dtype, rows, kv_heads, group, head_dim, block_size, window)
+
+    @property
+    def whole(self) -> list[Piece]:
+        return [Piece(i, len(k) - len(q), len(k)) for i, (k, q) in enumerate(zip(self.keys, self.queries, strict=True))]
+
+    def queries_of(self, piece: Piece) -> Tensor:
+        queries = self.queries[piece.row]
+        first = len(self.keys[piece.row]) - len(queries)
+        return queries[piece.start - first : piece.end - first]
+
+    def first_seen(self, position: int) -> int:
+        """By the query at a position."""
+        return max(0, position + 1 - self.window) if self.window else 0
+
+    def attend(self, machine: Machine, rng: random.Random, pieces: Sequence[Piece]) -> list[Tensor]:
+        """One step, blocks scattered anew: the result [queries, heads, head_dim] of each piece.
+
+        Blocks hold what the sequence has so far, or more of it (as after a rejected draft), and NaN where it has
+        nothing or where no query looks any more.
+        """
+        heads, dim = self.queries[0].shape[1:]
+        kv_heads = self.keys[0].shape[1]
+        kept = [self.first_seen(piece.start) // self.block_size * self.block_size for piece in pieces]
+        lengths = [rng.randint(piece.end, len(self.keys[piece.row])) for piece in pieces]
+        cache = Cache(rng, machine, lengths, block_size=self.block_size, kv_heads=kv_heads, head_dim=dim, first=kept)
+        for i, (piece, first, length) in enumerate(zip(pieces, kept, lengths, strict=True)):
+            cache.write(i, first, self.keys[piece.row][first:length], self.values[piece.row][first:length])
+        queries = torch.cat([self.queries_of(piece) for piece in pieces])
+        q = Buffer(rng, machine, len(queries), heads * dim, queries.flatten(1))
+        out = Buffer(rng, machine, len(queries), heads * dim)
+        batch = Batch([(piece.end - piece.start, piece.end) for piece in pieces], [cache])
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "window": self.window, "scale": self.scale}
+        run(machine, OpKind.ATTENTION, batch, [q, out], [cache], in_=0, out=1, **sizes)
+        return list(out.rows.view(-1, heads, dim).split([piece.end - piece.start for piece in pieces]))
+
+    def expected(self, row: int) -> Approximate:
+        """The definition, for all queries of a sequence."""
+        keys, values, queries = (x[row].double() for x in (self.keys, self.values, self.queries))
+        group = queries.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (keys, values))
+        queries = queries.transpose(0, 1)
+        scores = queries @ keys.mT * self.scale
+        context, dim = keys.shape[1:]
+        magnitude = (queries.abs() @ keys.abs().mT * self.scale).amax(-1, keepdim=True)
+        position = torch.arange(context - queries.shape[1], context)[:, None]
+        seen = torch.arange(context) <= position
+        if self.window:
+            seen &= torch.arange(context) > position - self.window
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        value = weights @ values
+        # A score is off by what its sum and the exponential's argument are, and so is the logarithm of its weight;
+        # sums of weights and of weighted values round like any sum.
+        off = 2 * (4 * math.sqrt(dim) + 4) * U * magnitude + 8 * math.sqrt(context) * U
+        error = off * (weights @ values.abs())
+        # Each weight is rounded to the dtype before it is multiplied. These errors are independent.
+        error = error + 4 * unit_roundoff(self.keys[0].dtype) * (weights.square() @ values.square()).sqrt()
+        return Approximate(value.transpose(0, 1), error.transpose(0, 1)).rounded(self.keys[0].dtype)
+
+    def __str__(self) -> str:
+        rows = [(len(q), len(k)) for q, k in zip(self.queries, self.keys, strict=True)]
+        heads, kv_heads = self.queries[0].shape[1], self.keys[0].shape[1]
+        return (
+            f"rows {rows}, {heads} heads on {kv_heads} of {self.keys[0].shape[2]}, block_size {self.block_size},"
+            f" window {self.window}"
+        )
+
+
+def pieces_of(rng: random.Random, piece: Piece) -> list[Piece]:
+    """The same queries in several steps."""
+    cuts = {piece.start, piece.end}
+    while len(cuts) < 4 and rng.random() < 0.8:
+        cuts.add(rng.randint(piece.start, piece.end))
+    edges = sorted(cuts)
+    return [Piece(piece.row, a, b) for a, b in itertools.pairwise(edges)]
+
+
+def check(machine: Machine, case: Case, rng: random.Random) -> None:
+    found = case.attend(machine, rng, case.whole)
+    for row, out in enumerate(found):
+        assert_near(out, case.expected(row), f"row {row} of {case}")
+    together = [piece for whole in case.whole for piece in pieces_of(rng, whole)]
+    for whole, out in zip(case.whole, found, strict=True):
+        pieces = pieces_of(rng, whole)
+        parts = []
+        for piece in pieces:
+            threads = rng.choice((1, 2, 3))
+            mates = [other for other in together if other.row != piece.row and rng.random() < 0.2]
+            parts.append(case.attend(machine._replace(threads=threads), rng, [piece, *mates])[0])
+        assert equal_bits(torch.cat(parts), out), f"row {whole.row} of {case} depends on its batch or on {pieces}"
+
+
+@counts(12)
+def test_random_batches(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+    def one(seed: int) -> None:
+        rng = random.Random(seed)
+        check(machine, Case.draw(rng, machine.dtype), rng)
+
+    sweep(request, count, one)
+
+
+@pytest.mark.parametrize("context", [1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 2048, 4096])
+def test_edges_of_tiles_and_splits(context: int, isa: str, dtype: torch.dtype) -> None:
+    machine, rng = Machine(isa, dtype, 2), random.Random(context)
+    for window in (0, 1, 16, 256, 1024, 1025):
+        rows = [(1, context), (min(context, 17), context)]
+        check(machine, Case.make(rng, dtype, rows, 1, 2, 32, window=window), rng)
+
+
+@pytest.mark.parametrize("head_dim", range(32, 257, 16))
+def test_every_head_size(head_dim: int, isa: str, dtype: torch.dtype) -> None:
+    machine, rng = Machine(isa, dtype, 2), random.Random(head_dim)
+    check(machine, Case.make(rng, dtype, [(1, 40), (30, 77)], 2, 3, head_dim), rng)
+
+
+@pytest.mark.parametrize("group", [*range(1, 17), 63, 64, 65, 128])
+def test_every_number_of_heads_that_share_keys(group: int, isa: str, dtype: torch.dtype) -> None:
+    machine, rng = Machine(isa, dtype, 2), random.Random(group)
+    check(machine, Case.make(rng, dtype, [(1, 40), (19, 60), (1, 1100)], 2, group, 32), rng)
+
+
+def test_many_rows_and_few_long_ones(machine: Machine) -> None:
+    """Long contexts are divided among threads only where there is too little else to do."""
+    rng = random.Random(0)
+    rows = [(1, rng.randint(1025, 4096)) for _ in range(3)]
+    case = Case.make(rng, machine.dtype, rows, 1, 4, 32, block_size=64)
+    check(machine, case, rng)
+    alone = [case.attend(machine._replace(threads=2), rng, [piece])[0] for piece in case.whole]
+    crowd = [Piece(i % 3, piece.start, piece.end) for i in range(12) for piece in [case.whole[i % 3]]]
+    for piece, out in zip(crowd, case.attend(machine, rng, crowd), strict=True):
+        assert equal_bits(out, alone[piece.row])
+
+
+def test_the_bound_notices_a_key_left_out(machine: Machine) -> None:
+    """What the tests above rest on."""
+    rng = random.Random(0)
+    case = Case.make(rng, machine.dtype, [(1, 700)], 2, 4, 64)
+    expected = case.expected(0)
+    noticed = 0
+    for left_out in rng.sample(range(700), 60):
+        keep = [i for i in range(700) if i != left_out]
+        less = dataclasses.replace(case, keys=[case.keys[0][keep]], values=[case.values[0][keep]])
+        wrong = less.expected(0).value.to(machine.dtype).double()
+        noticed += bool(((wrong - expected.value).abs() > expected.error).any())
+    assert noticed >= (60 if machine.dtype == torch.float32 else 20)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_broken_sequence_stays_alone(row: int, machine: Machine) -> None:
+    rng = random.Random(2)
+    case = Case.make(rng, machine.dtype, [(1, 300), (40, 41), (1, 17)], 2, 2, 48)
+    sound = case.attend(machine, rng, case.whole)
+    case.keys[row][0] = float("nan")
+    case.values[row][3] = float("inf")
+    for i, (before, after) in enumerate(zip(sound, case.attend(machine, rng, case.whole), strict=True)):
+        if i == row:
+            assert not after.isfinite().any(-1).all()
+        else:
+            assert equal_bits(before, after)

@@ -1,0 +1,281 @@
+"""What models are recorded as, how operations are fused and share buffers, and that the result computes the same."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.errors import InvariantError
+from chairlift.kernels import ops
+from chairlift.kernels.cpu import library as lib
+from chairlift.kernels.cpu.lowering import OpKind, Plan, lower
+from chairlift.kernels.cpu.packing import PackedWeight
+from chairlift.kernels.cpu.program import StepArrays, StepProgram
+from chairlift.kernels.recording import Recorder, Value
+from chairlift.models.layers.linear import Linear
+from chairlift.models.loader import WeightLayout, load_model, read_config
+from tests.kernels.cpu.models import FAMILIES, tiny_model
+from tests.native import needs_kernels
+
+pytestmark = needs_kernels
+
+LAYER = ["RMS_NORM", "QKV", "ATTENTION", "LINEAR", "RMS_NORM", "LINEAR_SILU", "LINEAR"]
+
+
+def native_linear(n: int, k: int, *, bias: bool = False, interleaved: bool = False, seed: int = 0) -> Linear:
+    """A float32 layer that has both layouts: ``weight`` for tensors, ``native`` for recordings."""
+    generator = torch.Generator().manual_seed(seed)
+    layer = Linear(k, n, bias=bias, interleaved=interleaved).requires_grad_(False)
+    assert layer.weight is not None
+    layer.weight.copy_(torch.randn(n, k, generator=generator) * k**-0.5)
+    if layer.bias is not None:
+        layer.bias.copy_(torch.randn(n, generator=generator))
+    layer.native = PackedWeight(n, k, torch.float32, interleaved=interleaved)
+    layer.native.pack_rows(layer.weight)
+    if layer.bias is not None:
+        layer.native.set_bias(layer.bias)
+    return layer
+
+
+def product(layer: Linear, x: Any) -> Any:
+    if isinstance(x, Value):
+        assert layer.native is not None
+        return ops.native_linear(x, layer.native)  # type: ignore[arg-type]
+    assert layer.weight is not None
+    return ops.linear(x, layer.weight, layer.bias)
+
+
+def kinds(plan: Plan) -> list[str]:
+    return [op.kind.name for op in plan.ops]
+
+
+def arrays(token_ids: list[int]) -> StepArrays:
+    """A step without attention."""
+    count = len(token_ids)
+    spans = [np.array(values, dtype=np.int32) for values in (token_ids, range(count), [0, count], [count])]
+    return StepArrays(*spans, block_tables=[], slot_mapping=[])
+
+
+def compiled(recorder: Recorder, output: Value, max_tokens: int = 64) -> StepProgram:
+    return StepProgram(
+        recorder, output, [], lib.Pool(2, pin=False), isa=lib.supported_isas()[-1], max_tokens=max_tokens
+    )
+
+
+# -- what models become ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_family_is_seven_operations_per_layer_and_calls_nothing(family: str, dtype: str, tmp_path: Path) -> None:
+    model_dir = tiny_model(tmp_path, family, dtype=dtype)
+    model = load_model(model_dir, read_config(model_dir), dtype, layout=WeightLayout.NATIVE)
+    recorder = Recorder(torch.float32 if dtype == "float32" else torch.bfloat16)
+    hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
+    plan = lower(recorder.nodes, hidden)
+    assert kinds(plan) == ["EMBED", "ROTARY", *3 * LAYER, "RMS_NORM"]
+    qkv, attention = plan.ops[3], plan.ops[4]
+    assert (qkv.rotary, qkv.q_norm is not None) == (plan.ops[1].out, family == "qwen3")
+    assert attention.fields["window"] == (24 if family == "mistral" else 0)
+    assert [op.fields["layer"] for op in plan.ops if op.kind == OpKind.ATTENTION] == [0, 1, 2]
+    assert plan.ops[0].fields["flags"] == (family == "qwen2")
+    # The residual stream is updated where it lies; norm, q, attention and the gated product have a buffer each.
+    assert len(plan.widths) == 5
+    residual = plan.buffer_of[plan.ops[0].out]
+    assert {plan.buffer_of[op.out] for op in plan.ops if op.kind == OpKind.LINEAR} == {residual}
+
+
+def test_a_layer_that_is_not_packed_is_called(tmp_path: Path) -> None:
+    model_dir = tiny_model(tmp_path, "llama")
+    model = load_model(model_dir, read_config(model_dir), "float32", layout=WeightLayout.ONEDNN)
+    recorder = Recorder(torch.float32)
+    hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
+    called = ["RMS_NORM", "CALL", "QKV", "ATTENTION", "CALL", "ADD", "RMS_NORM", "CALL", "CALL", "CALL", "ADD"]
+    assert kinds(lower(recorder.nodes, hidden)) == ["EMBED", "ROTARY", *3 * called, "RMS_NORM"]
+
+
+# -- fusing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder(torch.float32)
+
+
+def embedded(recorder: Recorder, width: int) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return ops.embedding(recorder.token_ids, torch.randn(50, width, generator=generator))  # type: ignore[arg-type]
+
+
+def test_a_sum_takes_the_product_on_either_side(recorder: Recorder) -> None:
+    layer = native_linear(32, 32)
+    x = embedded(recorder, 32)
+    y = x + product(layer, x)
+    z = product(layer, y) + y
+    assert kinds(lower(recorder.nodes, z)) == ["EMBED", "LINEAR", "LINEAR"]
+
+
+def test_a_sum_of_two_products_takes_one(recorder: Recorder) -> None:
+    x = embedded(recorder, 32)
+    y = product(native_linear(32, 32), x) + product(native_linear(32, 32), x)
+    assert kinds(lower(recorder.nodes, y)) == ["EMBED", "LINEAR", "LINEAR"]
+
+
+def test_a_product_with_two_readers_stays(recorder: Recorder) -> None:
+    x = embedded(recorder, 32)
+    y = product(native_linear(32, 32), x)
+    z = x + y
+    assert kinds(lower(recorder.nodes, z + y)) == ["EMBED", "LINEAR", "ADD", "ADD"]
+    twice = Recorder(torch.float32)
+    x = embedded(twice, 32)
+    y = product(native_linear(32, 32), x)
+    assert kinds(lower(twice.nodes, y + y)) == ["EMBED", "LINEAR", "ADD"]
+
+
+def test_an_output_stays(recorder: Recorder) -> None:
+    x = embedded(recorder, 32)
+    y = product(native_linear(32, 32), x)
+    _ = x + y
+    assert kinds(lower(recorder.nodes, y)) == ["EMBED", "LINEAR", "ADD"]
+
+
+def test_a_residual_that_is_read_again_is_not_overwritten(recorder: Recorder) -> None:
+    layer = native_linear(32, 32)
+    x = embedded(recorder, 32)
+    y = x + product(layer, x)  # reads x as input and as residual, so it may not write there
+    z = y + product(layer, x)  # y is read for the last time
+    plan = lower(recorder.nodes, z)
+    assert plan.buffer_of[y] != plan.buffer_of[x]
+    assert plan.buffer_of[z] == plan.buffer_of[y]
+
+
+def test_a_gated_product_must_pair_its_rows(recorder: Recorder) -> None:
+    x = embedded(recorder, 32)
+    paired = ops.silu_and_mul(product(native_linear(80, 32, interleaved=True), x))
+    plain = ops.silu_and_mul(product(native_linear(80, 32), x))
+    assert kinds(lower(recorder.nodes, paired + plain)) == ["EMBED", "LINEAR_SILU", "LINEAR", "CALL", "ADD"]
+    other = Recorder(torch.float32)
+    misused = product(native_linear(64, 32, interleaved=True), embedded(other, 32))
+    with pytest.raises(InvariantError, match=r"only be read by ops\.silu_and_mul"):
+        lower(other.nodes, misused)
+
+
+# -- what cannot be recorded -------------------------------------------------------------------------------------------
+
+
+def test_the_way_out_is_named(recorder: Recorder) -> None:
+    x = embedded(recorder, 32)
+    with pytest.raises(TypeError, match=r"torch's tanh cannot be recorded.*ops\.call_out"):
+        torch.tanh(x)
+    with pytest.raises(AttributeError, match=r"'view'.*ops\.call_out"):
+        x.view(-1)
+    with pytest.raises(ValueError, match="rows of 32, got rows of 16"):
+        x + embedded(recorder, 16)
+    with pytest.raises(TypeError, match="expected rows"):
+        x + embedded(Recorder(torch.float32), 32)
+    with pytest.raises(TypeError, match=r"ops\.rotary_heads"):
+        recorder.attend(0, x, x, x, scale=1.0, window=None)
+
+
+def test_packed_layers_are_for_programs() -> None:
+    layer = native_linear(32, 32)
+    layer.weight = None
+    with pytest.raises(InvariantError, match="step program"):
+        layer(torch.zeros(1, 32))
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+class Network:
+    """A random straight-line program over activations of three widths; the same for tensors and for symbols."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        rng = random.Random(seed)
+        self.widths = [rng.randrange(1, 100) for _ in range(3)]
+        self.tables = [torch.randn(50, width, generator=torch.Generator().manual_seed(width)) for width in self.widths]
+        self.layers = {
+            (n, k): native_linear(n, k, bias=(n + k) % 2 == 0, seed=seed) for n in self.widths for k in self.widths
+        }
+        self.gates = {
+            (n, k): native_linear(2 * n, k, bias=n % 2 == 0, interleaved=True, seed=seed)
+            for n in self.widths
+            for k in self.widths
+        }
+        self.norms = {width: torch.rand(width) + 0.5 for width in self.widths}
+
+    def __call__(self, token_ids: Any) -> Any:
+        rng = random.Random(self.seed)
+        by_width = {
+            width: [ops.embedding(token_ids, table)] for width, table in zip(self.widths, self.tables, strict=True)
+        }
+
+        def some(width: int) -> Any:
+            return rng.choice(by_width[width][-4:])
+
+        for _ in range(25):
+            width, other = rng.choice(self.widths), rng.choice(self.widths)
+            kind = rng.randrange(6)
+            if kind == 0:
+                new = some(width) + some(width)
+            elif kind == 1:
+                new = ops.rms_norm(some(width), self.norms[width], 1e-5)
+            elif kind == 2:
+                new = product(self.layers[width, other], some(other))
+            elif kind == 3:
+                new = some(width) + product(self.layers[width, other], some(other))
+            elif kind == 4:
+                new = ops.silu_and_mul(product(self.gates[width, other], some(other)))
+            else:
+                new = ops.call_out(wave, some(width), some(other), width=width)
+            by_width[width].append(ops.rms_norm(new, self.norms[width], 1e-5))
+        return some(self.widths[0])
+
+
+def wave(a: Tensor, b: Tensor) -> Tensor:
+    return a.sin() + b.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_programs_compute_what_torch_computes(seed: int) -> None:
+    network, rng = Network(seed), random.Random(seed)
+    recorder = Recorder(torch.float32)
+    program = compiled(recorder, network(recorder.token_ids))
+    for count in (1, 64, 7):  # what an earlier step left behind must not matter
+        token_ids = [rng.randrange(50) for _ in range(count)]
+        expected = network(torch.tensor(token_ids))
+        torch.testing.assert_close(program.run(arrays(token_ids)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_token_ids_and_positions_may_be_called_with(recorder: Recorder) -> None:
+    table = torch.randn(64, 8)
+    x = embedded(recorder, 8)
+    y: Any = ops.embedding(recorder.positions, table)  # type: ignore[arg-type]
+    z = ops.call_out(lambda ids: ids[:, None].expand(-1, 8).float(), recorder.token_ids, width=8)  # type: ignore[arg-type]
+    program = compiled(recorder, x + y + z)
+    out = program.run(arrays([4, 9]))
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randn(50, 8, generator=generator)[[4, 9]]
+    torch.testing.assert_close(out, words + table[:2] + torch.tensor([[4.0], [9.0]]))
+    assert [line.split()[1] for line in program.describe()] == ["EMBED", "CALL", "CALL", "ADD", "ADD"]
+
+
+def test_a_function_that_breaks_its_word(recorder: Recorder) -> None:
+    x = embedded(recorder, 8)
+    program = compiled(recorder, ops.call_out(lambda rows: rows[:, :4], x, width=8))  # type: ignore[arg-type]
+    with pytest.raises(InvariantError, match=r"returned \[2, 4\], and said it would be \[T, 8\]"):
+        program.run(arrays([1, 2]))
+
+
+@pytest.mark.parametrize("count", [0, 65])
+def test_a_step_larger_than_agreed_is_refused(recorder: Recorder, count: int) -> None:
+    program = compiled(recorder, embedded(recorder, 8))
+    with pytest.raises(InvariantError, match=f"a step of {count} tokens where 1 to 64"):
+        program.run(arrays([1] * count))

@@ -1,0 +1,146 @@
+"""The AMX path on processors without AMX: its tiles in plain memory, everything else as it is.
+
+What can be wrong about that path without the instructions is blocking and addressing: 32 rows at a time and what is
+left of them, 512 k, 512 rows per pass over the weight. The tests are those of the other paths.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from chairlift.kernels.cpu import library
+from tests.equivalence.cases import longest
+from tests.equivalence.test_bfloat16 import MOST_ERROR, Truth, errors, ties
+from tests.equivalence.test_determinism import Alone, draw_case
+from tests.equivalence.test_determinism import check as check_determinism
+from tests.kernels.cpu import test_gemm, test_head
+from tests.kernels.cpu.approximate import assert_near
+from tests.kernels.cpu.one_op import Machine, counts, equal_bits, normal
+from tests.models.tiny import FAMILIES
+from tests.sweep import sweep
+
+SOURCES = Path(__file__).parents[3] / "csrc" / "cpu"
+COMMON = ("api", "memory", "pack", "pool", "kernels_amx")
+OTHER_PATHS = """
+#include "kernels.h"
+static const Kernels needed_but_unused{};
+const Kernels* kernels_avx2() { return nullptr; }
+const Kernels* kernels_avx512() { return nullptr; }
+const Kernels* kernels_avx512_bf16() { return &needed_but_unused; }
+"""
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-DCL_EMULATE_AMX", "-DCL_CHECK_BOUNDS"]
+INSTRUCTIONS = [
+    *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16"),
+    *("amx-tile", "amx-bf16", "amx-int8"),
+]
+FEW = Machine("amx", torch.bfloat16, 1)
+MANY = Machine("amx", torch.bfloat16, 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def emulated_amx(native_library: library.Library, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The kernels in use are those of one path, compiled here."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ to compile the emulated tiles with")
+    if "avx512_bf16" not in library.supported_isas():
+        pytest.skip("all but the tiles of the AMX path needs AVX512-BF16, which this processor does not have")
+    folder = tmp_path_factory.mktemp("amx")
+    (folder / "other_paths.cpp").write_text(OTHER_PATHS)
+    sources = [str(SOURCES / f"{name}.cpp") for name in COMMON]
+    instructions = [f"-m{name}" for name in INSTRUCTIONS]
+    command = [compiler, *FLAGS, *instructions, f"-I{SOURCES}", *sources, str(folder / "other_paths.cpp")]
+    done = subprocess.run([*command, "-o", str(folder / "amx.so")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    emulated = library.Library(folder / "amx.so")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_load", lambda: (emulated, ""))
+        assert "amx" in library.supported_isas()
+        yield
+
+
+def few_and_many(seed: int) -> Machine:
+    return MANY if seed % 2 else FEW
+
+
+@counts(30)
+def test_products_of_whole_numbers_are_exact(count: int, request: pytest.FixtureRequest) -> None:
+    sweep(request, count, lambda seed: test_gemm.check_exact_product(few_and_many(seed), seed))
+
+
+@counts(20)
+def test_products_are_near_and_rows_are_independent(count: int, request: pytest.FixtureRequest) -> None:
+    sweep(request, count, lambda seed: test_gemm.check_product(few_and_many(seed), seed))
+
+
+@counts(15)
+def test_gated_products(count: int, request: pytest.FixtureRequest) -> None:
+    sweep(request, count, lambda seed: test_gemm.check_gated(few_and_many(seed), seed))
+
+
+@counts(10)
+def test_heads(count: int, request: pytest.FixtureRequest) -> None:
+    sweep(request, count, lambda seed: test_gemm.check_heads(few_and_many(seed), seed))
+
+
+@counts(10)
+def test_output_head(count: int, request: pytest.FixtureRequest) -> None:
+    def check(seed: int) -> None:
+        test_head.check_ties(few_and_many(seed), seed)
+        test_head.check_rows(few_and_many(seed), seed)
+
+    sweep(request, count, check)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 49, 511, 512, 513, 530])
+def test_edges_of_row_blocks(rows: int) -> None:
+    rng = random.Random(rows)
+    for k in (32, 512, 544):
+        product = test_gemm.Product(normal(rng, 600, k).bfloat16(), normal(rng, 33, k).bfloat16())
+        expected = product.expected().rounded(torch.bfloat16)[:rows]
+        found = product.compute(MANY, rng, slice(0, rows))
+        assert_near(found, expected, f"{rows} rows of {k}")
+        assert equal_bits(product.compute(FEW, rng, slice(rows - 1, rows)), found[-1:])
+
+
+@pytest.mark.parametrize("k", [511, 512, 513, 1024, 1025, 4100])
+def test_edges_of_k_blocks(k: int) -> None:
+    rng = random.Random(k)
+    product = test_gemm.Product(normal(rng, 20, k).bfloat16(), normal(rng, 70, k).bfloat16())
+    assert_near(product.compute(MANY, rng), product.expected().rounded(torch.bfloat16), f"k = {k}")
+
+
+def test_broken_rows_stay_among_themselves() -> None:
+    test_gemm.test_broken_rows_stay_among_themselves(MANY)
+
+
+@counts(8)
+def test_whole_models_say_the_same_alone_and_in_any_batch(
+    count: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    alone = Alone(tmp_path)
+
+    def check(seed: int) -> None:
+        case = draw_case(seed)
+        # Float32 has no tiles, and long prompts take long without them.
+        if case.dtype == "bfloat16" and longest(case.jobs) < 150:
+            check_determinism(alone, "amx", seed)
+
+    sweep(request, count, check)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.nightly) for name in FAMILIES]
+)
+def test_a_whole_model_is_as_exact_as_transformers(family: str, tmp_path: Path) -> None:
+    truth = Truth.of(tmp_path, family)
+    ours, theirs = errors(truth, "amx")
+    assert 0 < ours <= MOST_ERROR * theirs
+    assert ties(truth, "amx") <= len(truth.jobs) // 4
