@@ -63,6 +63,7 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     """Print what the model is and what fits; returns the name of its dtype."""
     import torch
 
+    from chairlift.bench.offline import native_path
     from chairlift.models.loader import resolve_dtype
     from chairlift.models.registry import model_class
 
@@ -82,6 +83,7 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
         "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
     )
     _tell("parameters", f"{parameters:,} in {name} ({parameters * dtype.itemsize / 2**20:,.0f} MiB)")
+    _tell("kernels", native_path(llm, network).describe())
     _tell("context", f"{llm.max_model_len:,} tokens")
     _tell("chat template", template)
     _tell("KV per token", f"{kv_bytes:,} bytes")

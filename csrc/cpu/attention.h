@@ -5,7 +5,7 @@
 // positions, keys behind or before its window contribute exact zeros, and splits are merged in order, whoever computed
 // them. So it makes no difference which queries share a task, and decode equals prefill bit for bit.
 #pragma once
-#include "gemm.h"
+#include "elementwise.h"
 #include "plan.h"
 
 namespace CL_NS {
@@ -215,6 +215,7 @@ static void store_outputs(const AttentionPiece<T>& piece, const SoftmaxState& st
   const int dim = piece.op.head_dim;
   for (int row = 0; row < piece.rows; row++) {
     T* to = out + piece.token(row) * stride + piece.head(row) * dim;
+    if (piece.head(row) == piece.op.heads - 1) clear_pad(to + dim - piece.op.heads * dim, piece.op.heads * dim);
     const vf sum = vset(state.sum[row]);
     for (int d = 0; d < dim; d += LANES) vstore(to + d, vdiv(vload(state.values + row * dim + d), sum));
   }

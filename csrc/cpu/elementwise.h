@@ -4,6 +4,12 @@
 
 namespace CL_NS {
 
+// Zeros from column `width` to the next multiple of 32: products read them, and the buffer may have held a wider row.
+template <typename T>
+CL_INLINE void clear_pad(T* row, int64_t width) {
+  memset(row + width, 0, sizeof(T) * (padded(width) - width));
+}
+
 template <typename T>
 static void embed(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   T* out = static_cast<T*>(program.buffers[op.out]);
@@ -12,6 +18,7 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
     const int32_t id = batch.token_ids[t];
     CL_ASSERT(id >= 0 && id < op.n);
     T* row = out + t * stride;
+    clear_pad(row, op.k);
     if (!(op.flags & CL_PACKED)) {
       memcpy(row, static_cast<const T*>(op.weight) + int64_t(id) * op.k, op.k * sizeof(T));
       continue;
@@ -66,6 +73,7 @@ static void rms_norm(const cl_op& op, const cl_program& program, Share share) {
       vstore(y + i, vmul(vload(weight + i), vrounded(vmul(vload(x + i), vset(factor)), T())));
     for (int i = whole; i < op.k; i++)
       y[i] = from_float(weight[i] * to_float(from_float(to_float(x[i]) * factor, T())), T());
+    clear_pad(y, op.k);
   }
 }
 
@@ -73,10 +81,12 @@ template <typename T>
 static void add(const cl_op& op, const cl_program& program, Share share) {
   const T *a = static_cast<const T*>(program.buffers[op.in]), *b = static_cast<const T*>(program.buffers[op.aux]);
   T* out = static_cast<T*>(program.buffers[op.out]);
-  for (int t = share.begin; t < share.end; t++)
+  for (int t = share.begin; t < share.end; t++) {
+    T* sum = out + t * program.strides[op.out];
     for (int i = 0; i < op.n; i += LANES)
-      vstore(out + t * program.strides[op.out] + i, vadd(vload(a + t * program.strides[op.in] + i),
-                                                         vload(b + t * program.strides[op.aux] + i)));
+      vstore(sum + i, vadd(vload(a + t * program.strides[op.in] + i), vload(b + t * program.strides[op.aux] + i)));
+    clear_pad(sum, op.n);
+  }
 }
 
 }  // namespace CL_NS

@@ -22,12 +22,15 @@ CL_INLINE Share share_of(int rows, int thread, int threads) {
 template <typename T>
 struct Blocking {
   static constexpr int ROW_BLOCK = ROWS, K_BLOCK = 4096, SUPER = 384;
+  static int most_panels(int) { return 1; }
 };
 #if defined(CL_USE_AMX)
-// 32 rows of 512 k are 32 KiB: rows stay in L1 while the panels come from L2.
+// 32 rows of 512 k are 32 KiB: rows stay in L1 while the panels come from L2. Tiles are so fast that rows must serve several
+// panels, or they could not be brought from L2 and L3 in time.
 template <>
 struct Blocking<bf16> {
-  static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 512, SUPER = 512;
+  static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 512, SUPER = 256;
+  static int most_panels(int m) { return m > 64 ? 4 : 1; }
 };
 #endif
 
@@ -63,6 +66,17 @@ CL_INLINE int64_t padded(int64_t k) { return (k + CL_K_MULTIPLE - 1) / CL_K_MULT
 template <typename T>
 static Weight<T> packed_weight(const void* data, int64_t n, int64_t k) {
   return Weight<T>{static_cast<const T*>(data), int((n + CL_PANEL - 1) / CL_PANEL), padded(k)};
+}
+
+// How many units of `unit` panels make a chunk: as many as pay, but never so many that one thread waits for another.
+template <typename T>
+static int chunk_panels(int panels, int unit, int m, int threads) {
+  const int units = panels / unit;
+  for (int most = Blocking<T>::most_panels(m) / unit; most > 1; most--) {
+    const int chunks = (units + most - 1) / most, rounds = (chunks + threads - 1) / threads;
+    if (int64_t(rounds) * threads * most * 100 <= int64_t(units) * 107) return most * unit;
+  }
+  return unit;
 }
 
 // Every thread of the pool calls this; chunks of `chunk_panels` panels go to whoever is free. `epilogue(first row, rows,

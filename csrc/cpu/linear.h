@@ -5,7 +5,7 @@
 
 namespace CL_NS {
 
-// out = tile + bias (+ residual). Columns beyond n are zero in weight, bias and residual, so they stay zero.
+// out = tile + bias (+ residual). Columns beyond n are cleared: zero weights alone leave a broken row's NaN there.
 template <typename T>
 struct StoreResult {
   T* out;
@@ -13,6 +13,7 @@ struct StoreResult {
   const T* residual;
   int64_t residual_stride;
   const float* bias;
+  int n;
 
   void operator()(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride) const {
     const int64_t column0 = int64_t(panel0) * CL_PANEL;
@@ -22,6 +23,7 @@ struct StoreResult {
         vf x = vload(tile + r * tile_stride + c);
         if (bias) x = vadd(x, vload(bias + column));
         if (residual) x = vadd(x, vload(residual + (row0 + r) * residual_stride + column));
+        if (column + LANES > n) x = vkeep(x, 0, int(n - column), 0.0f);
         vstore(out + (row0 + r) * stride + column, x);
       }
   }
@@ -152,13 +154,14 @@ static void linear(cl_pool& pool, const cl_op& op, const cl_program& program, co
   T* out = static_cast<T*>(program.buffers[op.out]);
   const int64_t in_stride = program.strides[op.in], out_stride = program.strides[op.out];
   const Weight<T> weight = packed_weight<T>(op.weight, op.n, op.k);
-  const int m = batch.num_tokens;
+  const int m = batch.num_tokens, threads = pool.num_threads();
   if (op.kind == CL_OP_LINEAR) {
     const T* residual = op.aux >= 0 ? static_cast<const T*>(program.buffers[op.aux]) : nullptr;
-    StoreResult<T> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias};
-    gemm(pool, in, in_stride, m, weight, 1, tile, store);
+    StoreResult<T> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n};
+    gemm(pool, in, in_stride, m, weight, chunk_panels<T>(weight.panels, 1, m, threads), tile, store);
   } else if (op.kind == CL_OP_LINEAR_SILU) {
-    gemm(pool, in, in_stride, m, weight, 2, tile, StoreGated<T>{out, out_stride, op.bias});
+    const StoreGated<T> store{out, out_stride, op.bias};
+    gemm(pool, in, in_stride, m, weight, chunk_panels<T>(weight.panels, 2, m, threads), tile, store);
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
     StoreHeads<T> store{op, batch, program.kv_layers[op.layer], rotary, out, out_stride};

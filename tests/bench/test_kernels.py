@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 
 import pytest
 import torch
@@ -91,9 +90,7 @@ def test_results_are_plain_data_and_tables_fit_a_terminal(measured: tuple[int, l
 
 
 def test_runs_are_as_long_as_asked_for(machine: Machine) -> None:
-    begin = time.perf_counter()
-    [products, *_] = list(measure_kernels(settings(seconds=1e-3), machine, limits(bandwidth=7e7)))
-    assert time.perf_counter() > begin
+    [products, *_] = list(measure_kernels(settings(seconds=1.05e-3), machine, limits(bandwidth=7e7)))
     assert products[0].count == 10  # 7,000 bytes at 70 MB/s take 0.1 ms
     [products, *_] = list(measure_kernels(settings(seconds=1e-9), machine, limits()))
     assert products[0].count == 1

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from chairlift.executor.local import LocalExecutor
+from chairlift.kernels.cpu.library import best_isa
 from chairlift.models.flat_batch import FlatBatch
 from chairlift.scheduler.output import SchedulerOutput
 from tests.cli.conftest import Run
+from tests.native import needs_kernels
 
 
 def test_a_good_model_gets_a_report(chairlift: Run, model_dir: Path) -> None:
@@ -24,9 +26,25 @@ def test_a_good_model_gets_a_report(chairlift: Run, model_dir: Path) -> None:
     assert report["parameters"].startswith(f"{expected:,} in float32")
     assert report["KV per token"] == f"{layers * 2 * 2 * 16 * 4:,} bytes"
     assert report["context"] == "256 tokens"
+    assert report["kernels"].startswith(f"{best_isa() or 'PyTorch'} in float32")
     assert report["chat template"] == "yes"
     assert "room for about 42 chats of 256 tokens at once" in report["memory"]
     assert "same 8 greedy tokens alone and in a batch" in report["self-test"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--kernels", "torch"], "PyTorch in float32: kernels is 'torch'"),
+        (["--block-size", "8", "--dtype", "bfloat16"], "PyTorch in bfloat16: "),
+        pytest.param(["--kernels", "avx2", "--threads", "1"], "avx2 in float32, 1 thread", marks=needs_kernels),
+    ],
+)
+def test_it_says_what_runs_the_model(chairlift: Run, model_dir: Path, flags: list[str], line: str) -> None:
+    code, out, _ = chairlift("check", model_dir, "--num-kv-blocks", "64", *flags)
+    assert code == 0
+    [kernels] = [each for each in out if each.startswith("kernels")]
+    assert kernels.split(maxsplit=1)[1].startswith(line)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -50,6 +50,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "num_lookahead_steps": (0, 1, 2),
     "cache": ("ample", "tight", "preempting"),
     "enable_prefix_caching": (True, False),
+    "kernels": ("auto", "torch"),
 }
 """How requests may meet; none of it may change a token."""
 

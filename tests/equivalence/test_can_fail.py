@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from chairlift.executor.input_batch import InputBatch
+from chairlift.executor.sampling_rows import NativeRows, RowTemplates
 from chairlift.kernels import ops
 from chairlift.models.layers.attention import Attention
 from chairlift.sampling import sampler
@@ -25,14 +26,15 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def drop_rope(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ops, "apply_rotary", lambda x, cos, sin: x)
+    heads = ops.rotary_heads
+    patch.setattr(ops, "rotary_heads", lambda qkv, rotary, *rest: heads(qkv, None, *rest))
 
 
 def drop_attention_of_one_layer(patch: pytest.MonkeyPatch) -> None:
     forward = Attention.forward
 
     def without(self: Attention, x: Tensor, *rest: Any) -> Tensor:
-        return forward(self, x, *rest) if self.layer != 1 else torch.zeros_like(x)
+        return forward(self, x, *rest) if self.layer != 1 else ops.call_out(torch.zeros_like, x, width=64)
 
     patch.setattr(Attention, "forward", without)
 
@@ -70,32 +72,46 @@ def write_kv_one_position_late(patch: pytest.MonkeyPatch) -> None:
 BROKEN: list[tuple[Patch, dict[str, Any]]] = [
     (drop_rope, {}),
     (drop_attention_of_one_layer, {}),
-    (read_one_wrong_kv_block, {"block_size": 8}),
+    (read_one_wrong_kv_block, {"block_size": 16}),
     (forget_the_newest_token_after_preemption, {"cache": "tight", "block_size": 1, "max_num_batched_tokens": 64}),
     (write_kv_one_position_late, {"max_num_batched_tokens": 16}),
 ]
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize(("broken", "settings"), BROKEN, ids=[broken.__name__ for broken, _ in BROKEN])
 def test_broken_engine_is_noticed(
-    broken: Patch, settings: dict[str, Any], truth: Callable[[str], Truth], monkeypatch: pytest.MonkeyPatch
+    broken: Patch,
+    settings: dict[str, Any],
+    kernels: str,
+    truth: Callable[[str], Truth],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check_greedy(truth("llama"), **settings)
+    check_greedy(truth("llama"), kernels=kernels, **settings)
     broken(monkeypatch)
     with pytest.raises(AssertionError, match=r"but .* scores|no reason to stop|goes on after"):
-        check_greedy(truth("llama"), **settings)
+        check_greedy(truth("llama"), kernels=kernels, **settings)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_noise_that_ignores_the_position_is_noticed(
-    truth: Callable[[str], Truth], monkeypatch: pytest.MonkeyPatch
+    kernels: str, truth: Callable[[str], Truth], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def frozen(scores: Tensor, seeds: list[int], positions: list[int]) -> Tensor:
         return gumbel_argmax(scores, seeds, [0] * len(positions))
 
+    fill = RowTemplates.fill
+
+    def frozen_rows(self: RowTemplates, *args: Any) -> NativeRows:
+        rows = fill(self, *args)
+        rows.records["position"] = 0
+        return rows
+
     monkeypatch.setattr(sampler, "gumbel_argmax", frozen)
+    monkeypatch.setattr(RowTemplates, "fill", frozen_rows)
     llama = truth("llama")
     noticed = 0
-    for answer, token_ids in texts(run(make_llm(llama.model_dir, JOBS), JOBS)).items():
+    for answer, token_ids in texts(run(make_llm(llama.model_dir, JOBS, kernels=kernels), JOBS)).items():
         try:
             check_sampled(llama, JOBS, answer, token_ids)
         except AssertionError:

@@ -30,6 +30,11 @@ from tests.sweep import sweep
 pytestmark = needs_kernels
 
 MOST_TOKENS = 1500
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "mistral-200": ("mistral", {"sliding_window": 200}),
+}
+"""Family, and what differs from the tiny model of that name."""
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0},
@@ -50,7 +55,7 @@ SAMPLING: list[dict[str, Any]] = [
 class Case:
     """Some requests, who answers them, and how they meet."""
 
-    family: str
+    model: str
     dtype: str
     settings: dict[str, Any]
     tight: bool
@@ -92,7 +97,7 @@ def draw_case(seed: int) -> Case:
         "threads": rng.choice((1, 2)),
     }
     return Case(
-        family=rng.choice(list(FAMILIES)),
+        model=rng.choice(list(MODELS)),
         dtype=rng.choice(("bfloat16", "float32")),
         settings=settings,
         tight=rng.random() < 0.4,
@@ -110,17 +115,18 @@ class Alone:
         self.model_dir = functools.cache(self._model_dir)
         self.engine = functools.cache(self._engine)
 
-    def _model_dir(self, family: str) -> Path:
-        return tiny_model(self.folder, family, max_position_embeddings=MOST_TOKENS)
+    def _model_dir(self, model: str) -> Path:
+        family, more = MODELS[model]
+        return tiny_model(self.folder / model, family, max_position_embeddings=MOST_TOKENS, **more)
 
-    def _engine(self, family: str, dtype: str, isa: str) -> LLM:
-        return self.llm(family, dtype, isa, num_kv_blocks=200, enable_prefix_caching=False, threads=1)
+    def _engine(self, model: str, dtype: str, isa: str) -> LLM:
+        return self.llm(model, dtype, isa, num_kv_blocks=200, enable_prefix_caching=False, threads=1)
 
-    def llm(self, family: str, dtype: str, isa: str, **settings: Any) -> LLM:
-        return LLM(self.model_dir(family), dtype=dtype, kernels=isa, skip_tokenizer_init=True, **settings)
+    def llm(self, model: str, dtype: str, isa: str, **settings: Any) -> LLM:
+        return LLM(self.model_dir(model), dtype=dtype, kernels=isa, skip_tokenizer_init=True, **settings)
 
     def answer(self, case: Case, isa: str) -> list[RequestOutput]:
-        llm = self.engine(case.family, case.dtype, isa)
+        llm = self.engine(case.model, case.dtype, isa)
         return [run(llm, [job])[0] for job in case.jobs]
 
     def together(self, case: Case, isa: str) -> tuple[list[RequestOutput], collections.Counter[str]]:
@@ -129,7 +135,7 @@ class Alone:
         # Answers to one prompt run side by side; only what is theirs alone takes blocks of its own.
         most = -(-longest(case.jobs) // size) * max(job.params.n for job in case.jobs)
         blocks = most + 2 if case.tight else len(case.jobs) * most + 2
-        llm = self.llm(case.family, case.dtype, isa, num_kv_blocks=blocks, **case.settings)
+        llm = self.llm(case.model, case.dtype, isa, num_kv_blocks=blocks, **case.settings)
         outputs = run(llm, case.jobs, case.arrival, preempting=case.preempting, seed=len(case.jobs))
         seen: collections.Counter[str] = collections.Counter()
         seen["preempted"] = llm.engine.scheduler.num_preemptions
@@ -152,7 +158,7 @@ def check(alone: Alone, isa: str, seed: int) -> collections.Counter[str]:
     expected = alone.answer(case, isa)
     outputs, seen = alone.together(case, isa)
     for i, (one, other) in enumerate(zip(expected, outputs, strict=True)):
-        what = f"{case.family}, {case.dtype}, {isa}, {case.settings}, {case.jobs[i].params}"
+        what = f"{case.model}, {case.dtype}, {isa}, {case.settings}, {case.jobs[i].params}"
         for (name, truth), (_, found) in zip(facts(one), facts(other), strict=True):
             assert found == truth, (
                 f"{name} of request {i} of {len(case.jobs)} differ between alone and together:"

@@ -89,6 +89,7 @@ def test_an_llm_is_run_by_what_was_chosen(tmp_path: Path) -> None:
     model_dir = tiny_model(tmp_path, "qwen2")
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 20, "max_num_seqs": 2, "threads": 1}
     runners, answers = [], []
+    torch.set_num_threads(2)
     for kernels in ("auto", *supported_isas(), "torch"):
         llm = LLM(model_dir, kernels=kernels, **settings)
         runners.append(type(llm.engine._executor._runner))  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""The C++ kernels of ``csrc/cpu``: their binding, packed weights and step programs. They import nothing else of ours."""
+"""The C++ kernels of ``csrc/cpu``: their binding, packed weights and step programs; they import nothing else."""

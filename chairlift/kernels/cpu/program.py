@@ -215,7 +215,9 @@ class StepProgram:
             raise InvariantError(
                 f"a function given to ops.call_out returned {shape}, and said it would be [T, {op.out.width}]"
             )
-        self._buffers[self._plan.buffer_of[op.out]][:num_tokens, : op.out.width] = result
+        rows = self._buffers[self._plan.buffer_of[op.out]][:num_tokens]
+        rows[:, : op.out.width] = result
+        rows[:, op.out.width :] = 0  # products read the pad, and a row that broke earlier may have left its NaN there
 
     def _argument(self, value: Value, step: StepArrays) -> Tensor:
         if value.role == "rows":

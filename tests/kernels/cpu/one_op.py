@@ -213,7 +213,9 @@ class Cache:
 
     def slots(self, row: int, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         positions = np.arange(start, end, dtype=np.int64)
-        return self.table[row, positions // self.block_size] * np.int64(self.block_size) + positions % self.block_size
+        blocks = self.table[row, positions // self.block_size].astype(np.int64)
+        slots: np.ndarray[Any, np.dtype[np.int64]] = blocks * self.block_size + positions % self.block_size
+        return slots
 
     def _index(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         slots = torch.from_numpy(self.slots(row, start, end))

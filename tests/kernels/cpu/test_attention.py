@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -114,9 +115,15 @@ class Case:
         q = Buffer(rng, machine, len(queries), heads * dim, queries.flatten(1))
         out = Buffer(rng, machine, len(queries), heads * dim)
         batch = Batch([(piece.end - piece.start, piece.end) for piece in pieces], [cache])
-        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "window": self.window, "scale": self.scale}
+        sizes: dict[str, Any] = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": dim,
+            "window": self.window,
+            "scale": self.scale,
+        }
         run(machine, OpKind.ATTENTION, batch, [q, out], [cache], in_=0, out=1, **sizes)
-        return list(out.rows.view(-1, heads, dim).split([piece.end - piece.start for piece in pieces]))
+        return list(torch.split(out.rows.view(-1, heads, dim), [piece.end - piece.start for piece in pieces]))
 
     def expected(self, row: int) -> Approximate:
         """The definition, for all queries of a sequence."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,8 @@ class Product:
         n, k = self.weight.shape
         inputs = Buffer(rng, machine, len(x), k, x)
         out = Buffer(rng, machine, len(x), n)
-        buffers, fields = [inputs, out], {"in_": 0, "out": 1}
+        buffers = [inputs, out]
+        fields: dict[str, Any] = {"in_": 0, "out": 1}
         if residual is not None:
             buffers.append(Buffer(rng, machine, len(x), n, residual))
             fields["aux"] = 2
@@ -187,7 +189,10 @@ def check_gated(machine: Machine, seed: int) -> None:
     def compute(machine: Machine, rows: slice | Tensor = slice(None)) -> Tensor:
         inputs = Buffer(rng, machine, len(x[rows]), k, x[rows])
         out = Buffer(rng, machine, len(x[rows]), n)
-        fields = {"weight": packed(weight, gated=True), "bias": None if bias is None else packed_bias(bias, gated=True)}
+        fields: dict[str, Any] = {
+            "weight": packed(weight, gated=True),
+            "bias": None if bias is None else packed_bias(bias, gated=True),
+        }
         columns = 2 * (-(-n // 32) * 32)
         run(
             machine, OpKind.LINEAR_SILU, Batch.flat(len(x[rows])), [inputs, out], in_=0, out=1, n=columns, k=k, **fields
@@ -315,7 +320,7 @@ class Heads:
             **norms,
             **fields,
         )
-        return cache, list(out.rows.view(len(tokens), self.heads, -1).split([self.rows[i][0] for i in rows]))
+        return cache, list(torch.split(out.rows.view(len(tokens), self.heads, -1), [self.rows[i][0] for i in rows]))
 
     def expected(self, dtype: torch.dtype) -> tuple[Approximate, Approximate, Approximate]:
         """q, k and v of all tokens, each [tokens, heads, head_dim]."""

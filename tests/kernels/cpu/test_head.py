@@ -68,7 +68,7 @@ class Head:
     def sample(self, machine: Machine, rng: random.Random, which: list[int], rows: list[dict[str, Any]]) -> Sampled:
         """Rows number ``which`` of the sampled ones in a call of their own, each with its settings."""
         vocab, k = self.weight.shape
-        hidden = Buffer(rng, machine, *self.hidden.shape, self.hidden)
+        hidden = Buffer(rng, machine, len(self.hidden), k, self.hidden)
         records: np.ndarray[Any, Any] = np.zeros(len(which), dtype=lib.SAMPLING_ROW)
         top_ids, top = np.full((len(which), TOP + 1), -7, np.int32), np.full((len(which), TOP + 1), NAN, np.float32)
         plain = {"top_p": 1.0, "repetition": 1.0, "target": -1, "num_logprobs": -1}
@@ -99,8 +99,8 @@ class Head:
         assert done == 0
         hidden.check_frame()
         assert logits[stored].isnan().all(), "more logits were stored than asked for"
-        columns = (records[name].tolist() for name in ("token", "status", "rank"))
-        return Sampled(*columns, logits[:stored, :vocab], top_ids, top)
+        tokens, statuses, ranks = (records[name].tolist() for name in ("token", "status", "rank"))
+        return Sampled(tokens, statuses, ranks, logits[:stored, :vocab], top_ids, top)
 
 
 @dataclasses.dataclass
@@ -114,7 +114,7 @@ class Sampled:
     top_logprobs: np.ndarray[Any, Any]
 
 
-STORED = {"num_logprobs": TOP}
+STORED: dict[str, Any] = {"num_logprobs": TOP}
 SAMPLED, RAW_NAN = 0, 1
 
 
@@ -172,7 +172,7 @@ def assert_is_the_linear_operation(
     inputs = Buffer(rng, machine, len(tokens), k, head.hidden[tokens])
     out = Buffer(rng, machine, len(tokens), vocab)
     bias = None if head.bias is None else packed_bias(head.bias)
-    fields = {"in_": 0, "out": 1, "n": vocab, "k": k, "weight": packed(head.weight), "bias": bias}
+    fields: dict[str, Any] = {"in_": 0, "out": 1, "n": vocab, "k": k, "weight": packed(head.weight), "bias": bias}
     run(machine, OpKind.LINEAR, Batch.flat(len(tokens)), [inputs, out], **fields)
     assert equal_bits(out.rows, logits.to(machine.dtype))
 
@@ -195,7 +195,7 @@ def test_the_best_id_may_lie_anywhere(vocab: int, machine: Machine) -> None:
         weight = -torch.ones(vocab, 8, dtype=machine.dtype)  # so that the zeros which pad the last panel would win
         weight[best] = -0.5
         head = Head(torch.ones(5, 8, dtype=machine.dtype), weight, None, [4, 0, 2])
-        settings = [{}, STORED, {"seed": 3, "temperature": 1e-4}]
+        settings: list[dict[str, Any]] = [{}, STORED, {"seed": 3, "temperature": 1e-4}]
         assert head.sample(machine, random.Random(best), [0, 1, 2], settings).tokens == [best] * 3
 
 

@@ -38,8 +38,7 @@ def check_embedding(machine: Machine, seed: int) -> None:
     ids[0] = rng.choice((0, vocab - 1))
     for flags, weight in ((0, table), (PACKED, packed(table))):
         out = Buffer(rng, machine, tokens, width)
-        sizes = {"n": vocab, "k": width}
-        run(machine, OpKind.EMBED, Batch.flat(tokens, ids), [out], out=0, flags=flags, weight=weight, **sizes)
+        run(machine, OpKind.EMBED, Batch.flat(tokens, ids), [out], out=0, flags=flags, weight=weight, n=vocab, k=width)
         assert equal_bits(out.rows, table[ids]), f"{tokens} of {vocab} rows of {width}, flags {flags}"
 
 
@@ -88,8 +87,9 @@ def test_rotary_tables(isa: str, count: int, request: pytest.FixtureRequest) -> 
 
 
 def normed(machine: Machine, rng: random.Random, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    inputs, out = Buffer(rng, machine, *x.shape, x), Buffer(rng, machine, *x.shape)
-    run(machine, OpKind.RMS_NORM, Batch.flat(len(x)), [inputs, out], in_=0, out=1, k=x.shape[1], weight=weight, eps=eps)
+    count, width = x.shape
+    inputs, out = Buffer(rng, machine, count, width, x), Buffer(rng, machine, count, width)
+    run(machine, OpKind.RMS_NORM, Batch.flat(count), [inputs, out], in_=0, out=1, k=width, weight=weight, eps=eps)
     assert equal_bits(inputs.rows, x)
     return out.rows
 
