@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from chairlift.workload.lengths import LogNormal, Workload
 
 __all__ = ["draw", "totals"]
 
@@ -14,17 +14,9 @@ def draw(
     prompt: tuple[float, float, int, int] = (4.6, 0.8, 8, 1024),
     output: tuple[float, float, int, int] = (4.2, 0.9, 4, 512),
 ) -> list[tuple[list[int], int]]:
-    """``count`` pairs of prompt token ids and output length. ``prompt`` and ``output``: mu, sigma, least, most.
-
-    The order of the draws is part of the definition: prompt lengths, output lengths, then the ids of each prompt.
-    """
-    rng = np.random.default_rng(seed)
-
-    def lengths(mu: float, sigma: float, least: int, most: int) -> list[int]:
-        return np.clip(rng.lognormal(mu, sigma, count).astype(int), least, most).tolist()
-
-    prompts, outputs = lengths(*prompt), lengths(*output)
-    return [(rng.integers(10, vocab, p).tolist(), o) for p, o in zip(prompts, outputs, strict=True)]
+    """``count`` pairs of prompt token ids and output length. ``prompt`` and ``output``: mu, sigma, least, most."""
+    lengths = {"prompt": LogNormal(*prompt), "output": LogNormal(*output)}
+    return Workload(count=count, seed=seed, vocab_size=vocab, **lengths).requests()
 
 
 def totals(requests: list[tuple[list[int], int]]) -> tuple[int, int]:

@@ -1,0 +1,202 @@
+"""Chairlift against vLLM's CPU backend and OpenVINO GenAI: same requests, same precision, interleaved rounds.
+
+    sh benchmarks/peers/setup_vllm.sh /tmp/vllm
+    sh benchmarks/peers/setup_openvino.sh /tmp/openvino
+    python benchmarks/make_random_model.py /tmp/q05
+    python benchmarks/peers/compare.py --model /tmp/q05 --vllm /tmp/vllm --openvino /tmp/openvino \\
+        --bandwidth 45e9 --peak 1.05e12 --rounds 3 --json benchmarks/results/peers.json
+
+All 64 requests of ``workload.py`` arrive at once; greedy; end of sequence ignored; 16-bit weights, activations and KV
+cache of 2 GiB; no prefix caching. Each engine is a child process with its model loaded and warm, and is stopped while
+another computes. ``--bandwidth`` and ``--peak`` are the machine's measured limits, from which the floor is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from protocol import Child
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from floor import floor_seconds, model_cost  # noqa: E402
+from workload import draw, totals  # noqa: E402
+
+ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+
+
+def export(environment: Path, model: Path, work: Path) -> Path:
+    """The model in OpenVINO's format with float16 weights, written below ``work``."""
+    target = work / f"openvino-{model.resolve().name}"
+    command = [str(environment / "bin" / "optimum-cli"), "export", "openvino", "--model", str(model)]
+    command += ["--task", "text-generation-with-past", "--weight-format", "fp16", "--disable-convert-tokenizer"]
+    log = work / "export.log"
+    with log.open("wb") as errors:
+        done = subprocess.run([*command, str(target)], stdout=errors, stderr=errors, check=False)
+    if done.returncode:
+        raise SystemExit(f"optimum-cli could not export {model}; its messages are in {log}")
+    return target
+
+
+def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
+    """The engines to run, in the order of a round."""
+    model = str(args.model)
+    engines = {"chairlift": [sys.executable, str(HERE / "run_chairlift.py"), "--model", model]}
+    engines["chairlift"] += shlex.split(args.chairlift_args)
+    if args.vllm:
+        vllm = [str(args.vllm / "bin" / "python"), str(HERE / "run_vllm.py"), "--model", model]
+        engines["vllm"] = [*vllm, *shlex.split(args.vllm_args)]
+        if args.vllm_default:
+            engines["vllm-default"] = [*vllm, "--engine", "processes", "--cores", "auto"]
+    if args.openvino:
+        exported = args.openvino_model or export(args.openvino, args.model, work)
+        openvino = [str(args.openvino / "bin" / "python"), str(HERE / "run_openvino.py"), "--model", str(exported)]
+        engines["openvino"] = [*openvino, *shlex.split(args.openvino_args)]
+    return engines
+
+
+def measure(engines: dict[str, list[str]], requests: Path, rounds: int, work: Path) -> tuple[dict[str, Any], ...]:
+    """What each engine says about itself, and the result of each of its rounds."""
+    children: list[Child] = []
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+    try:
+        for name, command in engines.items():
+            print(f"starting {name} ...", flush=True)
+            children.append(Child(name, command, work / f"{name}.log"))
+        for number in range(rounds):
+            for child in children:
+                result = child.run(requests) | {"load_before": os.getloadavg()[0]}
+                results[child.name].append(result)
+                times = f"{result['seconds']:7.2f} s, processor {result['cpu_seconds']:7.2f} s"
+                print(f"round {number + 1}  {child.name:13s} {times}", flush=True)
+        return {child.name: child.about for child in children}, results
+    finally:
+        for child in children:
+            child.kill()
+
+
+def summarise(results: dict[str, list[dict[str, float]]], tokens: int, floor: float | None) -> dict[str, Any]:
+    """Per engine: median and range of the seconds, rate, share of the floor, and how many times as long as Chairlift it
+    takes (of the medians, and least and most within a round)."""
+    summary: dict[str, Any] = {}
+    ours = [result["seconds"] for result in results["chairlift"]]
+    for name, rounds in results.items():
+        seconds = [result["seconds"] for result in rounds]
+        median = statistics.median(seconds)
+        ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=True)]
+        summary[name] = {
+            "median_seconds": round(median, 2),
+            "least_seconds": round(min(seconds), 2),
+            "most_seconds": round(max(seconds), 2),
+            "output_tokens_per_second": round(tokens / median, 1),
+            "percent_of_floor": None if floor is None else round(100 * floor / median, 1),
+            "times_chairlift": round(median / statistics.median(ours), 2),
+            "times_chairlift_range": [round(min(ratios), 2), round(max(ratios), 2)],
+        }
+    return summary
+
+
+def print_table(summary: dict[str, Any], about: dict[str, Any]) -> None:
+    print(f"\n{'engine':13s} {'version':26s} {'median s':>8s} {'spread s':>15s} {'tok/s':>7s} {'% floor':>7s} against")
+    for name, row in summary.items():
+        spread = f"{row['least_seconds']:.2f}..{row['most_seconds']:.2f}"
+        share = "-" if row["percent_of_floor"] is None else f"{row['percent_of_floor']:.1f}"
+        low, high = row["times_chairlift_range"]
+        ratio = "" if name == "chairlift" else f"Chairlift {row['times_chairlift']:.2f}x ({low:.2f} to {high:.2f})"
+        print(
+            f"{name:13s} {about[name]['version']:26.26s} {row['median_seconds']:8.2f} {spread:>15s}"
+            f" {row['output_tokens_per_second']:7.1f} {share:>7s} {ratio}"
+        )
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores that may be used, instruction sets that matter here, memory in GiB, kernel."""
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    cpu = {key.strip(): value.strip() for key, _, value in lines}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu.get("model name", platform.processor()),
+        "cores": len(os.sched_getaffinity(0)),
+        "isa": [flag for flag in ISA_FLAGS if flag in cpu.get("flags", "").split()],
+        "memory_gib": round(memory / 2**30, 1),
+        "kernel": platform.release(),
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--vllm", type=Path, help="environment made by setup_vllm.sh; left out: not compared")
+    parser.add_argument(
+        "--vllm-default", action="store_true", help="also vLLM with the processes and binding it chooses"
+    )
+    parser.add_argument("--openvino", type=Path, help="environment made by setup_openvino.sh; left out: not compared")
+    parser.add_argument("--openvino-model", type=Path, help="the exported model; left out: exported now")
+    for name in ("chairlift", "vllm", "openvino"):
+        parser.add_argument(f"--{name}-args", default="", help=f"more options for run_{name}.py, in one string")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bandwidth", type=float, help="bytes per second that memory can be read with")
+    parser.add_argument("--peak", type=float, help="FLOP per second with 16-bit operands")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "chairlift-peers", help="for logs")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if (args.bandwidth is None) != (args.peak is None):
+        parser.error("the floor needs both --bandwidth and --peak; give both or neither")
+    if args.rounds < 1 or args.requests < 1:
+        parser.error(f"--rounds and --requests must be at least 1, got {args.rounds} and {args.requests}")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    # So that measure() ends the children, which are in process groups of their own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    args.work.mkdir(parents=True, exist_ok=True)
+    requests = draw(args.requests)
+    prompt_tokens, output_tokens = totals(requests)
+    workload = args.work.resolve() / "workload.json"
+    workload.write_text(json.dumps(requests))
+    floor = None
+    if args.bandwidth is not None:
+        cost = model_cost(json.loads((args.model / "config.json").read_text()))
+        floor = floor_seconds(requests, *cost, args.bandwidth, args.peak)
+    about, results = measure(commands(args, args.work), workload, args.rounds, args.work)
+    summary = summarise(results, output_tokens, floor)
+    print_table(summary, about)
+    floor_text = "" if floor is None else f"; the floor is {floor:.2f} s"
+    print(f"{len(requests)} requests, {prompt_tokens} prompt tokens, {output_tokens} output tokens{floor_text}")
+    if args.json:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
+        record = {
+            "command": shlex.join(["compare.py", *sys.argv[1:]]),
+            "commit": git.stdout.strip(),
+            "hardware": hardware() | {"bandwidth": args.bandwidth, "peak": args.peak},
+            "python": platform.python_version(),
+            "model": json.loads((args.model / "config.json").read_text()),
+            "requests": len(requests),
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "floor_seconds": floor,
+            "summary": summary,
+            "engines": about,
+            "rounds": results,
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

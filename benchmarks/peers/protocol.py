@@ -1,0 +1,124 @@
+"""How a benchmark talks to an engine in a child process of its own; standard library only, any environment can run it.
+
+The child loads its model, warms up and prints ``READY {...}``: versions and settings. For every line ``RUN FILE`` on
+its standard input it answers the requests in FILE, a JSON list of [prompt token ids, output tokens], all submitted at
+once, and prints ``DONE {"seconds": ..., "output_tokens": ..., "cpu_seconds": ...}``. It leaves at the end of its input.
+Anything an engine itself prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["Child", "Requests", "restart_with", "serve"]
+
+Requests = list[tuple[list[int], int]]
+
+_WARM_UP: Requests = [([10 + i] * length, count) for i, (length, count) in enumerate([(300, 4), (40, 12), (9, 12)])]
+"""A long prompt, which crosses chunks, beside short ones that decode together."""
+
+
+def serve(
+    load: Callable[[], tuple[Callable[[Requests], Sequence[int]], dict[str, Any]]],
+) -> None:
+    """The child's side. ``load`` returns the engine and what READY tells about it.
+
+    The engine answers requests and returns how many tokens it produced for each. Raises SystemExit when these are not
+    the numbers asked for: a peer that stops early would look fast.
+    """
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    answer, about = load()
+    _timed(answer, _WARM_UP)
+    print("READY", json.dumps(about), file=out)
+    for line in sys.stdin:
+        verb, _, path = line.strip().partition(" ")
+        if verb != "RUN":
+            raise SystemExit(f"expected 'RUN FILE' on standard input, got {line.strip()!r}")
+        requests = [(prompt, count) for prompt, count in json.loads(Path(path).read_text())]
+        print("DONE", json.dumps(_timed(answer, requests)), file=out)
+
+
+def _timed(answer: Callable[[Requests], Sequence[int]], requests: Requests) -> dict[str, float]:
+    """Seconds, tokens, and the processor seconds of this process: far fewer of these than seconds times threads mean
+    that another process was in the way."""
+    begin, busy = time.perf_counter(), time.process_time()
+    produced = list(answer(requests))
+    seconds, busy = time.perf_counter() - begin, time.process_time() - busy
+    if produced != [count for _, count in requests]:
+        wrong = next(i for i, (got, (_, count)) in enumerate(zip(produced, requests, strict=True)) if got != count)
+        raise SystemExit(f"request {wrong}: asked for {requests[wrong][1]} output tokens, got {produced[wrong]}")
+    return {"seconds": seconds, "output_tokens": sum(produced), "cpu_seconds": busy}
+
+
+def restart_with(variables: Mapping[str, str]) -> None:
+    """Run this script again with ``variables`` in its environment, unless they are there: the dynamic loader and the
+    OpenMP runtime read theirs only when a process starts. A variable that the caller has set otherwise stays."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    if missing:
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | missing)
+
+
+class Child:
+    """The benchmark's side: an engine in a process group of its own, stopped (SIGSTOP) except while it has work.
+
+    Stopped rather than idle, because threads that spin while they wait for work would slow the others down. The group
+    stays in the benchmark's session: when the benchmark dies, the kernel sends SIGHUP and SIGCONT to a group that it
+    leaves behind stopped, so nothing stays.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        """Start ``command`` and wait for READY; its messages go to ``log``. Raises SystemExit if it ends early."""
+        self.name, self.log = name, log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, process_group=0
+            )
+        try:
+            self.about: dict[str, Any] = self._read("READY")
+        except BaseException:
+            self.kill()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def run(self, workload: Path) -> dict[str, float]:
+        """Answer the requests in the file ``workload``. Returns what DONE tells. Raises SystemExit if it ends early."""
+        self._signal(signal.SIGCONT)
+        stdin = _pipe(self._process.stdin)
+        stdin.write(f"RUN {workload}\n".encode())
+        stdin.flush()
+        result = self._read("DONE")
+        self._signal(signal.SIGSTOP)
+        return {name: float(value) for name, value in result.items()}
+
+    def kill(self) -> None:
+        """End the whole group, also one that is stopped."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _read(self, verb: str) -> dict[str, Any]:
+        line = _pipe(self._process.stdout).readline().decode()
+        if not line.startswith(verb + " "):
+            raise SystemExit(f"{self.name} said {line!r} instead of {verb}; its messages are in {self.log}")
+        result: dict[str, Any] = json.loads(line.removeprefix(verb))
+        return result
+
+
+def _pipe(stream: Any) -> BinaryIO:
+    if stream is None:
+        raise RuntimeError("the child was started without pipes")
+    pipe: BinaryIO = stream
+    return pipe

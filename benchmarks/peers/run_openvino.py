@@ -1,0 +1,79 @@
+"""OpenVINO GenAI as a child of ``compare.py``; runs inside the environment that ``setup_openvino.sh`` makes.
+
+    ENV/bin/optimum-cli export openvino --model DIR --task text-generation-with-past --weight-format fp16 \\
+        --disable-convert-tokenizer OUT
+    ENV/bin/python benchmarks/peers/run_openvino.py --model OUT
+
+16-bit weights (float16 on disk), activations (bfloat16) and KV cache, each asked for by name, so that no default of a
+version (an 8-bit cache, 8-bit activations) makes the comparison uneven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from protocol import Requests, serve
+
+
+def load(args: argparse.Namespace) -> tuple[Callable[[Requests], Sequence[int]], dict[str, Any]]:
+    import openvino
+    import openvino_genai
+
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size = 2
+    scheduler.max_num_seqs = args.max_num_seqs
+    scheduler.max_num_batched_tokens = args.max_num_batched_tokens
+    scheduler.enable_prefix_caching = False
+    scheduler.dynamic_split_fuse = True
+    properties = {
+        "INFERENCE_PRECISION_HINT": args.precision,
+        "KV_CACHE_PRECISION": args.kv_precision,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+        "INFERENCE_NUM_THREADS": args.threads,
+    }
+    pipeline = openvino_genai.ContinuousBatchingPipeline(str(args.model), scheduler, "CPU", properties)
+
+    def answer(requests: Requests) -> list[int]:
+        configs = []
+        for _, count in requests:
+            config = openvino_genai.GenerationConfig()
+            config.max_new_tokens = count
+            config.ignore_eos = True
+            config.do_sample = False
+            configs.append(config)
+        prompts = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt, _ in requests]
+        return [len(result.m_generation_ids[0]) for result in pipeline.generate(prompts, configs)]
+
+    about = {
+        "version": openvino_genai.__version__,
+        "openvino": openvino.__version__,
+        "settings": properties
+        | {
+            "cache_gib": 2,
+            "max_num_seqs": args.max_num_seqs,
+            "max_num_batched_tokens": args.max_num_batched_tokens,
+            "enable_prefix_caching": False,
+        },
+    }
+    return answer, about
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="the exported model")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--precision", choices=["bf16", "f16", "f32"], default="bf16", help="of the arithmetic")
+    parser.add_argument("--kv-precision", choices=["bf16", "f16"], default="bf16")
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    args = parser.parse_args()
+    serve(lambda: load(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""vLLM's CPU backend as a child of ``compare.py``; runs inside the environment that ``setup_vllm.sh`` makes.
+
+    ENV/bin/python benchmarks/peers/run_vllm.py --model DIR
+
+bfloat16 weights, activations and KV cache, prefix caching off, tcmalloc and Intel's OpenMP preloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol import Requests, restart_with, serve
+
+
+def environment(engine: str, cores: str) -> dict[str, str]:
+    """What must be set before the process starts. vLLM binds the threads of worker processes itself; an engine in this
+    process is bound the same way through OpenMP's own variables. Raises SystemExit for cores that it can't bind."""
+    variables = {
+        "LD_PRELOAD": ":".join(preloads()),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if engine == "processes" else "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if engine == "in-process":
+        first, _, last = cores.partition("-")
+        if not (first.isdigit() and (last or first).isdigit()):
+            raise SystemExit(f"--engine in-process needs --cores FIRST-LAST or one core, got {cores!r}")
+        numbers = [str(core) for core in range(int(first), int(last or first) + 1)]
+        variables |= {
+            "OMP_NUM_THREADS": str(len(numbers)),
+            "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(numbers)}]",
+            "KMP_BLOCKTIME": "5",
+            "KMP_TPAUSE": "0",
+        }
+    return variables
+
+
+def preloads() -> list[str]:
+    """Paths of tcmalloc and libiomp5; SystemExit says which one is missing."""
+    found = []
+    for name, places, remedy in (
+        ("tcmalloc", ["/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4"], "your system's"),
+        ("libiomp5", [f"{sys.prefix}/lib/libiomp5.so"], "the environment's intel-openmp"),
+    ):
+        paths = [path for place in places for path in sorted(glob.glob(place))]
+        if not paths:
+            raise SystemExit(f"{name} not found in {places}; install {remedy} package (setup_vllm.sh does)")
+        found.append(paths[0])
+    return found
+
+
+def bound_threads() -> dict[str, int]:
+    """How many threads of this process are bound to which single core: every core is there when OpenMP has bound its
+    team, none when the engine lives in another process (vLLM's log tells then)."""
+    cores: Counter[str] = Counter()
+    for path in glob.glob("/proc/self/task/*/status"):
+        fields = dict(line.split(":\t", 1) for line in Path(path).read_text().splitlines() if ":\t" in line)
+        if fields["Cpus_allowed_list"].isdigit():
+            cores[fields["Cpus_allowed_list"]] += 1
+    return dict(sorted(cores.items()))
+
+
+def load(model: Path, args: argparse.Namespace) -> tuple[Callable[[Requests], Sequence[int]], dict[str, Any]]:
+    import torch
+    import vllm
+
+    settings = {
+        "dtype": "bfloat16",
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_model_len": 2048,
+        "enable_prefix_caching": False,
+        "enforce_eager": args.eager,
+        "skip_tokenizer_init": True,
+    }
+    llm = vllm.LLM(model=str(model), disable_log_stats=True, **settings)
+
+    def answer(requests: Requests) -> list[int]:
+        params = [
+            vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+            for _, count in requests
+        ]
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    about = {
+        "version": vllm.__version__,
+        "torch": torch.__version__,
+        "settings": settings | {"engine": args.engine, "cores": args.cores, "kv_cache_gib": 2},
+        "threads_bound_to": bound_threads(),
+    }
+    return answer, about
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--engine", choices=["in-process", "processes"], default="in-process")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--cores", default="0-1", help="as VLLM_CPU_OMP_THREADS_BIND; auto is vLLM's default")
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    args = parser.parse_args()
+    restart_with(environment(args.engine, args.cores))
+    serve(lambda: load(args.model, args))
+
+
+if __name__ == "__main__":
+    main()
