@@ -26,7 +26,7 @@ WITHOUT_KERNELS = "CHAIRLIFT_WITHOUT_KERNELS"
 SOURCES = Path("csrc/cpu")
 LIBRARY = "chairlift.kernels.cpu.libchairlift_cpu"
 
-# Without -ffp-contract=off, a compiler may fuse a product and a sum in one inlined copy of a function and not in another.
+# Without -ffp-contract=off, a compiler may fuse a product and a sum in one inlined copy of a function, not in another.
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off", "-pthread"]
 # GCC 12 takes a deliberate "undefined" in its own AVX-512 headers for an uninitialized variable, hundreds of times.
 COMMON += ["-Wall", "-Wextra", "-Wno-maybe-uninitialized"]
