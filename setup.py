@@ -35,6 +35,7 @@ MODES = {
     "debug": ["-O1", "-g", "-DCL_CHECK_BOUNDS"],
     "sanitize": ["-O1", "-g", "-DCL_CHECK_BOUNDS", "-fsanitize=address,undefined", "-fno-sanitize-recover"],
 }
+MODES["sanitize"] += ["-Wno-uninitialized"]  # the same, again
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]

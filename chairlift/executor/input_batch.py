@@ -25,7 +25,6 @@ class InputBatch:
         max_blocks = -(-max_model_len // block_size)
         # np.zeros takes pages only when they are touched, so rows cost what they use.
         self.tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
-        self.num_tokens = np.zeros(num_slots, dtype=np.int32)
         self.num_computed = np.zeros(num_slots, dtype=np.int32)
         self.block_tables = [np.zeros((num_slots, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.sampling: list[SamplingRow | None] = [None] * num_slots
@@ -50,13 +49,11 @@ class InputBatch:
         slots = batch.slots[batch.sample_rows]
         ends = batch.seq_lens[batch.sample_rows]
         self.tokens[slots, ends] = np.maximum(np.array(token_ids, dtype=np.int32), 0)
-        self.num_tokens[slots] = ends + 1
 
     def _join(self, row: NewRow) -> None:
         slot, count = row.slot, len(row.token_ids)
         self._clear(slot)
         self.tokens[slot, :count] = row.token_ids
-        self.num_tokens[slot] = count
         self.num_computed[slot] = row.num_computed_tokens
         self.num_prompt_tokens[slot] = row.num_prompt_tokens
         for table, blocks in zip(self.block_tables, row.block_ids, strict=True):
@@ -64,7 +61,7 @@ class InputBatch:
         self.sampling[slot] = row.sampling
 
     def _clear(self, slot: int) -> None:
-        self.num_tokens[slot] = self.num_computed[slot] = self.num_prompt_tokens[slot] = 0
+        self.num_computed[slot] = self.num_prompt_tokens[slot] = 0
         for table in self.block_tables:
             table[slot] = 0
         self.sampling[slot] = None

@@ -108,11 +108,11 @@ def test_ctrl_c_ends_quietly_with_130(model_dir: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "chairlift", "generate", "--model", str(model_dir), "--prompts-file", str(prompts)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
         assert json.loads(process.stdout.readline())["error"] is None
         process.send_signal(signal.SIGINT)
-        assert process.stderr.read() == ""
-        assert process.wait(60) == 130
+        # Read both ends: the answers that are still written may be more than a pipe holds.
+        assert process.communicate(timeout=60)[1] == ""
+        assert process.returncode == 130
 
 
 def test_closed_streams_are_no_error(model_dir: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_row_keeps_nothing_of_its_last_owner() -> None:
     rows.store(rows.apply(SchedulerOutput(1, joined=[long], chunks=[chunk(0, 0, 19)])), [1])
     rows.apply(SchedulerOutput(2, left=[0], decode_slots=()))
     assert rows.sampling == [None]
-    assert (rows.num_tokens[0], rows.num_computed[0], rows.num_prompt_tokens[0]) == (0, 0, 0)
+    assert (rows.num_computed[0], rows.num_prompt_tokens[0]) == (0, 0)
     assert not any(table.any() for table in rows.block_tables)
     short = row(0, [7, 8], [11], [12], temperature=0.0)
     flat = rows.apply(SchedulerOutput(3, joined=[short], chunks=[chunk(0, 0, 2)]))

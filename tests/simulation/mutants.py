@@ -103,13 +103,14 @@ def row_keeps_the_sampling_settings_of_its_last_owner(patch: Patch) -> None:
 
 
 @mutant
-def row_keeps_the_token_count_of_its_last_owner(patch: Patch) -> None:
+def row_keeps_the_first_block_of_its_last_owner(patch: Patch) -> None:
     original = InputBatch._join
 
     def join(self: InputBatch, row: Any) -> None:
-        before = int(self.num_tokens[row.slot])
+        before = [int(table[row.slot, 0]) for table in self.block_tables]
         original(self, row)
-        self.num_tokens[row.slot] = max(before, len(row.token_ids))
+        for table, block in zip(self.block_tables, before, strict=True):
+            table[row.slot, 0] = block or table[row.slot, 0]
 
     patch(InputBatch, "_join", join)
     patch(InputBatch, "_clear", lambda self, slot: None)
