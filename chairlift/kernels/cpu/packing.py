@@ -143,11 +143,13 @@ def _by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped:
     count = max(_SLICE_BYTES // row_bytes // PANEL, 1) * PANEL
     edges = [0, *range(count - first_row % PANEL, source.shape[0], count), source.shape[0]]
 
-    def one(start: int, end: int) -> None:
-        rows = source[start:end]
-        work(start, rows)
+    def release(rows: Tensor) -> None:
         if mapped and library is not None and rows.is_contiguous():
             library.cl_release_pages(rows.data_ptr(), rows.numel() * rows.element_size())
+
+    def one(start: int, end: int) -> None:
+        work(start, source[start:end])
+        release(source[start:end])
 
     if len(edges) == 2:
         one(*edges)
@@ -155,6 +157,7 @@ def _by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped:
     # Most of the time goes into taking pages from the system and from the file, which several threads do faster.
     with ThreadPoolExecutor(min(default_threads(), _MOST_THREADS)) as pool:
         list(pool.map(one, edges, edges[1:]))
+    release(source)  # reading a slice may have brought back the end of its neighbour, up to a huge page
 
 
 def _padded_outputs(out_features: int, interleaved: bool) -> int:

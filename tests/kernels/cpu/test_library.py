@@ -209,6 +209,11 @@ def threads_of_this_process() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def ends_with(count: int) -> bool:
+    """Whether so many threads are left; a thread that was joined may be listed for a moment longer."""
+    return any(threads_of_this_process() == count for _ in range(10_000))
+
+
 @needs_kernels
 def test_a_pool_starts_its_threads_and_ends_them() -> None:
     before = threads_of_this_process()
@@ -217,7 +222,7 @@ def test_a_pool_starts_its_threads_and_ends_them() -> None:
     assert threads_of_this_process() == before + 2
     pool.close()
     pool.close()
-    assert threads_of_this_process() == before
+    assert ends_with(before)
     with pytest.raises(ValueError, match="closed"):
         _ = pool.handle
     forgotten = library.Pool(2)
@@ -225,7 +230,7 @@ def test_a_pool_starts_its_threads_and_ends_them() -> None:
     del forgotten
     gc.collect()
     assert reference() is None
-    assert threads_of_this_process() == before
+    assert ends_with(before)
 
 
 @needs_kernels

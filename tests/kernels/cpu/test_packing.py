@@ -162,10 +162,10 @@ def test_pages_of_a_mapped_file_are_let_go(tmp_path: Path, copied: bool) -> None
         else:
             packed = PackedWeight(*source.shape, torch.bfloat16)
             packed.pack_rows(source, mapped=True)
-        # One thread's fault may bring back up to a huge page of what another has let go.
-        assert resident_file_pages(path) < 6 << 20
+        assert resident_file_pages(path) < 1 << 20
         assert torch.equal(target if copied else packed.unpack(), weight)
-        # They come back from the file; and without the word that it is one, nothing is let go of.
-        assert torch.equal(source, weight)
-        PackedWeight(*source.shape, torch.bfloat16).pack_rows(source)
-        assert resident_file_pages(path) > 16 << 20
+        assert torch.equal(source, weight), "pages come back from the file"
+    # Memory that is no file would come back as zeros.
+    before = weight.clone()
+    PackedWeight(*weight.shape, torch.bfloat16).pack_rows(weight)
+    assert torch.equal(weight, before)
