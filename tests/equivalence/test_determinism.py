@@ -179,7 +179,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("count", [70, pytest.param(700, marks=pytest.mark.nightly)])
+SHARE = 200 // max(1, len(supported_isas()))
+"""Cases of each instruction-set path; ten times as many at night."""
+
+
+@pytest.mark.parametrize("count", [SHARE, pytest.param(10 * SHARE, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("isa", supported_isas())
 def test_a_request_says_the_same_alone_and_in_any_batch(
     isa: str, count: int, alone: Alone, request: pytest.FixtureRequest
