@@ -9,32 +9,35 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from chairlift.errors import ChairliftError, ConfigError, ModelLoadError, RequestError
+from chairlift.errors import ChairliftError, ConfigError, EngineDeadError, ModelLoadError, OverloadedError, RequestError
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
+from chairlift.version import __version__
 
 if TYPE_CHECKING:
+    from chairlift.async_llm import AsyncLLM
     from chairlift.config import EngineConfig
     from chairlift.llm import LLM
 
-__version__ = "0.1.0"
-
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "ChairliftError",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
+    "EngineDeadError",
     "FinishReason",
     "Logprob",
     "ModelLoadError",
+    "OverloadedError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "__version__",
 ]
 
-_LAZY = {"LLM": "chairlift.llm", "EngineConfig": "chairlift.config"}
+_LAZY = {"LLM": "chairlift.llm", "AsyncLLM": "chairlift.async_llm", "EngineConfig": "chairlift.config"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
 
@@ -25,7 +25,9 @@ __all__ = [
     "Flag",
     "ModelConfig",
     "SchedulerConfig",
+    "ServerConfig",
     "flat_fields",
+    "server_fields",
 ]
 
 BUNDLED_MODEL = "bundled"
@@ -35,6 +37,16 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BATCHING = ("continuous", "static", "dynamic")
 _POLICIES = ("fcfs",)
 _KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch")
+_METRICS_PREFIXES = ("chairlift", "vllm")
+_LOG_FORMATS = ("text", "json")
+_CHOICES = {
+    "dtype": _DTYPES,
+    "kernels": _KERNELS,
+    "batching": _BATCHING,
+    "scheduling_policy": _POLICIES,
+    "metrics_prefix": _METRICS_PREFIXES,
+    "log_format": _LOG_FORMATS,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +172,82 @@ class EngineConfig:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What ``chairlift serve`` needs to know besides the engine. Raises ConfigError when a value is out of range."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs an API key, or insecure."""
+    port: int = 8000
+    """TCP port; 0 takes a free one."""
+    served_model_name: tuple[str, ...] = ()
+    """Name that clients ask for; may be repeated, the first is the one that answers carry. None: the model's own."""
+    api_key: tuple[str, ...] = ()
+    """Key that clients must send as a bearer token; may be repeated. Others can see the command line: prefer a file."""
+    api_key_file: str | None = None
+    """File with one API key per line."""
+    insecure: bool = False
+    """Listen beyond loopback without an API key."""
+    allowed_host: tuple[str, ...] = ()
+    """Host name that clients may use in the Host header, besides the loopback names and this machine's."""
+    chat_template: str | None = None
+    """File with a chat template, instead of the model's own."""
+    max_num_queued_reqs: int | None = None
+    """Most requests that wait; more are answered 429. None: 4 x max_num_seqs, at least 64."""
+    max_num_queued_tokens: int | None = None
+    """Most prompt tokens that wait. None: 32 x max_num_batched_tokens."""
+    queue_timeout: float | None = None
+    """Seconds a request may wait for its first step, unless it says queue_timeout itself. None: as long as it takes."""
+    request_timeout: float = 600.0
+    """Seconds a request may take in all."""
+    stall_timeout: float = 60.0
+    """Seconds a reader may leave its answer unread before it is cut off."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running answers get to finish when the server is told to stop."""
+    health_timeout: float = 30.0
+    """Seconds without a step, while there is work, after which the engine counts as stuck."""
+    restart: bool = True
+    """Start the engine again when it dies; without, the server exits."""
+    max_body_bytes: int = 4 * 1024 * 1024
+    """Longest request body."""
+    max_connections: int = 2048
+    """Most connections at a time."""
+    metrics_prefix: str = "chairlift"
+    """Beginning of the metrics' names: chairlift, or vllm for dashboards made for it."""
+    log_format: str = "text"
+    """text or json (one object per line)."""
+    log_requests: bool = False
+    """Log each request's id, sizes and times. Prompts are never logged."""
+    status_interval: float = 10.0
+    """Seconds between status lines while there is traffic; 0 is none."""
+
+    def __post_init__(self) -> None:
+        for name in ("served_model_name", "api_key", "allowed_host"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(item, str) and item for item in value):
+                raise ConfigError(f"{name} must be a list of names, got {value!r}")
+        for name in ("host", "api_key_file", "chat_template"):
+            value = getattr(self, name)
+            if not isinstance(value, (str, os.PathLike)) and (value is not None or name == "host"):
+                raise ConfigError(f"{name} must be text, got {value!r}")
+        for model_name in self.served_model_name:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}", model_name):
+                raise ConfigError(f"served_model_name must be of letters, digits and ._/:-, got {model_name!r}")
+        for name in ("insecure", "restart", "log_requests"):
+            _true_or_false(name, getattr(self, name))
+        _one_of("metrics_prefix", self.metrics_prefix, _METRICS_PREFIXES)
+        _one_of("log_format", self.log_format, _LOG_FORMATS)
+        _range("port", self.port, 0, 65535)
+        _range("max_num_queued_reqs", self.max_num_queued_reqs, 0, 2**31)
+        _range("max_num_queued_tokens", self.max_num_queued_tokens, 0, 2**40)
+        _range("max_body_bytes", self.max_body_bytes, 1024, 2**30)
+        _range("max_connections", self.max_connections, 1, 2**20)
+        for name in ("queue_timeout", "request_timeout", "stall_timeout", "health_timeout"):
+            _range(name, getattr(self, name), 0.001, 10**6)
+        for name in ("shutdown_timeout", "status_interval"):
+            _range(name, getattr(self, name), 0, 10**6)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers that keep the same positions."""
@@ -176,24 +264,33 @@ class Flag:
 
     name: str
     part: str
-    """``model``, ``cache`` or ``scheduler``."""
+    """``model``, ``cache``, ``scheduler`` or ``server``."""
     kind: type
-    """bool, int, float or str; a setting that may be None has the type it has otherwise."""
+    """bool, int, float, str or list; a setting that may be None has the type it has otherwise."""
     default: Any
     help: str
     choices: tuple[str, ...] | None
 
 
 def flat_fields() -> list[Flag]:
-    """Every setting with type, default and help, in the order in which it is declared."""
-    choices = {"dtype": _DTYPES, "kernels": _KERNELS, "batching": _BATCHING, "scheduling_policy": _POLICIES}
-    flags = []
+    """Every setting of the engine with type, default and help, in the order in which it is declared."""
     parts: dict[str, type[Any]] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
-    for part, owner in parts.items():
-        hints, docs = get_type_hints(owner), _field_docs(owner)
-        for field in dataclasses.fields(owner):
-            kinds = [kind for kind in get_args(hints[field.name]) if kind is not type(None)] or [hints[field.name]]
-            flags.append(Flag(field.name, part, kinds[0], field.default, docs[field.name], choices.get(field.name)))
+    return [flag for part, owner in parts.items() for flag in _fields_of(part, owner)]
+
+
+def server_fields() -> list[Flag]:
+    """The same for the settings of the server."""
+    return _fields_of("server", ServerConfig)
+
+
+def _fields_of(part: str, owner: type[Any]) -> list[Flag]:
+    hints, docs = get_type_hints(owner), _field_docs(owner)
+    flags = []
+    for field in dataclasses.fields(owner):
+        hint = hints[field.name]
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
+        kind = list if get_origin(hint) is tuple else kinds[0]
+        flags.append(Flag(field.name, part, kind, field.default, docs[field.name], _CHOICES.get(field.name)))
     return flags
 
 
@@ -221,9 +318,13 @@ def _true_or_false(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
+_MAY_BE_NONE = {"threads", "max_model_len", "seed", "kv_cache_memory_bytes", "num_kv_blocks"}
+_MAY_BE_NONE |= {"max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout"}
+
+
 def _range(name: str, value: Any, low: float, high: float) -> None:
-    if value is None and name in ("threads", "max_model_len", "seed", "kv_cache_memory_bytes", "num_kv_blocks"):
+    if value is None and name in _MAY_BE_NONE:
         return
-    whole = name not in ("batch_wait_ms", "admission_watermark")
+    whole = name not in ("batch_wait_ms", "admission_watermark", "status_interval") and not name.endswith("_timeout")
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
         raise ConfigError(f"{name} must be a{' whole' if whole else ''} number from {low} to {high}, got {value!r}")

@@ -7,7 +7,10 @@
     ├── ModelLoadError (ValueError)       a model directory is missing, damaged, unsafe or of an unknown kind
     ├── RequestError (ValueError)         one request cannot be served as asked; nothing else is touched
     │   └── PromptTooLongError            the request needs more tokens than the model or the KV cache has
-    ├── EngineDeadError (RuntimeError)    the engine was interrupted inside a step, and its state cannot be trusted
+    ├── EngineDeadError (RuntimeError)    the engine cannot go on: interrupted inside a step, or its process died
+    ├── OverloadedError (RuntimeError)    nothing is wrong with the request; there is no room for it now
+    │   ├── QueueFullError                too many requests, or prompt tokens, wait already
+    │   └── QueueTimeoutError             the request waited for as long as it may
     ├── TemplateError (ValueError)        a chat template failed, or is not there
     └── InvariantError (AssertionError)   Chairlift itself is broken: a bug, never the caller's fault
 
@@ -20,7 +23,10 @@ __all__ = [
     "EngineDeadError",
     "InvariantError",
     "ModelLoadError",
+    "OverloadedError",
     "PromptTooLongError",
+    "QueueFullError",
+    "QueueTimeoutError",
     "RequestError",
     "TemplateError",
 ]
@@ -47,7 +53,27 @@ class PromptTooLongError(RequestError):
 
 
 class EngineDeadError(ChairliftError, RuntimeError):
-    """The engine was interrupted inside a step (Ctrl-C, out of memory), and its state cannot be trusted any more."""
+    """The engine cannot go on: it was interrupted inside a step (Ctrl-C, out of memory), or its process died."""
+
+
+class OverloadedError(ChairliftError, RuntimeError):
+    """There is no room for the request now. ``retry_after`` says in how many seconds there should be."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFullError(OverloadedError):
+    """As many requests, or prompt tokens, wait as may. ``kind`` is ``requests`` or ``tokens``."""
+
+    def __init__(self, message: str, retry_after: float = 1.0, kind: str = "requests") -> None:
+        super().__init__(message, retry_after)
+        self.kind = kind
+
+
+class QueueTimeoutError(OverloadedError):
+    """The request was not started within its queue timeout."""
 
 
 class TemplateError(ChairliftError, ValueError):

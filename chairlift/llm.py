@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from chairlift.config import BUNDLED_MODEL, EngineConfig
+from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
-from chairlift.errors import ConfigError, RequestError
+from chairlift.errors import RequestError
+from chairlift.loading import Progress, load_executor
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.chat_template import ChatTemplate
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["LLM"]
-
-Progress = Callable[[str, float], None]
-"""Called with a label and the share done (0..1) while a model loads."""
 
 ChatMessage = Mapping[str, Any]
 
@@ -38,24 +36,21 @@ class LLM:
         if model is not None:
             settings["model"] = str(model)
         self.config = EngineConfig.from_flat(settings)
-        # torch takes most of a second to import: only now is it needed.
-        from chairlift.models.hf_config import read_config
-        from chairlift.models.loader import resolve_model_dir
-
-        name = self.config.model.model
-        model_dir = (
-            Path(__file__).parent / "assets"
-            if name == BUNDLED_MODEL
-            else resolve_model_dir(name, self.config.model.revision)
-        )
-        network = read_config(model_dir)
+        loaded = load_executor(self.config, progress)
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.from_dir(self.config.model.tokenizer or model_dir)
-        self.max_model_len = _max_model_len(self.config.model.max_model_len, network.max_model_len)
-        eos = set(network.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
-        limits = ModelLimits(network.vocab_size, self.max_model_len, tuple(sorted(eos)))
-        self.engine, self.memory_plan = _build(self.config, model_dir, network, limits, self.tokenizer, progress)
+            self.tokenizer = loaded.read_tokenizer(self.config)
+        self.max_model_len, self.memory_plan = loaded.max_model_len, loaded.memory_plan
+        eos = set(loaded.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
+        self.engine = Engine(
+            loaded.executor,
+            ModelLimits(loaded.vocab_size, loaded.max_model_len, tuple(sorted(eos))),
+            self.config.scheduler,
+            tokenizer=self.tokenizer,
+            enable_prefix_caching=self.config.cache.enable_prefix_caching,
+            cache_secret=os.urandom(16),
+            seed=self.config.model.seed,
+        )
         source = self.tokenizer
         self._template = ChatTemplate(source.chat_template, source.named_tokens) if source else ChatTemplate(None)
 
@@ -156,60 +151,3 @@ class LLM:
 
 def _is_token_ids(prompts: Any) -> bool:
     return isinstance(prompts, (list, tuple)) and bool(prompts) and all(type(item) is int for item in prompts)
-
-
-def _max_model_len(asked: int | None, trained: int) -> int:
-    if asked is not None and asked > trained:
-        raise ConfigError(f"max_model_len is {asked}, but the model was made for {trained} positions; lower it")
-    return asked or trained
-
-
-def _build(
-    config: EngineConfig,
-    model_dir: Path,
-    network: Any,
-    limits: ModelLimits,
-    tokenizer: Tokenizer | None,
-    progress: Progress | None,
-) -> tuple[Engine, str]:
-    """Load the weights, size the KV cache, and put the engine together."""
-    import torch
-
-    from chairlift.executor.kv_tensors import DEFAULT_SHARE, available_memory, plan_kv_cache
-    from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.select import choose_isa, make_runner
-    from chairlift.models.loader import WeightLayout, load_model, resolve_dtype
-
-    device = torch.device(config.model.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {config.model.device!r}, but this torch finds no CUDA device; use device='cpu'")
-    dtype = resolve_dtype(network, config.model.dtype)
-    isa = choose_isa(config, network, dtype, device)
-    layout = WeightLayout.ONEDNN if isa is None else WeightLayout.NATIVE
-    model = load_model(model_dir, network, dtype, device, progress, layout=layout)
-    scheduler = config.scheduler
-    memory = config.cache.kv_cache_memory_bytes
-    plan = plan_kv_cache(
-        model.kv_cache_spec(),
-        dtype=dtype,
-        block_size=config.cache.block_size,
-        memory_bytes=int(available_memory(device) * DEFAULT_SHARE) if memory is None else memory,
-        num_blocks=config.cache.num_kv_blocks,
-        most_tokens=scheduler.max_num_seqs * limits.max_model_len,
-    )
-    executor = LocalExecutor(
-        make_runner(model, plan, config, dtype, device, isa),
-        num_slots=scheduler.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        block_size=plan.block_size,
-    )
-    engine = Engine(
-        executor,
-        limits,
-        scheduler,
-        tokenizer=tokenizer,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        cache_secret=os.urandom(16),
-        seed=config.model.seed,
-    )
-    return engine, plan.describe(limits.max_model_len)

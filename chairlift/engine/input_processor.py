@@ -43,7 +43,7 @@ class ModelLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A checked request: one sequence per answer."""
+    """A checked request, as plain data: it may cross to another process."""
 
     request_id: str
     prompt: str | None
@@ -51,11 +51,53 @@ class PreparedRequest:
     params: SamplingParams
     seed: int
     """The caller's, or the one drawn here."""
-    sequences: list[Request]
+    max_tokens: int
+    """What fits, where the caller has no limit."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer: the caller's, and end of sequence unless ``ignore_eos``. Ascending."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str = ""
+    arrival_time: float = 0.0
+
+    @property
+    def sequence_ids(self) -> list[str]:
+        """One per answer."""
+        count = self.params.n
+        return [self.request_id] if count == 1 else [f"{self.request_id}#{index}" for index in range(count)]
+
+    def make_sequences(self) -> list[Request]:
+        """One :class:`~chairlift.request.Request` per answer; all but the first share its prompt."""
+        sequences: list[Request] = []
+        for index, sequence_id in enumerate(self.sequence_ids):
+            row = SamplingRow(
+                params=self.params if index == 0 else dataclasses.replace(self.params, prompt_logprobs=None),
+                seed=sample_seed(self.seed, index),
+                num_prompt_tokens=len(self.prompt_token_ids),
+                stop_token_ids=self.stop_token_ids,
+                bad_word_ids=self.bad_word_ids,
+                tag=int.from_bytes(self.cache_salt.encode()[:8], "little"),
+            )
+            sequences.append(
+                Request(
+                    sequence_id,
+                    self.prompt_token_ids,
+                    max_tokens=self.max_tokens,
+                    stop_token_ids=frozenset(self.stop_token_ids),
+                    arrival_time=self.arrival_time,
+                    priority=self.params.priority,
+                    cache_salt=self.cache_salt,
+                    params=self.params,
+                    sampling=row,
+                    source=sequences[0] if sequences else None,
+                    # Positions read from the cache have no logits to report.
+                    may_share=not (self.params.prompt_logprobs is not None and index == 0),
+                )
+            )
+        return sequences
 
 
 class InputProcessor:
-    """Turns a prompt and its settings into sequences, or raises RequestError saying what is wrong with them.
+    """Turns a prompt and its settings into a request, or raises RequestError saying what is wrong with them.
 
     ``cache`` tells how many positions the whole KV cache has; ``seed`` makes the seeds drawn for requests without one
     reproducible.
@@ -78,7 +120,7 @@ class InputProcessor:
         arrival_time: float,
         cache_salt: str = "",
     ) -> PreparedRequest:
-        """Check everything, tokenize, and make one :class:`~chairlift.request.Request` per answer."""
+        """Check everything, and tokenize."""
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
         if not isinstance(params, SamplingParams):
@@ -93,34 +135,18 @@ class InputProcessor:
         if not params.ignore_eos:
             stops |= frozenset(self.limits.eos_token_ids)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        bad_words = self._bad_word_ids(params)
-        sequences: list[Request] = []
-        for index in range(params.n):
-            row = SamplingRow(
-                params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
-                seed=sample_seed(seed, index),
-                num_prompt_tokens=len(token_ids),
-                stop_token_ids=tuple(sorted(stops)),
-                bad_word_ids=bad_words,
-                tag=int.from_bytes(cache_salt.encode()[:8], "little"),
-            )
-            request = Request(
-                request_id if params.n == 1 else f"{request_id}#{index}",
-                token_ids,
-                max_tokens=max_tokens,
-                stop_token_ids=stops,
-                arrival_time=arrival_time,
-                priority=params.priority,
-                cache_salt=cache_salt,
-                params=params,
-                sampling=row,
-                source=sequences[0] if sequences else None,
-                # Positions read from the cache have no logits to report.
-                may_share=not (params.prompt_logprobs is not None and index == 0),
-            )
-            sequences.append(request)
-        text = prompt if isinstance(prompt, str) else None
-        return PreparedRequest(request_id, text, token_ids, params, seed, sequences)
+        return PreparedRequest(
+            request_id,
+            prompt if isinstance(prompt, str) else None,
+            token_ids,
+            params,
+            seed,
+            max_tokens,
+            tuple(sorted(stops)),
+            self._bad_word_ids(params),
+            cache_salt,
+            arrival_time,
+        )
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

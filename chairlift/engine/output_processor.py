@@ -2,57 +2,67 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from chairlift.engine.core import CoreOutputs, FinishedSequence, TokenRecord
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.input_processor import PreparedRequest
+from chairlift.metrics.stats import FinishedRequest, RequestStats
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from chairlift.request import Request
 from chairlift.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["OutputProcessor"]
+__all__ = ["OutputProcessor", "RequestState"]
+
+_Logprobs = dict[int, Logprob]
 
 
 class _Answer:
     """One sequence on its way to the caller."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None, prompt: list[int]) -> None:
+    def __init__(self, index: int, sequence_id: str, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         self.index = index
-        self.request = request
-        self.params = request.params
-        self.detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt, self.params)
+        self.sequence_id = sequence_id
+        self.params = prepared.params
+        self.detokenizer = (
+            None if tokenizer is None else IncrementalDetokenizer(tokenizer, prepared.prompt_token_ids, prepared.params)
+        )
+        self.token_ids: list[int] = []
         self.num_read = 0
         """Generated tokens the detokenizer has seen."""
         self.num_tokens: int | None = None
         """How many generated tokens count, once a stop string has ended the answer."""
         self.stop_string: str | None = None
-        self.logprobs: list[dict[int, Logprob]] | None = None if self.params.logprobs is None else []
+        self.logprobs: list[_Logprobs] | None = None if self.params.logprobs is None else []
         self.cumulative = 0.0
+        self.last_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-
-    @property
-    def token_ids(self) -> list[int]:
-        end = None if self.num_tokens is None else self.request.num_prompt_tokens + self.num_tokens
-        return self.request.token_ids[self.request.num_prompt_tokens : end]
+        self._taken = 0
+        """Tokens already delivered as deltas."""
+        self._told_end = False
 
     def read(self, stop_terminated: bool = False) -> str | None:
         """Bring the text up to date; the stop string that ended it, if one did."""
         if self.detokenizer is None or self.num_tokens is not None:
             return None
-        start = self.request.num_prompt_tokens + self.num_read
-        fresh = self.request.token_ids[start:]
+        fresh = self.token_ids[self.num_read :]
         self.num_read += len(fresh)
         return self._ended_by(self.detokenizer.update(fresh, stop_terminated))
 
-    def close(self, stop_terminated: bool) -> str | None:
-        """Read to the end; the stop string that ended the text, now or before."""
-        self.read(stop_terminated)
+    def close(self, ended: FinishedSequence, eos: frozenset[int]) -> None:
+        """Read to the end, and say why it ended: a stop string may have, now or before."""
+        by_token = ended.finish_reason is FinishReason.STOP and isinstance(ended.stop_reason, int)
+        self.read(by_token)
         if self.detokenizer is not None and self.stop_string is None:
             self._ended_by(self.detokenizer.finish())
-        return self.stop_string
+        self.finish_reason = FinishReason.STOP if self.stop_string is not None else ended.finish_reason
+        if self.stop_string is not None:
+            self.stop_reason = self.stop_string
+        elif by_token and ended.stop_reason not in eos:
+            self.stop_reason = ended.stop_reason
+        del self.token_ids[len(self.token_ids) if self.num_tokens is None else self.num_tokens :]
+        if self.logprobs is not None:
+            del self.logprobs[len(self.token_ids) :]
 
     def _ended_by(self, stop: str | None) -> str | None:
         if stop is not None:
@@ -60,164 +70,240 @@ class _Answer:
         return stop
 
     def output(self) -> CompletionOutput:
-        text = self.detokenizer.text if self.detokenizer is not None else ""
-        cumulative = None if self.logprobs is None else self.cumulative
+        """All of it so far."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.text if self.detokenizer is not None else "",
+            token_ids=self.token_ids[: self.num_tokens],
+            cumulative_logprob=None if self.logprobs is None else self.cumulative,
+            logprobs=None if self.logprobs is None else self.logprobs[: self.num_tokens],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def delta(self) -> CompletionOutput | None:
+        """What is new since the last call; None when nothing is."""
+        if self._told_end:
+            return None
+        if self.finish_reason is None:
+            self.read()
+        ended = self.finish_reason is not None
+        text = self.detokenizer.take_delta(ended) if self.detokenizer is not None else ""
+        fresh = slice(self._taken, len(self.token_ids) if self.num_tokens is None else self.num_tokens)
+        token_ids = self.token_ids[fresh]
+        if not ended and not token_ids:
+            return None
+        self._taken += len(token_ids)
+        self._told_end = ended
         return CompletionOutput(
             index=self.index,
             text=text,
-            token_ids=self.token_ids,
-            cumulative_logprob=cumulative,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
+            token_ids=token_ids,
+            cumulative_logprob=None if self.logprobs is None else self.cumulative,
+            logprobs=None if self.logprobs is None else self.logprobs[fresh],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
 
 
-@dataclasses.dataclass(slots=True)
-class _Group:
-    """All answers to one prompt."""
+class RequestState:
+    """One request on its way to the caller: all answers to one prompt."""
 
-    prepared: PreparedRequest
-    answers: list[_Answer]
-    stream: bool
-    metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    error: str | None = None
+    def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None, stream: bool) -> None:
+        self.prepared = prepared
+        self.stream = stream
+        self.answers = [
+            _Answer(index, sequence_id, prepared, tokenizer) for index, sequence_id in enumerate(prepared.sequence_ids)
+        ]
+        self.metrics = RequestMetrics(prepared.arrival_time)
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[_Logprobs | None] | None = (
+            None if prepared.params.prompt_logprobs is None else [None]
+        )
+        self.error: str | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.prepared.request_id
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far, over all answers."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    def output(self) -> RequestOutput:
+        """The state of the request, with all text so far."""
+        for answer in self.answers:
+            if answer.finish_reason is None:
+                answer.read()
+        return self._output([answer.output() for answer in self.answers])
+
+    def delta(self) -> RequestOutput | None:
+        """Only the answers with news, and of those only the news; None when there are none."""
+        news = [delta for answer in self.answers if (delta := answer.delta()) is not None]
+        return self._output(news) if news else None
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.prepared.request_id,
+            prompt=self.prepared.prompt,
+            prompt_token_ids=self.prepared.prompt_token_ids,
+            outputs=outputs,
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+            metrics=self.metrics,
+            error=self.error,
+        )
+
+    def record(self, now: float, *, aborted: bool = False) -> FinishedRequest:
+        """What the statistics keep of it."""
+        metrics, reasons = self.metrics, [answer.finish_reason for answer in self.answers]
+        first, token = metrics.first_scheduled_time, metrics.first_token_time
+        reason = FinishReason.ERROR if FinishReason.ERROR in reasons else reasons[0] or FinishReason.ABORT
+        return FinishedRequest(
+            reason=FinishReason.ABORT if aborted else reason,
+            prompt_tokens=len(self.prepared.prompt_token_ids),
+            cached_tokens=self.num_cached_tokens,
+            generation_tokens=sum(len(answer.token_ids[: answer.num_tokens]) for answer in self.answers),
+            n=len(self.answers),
+            max_tokens=self.prepared.params.max_tokens,
+            num_preemptions=metrics.num_preemptions,
+            e2e_seconds=now - metrics.arrival_time,
+            queue_seconds=None if first is None else first - metrics.arrival_time,
+            prefill_seconds=None if first is None or token is None else token - first,
+            decode_seconds=None if token is None else now - token,
+        )
 
 
 class OutputProcessor:
-    """Knows every request by the id its caller gave it, and every sequence by its own."""
+    """Knows every request by the id its caller gave it, and every sequence by its own.
 
-    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
+    ``stats`` is told of tokens and ends, where somebody wants to know.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int], stats: RequestStats | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
-        self._groups: dict[str, _Group] = {}
-        self._answers: dict[str, tuple[_Group, _Answer]] = {}
+        self._stats = stats
+        self._states: dict[str, RequestState] = {}
+        self._answers: dict[str, tuple[RequestState, _Answer]] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._groups
+        return request_id in self._states
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._states)
 
     def ids(self) -> list[str]:
         """Requests that have not ended."""
-        return list(self._groups)
+        return list(self._states)
 
-    def add(self, prepared: PreparedRequest, stream: bool) -> None:
-        answers = [
-            _Answer(index, request, self._tokenizer, prepared.prompt_token_ids)
-            for index, request in enumerate(prepared.sequences)
-        ]
-        wanted = prepared.params.prompt_logprobs is not None
-        prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if wanted else None
-        metrics = RequestMetrics(prepared.sequences[0].arrival_time)
-        group = _Group(prepared, answers, stream, metrics, prompt_logprobs)
-        self._groups[prepared.request_id] = group
-        for answer in answers:
-            self._answers[answer.request.request_id] = (group, answer)
+    def state_of(self, sequence_id: str) -> RequestState | None:
+        """The request that an answer belongs to, while that answer has not ended."""
+        found = self._answers.get(sequence_id)
+        return None if found is None else found[0]
 
-    def remove(self, request_id: str) -> list[Request]:
-        """Forget a request; returns its sequences that had not ended."""
-        group = self._groups.pop(request_id)
-        for answer in group.answers:
-            self._answers.pop(answer.request.request_id, None)
-        return [answer.request for answer in group.answers if answer.finish_reason is None]
+    def add(self, prepared: PreparedRequest, stream: bool) -> RequestState:
+        state = RequestState(prepared, self._tokenizer, stream)
+        self._states[prepared.request_id] = state
+        for answer in state.answers:
+            self._answers[answer.sequence_id] = (state, answer)
+        return state
 
-    def note_scheduled(self, request_id: str, now: float) -> None:
-        """A sequence joined the batch; only the first time counts."""
-        found = self._answers.get(request_id)
-        if found is not None and found[0].metrics.first_scheduled_time is None:
-            found[0].metrics.first_scheduled_time = now
+    def remove(self, request_id: str, now: float | None = None) -> list[str]:
+        """Forget a request; returns its sequences that had not ended. ``now`` counts it as aborted."""
+        state = self._states.pop(request_id)
+        if self._stats is not None and now is not None:
+            self._stats.request_finished(state.record(now, aborted=True))
+        for answer in state.answers:
+            self._answers.pop(answer.sequence_id, None)
+        return [answer.sequence_id for answer in state.answers if answer.finish_reason is None]
 
-    def take_tokens(self, sampled: Sequence[Request | None], logprobs: Sequence[Any] | None, now: float) -> list[str]:
-        """Note the tokens a step brought, and return the ids of sequences that a stop string has ended."""
+    def take(self, step: CoreOutputs, now: float) -> list[str]:
+        """Note what a step brought, and return the ids of sequences that a stop string has ended."""
+        for sequence_id, num_cached, when in step.joined:
+            found = self._answers.get(sequence_id)
+            if found is not None and found[0].metrics.first_scheduled_time is None:
+                found[0].metrics.first_scheduled_time = when
+                found[0].num_cached_tokens = num_cached
+        for sequence_id, first, records in step.prompt_logprobs:
+            found = self._answers.get(sequence_id)
+            if found is not None and found[0].prompt_logprobs is not None:
+                known = found[0].prompt_logprobs
+                known[first : first + len(records)] = [self._logprob_dict(record) for record in records]
         stopped = []
-        for row, request in enumerate(sampled):
-            found = None if request is None else self._answers.get(request.request_id)
-            if request is None or found is None:
+        for row, sequence_id in enumerate(step.sequence_ids):
+            found = self._answers.get(sequence_id)
+            if found is None:
+                if self._stats is not None:
+                    self._stats.overrun_tokens += 1
                 continue
-            group, answer = found
-            if group.metrics.first_token_time is None:
-                group.metrics.first_token_time = now
-            if logprobs is not None and logprobs[row] is not None and answer.logprobs is not None:
-                self._note_logprobs(answer, logprobs[row])
-            ended = request.finish_reason is FinishReason.STOP  # by a token, whose text may not count
-            if answer.params.stop and not ended and answer.read() is not None:
-                stopped.append(request.request_id)
+            state, answer = found
+            token = step.token_ids[row]
+            answer.token_ids.append(token)
+            if self._stats is not None:
+                self._time(state, answer, now)
+            if state.metrics.first_token_time is None:
+                state.metrics.first_token_time = now
+            record = None if step.logprobs is None else step.logprobs[row]
+            if record is not None and answer.logprobs is not None:
+                answer.logprobs.append(self._logprob_dict(record))
+                answer.cumulative += record.logprobs[0]
+            # The text of a token that ended the answer may not count.
+            ends = token in state.prepared.stop_token_ids
+            if answer.params.stop and not ends and answer.read() is not None:
+                stopped.append(sequence_id)
         return stopped
 
-    def take_prompt_logprobs(self, request_id: str, first: int, entries: Sequence[Any]) -> None:
-        """Log-probabilities of prompt tokens from position ``first`` on; a recompute may bring them again."""
-        found = self._answers.get(request_id)
-        if found is not None and found[0].prompt_logprobs is not None:
-            known = found[0].prompt_logprobs
-            known[first : first + len(entries)] = [self._logprob_dict(entry) for entry in entries]
+    def touched(self, sequence_ids: Sequence[str]) -> list[RequestState]:
+        """The requests of these sequences, as far as they have not ended; each once."""
+        states: dict[str, RequestState] = {}
+        for sequence_id in sequence_ids:
+            found = self._answers.get(sequence_id)
+            if found is not None:
+                states[found[0].request_id] = found[0]
+        return list(states.values())
 
-    def touched(self, sampled: Sequence[Request | None]) -> list[RequestOutput]:
-        """The state of streamed requests that got a token and have not ended."""
-        groups: dict[str, _Group] = {}
-        for request in sampled:
-            found = None if request is None or request.is_finished else self._answers.get(request.request_id)
-            if found is not None and found[0].stream:
-                found[1].read()
-                groups[found[0].prepared.request_id] = found[0]
-        return [self._output(group) for group in groups.values()]
-
-    def finish(self, requests: Sequence[Request], now: float, errors: Mapping[str, str]) -> list[RequestOutput]:
-        """Close sequences that have ended, ``errors`` saying why some failed; returns the state of their requests."""
-        groups: dict[str, _Group] = {}
-        for request in requests:
-            found = self._answers.pop(request.request_id, None)
+    def finish(self, finished: Sequence[FinishedSequence], now: float) -> list[RequestState]:
+        """Close sequences that have ended; returns their requests, each once."""
+        states: dict[str, RequestState] = {}
+        for ended in finished:
+            found = self._answers.pop(ended.sequence_id, None)
             if found is None:
                 continue
-            group, answer = found
-            by_token = request.finish_reason is FinishReason.STOP and isinstance(request.stop_reason, int)
-            stop = answer.close(stop_terminated=by_token)
-            answer.finish_reason = FinishReason.STOP if stop is not None else request.finish_reason
-            if stop is not None:
-                answer.stop_reason = stop
-            elif by_token and request.stop_reason not in self._eos:
-                answer.stop_reason = request.stop_reason
-            if answer.logprobs is not None:
-                del answer.logprobs[len(answer.token_ids) :]
-            group.error = group.error or errors.get(request.request_id)
-            group.metrics.num_preemptions += request.num_preemptions
-            groups[group.prepared.request_id] = group
-        outputs = []
-        for request_id, group in groups.items():
-            done = all(answer.finish_reason is not None for answer in group.answers)
-            if done:
-                group.metrics.finished_time = now
-                del self._groups[request_id]
-            if done or group.stream:
-                outputs.append(self._output(group))
-        return outputs
+            state, answer = found
+            answer.close(ended, self._eos)
+            state.error = state.error or ended.error
+            state.metrics.num_preemptions += ended.num_preemptions
+            states[state.request_id] = state
+        for state in states.values():
+            if state.finished:
+                state.metrics.finished_time = now
+                del self._states[state.request_id]
+                if self._stats is not None:
+                    self._stats.request_finished(state.record(now))
+        return list(states.values())
 
-    def _output(self, group: _Group) -> RequestOutput:
-        prepared = group.prepared
-        return RequestOutput(
-            request_id=prepared.request_id,
-            prompt=prepared.prompt,
-            prompt_token_ids=prepared.prompt_token_ids,
-            outputs=[answer.output() for answer in group.answers],
-            finished=all(answer.finish_reason is not None for answer in group.answers),
-            num_cached_tokens=group.answers[0].request.num_cached_tokens,
-            prompt_logprobs=group.prompt_logprobs,
-            metrics=group.metrics,
-            error=group.error,
-        )
+    def _time(self, state: RequestState, answer: _Answer, now: float) -> None:
+        if self._stats is not None:
+            if answer.last_token_time is not None:
+                self._stats.next_tokens(now - answer.last_token_time, 1, now)
+            elif state.metrics.first_token_time is None:
+                self._stats.first_token(now - state.metrics.arrival_time, now)
+            answer.last_token_time = now
 
-    def _note_logprobs(self, answer: _Answer, entry: Any) -> None:
-        if answer.logprobs is not None:
-            answer.logprobs.append(self._logprob_dict(entry))
-            answer.cumulative += float(entry.logprobs[0])
-
-    def _logprob_dict(self, entry: Any) -> dict[int, Logprob]:
+    def _logprob_dict(self, record: TokenRecord) -> _Logprobs:
         """The chosen token first; the most likely ones follow with ranks 1, 2, ..."""
-        out: dict[int, Logprob] = {}
-        ranks = [entry.rank, *range(1, len(entry.token_ids))]
-        for token_id, logprob, rank in zip(entry.token_ids.tolist(), entry.logprobs.tolist(), ranks, strict=True):
+        out: _Logprobs = {}
+        ranks = [record.rank, *range(1, len(record.token_ids))]
+        for token_id, logprob, rank in zip(record.token_ids, record.logprobs, ranks, strict=True):
             if token_id not in out:
                 text = (
                     None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -18,46 +18,66 @@ import jinja2.utils
 
 from chairlift.errors import RequestError, TemplateError
 
-__all__ = ["ChatTemplate", "normalize_messages"]
+__all__ = ["MAX_TEXT", "ChatTemplate", "check_variables", "normalize_messages"]
 
-_MAX_TEXT: Final = 16 * 1024 * 1024
+MAX_TEXT: Final = 16 * 1024 * 1024
 """Characters a template may render or build by repetition; far above any model's context."""
 _MESSAGE_KEYS: Final = ("role", "content", "name")
-_INPUTS: Final = ("messages", "tools", "documents")
+_INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+_END_OF_FINAL_MESSAGE: Final = "CHAIRLIFT_END_OF_FINAL_MESSAGE"
 
 
 class ChatTemplate:
     """A model's chat template, compiled once and rendered as transformers' ``apply_chat_template`` renders it.
 
     Templates come with models, so they run in Jinja's immutable sandbox with nothing but text and numbers in reach.
-    ``named_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template.
+    ``named_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template. ``max_chars`` bounds what it may
+    render. Memory and time have no bound here: where messages come from strangers use
+    :class:`~chairlift.tokenizer.template_worker.TemplateWorker`.
     """
 
-    def __init__(self, template: str | None, named_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, template: str | None, named_tokens: Mapping[str, str] | None = None, *, max_chars: int = MAX_TEXT
+    ) -> None:
         self._source = template
+        self._max_chars = max_chars
         self._named_tokens = dict(named_tokens or {})
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, **scalars: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **scalars: Any,
     ) -> str:
         """The text of a chat, ready for ``Tokenizer.encode(text, add_special_tokens=False)``.
 
         ``messages`` are dicts with a ``role`` and a ``content``: a string, or text parts
         (``[{"type": "text", "text": ...}]``), which are joined by newlines. ``add_generation_prompt`` opens the
-        assistant's turn. ``scalars`` are further variables (``enable_thinking=False``): text, numbers, booleans, None.
+        assistant's turn. ``continue_final_message`` leaves the last message open instead, for the model to go on with
+        it. ``scalars`` are further variables (``enable_thinking=False``): text, numbers, booleans, None.
 
         Raises :class:`~chairlift.errors.RequestError` for messages of another form and
         :class:`~chairlift.errors.TemplateError` when there is no template or it fails.
         """
-        variables: dict[str, Any] = dict.fromkeys(_INPUTS) | self._named_tokens
-        for name, value in scalars.items():
-            if name in _INPUTS or not (value is None or type(value) in (str, int, float, bool)):
-                raise RequestError(
-                    f"chat template variable {name!r} must be a string, number, boolean or null and none of "
-                    f"{', '.join(_INPUTS)}, got {type(value).__name__}"
-                )
-            variables[name] = value
-        variables |= {"messages": normalize_messages(messages), "add_generation_prompt": add_generation_prompt}
+        check_variables(scalars)
+        plain = normalize_messages(messages)
+        if continue_final_message:
+            plain[-1]["content"] += f"{_END_OF_FINAL_MESSAGE} "
+        variables: dict[str, Any] = dict.fromkeys(_INPUTS[:3]) | self._named_tokens | scalars
+        variables |= {
+            "messages": plain,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        text = self._generate(variables)
+        return _up_to_final_message(text) if continue_final_message else text
+
+    def compile(self) -> None:
+        """Compile the template now instead of at the first chat; raises :class:`~chairlift.errors.TemplateError`."""
+        _ = self._template
+
+    def _generate(self, variables: dict[str, Any]) -> str:
         template = self._template
         pieces: list[str] = []
         size = 0
@@ -65,9 +85,13 @@ class ChatTemplate:
             for piece in template.generate(variables):
                 pieces.append(piece)
                 size += len(piece)
-                _check_size(size)
+                _check_size(size, self._max_chars)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template refused the messages: {_one_line(error)}") from None
+        except MemoryError:
+            raise TemplateError(
+                "the chat template takes more memory than it may; send fewer or shorter messages"
+            ) from None
         except Exception as error:
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {_one_line(error)}") from None
         return "".join(pieces)
@@ -83,8 +107,18 @@ class ChatTemplate:
             return _environment().from_string(self._source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template is invalid at line {error.lineno}: {_one_line(error)}") from None
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
             raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}") from None
+
+
+def check_variables(scalars: Mapping[str, Any]) -> None:
+    """Raises :class:`~chairlift.errors.RequestError` for what a caller may not hand to a template as a variable."""
+    for name, value in scalars.items():
+        if name in _INPUTS or not (value is None or type(value) in (str, int, float, bool)):
+            raise RequestError(
+                f"chat template variable {name!r:.80} must be a string, number, boolean or null and none of "
+                f"{', '.join(_INPUTS)}, got {type(value).__name__}"
+            )
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -135,9 +169,21 @@ def _one_line(error: Exception) -> str:
     return " ".join(message.split())[:200]
 
 
-def _check_size(size: int) -> None:
-    if size > _MAX_TEXT:
-        raise jinja2.TemplateError(f"it builds more than {_MAX_TEXT:,} characters")
+def _up_to_final_message(text: str) -> str:
+    """Cut after the last message, whose content ends with the mark; the mark's space tells whether it was trimmed."""
+    end = text.rfind(_END_OF_FINAL_MESSAGE)
+    if end < 0:
+        raise TemplateError(
+            "the chat template does not show the end of the final message, so it cannot be continued; "
+            "leave out continue_final_message"
+        )
+    kept = text[end:].startswith(f"{_END_OF_FINAL_MESSAGE} ")
+    return text[:end] if kept else text[:end].rstrip()
+
+
+def _check_size(size: int, most: int = MAX_TEXT) -> None:
+    if size > most:
+        raise jinja2.TemplateError(f"it builds more than {most:,} characters")
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -13,7 +13,7 @@ import tokenizers
 
 from chairlift.errors import ModelLoadError, RequestError
 
-__all__ = ["ByteDecoding", "Tokenizer"]
+__all__ = ["ByteDecoding", "Tokenizer", "byte_level_alphabet"]
 
 _EACH_BYTE: Final = "chairlift.each_byte"
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -28,14 +28,14 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """The printable character that stands for each byte in byte-level vocabularies (GPT-2, Radford et al., 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF: Final = _byte_level_alphabet()
+_BYTE_OF: Final = byte_level_alphabet()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -55,16 +55,26 @@ cl_pool::cl_pool(int num_threads, bool pin) : num_threads_(num_threads), pin_(pi
   for (int processor = 0; processor < CPU_SETSIZE && found < num_threads_; processor++)
     if (CPU_ISSET(processor, &set)) processors_[found++] = processor;
   for (int i = found; i < num_threads_; i++) processors_[i] = processors_[found ? i % found : 0];
-  for (int thread = 1; thread < num_threads_; thread++) threads_[thread] = std::thread(&cl_pool::work, this, thread);
+  try {
+    for (int thread = 1; thread < num_threads_; thread++) threads_[thread] = std::thread(&cl_pool::work, this, thread);
+  } catch (...) {  // the system refused one: no destructor will run for those that have started
+    end_threads();
+    throw;
+  }
 }
 
 cl_pool::~cl_pool() {
+  end_threads();
+  for (Scratch& scratch : scratch_) cl_free(scratch.memory, scratch.bytes);
+  for (Scratch* scratch : {&shared_, &plan_}) cl_free(scratch->memory, scratch->bytes);
+}
+
+void cl_pool::end_threads() {
   stop_ = true;
   epoch_.fetch_add(1);
   wake_all(epoch_);
-  for (int thread = 1; thread < num_threads_; thread++) threads_[thread].join();
-  for (Scratch& scratch : scratch_) cl_free(scratch.memory, scratch.bytes);
-  for (Scratch* scratch : {&shared_, &plan_}) cl_free(scratch->memory, scratch->bytes);
+  for (std::thread& thread : threads_)
+    if (thread.joinable()) thread.join();
 }
 
 void cl_pool::work(int thread) {
@@ -81,7 +91,8 @@ void cl_pool::run(void (*task)(void*, int), void* argument) {
   std::lock_guard<std::mutex> guard(one_run_);
   cpu_set_t before;
   // The caller is pinned only while it computes: threads that Python starts from it must not inherit its processor.
-  if (pin_ && pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0) pin_to(processors_[0]);
+  bool pinned = pin_ && pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0;
+  if (pinned) pin_to(processors_[0]);
   task_ = task;
   argument_ = argument;
   next_.store(0);
@@ -89,7 +100,7 @@ void cl_pool::run(void (*task)(void*, int), void* argument) {
   if (asleep_.load() > 0) wake_all(epoch_);
   task(argument, 0);
   barrier();
-  if (pin_) pthread_setaffinity_np(pthread_self(), sizeof before, &before);
+  if (pinned) pthread_setaffinity_np(pthread_self(), sizeof before, &before);
 }
 
 void cl_pool::barrier() {

@@ -37,6 +37,7 @@ struct cl_pool {
 
  private:
   void work(int thread);
+  void end_threads();
 
   struct alignas(64) Scratch {
     void* memory = nullptr;

@@ -28,16 +28,23 @@ ALLOWED: dict[str, list[str]] = {
     "models": ["errors", "config", "kernels", "sampling.row"],
     "executor": ["errors", "config", "scheduler.output", "models", "kernels", "sampling"],
     "executor.executor": ["config", "scheduler.output", "models.flat_batch"],
+    "metrics": ["errors", "config"],
     "engine": [
         *PLAIN,
         *BRAIN,
         "executor.executor",
+        "metrics.stats",
         "models.flat_batch",
         "sampling.row",
         "sampling.seeds",
         "tokenizer",
     ],
-    "llm": [*PLAIN, *BRAIN, "engine", "executor", "models", "tokenizer"],
+    "version": [],
+    "loading": [*PLAIN, "version", "engine.info", "executor", "kernels", "models", "tokenizer"],
+    "llm": [*PLAIN, "engine", "loading", "tokenizer"],
+    "async_llm": [*PLAIN, "engine", "loading"],
+    "engine_process": ["errors", "config", "engine", "loading"],
+    "server": [*PLAIN, "version", "engine", "loading", "metrics", "tokenizer"],
     "workload": ["errors"],
     "bench": [*PLAIN, "llm", "engine", "executor", "models", "kernels", "workload"],
     "train": ["errors", "models", "kernels", "tokenizer"],
@@ -51,15 +58,18 @@ ALLOWED: dict[str, list[str]] = {
         "executor",
         "kernels",
         "llm",
+        "loading",
         "models",
         "sampling",
+        "server",
         "sim",
         "tokenizer",
         "train",
+        "version",
         "workload",
     ],
     "__main__": ["cli"],
-    "": [*PLAIN, "llm"],  # chairlift/__init__.py
+    "": [*PLAIN, "async_llm", "llm", "version"],  # chairlift/__init__.py
 }
 BRAIN_MODULES = ("chairlift.scheduler", "chairlift.kv_cache")
 PLAIN_MODULES = tuple(f"chairlift.{name}" for name in [*PLAIN, "request"])
@@ -130,7 +140,15 @@ def test_the_brain_is_standard_library_only(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["chairlift", "chairlift.tokenizer", "chairlift.sim", "chairlift.engine.engine", "chairlift.llm"]
+    "module",
+    [
+        "chairlift",
+        "chairlift.tokenizer",
+        "chairlift.sim",
+        "chairlift.engine.engine",
+        "chairlift.llm",
+        "chairlift.async_llm",
+    ],
 )
 def test_import_is_light(module: str) -> None:
     heavy = "[name for name in ('torch', 'transformers') if name in sys.modules]"

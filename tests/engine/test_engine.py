@@ -157,7 +157,7 @@ class _Failing(HashLM):
 
 
 def _model(engine: Any) -> _Failing:
-    model = engine._executor._runner
+    model = engine.core.executor._runner
     assert isinstance(model, _Failing)
     return model
 

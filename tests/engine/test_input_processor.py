@@ -86,22 +86,22 @@ def test_text_becomes_tokens_and_is_kept() -> None:
 
 def test_lengths_at_their_edges() -> None:
     prepared = prepare(door(), [1] * 20, max_tokens=LENGTH - 20)
-    assert prepared.sequences[0].max_total_tokens == LENGTH
+    assert prepared.make_sequences()[0].max_total_tokens == LENGTH
     with pytest.raises(
         PromptTooLongError, match=r"prompt has 20 tokens and max_tokens is 13, together 33.* lower max_tokens to 12"
     ):
         prepare(door(), [1] * 20, max_tokens=LENGTH - 19)
     with pytest.raises(PromptTooLongError, match="prompt has 32 tokens, but the model takes 32"):
         prepare(door(), [1] * LENGTH, max_tokens=1)
-    assert prepare(door(), [1] * 20, max_tokens=None).sequences[0].max_total_tokens == LENGTH
+    assert prepare(door(), [1] * 20, max_tokens=None).make_sequences()[0].max_total_tokens == LENGTH
 
 
 def test_the_cache_limits_as_well() -> None:
     """The last token sampled is never an input: a cache of 16 positions serves sequences of 17."""
     small = door(capacity=16)
-    assert prepare(small, [1] * 10, max_tokens=7).sequences[0].limit == 16
-    assert prepare(small, [1] * 10, max_tokens=None).sequences[0].max_total_tokens == 17
-    assert prepare(small, [1] * 16, max_tokens=1).sequences[0].limit == 16
+    assert prepare(small, [1] * 10, max_tokens=7).make_sequences()[0].limit == 16
+    assert prepare(small, [1] * 10, max_tokens=None).make_sequences()[0].max_total_tokens == 17
+    assert prepare(small, [1] * 16, max_tokens=1).make_sequences()[0].limit == 16
     with pytest.raises(PromptTooLongError, match="the KV cache 16"):
         prepare(small, [1] * 10, max_tokens=8)
     with pytest.raises(PromptTooLongError, match="whole KV cache holds 16"):
@@ -125,7 +125,7 @@ def test_settings_that_need_the_tokenizer(params: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("salt", ["", "a", "A-z_09", "x" * 64])
 def test_salts_that_pass(salt: str) -> None:
-    assert prepare(door(), salt=salt).sequences[0].cache_salt == salt
+    assert prepare(door(), salt=salt).make_sequences()[0].cache_salt == salt
 
 
 @pytest.mark.parametrize("salt", ["x" * 65, "a b", "a\n", "é", "a/b", None, 5, b"a", ["a"]])
@@ -139,7 +139,7 @@ def test_salts_that_do_not_pass(salt: Any) -> None:
 )
 def test_request_ids(name: Any, good: int) -> None:
     if good:
-        assert prepare(door(), name=name).sequences[0].request_id == name
+        assert prepare(door(), name=name).make_sequences()[0].request_id == name
     else:
         with pytest.raises(RequestError, match="request_id must be"):
             prepare(door(), name=name)
@@ -152,7 +152,7 @@ def test_params_are_sampling_params(params: Any) -> None:
 
 
 def test_priority_is_refused_where_nobody_looks_at_it() -> None:
-    assert prepare(door(priority=True), priority=-3).sequences[0].priority == -3
+    assert prepare(door(priority=True), priority=-3).make_sequences()[0].priority == -3
     with pytest.raises(RequestError, match="priority is -3"):
         prepare(door(), priority=-3)
 
@@ -176,22 +176,23 @@ def test_a_refused_request_draws_no_seed() -> None:
 
 def test_one_sequence_per_answer() -> None:
     prepared = prepare(door(), n=3, seed=7, prompt_logprobs=1, max_tokens=4)
-    first, *others = prepared.sequences
-    assert [one.request_id for one in prepared.sequences] == ["a#0", "a#1", "a#2"]
-    assert [one.source for one in prepared.sequences] == [None, first, first]
-    assert [one.sampling.seed for one in prepared.sequences] == [sample_seed(7, index) for index in range(3)]
-    assert [one.sampling.wants_prompt_logprobs for one in prepared.sequences] == [True, False, False]
-    assert [one.may_share for one in prepared.sequences] == [False, True, True]
+    sequences = prepared.make_sequences()
+    first, *others = sequences
+    assert [one.request_id for one in sequences] == ["a#0", "a#1", "a#2"]
+    assert [one.source for one in sequences] == [None, first, first]
+    assert [one.sampling.seed for one in sequences] == [sample_seed(7, index) for index in range(3)]
+    assert [one.sampling.wants_prompt_logprobs for one in sequences] == [True, False, False]
+    assert [one.may_share for one in sequences] == [False, True, True]
     assert {one.arrival_time for one in others} == {1.5}
 
 
 @pytest.mark.parametrize(("ignore_eos", "stops"), [(False, {3, EOS}), (True, {3})])
 def test_end_of_sequence_stops_unless_ignored(ignore_eos: bool, stops: set[int]) -> None:
-    one = prepare(door(), stop_token_ids=[3], ignore_eos=ignore_eos).sequences[0]
+    one = prepare(door(), stop_token_ids=[3], ignore_eos=ignore_eos).make_sequences()[0]
     assert one.stop_token_ids == stops
     assert set(one.sampling.stop_token_ids) == stops
 
 
 def test_bad_words_are_masked_at_the_start_and_after_a_space() -> None:
-    row = prepare(door(text=True), bad_words=["ab"]).sequences[0].sampling
+    row = prepare(door(text=True), bad_words=["ab"]).make_sequences()[0].sampling
     assert row.bad_word_ids == ((0, 1), (18, 0, 1))

@@ -92,7 +92,7 @@ def test_an_llm_is_run_by_what_was_chosen(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     for kernels in ("auto", *supported_isas(), "torch"):
         llm = LLM(model_dir, kernels=kernels, **settings)
-        runners.append(type(llm.engine._executor._runner))  # type: ignore[attr-defined]
+        runners.append(type(llm.engine.core.executor._runner))  # type: ignore[attr-defined]
         params = SamplingParams(n=2, seed=5, max_tokens=12, ignore_eos=True)
         answers.append([answer.token_ids for answer in llm.generate([[5, 6, 7, 8]], params)[0].outputs])
     assert runners == [*[NativeModelRunner] * (1 + len(supported_isas())), TorchModelRunner]

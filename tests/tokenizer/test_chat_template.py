@@ -104,6 +104,30 @@ def test_templates_render_as_in_transformers(reference: Any, chat: list[dict[str
     assert template.render(chat, add_generation_prompt=add, enable_thinking=True) == expected
 
 
+@settings(max_examples=60, deadline=None)
+@given(chat=CHAT, name=st.sampled_from(sorted(TEMPLATES)))
+def test_final_messages_are_continued_as_in_transformers(reference: Any, chat: list[dict[str, str]], name: str) -> None:
+    try:
+        expected = reference.apply_chat_template(
+            chat, chat_template=TEMPLATES[name], continue_final_message=True, tokenize=False
+        )
+    except ValueError:  # it is stricter: the message must also stand in the text word by word
+        return
+    assert ChatTemplate(TEMPLATES[name], NAMED).render(chat, continue_final_message=True) == expected
+
+
+def test_a_final_message_that_is_not_shown_cannot_be_continued() -> None:
+    with pytest.raises(TemplateError, match="cannot be continued"):
+        ChatTemplate("{{ messages[0].role }}").render([{"role": "user", "content": "x"}], continue_final_message=True)
+
+
+def test_a_text_may_be_as_long_as_it_may() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", max_chars=10)
+    assert template.render([{"role": "user", "content": "x" * 10}]) == "x" * 10
+    with pytest.raises(TemplateError, match="more than 10 characters"):
+        template.render([{"role": "user", "content": "x" * 11}])
+
+
 def test_a_rendered_chat_encodes_as_in_transformers(reference: Any) -> None:
     chat = [{"role": "user", "content": "Grüß dich"}]
     expected = reference.apply_chat_template(chat, chat_template=CHATML, add_generation_prompt=True)["input_ids"]

@@ -7,6 +7,7 @@ import gc
 import os
 import platform
 import re
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -258,3 +259,21 @@ def test_threads_respect_affinity_and_quota(
     assert library.default_threads() == threads
     (tmp_path / "cpu.max").unlink()
     assert library.default_threads() == 5
+
+
+@needs_kernels
+def test_a_thread_that_the_system_refuses_is_an_error_and_no_crash() -> None:
+    """Those that had started end, and the process goes on."""
+    code = """
+import resource
+from chairlift.kernels.cpu.library import Pool
+Pool(2)
+taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), resource.RLIM_INFINITY))
+try:
+    Pool(200)
+except OSError as error:
+    print('refused', Pool(1) is not None)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "refused True\n"), run.stderr

@@ -76,7 +76,7 @@ def answers(model_dir: Path, kernels: str) -> tuple[list[Any], Any]:
     llm = LLM(model_dir, kernels=kernels, dtype="float32", **settings)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=4)
     outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
-    return outputs, llm.engine._executor._runner  # type: ignore[attr-defined]
+    return outputs, llm.engine.core.executor._runner  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""AsyncLLM: the engine for programs with an event loop. Its model runs in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from chairlift.config import EngineConfig
+from chairlift.engine.async_engine import AsyncEngine, OutputKind
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.input_processor import Prompt
+from chairlift.errors import EngineDeadError
+from chairlift.loading import Progress, read_tokenizer
+from chairlift.outputs import RequestOutput
+from chairlift.sampling_params import SamplingParams
+
+__all__ = ["AsyncLLM"]
+
+
+class AsyncLLM:
+    """Continuous batching for any number of tasks of one event loop.
+
+    ::
+
+        async with AsyncLLM("path-or-hub-id", max_num_seqs=64) as llm:
+            async for output in llm.generate("Hi", SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    ``model`` and the settings are those of :class:`~chairlift.llm.LLM`. When the engine's process dies, its requests
+    raise EngineDeadError and it is started again.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
+        if model is not None:
+            settings["model"] = str(model)
+        self.config = EngineConfig.from_flat(settings)
+        self._progress = progress
+        self._engine: AsyncEngine | None = None
+
+    async def start(self) -> None:
+        """Load the model. Raises ConfigError for a bad setting, ModelLoadError for a bad model."""
+        if self._engine is None:
+            self._engine = AsyncEngine.start(self.config, read_tokenizer=read_tokenizer, on_progress=self._progress)
+            try:
+                await self._engine.wait_ready()
+            except BaseException:
+                await self.shutdown()
+                raise
+
+    async def shutdown(self) -> None:
+        """End the engine's process; requests that are left raise EngineDeadError."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.shutdown()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    @property
+    def info(self) -> EngineInfo:
+        """The model, its limits and its memory."""
+        info = self._started().info
+        if info is None:
+            raise EngineDeadError("the engine has not loaded its model yet; await start() first")
+        return info
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        kind: OutputKind = OutputKind.CUMULATIVE,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a prompt (text or token ids); yields the answer as it grows, or what is new, or its end.
+
+        Leaving the loop, or cancelling its task, ends the request. Raises RequestError for what cannot be served,
+        QueueFullError when too much waits, EngineDeadError when the engine dies.
+        """
+        stream = await self._started().submit(
+            prompt, sampling_params or SamplingParams(), kind=kind, cache_salt=cache_salt
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.abort()
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_variables: Any) -> list[int]:
+        """Token ids of a conversation, for :meth:`generate`. Raises RequestError and TemplateError."""
+        return await self._started().encode_chat(messages, **template_variables)
+
+    def _started(self) -> AsyncEngine:
+        if self._engine is None:
+            raise EngineDeadError("the engine is not running; use 'async with', or await start() first")
+        return self._engine

@@ -1,0 +1,495 @@
+"""The engine for an event loop: text, checks and bounded waiting here, the core in a process of its own.
+
+The process is supervised. When it dies, the requests it had end with an error, and it is started again with growing
+pauses in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.config import EngineConfig, flat_fields
+from chairlift.engine.core import FinishedSequence
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prompt
+from chairlift.engine.intake import Intake
+from chairlift.engine.messages import Refused, Step
+from chairlift.engine.output_processor import OutputProcessor, RequestState
+from chairlift.engine.process_client import ProcessClient
+from chairlift.errors import (
+    ChairliftError,
+    EngineDeadError,
+    OverloadedError,
+    PromptTooLongError,
+    QueueTimeoutError,
+    RequestError,
+    TemplateError,
+)
+from chairlift.metrics.stats import RequestStats
+from chairlift.outputs import FinishReason, RequestOutput
+from chairlift.sampling_params import SamplingParams
+from chairlift.tokenizer.template_worker import TemplateWorker
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["AsyncEngine", "EngineState", "OutputKind", "OutputStream"]
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+ReadTokenizer = Callable[[EngineConfig, str], Tokenizer]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
+_SETTLED_SECONDS: Final = 60.0
+"""An engine that ran this long starts again without the pauses its predecessors earned."""
+_LONG_TEXT: Final = 16_384
+"""Characters; longer texts are tokenized on a thread, so that the loop goes on."""
+
+
+class EngineState(enum.StrEnum):
+    """Whether requests are taken."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DOWN = "down"
+    """It died, and will be started again."""
+    STOPPED = "stopped"
+    """For good."""
+
+
+class OutputKind(enum.Enum):
+    """What a stream yields."""
+
+    DELTA = "delta"
+    """What is new, of the answers that have news."""
+    CUMULATIVE = "cumulative"
+    """All there is so far, whenever there is more."""
+    FINAL = "final"
+    """One output, at the end."""
+
+
+class OutputStream:
+    """The outputs of one request, an async iterator. Whoever stops reading early must call :meth:`abort`."""
+
+    def __init__(self, engine: AsyncEngine, state: RequestState, kind: OutputKind) -> None:
+        self.request_id = state.request_id
+        self.prompt_token_ids = state.prepared.prompt_token_ids
+        self._engine = engine
+        self._state = state
+        self._kind = kind
+        self._news = asyncio.Event()
+        self._error: ChairliftError | None = None
+        self._over = False
+        self._seen = 0
+        """Tokens that there were at the last output."""
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._over:
+            if self._error is not None:
+                self._over = True
+                raise self._error
+            self._news.clear()
+            finished = self._over = self._state.finished
+            output = self._next(finished)
+            if output is not None:
+                return output
+            if not finished:
+                await self._news.wait()
+        raise StopAsyncIteration
+
+    def _next(self, finished: bool) -> RequestOutput | None:
+        if self._kind is OutputKind.DELTA:
+            return self._state.delta()
+        if finished:
+            return self._state.output()
+        seen, self._seen = self._seen, self._state.num_tokens
+        return self._state.output() if self._kind is OutputKind.CUMULATIVE and self._seen > seen else None
+
+    def abort(self) -> None:
+        """End the request, whatever its state. Nothing happens when it has ended."""
+        self._over = True
+        self._news.set()
+        self._engine.abort(self.request_id)
+
+    async def aclose(self) -> None:
+        self.abort()
+
+    def wake(self) -> None:
+        """There may be news."""
+        self._news.set()
+
+    def fail(self, error: ChairliftError) -> None:
+        """End with an error."""
+        if self._error is None and not self._state.finished:
+            self._error = error
+        self._news.set()
+
+    def set_timer(self, seconds: float, call: Callable[[str], None]) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, call, self.request_id))
+
+    def settle(self) -> None:
+        """The request has left the engine: no timer will ring."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+
+class AsyncEngine:
+    """One engine process and its requests. One event loop owns it; use :meth:`start`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        read_tokenizer: ReadTokenizer,
+        on_progress: Progress | None = None,
+        restart: bool = True,
+        chat_template: str | None = None,
+        max_queued_requests: int | None = None,
+        max_queued_tokens: int | None = None,
+        queue_timeout: float | None = None,
+        request_timeout: float | None = None,
+        health_timeout: float = 30.0,
+    ) -> None:
+        scheduler = config.scheduler
+        self.config = config
+        self.state = EngineState.LOADING
+        self.failure = ""
+        """Why the engine is down or stopped, in words."""
+        self.info: EngineInfo | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.stats = RequestStats()
+        self.stopped = asyncio.Event()
+        self.intake = Intake(
+            max(64, 4 * scheduler.max_num_seqs) if max_queued_requests is None else max_queued_requests,
+            32 * scheduler.max_num_batched_tokens if max_queued_tokens is None else max_queued_tokens,
+        )
+        self._read_tokenizer = read_tokenizer
+        self._on_progress = on_progress
+        self._restart = restart
+        self._chat_template = chat_template
+        self._queue_timeout = queue_timeout
+        self._request_timeout = request_timeout
+        self._health_timeout = health_timeout
+        self._client: ProcessClient | None = None
+        self._inputs: InputProcessor | None = None
+        self._outputs: OutputProcessor | None = None
+        self._templates: TemplateWorker | None = None
+        self._streams: dict[str, OutputStream] = {}
+        self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._busy_since = time.monotonic()
+        self._keeper: asyncio.Task[None] | None = None
+
+    @classmethod
+    def start(cls, config: EngineConfig, **settings: Any) -> AsyncEngine:
+        """An engine that begins to load; the settings are those of the constructor. See :meth:`wait_ready`."""
+        engine = cls(config, **settings)
+        engine._keeper = asyncio.create_task(engine._keep_alive(), name="engine keeper")
+        return engine
+
+    async def wait_ready(self) -> None:
+        """Wait for the first load. Raises what made it fail: ConfigError, ModelLoadError or EngineDeadError."""
+        await asyncio.shield(self._first_outcome)
+
+    # -- what it is doing ------------------------------------------------------------------------------------------
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def num_queued(self) -> int:
+        """Of these, the ones that have not been in a step."""
+        return len(self.intake)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of those."""
+        return self.intake.num_tokens
+
+    @property
+    def max_queued_requests(self) -> int:
+        return self.intake.max_requests
+
+    @property
+    def max_queued_tokens(self) -> int:
+        return self.intake.max_tokens
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Process id of the engine."""
+        return None if self._client is None else self._client.pid
+
+    def check_health(self) -> str:
+        """Why requests make no progress; empty when they do, or when there are none."""
+        if self.state is not EngineState.READY or self._client is None:
+            return f"the engine is {self.state}" + (f": {self.failure}" if self.failure else "")
+        silent = time.monotonic() - max(self._client.last_heard, self._busy_since)
+        if self._streams and silent > self._health_timeout:
+            return f"the engine has not finished a step for {silent:.0f} s, and {len(self._streams)} requests wait"
+        return ""
+
+    def retry_after(self) -> float:
+        """Seconds, 1 to 60, after which there should be room in the queue."""
+        return self.intake.retry_after(time.monotonic())
+
+    def check_room(self, num_requests: int = 1) -> None:
+        """Raise QueueFullError or EngineDeadError when so many requests would not be taken now."""
+        self._ready()
+        try:
+            self.intake.check(time.monotonic(), num_requests)
+        except OverloadedError:
+            self.stats.rejected["queue_requests"] += 1
+            raise
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises RequestError."""
+        tokenizer = self._ready().tokenizer
+        if tokenizer is None:
+            raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
+        if isinstance(text, str) and len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, laid out by the chat template. Raises RequestError and TemplateError."""
+        self._ready()
+        if self._templates is None:
+            raise TemplateError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
+        text = await self._templates.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=template_variables,
+        )
+        return await self.encode(text, add_special_tokens=False)
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        kind: OutputKind = OutputKind.DELTA,
+        cache_salt: str = "",
+        queue_timeout: float | None = None,
+        timeout: float | None = None,
+    ) -> OutputStream:
+        """Queue a request; ``kind`` says what its stream yields.
+
+        Timeouts are in seconds, instead of the engine's own. Raises RequestError for what cannot be served,
+        QueueFullError when too much waits, EngineDeadError when there is no engine.
+        """
+        arrival = time.monotonic()
+        if isinstance(prompt, str) and prompt:
+            prompt = await self.encode(prompt)
+        self._ready()
+        if self._inputs is None or self._outputs is None or self._client is None:
+            raise EngineDeadError("the engine is not there")
+        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, arrival, cache_salt)
+        num_tokens = len(prepared.prompt_token_ids)
+        try:
+            self.intake.check(arrival, 1, num_tokens)
+        except OverloadedError as full:
+            self.stats.rejected[f"queue_{getattr(full, 'kind', 'requests')}"] += 1
+            raise
+        self._client.add(prepared)
+        if not self._streams:
+            self._busy_since = arrival
+        state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
+        stream = OutputStream(self, state, kind)
+        self._streams[stream.request_id] = stream
+        self.intake.enter(stream.request_id, num_tokens)
+        patience = self._queue_timeout if queue_timeout is None else queue_timeout
+        limit = self._request_timeout if timeout is None else timeout
+        if patience is not None:
+            stream.set_timer(patience, self._queued_too_long)
+        if limit is not None:
+            stream.set_timer(limit, self._took_too_long)
+        _log.debug("request %s: %d prompt tokens, seed %d", stream.request_id, num_tokens, prepared.seed)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request in any state, at once. Unknown ids, and those that have ended, are ignored."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return
+        now = time.monotonic()
+        self.intake.leave(request_id, now, started=False)
+        stream.settle()
+        if self._outputs is not None and request_id in self._outputs:
+            sequence_ids = self._outputs.remove(request_id, now)
+            if self._client is not None:
+                self._client.abort(sequence_ids)
+
+    async def shutdown(self) -> None:
+        """End the process; requests that are left fail."""
+        self.state, self.failure = EngineState.STOPPED, self.failure or "it was shut down"
+        self.stopped.set()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        if self._client is not None:
+            await self._client.close()
+        self._fail_all()
+        if self._templates is not None:
+            await self._templates.close()
+        if not self._first_outcome.done():
+            self._first_outcome.cancel()
+
+    # -- the engine's process --------------------------------------------------------------------------------------
+
+    def on_progress(self, label: str, share: float) -> None:
+        if self._on_progress is not None:
+            self._on_progress(label, share)
+
+    def on_refused(self, refused: Refused) -> None:
+        kind = PromptTooLongError if refused.too_long else RequestError
+        self._fail(refused.request_id, kind(refused.message))
+
+    def on_step(self, step: Step) -> None:
+        """Give what steps brought to whom it belongs."""
+        now = time.monotonic()
+        self.stats.step(step.stats)
+        outputs = self._outputs
+        if outputs is None:
+            return
+        core = step.outputs
+        stopped = outputs.take(core, now)
+        for sequence_id, _, _ in core.joined:
+            state = outputs.state_of(sequence_id)
+            if state is not None:
+                self.intake.leave(state.request_id, now, started=True)
+        finished = core.finished
+        if stopped and self._client is not None:
+            self._client.stop(stopped)
+            if self.info is not None and not self.info.held:  # nobody waits for the core to agree
+                finished = finished + [FinishedSequence(sequence_id, FinishReason.STOP) for sequence_id in stopped]
+        growing = outputs.touched(core.sequence_ids) if self.info is None or not self.info.held else []
+        for state in outputs.finish(finished, now):
+            if state.finished:
+                self._settle(state.request_id, now)
+            else:
+                growing.append(state)
+        for state in growing:
+            stream = self._streams.get(state.request_id)
+            if stream is not None and state.stream:
+                stream.wake()
+
+    def _settle(self, request_id: str, now: float) -> None:
+        """The request has ended well: its stream delivers what is left."""
+        stream = self._streams.pop(request_id, None)
+        self.intake.leave(request_id, now, started=False)
+        if stream is not None:
+            stream.settle()
+            stream.wake()
+
+    def _fail(self, request_id: str, error: ChairliftError) -> None:
+        stream = self._streams.get(request_id)
+        self.abort(request_id)
+        if stream is not None:
+            stream.fail(error)
+
+    def _fail_all(self) -> None:
+        for stream in list(self._streams.values()):
+            self._fail(stream.request_id, EngineDeadError(f"the engine died with the request in it: {self.failure}"))
+        self.intake.clear()
+
+    def _queued_too_long(self, request_id: str) -> None:
+        if request_id in self.intake:
+            self.stats.rejected["queue_timeout"] += 1
+            retry = self.retry_after()
+            self._fail(request_id, QueueTimeoutError("the request was not started within its queue_timeout", retry))
+
+    def _took_too_long(self, request_id: str) -> None:
+        self._fail(request_id, OverloadedError("the request was not finished in time", self.retry_after()))
+
+    def _ready(self) -> AsyncEngine:
+        if self.state is not EngineState.READY:
+            raise EngineDeadError(f"the engine is {self.state}" + (f": {self.failure}" if self.failure else ""))
+        return self
+
+    async def _keep_alive(self) -> None:
+        """Start the process, and start it again whenever it dies."""
+        pause = _FIRST_PAUSE
+        while True:
+            started = time.monotonic()
+            loaded = False
+            self._client = client = ProcessClient(_settings_of(self.config), self)
+            try:
+                await self._prepare(await client.start())
+                loaded = True
+                if not self._first_outcome.done():
+                    self._first_outcome.set_result(None)
+                self.failure = await client.died()
+            except asyncio.CancelledError:
+                await client.close()
+                raise
+            except Exception as error:
+                self.failure = str(error) or type(error).__name__
+                await client.close()
+                if not self._first_outcome.done():
+                    self._stop()
+                    self._first_outcome.set_exception(error)
+                    return
+            self.state = EngineState.DOWN
+            self._fail_all()
+            if not self._restart:
+                _log.error("%s", self.failure)
+                self._stop()
+                return
+            if loaded and time.monotonic() - started > _SETTLED_SECONDS:
+                pause = _FIRST_PAUSE
+            _log.error("%s; starting it again in %.1f s", self.failure, pause)
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_PAUSE, 2 * pause)
+            self.stats.engine_restarted()
+
+    def _stop(self) -> None:
+        self.state = EngineState.STOPPED
+        self.stopped.set()
+
+    async def _prepare(self, info: EngineInfo) -> None:
+        """The model is loaded: what the front needs of it."""
+        if self.info is None and not self.config.model.skip_tokenizer_init:
+            self.tokenizer = self._read_tokenizer(self.config, info.model_dir)
+            template = self._chat_template or self.tokenizer.chat_template
+            self._templates = TemplateWorker(template, self.tokenizer.named_tokens)
+            await self._templates.start()
+        eos = set(info.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
+        self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))
+        limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids)
+        self._inputs = InputProcessor(limits, self.tokenizer, info, self.config.model.seed)
+        self._outputs = OutputProcessor(self.tokenizer, info.eos_token_ids, self.stats)
+        self.failure = ""
+        self.state = EngineState.READY
+
+
+def _settings_of(config: EngineConfig) -> dict[str, Any]:
+    """The settings that differ from their defaults, as keywords."""
+    values = {flag.name: getattr(getattr(config, flag.part), flag.name) for flag in flat_fields()}
+    defaults = {flag.name: flag.default for flag in flat_fields()}
+    settings = {name: value for name, value in values.items() if value != defaults[name]}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}

@@ -1,0 +1,288 @@
+"""Scheduler and executor in one loop, token ids in and out: the engine without text.
+
+It runs in the caller's process under :class:`~chairlift.engine.engine.Engine`, or in one of its own under
+:class:`~chairlift.engine.core_process.CoreProcess`. What it takes and gives is plain data either way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from chairlift.config import SchedulerConfig
+from chairlift.engine.clock import Clock, SystemClock
+from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.step_log import StepLog
+from chairlift.errors import RequestError
+from chairlift.executor.executor import Executor, PendingTokens
+from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.metrics.stats import EngineStats
+from chairlift.models.flat_batch import SampledTokens
+from chairlift.outputs import FinishReason
+from chairlift.request import Request
+from chairlift.scheduler.membership import membership_from_name
+from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput, StepResult
+from chairlift.scheduler.policy import FCFS, Policy
+from chairlift.scheduler.scheduler import Scheduler
+
+__all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "TokenRecord"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """Log-probabilities at one place: of the token that stands there, then of the most likely ones, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Of the first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FinishedSequence:
+    """A sequence that left for good, and may be delivered."""
+
+    sequence_id: str
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    num_preemptions: int = 0
+    error: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class CoreOutputs:
+    """What steps brought. Row i of ``sequence_ids``, ``token_ids`` and ``logprobs`` belong together."""
+
+    sequence_ids: list[str] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenRecord | None] | None = None
+    """None when no row asked."""
+    joined: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)
+    """(sequence, prompt tokens read from the cache, time) of sequences in their first step."""
+    prompt_logprobs: list[tuple[str, int, list[TokenRecord]]] = dataclasses.field(default_factory=list)
+    """(sequence, position of the first, one per position); a recompute may bring the same again."""
+    finished: list[FinishedSequence] = dataclasses.field(default_factory=list)
+
+    def merge(self, later: CoreOutputs) -> None:
+        """Append what came later, when nobody could take this one yet."""
+        if self.logprobs is not None or later.logprobs is not None:
+            mine = self.logprobs or [None] * len(self.token_ids)
+            self.logprobs = mine + (later.logprobs or [None] * len(later.token_ids))
+        self.sequence_ids += later.sequence_ids
+        self.token_ids += later.token_ids
+        self.joined += later.joined
+        self.prompt_logprobs += later.prompt_logprobs
+        self.finished += later.finished
+
+
+class EngineClient(Protocol):
+    """How the front (text, checks, HTTP) talks to a core, wherever that runs. What steps bring comes another way:
+    from :meth:`EngineCore.step` in this process, as frames from another."""
+
+    def add(self, request: PreparedRequest) -> None:
+        """Queue a request. A refusal is a RequestError, at once or as the request's only outcome."""
+        ...
+
+    def abort(self, sequence_ids: Sequence[str]) -> Any:
+        """Their caller has left: end them in any state, without an output. Unknown ones are ignored."""
+        ...
+
+    def stop(self, sequence_ids: Sequence[str]) -> Any:
+        """Their text has ended (a stop string). Unknown ones are ignored."""
+        ...
+
+
+class EngineCore:
+    """Requests in, tokens out, one step at a time. Not thread-safe: one thread owns it.
+
+    With a look-ahead depth of d, up to d steps are scheduled and launched beyond the newest known tokens.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig,
+        *,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        cache_secret: bytes = b"",
+        clock: Clock | None = None,
+        policy: Policy = FCFS,
+        kv: KVCacheManager | None = None,
+    ) -> None:
+        self.clock: Clock = clock or SystemClock()
+        self.kv = kv or KVCacheManager(
+            executor.cache_groups,
+            executor.block_size,
+            max_step_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            secret=cache_secret,
+        )
+        self.scheduler = Scheduler(
+            self.kv,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            policy=policy,
+            membership=membership_from_name(config.batching, config.batch_wait_ms),
+            watermark=config.admission_watermark,
+            look_ahead=config.admission_look_ahead,
+            max_times_passed=config.max_times_passed,
+            max_preemptions=config.max_preemptions,
+        )
+        self.step_log = StepLog()
+        self.executor = executor
+        self._depth = config.num_lookahead_steps
+        self._joined: list[tuple[str, int, float]] = []
+        self._flights: deque[tuple[SchedulerOutput, PendingTokens | Exception, float]] = deque()
+        self._counted = EngineStats()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched whose tokens have not been taken yet."""
+        return len(self._flights)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended, or any step is in flight."""
+        return bool(self._flights) or self.scheduler.has_unfinished
+
+    def add(self, request: PreparedRequest) -> None:
+        """Queue all answers of a request, or none. Raises RequestError."""
+        sequences = request.make_sequences()
+        for index, sequence in enumerate(sequences):
+            try:
+                self.scheduler.add(sequence)
+            except RequestError:
+                for queued in sequences[:index]:
+                    self.scheduler.abort(queued.request_id)
+                raise
+
+    def abort(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
+        """End sequences in any state. Returns mates in a static batch, which only waited for them and leave too."""
+        return self._end(sequence_ids, FinishReason.ABORT)
+
+    def stop(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
+        """End sequences because of their text. Returns those that have left now: in a static batch that may be none,
+        or several."""
+        return self._end(sequence_ids, FinishReason.STOP)
+
+    def step(self) -> CoreOutputs | None:
+        """Schedule and launch a step, and land the oldest one in flight; None when none had to land."""
+        now = self.clock.now()
+        out = self.scheduler.schedule(now)
+        if out.num_tokens:
+            self._launch(out, now)
+        if self._flights and (len(self._flights) > self._depth or not out.num_tokens):
+            return self._land()
+        return None
+
+    def next_event(self) -> float | None:
+        """When :meth:`step` has something to do if nobody comes or goes; None if only then."""
+        return self.clock.now() if self._flights else self.scheduler.next_event(self.clock.now())
+
+    def stats(self) -> EngineStats:
+        """The state after the newest step."""
+        scheduler, counts = self.scheduler, self.kv.counts()
+        rate = scheduler.preemption_rate
+        return dataclasses.replace(
+            self._counted,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            used_blocks=counts.used,
+            cached_blocks=counts.cached,
+            free_blocks=counts.free,
+            num_steps=scheduler.step,
+            num_preemptions=scheduler.num_preemptions,
+            num_finished_sequences=rate.num_finished,
+            num_preempted_sequences=rate.num_preempted,
+            preemption_rate=rate.recent(self.clock.now()),
+            num_late_tokens=scheduler.num_late,
+        )
+
+    def shutdown(self) -> None:
+        """End every request without an output, and free the executor."""
+        for sequence_id in list(self.scheduler.requests):
+            self.scheduler.abort(sequence_id)
+        self._flights.clear()
+        self.executor.shutdown()
+
+    def _end(self, sequence_ids: Sequence[str], reason: FinishReason) -> list[FinishedSequence]:
+        now = self.clock.now()
+        ended: list[Request] = []
+        for sequence_id in sequence_ids:
+            ended += self.scheduler.finish(sequence_id, reason, None, now)
+        return [_finished(request) for request in ended]
+
+    def _launch(self, out: SchedulerOutput, now: float) -> None:
+        for row in out.joined:
+            request = self.scheduler.running[row.request_id]
+            if not request.num_preemptions:
+                self._joined.append((row.request_id, request.num_cached_tokens, now))
+                if request.source is None:
+                    self._counted.prefix_cache_queries += row.num_prompt_tokens
+                    self._counted.prefix_cache_hits += request.num_cached_tokens
+        try:
+            pending: PendingTokens | Exception = self.executor.sample(self.executor.execute(out))
+        except Exception as error:
+            pending = error
+        self._flights.append((out, pending, now))
+
+    def _land(self) -> CoreOutputs:
+        """Wait for the oldest step in flight, and take what it brings."""
+        out, pending, start = self._flights.popleft()
+        joined, self._joined = self._joined, []
+        outputs = CoreOutputs(joined=joined)
+        try:
+            if isinstance(pending, Exception):
+                raise pending
+            tokens = pending.result()
+        except Exception as failure:
+            _log.exception("step %d failed; its requests end with an error, the others go on", out.step)
+            result = self.scheduler.fail_step(out, self.clock.now())
+            reason = f"the step failed: {type(failure).__name__}"
+            outputs.finished = [_finished(request, reason) for request in result.finished]
+        else:
+            result = self._update(out, tokens, outputs)
+        end = self.clock.now()
+        self.step_log.record(out, result, start, end)
+        counted = self._counted
+        counted.step_tokens, counted.step_seconds = out.num_tokens, end - start
+        counted.num_computed_tokens += out.num_tokens
+        counted.num_recomputed_tokens += sum(chunk.num_tokens for chunk in out.chunks if chunk.why == "recompute")
+        return outputs
+
+    def _update(self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs) -> StepResult:
+        names = {chunk.slot: name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)}
+        for report in tokens.prompt_logprobs:
+            request = self.scheduler.running.get(names[report.slot])
+            # A late report may meet another request, which was given the id of one that has left.
+            if request is not None and request.admitted_at_step <= out.step:
+                records = [_record(entry) for entry in report.entries]
+                outputs.prompt_logprobs.append((request.request_id, report.first, records))
+        result = self.scheduler.update(out, tokens.token_ids, self.clock.now())
+        rows = [row for row, request in enumerate(result.sampled) if request is not None]
+        rows = [row for row in rows if tokens.token_ids[row] != FAILED_ROW]
+        outputs.sequence_ids = [result.sampled[row].request_id for row in rows]  # type: ignore[union-attr]
+        outputs.token_ids = [tokens.token_ids[row] for row in rows]
+        if tokens.logprobs is not None:
+            entries = [tokens.logprobs[row] for row in rows]
+            outputs.logprobs = [None if entry is None else _record(entry) for entry in entries]
+        failed = ((result.sampled[row], reason) for row, reason in tokens.errors.items())
+        errors = {request.request_id: reason for request, reason in failed if request is not None}
+        outputs.finished = [_finished(request, errors.get(request.request_id)) for request in result.finished]
+        return result
+
+
+def _finished(request: Request, error: str | None = None) -> FinishedSequence:
+    reason = request.finish_reason or FinishReason.ABORT
+    return FinishedSequence(request.request_id, reason, request.stop_reason, request.num_preemptions, error)
+
+
+def _record(entry: Any) -> TokenRecord:
+    return TokenRecord(entry.token_ids.tolist(), entry.logprobs.tolist(), int(entry.rank))

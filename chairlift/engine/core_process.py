@@ -1,0 +1,146 @@
+"""The engine's side of the process border: commands from a socket, steps, and one frame per step back.
+
+One thread does everything. Between two steps it takes what has arrived and hands on what the socket will take; while
+there is nothing to compute it sleeps in ``poll``. It never waits for a reader: what cannot be sent yet is merged with
+what the next step brings.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from chairlift.engine.core import CoreOutputs, EngineCore
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.messages import Add, FrameReader, Leave, Log, Message, Ready, Refused, Step, encode
+from chairlift.errors import PromptTooLongError, RequestError
+from chairlift.metrics.stats import EngineStats
+
+__all__ = ["Connection", "CoreProcess", "FrameLogHandler"]
+
+_READ: Final = 1 << 18
+
+
+class Connection:
+    """A non-blocking stream of frames. ``closed`` when the other side has gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.closed = False
+        self.frames = FrameReader()
+        self._sock = sock
+        self._unsent = bytearray()
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that the socket has not taken."""
+        return len(self._unsent)
+
+    def send(self, message: Message) -> None:
+        """Queue a frame, and send what can be sent now."""
+        self._unsent += encode(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes without waiting."""
+        try:
+            while self._unsent and not self.closed:
+                sent = self._sock.send(memoryview(self._unsent)[: 1 << 20])
+                del self._unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+
+    def receive(self, timeout: float | None) -> list[Message]:
+        """What has arrived; waits up to ``timeout`` seconds (None: for ever) for something, or for room to send."""
+        if self.closed:
+            return []
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        poll.poll(None if timeout is None else timeout * 1000)
+        self.flush()
+        messages: list[Message] = []
+        try:
+            while not self.closed:
+                data = self._sock.recv(_READ)
+                if not data:
+                    self.closed = True
+                messages += self.frames.feed(data)
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError):  # gone, or it does not keep to frames
+            self.closed = True
+        return messages
+
+
+class FrameLogHandler(logging.Handler):
+    """Sends log records to the process that owns the log."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        super().__init__()
+        self._deliver = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._deliver(Log(record.levelno, record.name, self.format(record)))
+
+
+class CoreProcess:
+    """A core behind a connection."""
+
+    def __init__(self, connection: Connection, core: EngineCore, info: EngineInfo) -> None:
+        self._connection = connection
+        self._core = core
+        self._info = info
+        self._pending: CoreOutputs | None = None
+        """What steps brought and the socket had no room for."""
+
+    def run(self) -> None:
+        """Serve until the other side closes the connection."""
+        connection, core = self._connection, self._core
+        connection.send(Ready(self._info))
+        while not connection.closed:
+            for message in connection.receive(self._patience()):
+                self._obey(message)
+            if core.has_work:
+                outputs = core.step()
+                if outputs is not None:
+                    self._deliver(outputs)
+            if self._pending is not None and not connection.backlog:
+                self._deliver(CoreOutputs())
+        core.shutdown()
+
+    def _patience(self) -> float | None:
+        if not self._core.has_work:
+            return None
+        when = self._core.next_event()
+        # With work that waits for nothing in sight, look again soon: a batch that fills, a block that is freed.
+        return 0.05 if when is None else max(0.0, when - self._core.clock.now())
+
+    def _obey(self, message: Message) -> None:
+        if isinstance(message, Add):
+            try:
+                self._core.add(message.request())
+            except RequestError as error:
+                too_long = isinstance(error, PromptTooLongError)
+                self._connection.send(Refused(message.request_id, too_long, str(error)))
+        elif isinstance(message, Leave):
+            end = self._core.stop if message.stopped else self._core.abort
+            finished = end(message.sequence_ids)
+            self._deliver(CoreOutputs(finished=finished))
+        else:
+            self._connection.frames.num_bad += 1
+
+    def _deliver(self, outputs: CoreOutputs) -> None:
+        if self._pending is not None:
+            self._pending.merge(outputs)
+            outputs = self._pending
+        if self._connection.backlog:
+            self._pending = outputs
+            return
+        self._pending = None
+        stats: EngineStats = self._core.stats()
+        self._connection.send(Step(outputs, stats))

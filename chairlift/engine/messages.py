@@ -1,0 +1,209 @@
+"""What crosses between the server's process and the engine's: typed frames, and nothing that could run.
+
+A frame is four bytes of length (big endian) and a msgpack map whose ``type`` names the message. Decoding checks every
+type; what does not decode is dropped and counted by whoever receives it, never trusted and never fatal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from chairlift.engine.core import CoreOutputs
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.input_processor import PreparedRequest
+from chairlift.errors import RequestError
+from chairlift.metrics.stats import EngineStats
+from chairlift.sampling_params import SamplingParams
+
+__all__ = [
+    "Add",
+    "FrameError",
+    "FrameReader",
+    "Hello",
+    "Leave",
+    "Loading",
+    "Log",
+    "Message",
+    "NotLoaded",
+    "Ready",
+    "Refused",
+    "Start",
+    "Step",
+    "decode",
+    "encode",
+]
+
+MAX_FRAME: Final = 256 * 1024 * 1024
+"""Bytes; a step that reports the log-probabilities of a long prompt is the largest there is."""
+_LENGTH: Final = 4
+
+
+class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
+    """First from the engine: proof that it is the process that was started."""
+
+    token: str
+    pid: int
+
+
+class Start(msgspec.Struct, tag="start", forbid_unknown_fields=True):
+    """First to the engine: what to load. ``settings`` are keywords of EngineConfig."""
+
+    settings: dict[str, Any]
+    log_level: int
+
+
+class Loading(msgspec.Struct, tag="loading", forbid_unknown_fields=True):
+    label: str
+    share: float
+
+
+class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
+    info: EngineInfo
+
+
+class NotLoaded(msgspec.Struct, tag="not_loaded", forbid_unknown_fields=True):
+    """The settings or the model cannot be used; ``kind`` names the exception."""
+
+    kind: str
+    message: str
+
+
+class Log(msgspec.Struct, tag="log", forbid_unknown_fields=True):
+    """A log record of the engine's process."""
+
+    level: int
+    name: str
+    text: str
+
+
+class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
+    """A request, checked already. ``params`` holds the sampling parameters that are not at their default."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+    seed: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    cache_salt: str
+    arrival_time: float
+
+    @classmethod
+    def of(cls, request: PreparedRequest) -> Add:
+        params = {
+            name: value for name in _PARAMS if (value := getattr(request.params, name)) != getattr(_DEFAULTS, name)
+        }
+        return cls(
+            request.request_id,
+            request.prompt_token_ids,
+            params,
+            request.seed,
+            request.max_tokens,
+            request.stop_token_ids,
+            request.bad_word_ids,
+            request.cache_salt,
+            request.arrival_time,
+        )
+
+    def request(self) -> PreparedRequest:
+        """Raises RequestError for sampling parameters that no door would have let in."""
+        return PreparedRequest(
+            self.request_id,
+            None,
+            self.prompt_token_ids,
+            SamplingParams.from_dict(self.params),
+            self.seed,
+            self.max_tokens,
+            self.stop_token_ids,
+            self.bad_word_ids,
+            self.cache_salt,
+            self.arrival_time,
+        )
+
+
+class Leave(msgspec.Struct, tag="leave", forbid_unknown_fields=True):
+    """Sequences that end for the front's reasons: their text did (``stopped``), or their caller left."""
+
+    sequence_ids: list[str]
+    stopped: bool
+
+
+class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
+    """The core would not take a request."""
+
+    request_id: str
+    too_long: bool
+    message: str
+
+
+class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):
+    """What the newest steps brought."""
+
+    outputs: CoreOutputs
+    stats: EngineStats
+
+
+Message = Hello | Start | Loading | Ready | NotLoaded | Log | Add | Leave | Refused | Step
+
+_PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
+_DEFAULTS = SamplingParams()
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class FrameError(ValueError):
+    """Bytes that are no message."""
+
+
+def encode(message: Message) -> bytes:
+    """A whole frame. Raises RequestError for a message that is longer than a frame may be."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME:
+        raise RequestError(f"a message of {len(body):,} bytes is too long for the engine; {MAX_FRAME:,} are allowed")
+    return len(body).to_bytes(_LENGTH, "big") + body
+
+
+def decode(body: bytes | bytearray | memoryview) -> Message:
+    """A frame's body. Raises FrameError."""
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, TypeError) as error:
+        raise FrameError(f"not a message: {error}") from None
+
+
+class FrameReader:
+    """Cuts a stream of bytes into messages. ``num_bad`` counts frames that were none."""
+
+    def __init__(self, max_frame: int = MAX_FRAME) -> None:
+        self.num_bad = 0
+        self._max = max_frame
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that are complete now. Raises FrameError, for good, when a length is beyond all bounds."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        try:
+            while len(buffer) - start >= _LENGTH:
+                length = int.from_bytes(buffer[start : start + _LENGTH], "big")
+                if length > self._max:
+                    raise FrameError(f"a frame of {length:,} bytes; at most {self._max:,} are allowed")
+                end = start + _LENGTH + length
+                if len(buffer) < end:
+                    break
+                body = bytes(buffer[start + _LENGTH : end])
+                start = end
+                try:
+                    message = decode(body)
+                except FrameError:
+                    self.num_bad += 1
+                else:
+                    yield message
+        finally:
+            del buffer[:start]

@@ -1,0 +1,253 @@
+"""The server's side of the process border: starts an engine process, talks to it, and notices when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.messages import (
+    Add,
+    FrameReader,
+    Hello,
+    Leave,
+    Loading,
+    Log,
+    Message,
+    NotLoaded,
+    Ready,
+    Refused,
+    Start,
+    Step,
+    encode,
+)
+from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
+
+__all__ = ["EngineEvents", "ProcessClient"]
+
+_log = logging.getLogger(__name__)
+_HANDSHAKE_SECONDS: Final = 60.0
+_MAX_HELLO: Final = 4096
+_ROOT: Final = str(Path(__file__).parents[2])
+
+
+class EngineEvents(Protocol):
+    """Who wants to hear from the engine's process. Called on the event loop."""
+
+    def on_progress(self, label: str, share: float) -> None: ...
+
+    def on_step(self, step: Step) -> None: ...
+
+    def on_refused(self, refused: Refused) -> None: ...
+
+
+class ProcessClient:
+    """One engine process, from start to end; an :class:`~chairlift.engine.core.EngineClient`.
+
+    The process connects to a Unix socket in a directory that only this user can enter, and must know a token that it
+    got through its standard input. A connection that does not is dropped.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], events: EngineEvents) -> None:
+        self.last_heard = time.monotonic()
+        """When the newest frame came."""
+        self.num_rejected_connections = 0
+        self._settings = dict(settings)
+        self._events = events
+        self._process: asyncio.subprocess.Process | None = None
+        self._transport: asyncio.Transport | None = None
+        loop = asyncio.get_running_loop()
+        self._connected: asyncio.Future[asyncio.Transport] = loop.create_future()
+        self._ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self._lost = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> EngineInfo:
+        """Start the process and load the model.
+
+        Raises ConfigError or ModelLoadError when it cannot be loaded, EngineDeadError when the process dies over it.
+        """
+        token = secrets.token_hex(32)
+        with tempfile.TemporaryDirectory(prefix="chairlift-") as folder:
+            address = os.path.join(folder, "engine.sock")
+            loop = asyncio.get_running_loop()
+            listener = await loop.create_unix_server(lambda: _Stream(self, token), address)
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-c", _BOOT, _ROOT), stdin=asyncio.subprocess.PIPE
+                )
+                await self._send_address(json.dumps({"socket": address, "token": token}))
+                self._transport = await self._outcome(self._connected, _HANDSHAKE_SECONDS)
+            finally:
+                listener.close()
+        self._transport.write(encode(Start(self._settings, logging.getLogger("chairlift").getEffectiveLevel())))
+        info: EngineInfo = await self._outcome(self._ready, None)
+        return info
+
+    def add(self, request: PreparedRequest) -> None:
+        self._send(Add.of(request))
+
+    def abort(self, sequence_ids: Sequence[str]) -> None:
+        self._send(Leave(list(sequence_ids), stopped=False))
+
+    def stop(self, sequence_ids: Sequence[str]) -> None:
+        self._send(Leave(list(sequence_ids), stopped=True))
+
+    async def died(self) -> str:
+        """Wait for the end of the process; how it ended, in words."""
+        if self._process is None:
+            return "the engine was not started"
+        await self._lost.wait()
+        if self._transport is not None:
+            self._transport.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), 0.5)
+        await self._kill()
+        return _describe_exit(self._process.returncode)
+
+    async def close(self) -> None:
+        """End the process: closing the connection tells it to; if it does not listen, it is killed."""
+        if self._transport is not None:
+            self._transport.close()
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), 2.0)
+            await self._kill()
+
+    async def _kill(self) -> None:
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    async def _send_address(self, line: str) -> None:
+        process = self._process
+        if process is None or process.stdin is None:
+            raise EngineDeadError("the engine's process has no standard input")
+        with contextlib.suppress(ConnectionError):  # it died at once: its exit tells more
+            process.stdin.write(line.encode() + b"\n")
+            await process.stdin.drain()
+
+    async def _outcome(self, future: asyncio.Future[Any], timeout: float | None) -> Any:
+        """What the future brings, unless the process ends first."""
+        if self._process is None:
+            raise EngineDeadError("the engine was not started")
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait({future, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not future.done() and ended.done():
+                await asyncio.sleep(0)  # its last words may be on their way
+                await asyncio.wait({future}, timeout=0.2)
+            if future.done():
+                return future.result()
+            if not ended.done():
+                raise EngineDeadError(f"the engine's process did not connect within {timeout:g} s")
+            raise EngineDeadError(_describe_exit(ended.result()))
+        finally:
+            ended.cancel()
+            if not future.done():
+                future.cancel()
+
+    def _send(self, message: Message) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode(message))
+
+    def connected(self, transport: asyncio.Transport) -> None:
+        """The right process is there."""
+        if self._connected.done():
+            transport.close()
+        else:
+            self._connected.set_result(transport)
+
+    def lost(self) -> None:
+        """The connection to the right process has ended."""
+        self._lost.set()
+
+    def take(self, message: Message) -> None:
+        """One message of the engine."""
+        self.last_heard = time.monotonic()
+        if isinstance(message, Step):
+            self._events.on_step(message)
+        elif isinstance(message, Refused):
+            self._events.on_refused(message)
+        elif isinstance(message, Log):
+            logging.getLogger(message.name).log(message.level, "%s", message.text)
+        elif isinstance(message, Loading):
+            self._events.on_progress(message.label, message.share)
+        elif isinstance(message, Ready) and not self._ready.done():
+            self._ready.set_result(message.info)
+        elif isinstance(message, NotLoaded) and not self._ready.done():
+            kind = ModelLoadError if message.kind == ModelLoadError.__name__ else ConfigError
+            self._ready.set_exception(kind(message.message))
+
+
+class _Stream(asyncio.Protocol):
+    """One connection to the socket; the engine's, once it has said the token."""
+
+    def __init__(self, client: ProcessClient, token: str) -> None:
+        self._client = client
+        self._token = token
+        self._known = False
+        self._transport: asyncio.Transport | None = None
+        self._frames = FrameReader(_MAX_HELLO)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if isinstance(transport, asyncio.Transport):
+            self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._frames.feed(data):
+                if self._known:
+                    self._client.take(message)
+                elif self._transport is not None and self._introduce(message):
+                    self._known, self._frames = True, FrameReader()
+                    self._client.connected(self._transport)
+                else:
+                    raise ConnectionError("a stranger")
+        except (ValueError, ConnectionError):
+            if not self._known:
+                self._client.num_rejected_connections += 1
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._known:
+            self._client.lost()
+
+    def _introduce(self, message: Message) -> bool:
+        right = isinstance(message, Hello) and hmac.compare_digest(message.token.encode(), self._token.encode())
+        return right and not self._known
+
+
+# The package's folder goes last, so that nothing in it, or in the working directory, can stand in for a library.
+_BOOT: Final = "import sys; sys.path.append(sys.argv[1]); from chairlift.engine_process import main; main()"
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "the engine's process does not answer"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"the engine's process was killed by {signal.Signals(-code).name}"
+    return f"the engine's process ended with exit code {code}"

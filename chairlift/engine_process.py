@@ -1,0 +1,111 @@
+"""The engine in a process of its own: what the server starts, and nobody else.
+
+It reads the address of a socket and a token from standard input, connects, proves that it is the process that was
+started, loads what it is told to load, and serves until the connection ends. It dies with the process that started it,
+however that one ends. Signals that a terminal or a service manager sends to the whole group are left to that process:
+it lets answers finish first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+
+from chairlift.config import EngineConfig
+from chairlift.engine.core import EngineCore
+from chairlift.engine.core_process import Connection, CoreProcess, FrameLogHandler
+from chairlift.engine.messages import Hello, Loading, NotLoaded, Start
+from chairlift.errors import ChairliftError, ConfigError
+from chairlift.loading import load_executor
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+_PROGRESS_SECONDS = 0.1
+
+
+def main() -> None:
+    """Run the engine. Exit codes: 0 the connection ended, 1 it never began, 2 the model cannot be loaded."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    where = json.loads(sys.stdin.readline() or "{}")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(where["socket"])
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    connection = Connection(sock)
+    connection.send(Hello(where["token"], os.getpid()))
+    start = _start_message(connection)
+    if start is None:
+        sys.exit(1)
+    _log_to(connection, start.log_level)
+    try:
+        config = EngineConfig.from_flat(start.settings)
+        loaded = load_executor(config, _Progress(connection))
+        core = EngineCore(
+            loaded.executor,
+            config.scheduler,
+            max_model_len=loaded.max_model_len,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            cache_secret=os.urandom(16),
+        )
+    except (ChairliftError, OSError, MemoryError) as error:
+        kind = type(error).__name__ if isinstance(error, ChairliftError) else ConfigError.__name__
+        connection.send(NotLoaded(kind, f"{error}" or type(error).__name__))
+        while connection.backlog and not connection.closed:
+            connection.receive(1.0)
+        sys.exit(2)
+    # What is there now stays: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    CoreProcess(connection, core, loaded.info(config)).run()
+
+
+def _start_message(connection: Connection) -> Start | None:
+    while not connection.closed:
+        for message in connection.receive(None):
+            return message if isinstance(message, Start) else None
+    return None
+
+
+def _log_to(connection: Connection, level: int) -> None:
+    logger = logging.getLogger("chairlift")
+    logger.handlers[:] = [FrameLogHandler(connection.send)]
+    logger.propagate = False
+    logger.setLevel(level)
+
+
+def _die_with_parent() -> None:
+    """Linux kills this process when its parent dies, which a closed connection alone would only tell between steps."""
+    parent = os.getppid()
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+class _Progress:
+    """Tells how far loading is, a few times a second."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._told = 0.0
+
+    def __call__(self, label: str, share: float) -> None:
+        now = time.monotonic()
+        if share >= 1 or now - self._told >= _PROGRESS_SECONDS:
+            self._told = now
+            self._connection.send(Loading(label, share))
+
+
+if __name__ == "__main__":
+    main()

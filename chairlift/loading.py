@@ -1,0 +1,192 @@
+"""From settings to an executor with a model in it: what every engine starts with, in whatever process."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chairlift.config import BUNDLED_MODEL, EngineConfig
+from chairlift.engine.info import EngineInfo
+from chairlift.errors import ConfigError
+from chairlift.executor.executor import Executor
+from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LoadedExecutor", "Progress", "load_executor", "read_tokenizer"]
+
+Progress = Callable[[str, float], None]
+"""Called with a label and the share done (0..1) while a model loads."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedExecutor:
+    """A model in memory, with its KV cache, and what to know about it."""
+
+    executor: Executor
+    model_dir: str
+    """Empty for a model without files."""
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    memory_plan: str
+    dtype: str
+    kernels: str
+    threads: int
+
+    def read_tokenizer(self, config: EngineConfig) -> Tokenizer:
+        """Raises ModelLoadError."""
+        return read_tokenizer(config, self.model_dir)
+
+    def info(self, config: EngineConfig) -> EngineInfo:
+        """What others may know. The capacity is that of the executor's smallest pool."""
+        groups, size = self.executor.cache_groups, self.executor.block_size
+        native = self.kernels not in ("torch", "hashlm")
+        return EngineInfo(
+            model=config.model.model,
+            model_dir=self.model_dir,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            capacity_tokens=min(group.num_blocks - 1 for group in groups) * size,
+            block_size=size,
+            num_blocks=sum(group.num_blocks - 1 for group in groups),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            dtype=self.dtype,
+            device=config.model.device,
+            kernels=self.kernels,
+            threads=self.threads,
+            memory_plan=self.memory_plan,
+            held=config.scheduler.batching == "static",
+            deterministic=native or self.kernels == "hashlm",
+            fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels),
+        )
+
+
+def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:
+    """The tokenizer that goes with a model. Raises ModelLoadError."""
+    if not model_dir and config.model.tokenizer is None:
+        from chairlift.models.hashlm_served import HASHLM_TEMPLATE
+        from chairlift.tokenizer.byte_level import byte_tokenizer
+
+        special = ("<|im_start|>", "<|im_end|>", "<|bos|>")
+        return byte_tokenizer(special, eos="<|im_end|>", chat_template=HASHLM_TEMPLATE)
+    return Tokenizer.from_dir(config.model.tokenizer or model_dir)
+
+
+def load_executor(config: EngineConfig, progress: Progress | None = None) -> LoadedExecutor:
+    """Load the weights and size the KV cache. Raises ConfigError and ModelLoadError."""
+    from chairlift.models.hashlm_served import parse_hashlm
+
+    delay = parse_hashlm(config.model.model)
+    if delay is not None:
+        return _load_hashlm(config, delay)
+    # torch takes most of a second to import: only now is it needed.
+    import torch
+
+    from chairlift.executor.kv_tensors import DEFAULT_SHARE, available_memory, plan_kv_cache
+    from chairlift.executor.local import LocalExecutor
+    from chairlift.executor.select import choose_isa, make_runner
+    from chairlift.models.hf_config import read_config
+    from chairlift.models.loader import WeightLayout, load_model, resolve_dtype, resolve_model_dir
+
+    name = config.model.model
+    bundled = Path(__file__).parent / "assets"
+    model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, config.model.revision)
+    network = read_config(model_dir)
+    max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len)
+    device = torch.device(config.model.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {config.model.device!r}, but this torch finds no CUDA device; use device='cpu'")
+    dtype = resolve_dtype(network, config.model.dtype)
+    isa = choose_isa(config, network, dtype, device)
+    layout = WeightLayout.ONEDNN if isa is None else WeightLayout.NATIVE
+    model = load_model(model_dir, network, dtype, device, progress, layout=layout)
+    scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
+    plan = plan_kv_cache(
+        model.kv_cache_spec(),
+        dtype=dtype,
+        block_size=config.cache.block_size,
+        memory_bytes=int(available_memory(device) * DEFAULT_SHARE) if memory is None else memory,
+        num_blocks=config.cache.num_kv_blocks,
+        most_tokens=scheduler.max_num_seqs * max_model_len,
+    )
+    executor = LocalExecutor(
+        make_runner(model, plan, config, dtype, device, isa),
+        num_slots=scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=plan.block_size,
+    )
+    return LoadedExecutor(
+        executor=executor,
+        model_dir=str(model_dir),
+        vocab_size=network.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=tuple(network.eos_token_ids),
+        memory_plan=plan.describe(max_model_len),
+        dtype=_dtype_name(dtype),
+        kernels=isa or "torch",
+        threads=_threads(config, isa),
+    )
+
+
+def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
+    from chairlift.executor.local import LocalExecutor
+    from chairlift.models.hashlm_served import hashlm_runner
+
+    served = hashlm_runner(config, delay)
+    executor = LocalExecutor(
+        served.runner,
+        num_slots=config.scheduler.max_num_seqs,
+        max_model_len=served.max_model_len,
+        block_size=config.cache.block_size,
+    )
+    return LoadedExecutor(
+        executor=executor,
+        model_dir="",
+        vocab_size=served.vocab_size,
+        max_model_len=served.max_model_len,
+        eos_token_ids=served.eos_token_ids,
+        memory_plan=served.memory_plan,
+        dtype="uint64",
+        kernels="hashlm",
+        threads=1,
+    )
+
+
+def _max_model_len(asked: int | None, trained: int) -> int:
+    if asked is not None and asked > trained:
+        raise ConfigError(f"max_model_len is {asked}, but the model was made for {trained} positions; lower it")
+    return asked or trained
+
+
+def _threads(config: EngineConfig, isa: str | None) -> int:
+    if isa is None:
+        import torch
+
+        return torch.get_num_threads()
+    from chairlift.kernels.cpu.library import default_threads
+
+    return config.model.threads or default_threads()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fingerprint(model_dir: str, *parts: str) -> str:
+    """Changes when answers may: other weights, another precision, other kernels, another version."""
+    digest = hashlib.sha256("\0".join((__version__, *parts)).encode())
+    for path in sorted(Path(model_dir).glob("*")) if model_dir else ():
+        if path.suffix == ".json":
+            digest.update(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            digest.update(f"{path.name}:{os.path.getsize(path)}".encode())
+    return "fp_" + digest.hexdigest()[:10]

@@ -1,0 +1,1 @@
+"""What the engine and the server count, as plain records, and how Prometheus reads them."""

@@ -1,0 +1,170 @@
+"""Plain records of what happened. Standard library only; whoever exports them reads the fields."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+__all__ = ["EngineStats", "FinishedRequest", "Histogram", "RequestStats"]
+
+_FINE = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+TTFT_BUCKETS = (*_FINE, 80.0, 160.0, 640.0, 2560.0)
+TOKEN_BUCKETS = (0.0005, *(b for b in _FINE if b <= 40), 80.0)
+_SHORT = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+LATENCY_BUCKETS = (*_SHORT, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+COUNT_BUCKETS = tuple(float(1 << i) for i in range(21))
+
+
+class Histogram:
+    """Counts per bucket. ``bounds`` are inclusive upper bounds; what lies above the last is in one more bucket."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+@dataclasses.dataclass(slots=True)
+class EngineStats:
+    """The engine's state after a step. Counters start at 0 with the engine's process."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    """Blocks nobody uses, whose content the prefix cache keeps."""
+    free_blocks: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_finished_sequences: int = 0
+    num_preempted_sequences: int = 0
+    """Of the finished ones, those preempted at least once."""
+    preemption_rate: float = 0.0
+    """Preempted / finished sequences over the last 60 s."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found there."""
+    num_computed_tokens: int = 0
+    """Tokens computed by all steps."""
+    num_recomputed_tokens: int = 0
+    """Of those, tokens computed again after a preemption."""
+    num_late_tokens: int = 0
+    """Tokens that came for a request which had left."""
+    step_tokens: int = 0
+    """Tokens computed by this step."""
+    step_seconds: float = 0.0
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class FinishedRequest:
+    """One request that has left, whatever the reason. Times in seconds."""
+
+    reason: str
+    """stop, length, abort or error."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens read from the prefix cache."""
+    generation_tokens: int
+    """Delivered; summed over the ``n`` answers."""
+    n: int
+    max_tokens: int | None
+    num_preemptions: int
+    e2e_seconds: float
+    queue_seconds: float | None
+    """From arrival to the first step; None when there was none. The same for the next two."""
+    prefill_seconds: float | None
+    """From the first step to the first token."""
+    decode_seconds: float | None
+    """From the first token to the end."""
+
+
+class RequestStats:
+    """Everything counted about requests since the start. Not thread-safe: the event loop owns it."""
+
+    def __init__(self) -> None:
+        self.engine = EngineStats()
+        """The newest, with counters summed over restarts of the engine."""
+        self.num_restarts = 0
+        self.last_token_time: float | None = None
+        """``time.monotonic()`` of the newest token delivered."""
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.overrun_tokens = 0
+        """Tokens computed past a stop string or a cancellation, and thrown away."""
+        self.finished: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        """By reason: queue_requests, queue_tokens, queue_timeout, draining, unavailable, connections."""
+        self.ttft = Histogram(TTFT_BUCKETS)
+        self.inter_token = Histogram(TOKEN_BUCKETS)
+        self.time_per_output_token = Histogram(TOKEN_BUCKETS)
+        self.e2e, self.queue, self.inference, self.prefill, self.decode = (Histogram(LATENCY_BUCKETS) for _ in range(5))
+        self.request_prompt_tokens = Histogram(COUNT_BUCKETS)
+        self.request_generation_tokens = Histogram(COUNT_BUCKETS)
+        self.request_max_tokens = Histogram(COUNT_BUCKETS)
+        self.request_n = Histogram((1.0, 2.0, 5.0, 10.0, 20.0))
+        self.request_preemptions = Histogram((0.0, 1.0, 2.0, 4.0, 8.0))
+        self.step_tokens = Histogram(COUNT_BUCKETS[:15])
+        self._base = EngineStats()
+
+    def step(self, stats: EngineStats) -> None:
+        """The engine has run a step."""
+        if stats.step_tokens:
+            self.step_tokens.observe(stats.step_tokens)
+        for name in _COUNTERS:
+            setattr(stats, name, getattr(stats, name) + getattr(self._base, name))
+        self.engine = stats
+
+    def engine_restarted(self) -> None:
+        """A new process counts from 0 again."""
+        self.num_restarts += 1
+        self._base = self.engine
+        self.engine = EngineStats(**{name: getattr(self._base, name) for name in _COUNTERS})
+
+    def first_token(self, seconds: float, now: float) -> None:
+        self.ttft.observe(seconds)
+        self.last_token_time = now
+
+    def next_tokens(self, seconds: float, count: int, now: float) -> None:
+        """``count`` tokens of one answer, ``seconds`` after the ones before them."""
+        self.inter_token.observe(seconds / count, count)
+        self.last_token_time = now
+
+    def request_finished(self, request: FinishedRequest) -> None:
+        self.finished[request.reason] += 1
+        self.prompt_tokens += request.prompt_tokens
+        self.cached_tokens += request.cached_tokens
+        self.generation_tokens += request.generation_tokens
+        self.e2e.observe(request.e2e_seconds)
+        self.request_prompt_tokens.observe(request.prompt_tokens)
+        self.request_generation_tokens.observe(request.generation_tokens)
+        self.request_n.observe(request.n)
+        self.request_preemptions.observe(request.num_preemptions)
+        if request.max_tokens is not None:
+            self.request_max_tokens.observe(request.max_tokens)
+        if request.queue_seconds is not None:
+            self.queue.observe(request.queue_seconds)
+            self.inference.observe(request.e2e_seconds - request.queue_seconds)
+        if request.prefill_seconds is not None:
+            self.prefill.observe(request.prefill_seconds)
+        if request.decode_seconds is not None:
+            self.decode.observe(request.decode_seconds)
+            if request.generation_tokens > request.n:
+                per_token = request.decode_seconds * request.n / (request.generation_tokens - request.n)
+                self.time_per_output_token.observe(per_token)
+
+
+_COUNTERS = tuple(
+    field.name
+    for field in dataclasses.fields(EngineStats)
+    if field.name.startswith(("num_", "prefix_")) and field.name not in ("num_running", "num_waiting")
+)

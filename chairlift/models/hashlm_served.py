@@ -1,0 +1,127 @@
+"""HashLM behind the server: ``--model hashlm`` answers with texts that a test can work out for itself.
+
+It is a model like any other to whoever asks: it has tokens (one per byte, and special ones behind), a chat template,
+an end of sequence and log-probabilities. ``hashlm:5ms`` takes 5 ms per step, as a slow model would.
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.config import CacheGroup, EngineConfig
+from chairlift.errors import ConfigError
+from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
+from chairlift.models.hashlm import HashLM
+
+__all__ = [
+    "HASHLM_EOS",
+    "HASHLM_TEMPLATE",
+    "HASHLM_TOKENS",
+    "HASHLM_VOCAB_SIZE",
+    "HashLMServed",
+    "ServedHashLM",
+    "hashlm_runner",
+    "logprobs_of",
+    "parse_hashlm",
+]
+
+HASHLM_TOKENS: Final = ("<|im_start|>", "<|im_end|>", "<|bos|>")
+"""Special tokens, after the 256 bytes."""
+HASHLM_VOCAB_SIZE: Final = 256 + len(HASHLM_TOKENS)
+HASHLM_EOS: Final = 256 + HASHLM_TOKENS.index("<|im_end|>")
+HASHLM_TEMPLATE: Final = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MAX_MODEL_LEN: Final = 4096
+_NUM_BLOCKS: Final = 4096
+_NAME: Final = re.compile(r"hashlm(?::([0-9]{1,5}(?:\.[0-9]{1,3})?)ms)?")
+
+
+def parse_hashlm(name: str) -> float | None:
+    """Seconds per step of a model called ``hashlm`` or ``hashlm:5ms``; None for the name of another model.
+
+    Raises ConfigError for ``hashlm:`` with something else behind it.
+    """
+    found = _NAME.fullmatch(name)
+    if found is not None:
+        return float(found[1] or 0) / 1000
+    if name.startswith("hashlm:"):
+        raise ConfigError(f"model is {name!r:.80}; what follows hashlm: is the time per step, as in hashlm:5ms")
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HashLMServed:
+    """The runner, and what the engine has to know of the model."""
+
+    runner: ServedHashLM
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    memory_plan: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """As the sampler reports them: the token itself, then the most likely ones, best first."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    rank: int
+
+
+class ServedHashLM(HashLM):
+    """HashLM with one full cache group, a fixed time per step, and made-up log-probabilities (:func:`logprobs_of`)."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_model_len: int, delay: float = 0.0) -> None:
+        super().__init__([CacheGroup(num_blocks)], block_size, HASHLM_VOCAB_SIZE, max_model_len)
+        self._delay = delay
+
+    def forward(self, batch: FlatBatch) -> list[int]:
+        if self._delay:
+            time.sleep(self._delay)
+        return super().forward(batch)
+
+    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
+        tokens = super().sample(hidden, batch, masks)
+        wanted = [batch.sampling[row].params.logprobs for row in batch.sample_rows.tolist()]
+        if any(count is not None for count in wanted):
+            pairs = zip(tokens.token_ids, wanted, strict=True)
+            tokens.logprobs = [None if count is None else logprobs_of(token, count) for token, count in pairs]
+        for row, first, known in batch.prompt_rows:
+            length = int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
+            count = batch.sampling[row].params.prompt_logprobs
+            entries = [logprobs_of(token, count) for token in known[first + 1 : first + 1 + length].tolist()]
+            tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries))
+        return tokens
+
+
+def logprobs_of(token: int, count: int) -> _Logprobs:
+    """A token is the most likely one at its place, each following id half as likely as the one before."""
+    ids = [(token + i) % HASHLM_VOCAB_SIZE for i in range(min(count, HASHLM_VOCAB_SIZE))]
+    logprobs = np.log(np.float32(2.0)) * -np.arange(1, max(len(ids), 1) + 1, dtype=np.float32)
+    return _Logprobs(np.array([token, *ids], np.int32), np.concatenate((logprobs[:1], logprobs[: len(ids)])), 1)
+
+
+def hashlm_runner(config: EngineConfig, delay: float) -> HashLMServed:
+    """HashLM as the settings want it. ``max_model_len`` and ``num_kv_blocks`` are 4,096 where they say nothing."""
+    length = config.model.max_model_len or _MAX_MODEL_LEN
+    blocks, size = config.cache.num_kv_blocks or _NUM_BLOCKS, config.cache.block_size
+    tokens = (blocks - 1) * size
+    chats = tokens // min(2048, length)
+    return HashLMServed(
+        runner=ServedHashLM(blocks, size, length, delay),
+        vocab_size=HASHLM_VOCAB_SIZE,
+        max_model_len=length,
+        eos_token_ids=(HASHLM_EOS,),
+        memory_plan=f"KV cache: {tokens:,} tokens in blocks of {size}; room for about {chats:,} chats of "
+        f"{min(2048, length):,} tokens at once",
+    )

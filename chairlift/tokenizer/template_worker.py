@@ -1,0 +1,375 @@
+"""Chat templates in processes that can be killed: whatever a template does with the messages, the server goes on.
+
+A sandbox bounds what a template reaches, not what it computes: a few nested loops run for years, a few joins take all
+memory. So a worker process renders, with limits on memory and processor time that the kernel keeps, and the server
+kills and replaces the worker when a chat takes longer than it may. Frames of length-prefixed JSON go in and out; what
+comes back is checked like any other input. Memory limits need Linux.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from chairlift.errors import OverloadedError, RequestError, TemplateError
+from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables, normalize_messages
+
+__all__ = ["TemplateWorker"]
+
+_log = logging.getLogger(__name__)
+
+_HEADER: Final = 4
+"""Bytes of a frame's length, big endian."""
+_START_SECONDS: Final = 30.0
+_MAX_ERROR: Final = 1000
+_BYTES_PER_CHAR: Final = 6
+"""The longest a character gets as JSON in UTF-8."""
+_CPU_SECONDS: Final = 3
+"""Processor time per chat after which the kernel ends a worker that nobody killed."""
+_RETIRE_SHARE: Final = 0.25
+"""A worker that has grown by this share of what it may is replaced: the next chat shall have all of it."""
+_KEPT_ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "TZ")
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class TemplateWorker:
+    """Renders chats as :class:`~chairlift.tokenizer.chat_template.ChatTemplate` does, out of process.
+
+    ``num_workers`` chats at a time; one more worker is kept ready, so that a killed one delays nobody by the start of
+    an interpreter. ``time_limit`` is in seconds per chat, ``memory_bytes`` what a worker may take beyond what it has
+    after its start, ``max_chars`` the longest text. One event loop owns the object.
+    """
+
+    def __init__(
+        self,
+        template: str | None,
+        named_tokens: Mapping[str, str] | None = None,
+        *,
+        max_chars: int = MAX_TEXT,
+        time_limit: float = 1.0,
+        memory_bytes: int = 100 << 20,
+        num_workers: int = 2,
+    ) -> None:
+        self._setup = {
+            "template": template,
+            "named_tokens": dict(named_tokens or {}),
+            "max_chars": max_chars,
+            "memory_bytes": memory_bytes,
+        }
+        self._has_template = template is not None
+        self._time_limit = time_limit
+        self._max_reply = _BYTES_PER_CHAR * max(max_chars, _MAX_ERROR) + 1024
+        self._turn = asyncio.Semaphore(num_workers)
+        self._processes: set[_Process] = set()
+        self._idle: list[_Process] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._starting = False
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers that run now, busy or not."""
+        return [process.pid for process in self._processes]
+
+    async def start(self) -> None:
+        """Have a worker ready before the first chat. Raises OverloadedError when none can be started."""
+        if self._has_template and not self._idle:
+            self._idle.append(await self._start_process())
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The text of a chat; see :meth:`ChatTemplate.render <chairlift.tokenizer.ChatTemplate.render>`.
+
+        Raises :class:`~chairlift.errors.RequestError` for messages or variables of another form and when the time is
+        up, :class:`~chairlift.errors.TemplateError` when there is no template, it fails or its process dies, and
+        :class:`~chairlift.errors.OverloadedError` when no process can be started.
+        """
+        variables = dict(variables or {})
+        check_variables(variables)
+        plain = normalize_messages(messages)
+        if not self._has_template:
+            return ChatTemplate(None).render(plain)  # raises, and says what to do
+        fields = {
+            "messages": plain,
+            "add_generation_prompt": bool(add_generation_prompt),
+            "continue_final_message": bool(continue_final_message),
+            "variables": variables,
+        }
+        frame = _frame(fields)
+        await self._turn.acquire()
+        # A caller that goes away leaves the worker to finish: killing it would cost more than the chat.
+        task = self._background(self._exchange(frame))
+        task.add_done_callback(lambda _: self._turn.release())
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """End all workers. Chats under way end with an error."""
+        self._closed = True
+        self._idle.clear()
+        while self._processes or self._tasks:
+            for process in self._processes:
+                process.kill()
+            await asyncio.gather(*map(self._reap, self._processes), *self._tasks, return_exceptions=True)
+
+    async def _exchange(self, frame: bytes) -> str:
+        process = await self._take()
+        try:
+            reply = await asyncio.wait_for(process.ask(frame, self._max_reply), self._time_limit)
+        except TimeoutError:
+            self._discard(process)
+            raise RequestError(
+                f"the chat template was not done with the messages after {self._time_limit:g} s; "
+                "send fewer or shorter messages"
+            ) from None
+        except (EOFError, OSError):
+            self._discard(process)
+            raise TemplateError(
+                "the chat template's process died on the messages; send fewer or shorter ones"
+            ) from None
+        except ValueError as error:
+            self._discard(process)
+            raise TemplateError(f"the chat template's process sent nonsense: {error}") from None
+        if reply.get("retire") or self._closed:
+            self._discard(process)
+        else:
+            self._idle.append(process)
+        if "text" in reply:
+            return str(reply["text"])
+        message = str(reply.get("error", "the chat template failed"))[:_MAX_ERROR]
+        raise (RequestError if reply.get("kind") == "request" else TemplateError)(message)
+
+    async def _take(self) -> _Process:
+        """A worker nobody uses, and another one on its way where that was the last."""
+        process = None
+        while self._idle and process is None:
+            process = self._idle.pop()
+            if not process.alive:
+                self._discard(process)
+                process = None
+        if process is None:
+            process = await self._start_process()
+        self._keep_spare()
+        return process
+
+    def _keep_spare(self) -> None:
+        if not self._idle and not self._starting and not self._closed:
+            self._starting = True
+            self._background(self._start_spare())
+
+    async def _start_spare(self) -> None:
+        try:
+            self._idle.append(await self._start_process())
+        except OverloadedError as error:
+            if not self._closed:
+                _log.warning("no spare worker for chat templates: %s", error)
+        finally:
+            self._starting = False
+
+    async def _start_process(self) -> _Process:
+        if self._closed:
+            raise OverloadedError("the server is stopping")
+        process = None
+        try:
+            process = await _Process.start()
+            self._processes.add(process)
+            await asyncio.wait_for(process.ask(_frame(self._setup), _MAX_ERROR), _START_SECONDS)
+        except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
+            if process is not None:
+                self._discard(process)
+            raise OverloadedError(
+                f"the process for chat templates does not start ({error!r:.200}); try again"
+            ) from None
+        return process
+
+    def _discard(self, process: _Process) -> None:
+        process.kill()
+        self._background(self._reap(process))
+        self._keep_spare()
+
+    async def _reap(self, process: _Process) -> None:
+        await process.wait()
+        self._processes.discard(process)
+
+    def _background(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may have gone; an error nobody fetches would be logged
+
+
+class _Process:
+    """One worker, seen from the server."""
+
+    def __init__(self, process: asyncio.subprocess.Process, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader):
+        self._process = process
+        self._stdin = stdin
+        self._stdout = stdout
+        self.pid = process.pid
+
+    @classmethod
+    async def start(cls) -> _Process:
+        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+        # The same packages as here, wherever they were found; and none from the directory the server runs in.
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", __name__, str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+        )
+        if process.stdin is None or process.stdout is None:
+            raise OSError("no pipes")
+        return cls(process, process.stdin, process.stdout)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None and not self._stdout.at_eof()
+
+    async def ask(self, frame: bytes, most: int) -> dict[str, Any]:
+        """Send a frame and wait for the answer; raises OSError or EOFError when the process dies, else ValueError."""
+        self._stdin.write(frame)
+        await self._stdin.drain()
+        length = int.from_bytes(await self._stdout.readexactly(_HEADER), "big")
+        if length > most:
+            raise ValueError(f"a frame of {length:,} bytes, of at most {most:,}")
+        reply = json.loads(await self._stdout.readexactly(length))
+        if not isinstance(reply, dict):
+            raise ValueError(f"a frame that is a {type(reply).__name__}")
+        return reply
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def wait(self) -> None:
+        """Until a killed process has ended and its pipes are closed."""
+        await self._process.wait()
+        self._stdin.close()
+        with contextlib.suppress(OSError):
+            await self._stdin.wait_closed()
+
+
+def _frame(fields: Mapping[str, Any]) -> bytes:
+    # Half surrogate pairs stay in one piece: whoever encodes the text for the model refuses them with a good message.
+    body = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return len(body).to_bytes(_HEADER, "big") + body
+
+
+def _read_frame(pipe: IO[bytes]) -> dict[str, Any] | None:
+    """The next frame, None at the end."""
+    header = pipe.read(_HEADER)
+    body = pipe.read(int.from_bytes(header, "big"))
+    return json.loads(body) if body else None
+
+
+def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """The worker's life: a frame with what to render with, then one per chat, until the server closes the pipe."""
+    setup = _read_frame(requests)
+    if setup is None:
+        return
+    template = ChatTemplate(setup["template"], setup["named_tokens"], max_chars=setup["max_chars"])
+    at_start = _address_space()
+    _limit_memory(at_start, setup["memory_bytes"])
+    replies.write(_frame({}))
+    replies.flush()
+    _limit_processor_time()
+    with contextlib.suppress(TemplateError):  # it is raised again for each chat
+        template.compile()
+    while (chat := _read_frame(requests)) is not None:
+        _limit_processor_time()
+        reply = _reply(template, chat)
+        reply["retire"] = _address_space() - at_start > _RETIRE_SHARE * setup["memory_bytes"]
+        try:
+            frame = _frame(reply)
+        except MemoryError:
+            message = "the chat template takes more memory than it may; send fewer or shorter messages"
+            frame = _frame({"error": message, "retire": True})
+        replies.write(frame)
+        replies.flush()
+        del chat, reply, frame
+
+
+def _reply(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
+    try:
+        text = template.render(
+            chat["messages"], chat["add_generation_prompt"], chat["continue_final_message"], **chat["variables"]
+        )
+    except RequestError as error:
+        return {"error": str(error)[:_MAX_ERROR], "kind": "request"}
+    except TemplateError as error:
+        return {"error": str(error)[:_MAX_ERROR]}
+    return {"text": text}
+
+
+def _address_space() -> int:
+    """Bytes of address space in use; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def _limit_memory(at_start: int, more: int) -> None:
+    if at_start:
+        _limit(resource.RLIMIT_AS, at_start + more)
+        _limit(resource.RLIMIT_DATA, at_start + more)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, 0)
+
+
+def _limit(what: int, value: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (value, value))
+
+
+def _limit_processor_time() -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(used.ru_utime + used.ru_stime) + _CPU_SECONDS
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds if hard == resource.RLIM_INFINITY else min(seconds, hard), hard))
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the kernel knew
+        os._exit(1)
+
+
+def _main() -> None:
+    _die_with_parent(int(sys.argv[1]))
+    # Whoever stops the server may signal its whole group; the server still needs its workers while it drains.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    with contextlib.suppress(BrokenPipeError):
+        _serve(requests, replies)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,68 @@
+"""What a served HashLM must answer: the request alone, with the stopping rules written the plain way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from chairlift.models.hashlm import reference_tokens
+from chairlift.models.hashlm_served import HASHLM_EOS, HASHLM_TEMPLATE, HASHLM_VOCAB_SIZE
+from chairlift.outputs import FinishReason
+from chairlift.sampling.row import SamplingRow
+from chairlift.sampling.seeds import sample_seed
+from chairlift.sampling_params import SamplingParams
+from chairlift.tokenizer.chat_template import ChatTemplate
+
+__all__ = ["Expected", "chat_ids", "expected_hashlm"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expected:
+    """One answer, had its request been alone."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+
+
+def expected_hashlm(prompt: Sequence[int], params: SamplingParams, index: int = 0, salt: str = "") -> Expected:
+    """The answer ``index`` to token ids. Needs a seed and ``max_tokens``."""
+    if params.seed is None or params.max_tokens is None:
+        raise ValueError("an answer can be foretold only with a seed and max_tokens")
+    row = SamplingRow(
+        params=params,
+        seed=sample_seed(params.seed, index),
+        num_prompt_tokens=len(prompt),
+        tag=int.from_bytes(salt.encode()[:8], "little"),
+    )
+    tokens = reference_tokens(prompt, row, [None], HASHLM_VOCAB_SIZE, params.max_tokens)
+    ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {HASHLM_EOS})
+    for count in range(1, len(tokens) + 1):
+        ended = tokens[count - 1] in ends
+        text = _text(prompt, tokens[: count - 1 if ended else count], final=ended or count == len(tokens))
+        cuts = [(text.find(s) + len(s), -len(s), text.find(s)) for s in params.stop or () if s in text]
+        if cuts:
+            return Expected(tokens[:count], text[: min(cuts)[2]], FinishReason.STOP)
+        if ended:
+            return Expected(tokens[:count], text, FinishReason.STOP)
+    return Expected(tokens, _text(prompt, tokens, final=True), FinishReason.LENGTH)
+
+
+def chat_ids(*messages: tuple[str, str]) -> list[int]:
+    """The prompt of a conversation, given as roles and contents without special tokens in them."""
+    text = ChatTemplate(HASHLM_TEMPLATE).render([{"role": role, "content": content} for role, content in messages])
+    ids: list[int] = []
+    for piece in text.replace("<|im_start|>", "\0S").replace("<|im_end|>", "\0E").split("\0"):
+        named = {"S": [256], "E": [HASHLM_EOS]}.get(piece[:1], []) if ids or piece[:1] in ("S", "E") else []
+        ids += named + list((piece[1:] if named else piece).encode())
+    return ids
+
+
+def _text(prompt: Sequence[int], tokens: Sequence[int], *, final: bool) -> str:
+    """The answer's text; what the prompt has of an unfinished character belongs to it."""
+    import codecs
+
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(bytes(token for token in prompt if token < 256))
+    given = bytes(token for token in tokens if token < 256)
+    return decoder.decode(given, final=final) if given else ""

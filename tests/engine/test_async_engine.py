@@ -1,0 +1,293 @@
+"""The engine in a process of its own: exact answers, cancellation in every state, death and return."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift.config import EngineConfig
+from chairlift.engine.async_engine import AsyncEngine, EngineState, OutputKind
+from chairlift.errors import (
+    ConfigError,
+    EngineDeadError,
+    ModelLoadError,
+    OverloadedError,
+    PromptTooLongError,
+    QueueFullError,
+    QueueTimeoutError,
+    RequestError,
+)
+from chairlift.loading import read_tokenizer
+from chairlift.outputs import FinishReason, RequestOutput
+from chairlift.sampling_params import SamplingParams
+from tests.e2e.oracle import expected_hashlm
+
+LONG = SamplingParams(max_tokens=3000, ignore_eos=True, seed=1)
+
+
+def config(model: str = "hashlm", **settings: Any) -> EngineConfig:
+    return EngineConfig.from_flat({"model": model, "max_num_seqs": 8, "num_kv_blocks": 2000} | settings)
+
+
+@asynccontextmanager
+async def running(
+    model: str = "hashlm", more: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine.start(config(model, **(more or {})), read_tokenizer=read_tokenizer, **settings)
+    try:
+        await engine.wait_ready()
+        yield engine
+    finally:
+        await engine.shutdown()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), 60)
+
+    asyncio.run(bounded())
+
+
+async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams, kind: OutputKind) -> list[RequestOutput]:
+    return [output async for output in await engine.submit(prompt, params, kind=kind)]
+
+
+async def quiet(engine: AsyncEngine) -> None:
+    """Until the engine holds nothing."""
+    while engine.stats.engine.used_blocks or engine.stats.engine.num_running or engine.stats.engine.num_waiting:
+        await asyncio.sleep(0.005)
+
+
+def test_answers_are_those_of_a_request_alone_whatever_is_delivered() -> None:
+    async def test() -> None:
+        async with running() as engine:
+            jobs, wanted = [], []
+            for i in range(30):
+                params = SamplingParams(n=1 + i % 3, seed=i, max_tokens=20 + i, temperature=0.5 * (i % 3))
+                prompt = list(range(1, 5 + 3 * (i % 7)))
+                kind = list(OutputKind)[i % 3]
+                jobs.append(collect(engine, prompt, params, kind))
+                wanted.append((kind, [expected_hashlm(prompt, params, index) for index in range(params.n)]))
+            for (kind, expected), outputs in zip(wanted, await asyncio.gather(*jobs), strict=True):
+                for index, one in enumerate(expected):
+                    mine = [o for output in outputs for o in output.outputs if o.index == index]
+                    if kind is OutputKind.DELTA:
+                        assert [t for o in mine for t in o.token_ids] == one.token_ids
+                        assert "".join(o.text for o in mine) == one.text
+                        assert [o.finish_reason for o in mine if o.finish_reason] == [one.finish_reason]
+                    else:
+                        assert (mine[-1].token_ids, mine[-1].text) == (one.token_ids, one.text)
+                        assert mine[-1].finish_reason == one.finish_reason
+                assert outputs[-1].finished and not any(output.finished for output in outputs[:-1])
+            await quiet(engine)
+            assert engine.num_requests == engine.num_queued == engine.num_queued_tokens == 0
+            assert sum(engine.stats.finished.values()) == 30 and engine.stats.ttft.total > 0
+
+    run(test)
+
+
+def test_a_stop_string_ends_the_text_and_the_engine_hears_of_it() -> None:
+    async def test() -> None:
+        async with running() as engine:
+            plain = (await collect(engine, "abc", LONG, OutputKind.FINAL))[0].outputs[0].text
+            stop = plain[40:43]
+            params = SamplingParams(max_tokens=3000, ignore_eos=True, seed=1, stop=[stop])
+            for kind in OutputKind:
+                outputs = await collect(engine, "abc", params, kind)
+                texts = [output.outputs[0].text for output in outputs]
+                text = "".join(texts) if kind is OutputKind.DELTA else texts[-1]
+                assert text == plain[: plain.index(stop)]
+                assert outputs[-1].outputs[0].finish_reason is FinishReason.STOP
+                assert outputs[-1].outputs[0].stop_reason == stop
+            await quiet(engine)
+
+    run(test)
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "half read", "finished"])
+def test_a_cancelled_request_leaves_nothing_behind(state: str) -> None:
+    async def test() -> None:
+        async with running("hashlm:2ms", {"max_num_seqs": 2}) as engine:
+            others = [await engine.submit("x", LONG) for _ in range(2)] if state == "queued" else []
+            short = SamplingParams(max_tokens=3, ignore_eos=True, seed=1)
+            stream = await engine.submit("abc", short if state == "finished" else LONG)
+            neighbour = asyncio.create_task(collect(engine, "abc", short, OutputKind.FINAL))
+            if state in ("half read", "finished"):
+                async for output in stream:
+                    if output.finished or state == "half read":
+                        break
+            elif state == "running":
+                while stream.request_id in engine.intake:
+                    await asyncio.sleep(0.001)
+            stream.abort()
+            stream.abort()
+            assert [output async for output in stream] == []
+            for other in others:
+                await other.aclose()
+            answer = (await neighbour)[0].outputs[0]
+            assert answer.token_ids == expected_hashlm(list(b"abc"), short, 0).token_ids
+            await quiet(engine)
+            assert engine.num_requests == 0
+
+    run(test)
+
+
+def test_what_cannot_be_served_is_refused_with_both_numbers() -> None:
+    async def test() -> None:
+        async with running(more={"num_kv_blocks": 10}) as engine:
+            with pytest.raises(PromptTooLongError, match=r"500 .*144"):
+                await engine.submit([1] * 500, SamplingParams())
+            with pytest.raises(RequestError, match="empty"):
+                await engine.submit("", SamplingParams())
+            assert engine.num_requests == 0
+
+    run(test)
+
+
+def test_the_queue_is_bounded_and_its_timeout_is_kept() -> None:
+    async def test() -> None:
+        async with running("hashlm:5ms", {"max_num_seqs": 1}, max_queued_requests=2) as engine:
+            first = await engine.submit("a", LONG)
+            await anext(first)
+            waiting = [await engine.submit("b", LONG, queue_timeout=0.05), await engine.submit("c", LONG)]
+            with pytest.raises(QueueFullError) as full:
+                await engine.submit("d", LONG)
+            assert 1 <= full.value.retry_after <= 60
+            with pytest.raises(QueueTimeoutError):
+                await anext(waiting[0])
+            assert engine.stats.rejected == {"queue_requests": 1, "queue_timeout": 1}
+            again = await engine.submit("d", LONG, timeout=0.05)
+            with pytest.raises(OverloadedError, match="not finished in time"):
+                await anext(again)
+            for stream in (first, waiting[1]):
+                stream.abort()
+            await quiet(engine)
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_death_of_the_process_is_told_and_it_comes_back(how: signal.Signals) -> None:
+    async def test() -> None:
+        async with running("hashlm:2ms") as engine:
+            streams = [await engine.submit("a", LONG) for _ in range(10)]
+            await anext(streams[0])
+            before = engine.engine_pid
+            assert before is not None
+            os.kill(before, how)
+            for stream in streams:
+                with pytest.raises(EngineDeadError, match=how.name):
+                    async for _ in stream:
+                        pass
+            assert engine.state is not EngineState.READY and engine.check_health()
+            with pytest.raises(EngineDeadError):
+                await engine.submit("a", LONG)
+            while engine.state is not EngineState.READY:
+                await asyncio.sleep(0.01)
+            assert engine.engine_pid != before and engine.stats.num_restarts == 1 and not engine.check_health()
+            short = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
+            answer = (await collect(engine, "abc", short, OutputKind.FINAL))[0].outputs[0]
+            assert answer.token_ids == expected_hashlm(list(b"abc"), short, 0).token_ids
+
+    run(test)
+
+
+def test_without_restart_it_stays_down() -> None:
+    async def test() -> None:
+        async with running(restart=False) as engine:
+            os.kill(engine.engine_pid or 0, signal.SIGKILL)
+            await engine.stopped.wait()
+            assert engine.state is EngineState.STOPPED and "SIGKILL" in engine.failure
+
+    run(test)
+
+
+def test_a_process_that_hangs_is_noticed() -> None:
+    async def test() -> None:
+        async with running("hashlm:2ms", health_timeout=0.1) as engine:
+            stream = await engine.submit("a", LONG)
+            await anext(stream)
+            assert engine.check_health() == ""
+            os.kill(engine.engine_pid or 0, signal.SIGSTOP)
+            while not engine.check_health():
+                await asyncio.sleep(0.01)
+            assert "has not finished a step" in engine.check_health()
+            os.kill(engine.engine_pid or 0, signal.SIGCONT)
+            while engine.check_health():
+                await asyncio.sleep(0.01)
+            stream.abort()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(ModelLoadError, {}), (ConfigError, {"device": "cuda"})])
+def test_a_model_that_cannot_be_loaded_is_an_error_of_its_kind(
+    kind: type[Exception], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    async def test() -> None:
+        model = str(tmp_path) if kind is ModelLoadError else "bundled"
+        engine = AsyncEngine.start(config(model, **settings), read_tokenizer=read_tokenizer)
+        with pytest.raises(kind):
+            await engine.wait_ready()
+        assert engine.state is EngineState.STOPPED and engine.failure
+        with pytest.raises(EngineDeadError):
+            engine.check_room()
+        await engine.shutdown()
+
+    run(test)
+
+
+def test_a_stranger_at_the_socket_is_turned_away() -> None:
+    """A second connection, or one without the token, is dropped; here by the engine's own code with a wrong token."""
+
+    async def test() -> None:
+        from chairlift.engine import process_client
+        from chairlift.engine.messages import Hello, encode
+
+        class Client:
+            num_rejected_connections = 0
+
+            def connected(self, transport: Any) -> None:
+                raise AssertionError
+
+            def lost(self) -> None:
+                raise AssertionError
+
+            def take(self, message: Any) -> None:
+                raise AssertionError
+
+        class Transport(asyncio.Transport):
+            aborted = False
+
+            def abort(self) -> None:
+                self.aborted = True
+
+        for data in (encode(Hello("wrong", 1)), b"\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n\r\n" * 300):
+            client, transport = Client(), Transport()
+            stream = process_client._Stream(client, "right")  # type: ignore[arg-type]
+            stream.connection_made(transport)
+            stream.data_received(data)
+            stream.connection_lost(None)
+            assert transport.aborted and client.num_rejected_connections == 1
+
+    run(test)
+
+
+def test_no_process_is_left_when_the_loop_is_cancelled() -> None:
+    pids = []
+
+    async def test() -> None:
+        async with running() as engine:
+            pids.append(engine.engine_pid)
+            await engine.submit("a", LONG)
+
+    run(test)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)

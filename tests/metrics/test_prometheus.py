@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from chairlift.metrics.prometheus import CONTENT_TYPE, FINISH_REASONS, REJECTION_REASONS, render
+from chairlift.metrics.stats import EngineStats, FinishedRequest, Histogram, RequestStats
+from chairlift.outputs import FinishReason
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    block_size: int = 16
+    num_blocks: int = 99
+    dtype: str = "bfloat16"
+
+
+def samples(stats: RequestStats, *, info: Info | None = None, up: bool = True, **settings: object) -> Samples:
+    """What Prometheus reads, by name and by the labels that not all metrics have."""
+    options: dict[str, object] = {"model_name": "tiny", "prefix": "chairlift", "num_waiting": 0, "now": 0.0} | settings
+    text = render(stats, info, up=up, **options).decode()  # type: ignore[arg-type]
+    found: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if not sample.name.startswith("process_"):
+                assert (labels.pop("model_name"), labels.pop("engine")) == (options["model_name"], "0")
+            key = (sample.name, frozenset(labels.items()))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def value(found: Samples, name: str, **labels: str) -> float:
+    return found[name, frozenset(labels.items())]
+
+
+def finished(**fields: object) -> FinishedRequest:
+    plain: dict[str, object] = {
+        "reason": "stop",
+        "prompt_tokens": 10,
+        "cached_tokens": 4,
+        "generation_tokens": 5,
+        "n": 1,
+        "max_tokens": 20,
+        "num_preemptions": 0,
+        "e2e_seconds": 1.0,
+        "queue_seconds": 0.25,
+        "prefill_seconds": 0.25,
+        "decode_seconds": 0.5,
+    }
+    return FinishedRequest(**plain | fields)  # type: ignore[arg-type]
+
+
+def busy() -> RequestStats:
+    stats = RequestStats()
+    stats.step(
+        EngineStats(
+            num_running=3,
+            used_blocks=25,
+            cached_blocks=25,
+            free_blocks=50,
+            num_preemptions=7,
+            num_finished_sequences=40,
+            num_preempted_sequences=2,
+            preemption_rate=0.03,
+            prefix_cache_queries=100,
+            prefix_cache_hits=60,
+            num_computed_tokens=200,
+            num_recomputed_tokens=50,
+            step_tokens=12,
+        )
+    )
+    stats.first_token(0.3, now=90.0)
+    stats.next_tokens(0.2, 4, now=91.0)
+    stats.request_finished(finished())
+    stats.request_finished(finished(reason="length", n=2, num_preemptions=1))
+    stats.rejected["queue_tokens"] += 3
+    stats.overrun_tokens = 6
+    stats.num_restarts = 1
+    return stats
+
+
+@pytest.mark.parametrize("prefix", ["chairlift", "vllm"])
+def test_the_records_are_what_is_shown(prefix: str) -> None:
+    found = samples(busy(), info=Info(), prefix=prefix, num_waiting=5, now=93.5)
+    theirs = {
+        "num_requests_running": 3,
+        "num_requests_waiting": 5,
+        "kv_cache_usage_perc": 0.25,
+        "num_preemptions_total": 7,
+        "prompt_tokens_total": 20,
+        "prompt_tokens_cached_total": 8,
+        "generation_tokens_total": 10,
+        "prefix_cache_queries_total": 100,
+        "prefix_cache_hits_total": 60,
+    }
+    for name, expected in theirs.items():
+        assert value(found, f"{prefix}:{name}") == expected, name
+    assert value(found, f"{prefix}:num_requests_waiting_by_reason", reason="capacity") == 5
+    assert value(found, f"{prefix}:num_requests_waiting_by_reason", reason="deferred") == 0
+    assert value(found, f"{prefix}:request_success_total", finished_reason="length") == 1
+    assert value(found, f"{prefix}:request_success_total", finished_reason="abort") == 0
+    assert value(found, f"{prefix}:admission_rejections_total", reason="queue_tokens") == 3
+    shape = {"block_size": "16", "num_gpu_blocks": "99", "cache_dtype": "bfloat16"}
+    assert value(found, f"{prefix}:cache_config_info", **shape) == 1
+    # Ours have one name, whatever the others are called.
+    assert value(found, "chairlift:preemption_rate", window="60s") == 0.03
+    assert value(found, "chairlift:preemption_rate", window="total") == 0.05
+    assert value(found, "chairlift:recomputed_token_share") == 0.25
+    assert value(found, "chairlift:overrun_tokens_total") == 6
+    assert value(found, "chairlift:engine_restarts_total") == 1
+    assert value(found, "chairlift:engine_up") == 1
+    assert value(found, "chairlift:seconds_since_last_token") == 2.5
+    assert value(found, "process_resident_memory_bytes") > 0
+    assert ("process_cpu_seconds_total", frozenset()) in found
+
+
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "ttft",
+    "inter_token_latency_seconds": "inter_token",
+    "request_time_per_output_token_seconds": "time_per_output_token",
+    "e2e_request_latency_seconds": "e2e",
+    "request_queue_time_seconds": "queue",
+    "request_inference_time_seconds": "inference",
+    "request_prefill_time_seconds": "prefill",
+    "request_decode_time_seconds": "decode",
+    "request_prompt_tokens": "request_prompt_tokens",
+    "request_generation_tokens": "request_generation_tokens",
+    "request_params_max_tokens": "request_max_tokens",
+    "request_params_n": "request_n",
+    "request_num_preemptions": "request_preemptions",
+    "iteration_tokens_total": "step_tokens",
+}
+
+
+def test_every_histogram_is_there() -> None:
+    held = {name for name, field in vars(RequestStats()).items() if isinstance(field, Histogram)}
+    assert set(HISTOGRAMS.values()) == held
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_buckets_are_cumulative_and_agree_with_the_record(name: str) -> None:
+    stats = busy()
+    histogram: Histogram = getattr(stats, HISTOGRAMS[name])
+    histogram.observe(1e9)
+    found = samples(stats)
+    bounds = [*histogram.bounds, math.inf]
+    cumulative = [value(found, f"chairlift:{name}_bucket", le="+Inf" if b == math.inf else str(b)) for b in bounds]
+    assert cumulative == [sum(histogram.counts[: index + 1]) for index in range(len(bounds))]
+    assert cumulative[-1] > cumulative[-2] > 0
+    assert value(found, f"chairlift:{name}_count") == sum(histogram.counts)
+    assert value(found, f"chairlift:{name}_sum") == histogram.total
+
+
+def test_nothing_has_happened_yet() -> None:
+    found = samples(RequestStats(), up=False)
+    assert value(found, "chairlift:engine_up") == 0
+    assert value(found, "chairlift:preemption_rate", window="total") == 0
+    assert value(found, "chairlift:kv_cache_usage_perc") == 0
+    names = {name for name, _ in found}
+    assert not names & {"chairlift:seconds_since_last_token", "chairlift:cache_config_info"}
+
+
+def test_an_engine_that_is_down_runs_nothing() -> None:
+    found = samples(busy(), up=False)
+    assert value(found, "chairlift:num_requests_running") == 0
+    assert value(found, "chairlift:kv_cache_usage_perc") == 0
+    assert value(found, "chairlift:prefix_cache_queries_total") == 100
+
+
+def test_counters_go_on_after_a_restart() -> None:
+    stats = busy()
+    stats.engine_restarted()
+    stats.step(EngineStats(num_preemptions=2, num_computed_tokens=100))
+    found = samples(stats)
+    assert value(found, "chairlift:num_preemptions_total") == 9
+    assert value(found, "chairlift:recomputed_token_share") == 50 / 300
+
+
+def test_labels_are_closed_sets() -> None:
+    """Whatever is counted, under whatever name, the page has the same lines."""
+    assert set(FINISH_REASONS) == {reason.value for reason in FinishReason}
+    stats = RequestStats()
+    before = set(samples(stats))
+    for index in range(10_000):
+        stats.rejected[f"path-{index}"] += 1
+        stats.finished[f'"}} evil{index} 1\n'] += 1
+    stats.rejected.update(REJECTION_REASONS)
+    found = samples(stats)
+    assert set(found) == before
+    assert value(found, "chairlift:admission_rejections_total", reason="other") == 10_000
+    assert value(found, "chairlift:admission_rejections_total", reason="draining") == 1
+    assert value(found, "chairlift:request_success_total", finished_reason="other") == 10_000
+
+
+def test_a_model_name_cannot_break_out_of_its_label() -> None:
+    name = 'a"} 1\nevil{x="\\'
+    found = samples(RequestStats(), model_name=name)
+    assert not [key for key, _ in found if "evil" in key]
+
+
+def test_the_text_is_of_the_kind_it_says() -> None:
+    text = render(busy(), Info(), model_name="tiny", prefix="vllm", up=True, num_waiting=0, now=0.0).decode()
+    assert CONTENT_TYPE == "text/plain; version=0.0.4; charset=utf-8"
+    assert "# EOF" not in text and text.endswith("\n")
+    assert "# TYPE vllm:generation_tokens_total counter\n" in text
+    assert "# TYPE vllm:time_to_first_token_seconds histogram\n" in text
+
+
+def test_the_records_do_not_need_prometheus() -> None:
+    program = "import sys, chairlift.metrics.stats; print('prometheus_client' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
