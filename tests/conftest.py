@@ -7,6 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import network_guard
+
+network_guard.install()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=None, help="simulation seeds to run (500; nightly: 100,000)")

@@ -1,16 +1,18 @@
-"""``chairlift chat``: talk to a model in the terminal."""
+"""``chairlift chat``: talk to a model in the terminal, one loaded here or one that a server has."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from chairlift.cli.flags import add_engine_flags, add_sampling_flags, load_llm, read_settings
+from chairlift.cli.remote_model import RemoteModel
 from chairlift.engine.interrupt import held_interrupt
-from chairlift.errors import ChairliftError, RequestError, TemplateError
+from chairlift.errors import ChairliftError, ConfigError, RequestError, TemplateError
 from chairlift.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ DESCRIPTION: Final = """Talk to a model in the terminal. Answers appear as they 
   /exit, Ctrl-D  leaves
 
 When the conversation outgrows the model's context, its oldest turns are left out. Lines that are
-piped in are answered one after the other. Answers are greedy (temperature 0) unless flags say otherwise."""
+piped in are answered one after the other. Answers are greedy (temperature 0) unless flags say otherwise.
+With --url the model is one of a running server's, and nothing is loaded here."""
 
 _MAX_TOKENS: Final = 512
 
@@ -35,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``chairlift chat``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    server = parser.add_argument_group("server")
+    server.add_argument("--url", help="talk to the server there, such as http://127.0.0.1:8000")
+    server.add_argument("--model", metavar="NAME", dest="model_name", help="one of its models (default: its first)")
+    server.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
     add_sampling_flags(parser, _MAX_TOKENS)
     add_engine_flags(parser, leave_out={"model", "seed", "skip_tokenizer_init"})
 
@@ -42,22 +49,101 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the end of input; 0, or 1 when a message could not be answered."""
     engine, sampling = read_settings(args, sampling=True)
-    if args.model is not None:
-        engine["model"] = args.model
     if sampling.get("n", 1) != 1:
         raise RequestError(f"n is {sampling['n']}, but a chat has one answer to each message; leave n out")
     SamplingParams.from_dict(sampling)
-    llm = load_llm(engine, quiet=False)
-    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
-        raise TemplateError(f"{llm.config.model.model} has no chat template; try chairlift generate --raw instead")
-    return _Chat(llm, sampling, args.system).talk()
+    return _Chat(_choose_model(args, engine), sampling, args.system).talk()
+
+
+def _choose_model(args: argparse.Namespace, engine: dict[str, Any]) -> _Model:
+    if args.url is None:
+        for flag, value in (("--model", args.model_name), ("--api-key-file", args.api_key_file)):
+            if value is not None:
+                hint = f"; to load a model here: chairlift chat {value}" if flag == "--model" else ""
+                raise ConfigError(f"{flag} is about a server's models and needs --url{hint}")
+        if args.model is not None:
+            engine["model"] = args.model
+        llm = load_llm(engine, quiet=False)
+        if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+            raise TemplateError(f"{llm.config.model.model} has no chat template; try chairlift generate --raw instead")
+        return _LocalModel(llm)
+    if args.model is not None:
+        raise ConfigError(f"with --url nothing is loaded here; name a model of the server as --model {args.model}")
+    if engine:
+        names = ", ".join(engine)
+        raise ConfigError(f"settings of the engine ({names}) belong to chairlift serve; with --url leave them out")
+    return RemoteModel(args.url, name=args.model_name, api_key_file=args.api_key_file)
+
+
+class _Model(Protocol):
+    """Whoever answers."""
+
+    @property
+    def title(self) -> str:
+        """How a person is told who answers."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that a conversation and its next answer can have together."""
+
+    def count_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
+        """Tokens of a conversation, laid out for the next answer."""
+
+    def stream(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
+        """The answer in pieces, some of which may be empty.
+
+        Ctrl-C in it raises KeyboardInterrupt where the next message can still be answered, else SystemExit. Closing the
+        iterator stops the answer. Raises ChairliftError.
+        """
+
+
+class _LocalModel:
+    """A model in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    @property
+    def title(self) -> str:
+        return self._llm.config.model.model
+
+    @property
+    def room(self) -> int:
+        return min(self._llm.max_model_len, self._llm.engine.kv.capacity_tokens + 1)
+
+    def count_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
+        return len(self._llm.encode_chat(messages))
+
+    def stream(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
+        engine = self._llm.engine
+        request_id = engine.add_request(self._llm.encode_chat(messages), SamplingParams.from_dict(sampling))
+        length = 0
+        try:
+            with held_interrupt() as interrupted:
+                while engine.has_unfinished:
+                    if interrupted():
+                        raise KeyboardInterrupt
+                    for output in self._step():
+                        text = output.outputs[0].text
+                        yield text[length:]
+                        length = len(text)
+                        if output.error is not None:
+                            raise RequestError(output.error)
+        finally:
+            engine.abort(request_id)
+
+    def _step(self) -> Any:
+        try:
+            return self._llm.engine.step()
+        except KeyboardInterrupt:  # the second press: the step is torn
+            raise SystemExit(130) from None
 
 
 class _Chat:
     """A conversation, and the model it is held with."""
 
-    def __init__(self, llm: LLM, sampling: Mapping[str, Any], system: str | None) -> None:
-        self._llm = llm
+    def __init__(self, model: _Model, sampling: Mapping[str, Any], system: str | None) -> None:
+        self._model = model
         self._sampling = dict(sampling)
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []
@@ -68,7 +154,7 @@ class _Chat:
         if self._interactive:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (gives input() a history and line editing)
-            print(f"{self._llm.config.model.model}. /reset forgets, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+            print(f"{self._model.title}. /reset forgets, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
         code = 0
         while (line := self._read()) is not None:
             command = line.strip()
@@ -102,39 +188,37 @@ class _Chat:
 
     def _answer(self, message: str) -> None:
         self._turns.append({"role": "user", "content": message})
-        token_ids, fields = self._fit()
-        engine = self._llm.engine
-        request_id = engine.add_request(token_ids, SamplingParams.from_dict(fields))
-        text = ""
+        text, refused = "", False
         try:
-            with held_interrupt() as interrupted:
-                while engine.has_unfinished and not interrupted():
-                    for output in engine.step():
-                        fresh = output.outputs[0].text[len(text) :]
-                        text += fresh
-                        print(fresh, end="", flush=True)
-                        if output.error is not None:
-                            raise RequestError(output.error)
-                if interrupted() and not self._interactive:
-                    raise KeyboardInterrupt
+            sampling = self._fit()
+            with contextlib.closing(self._model.stream(self._system + self._turns, sampling)) as pieces:
+                for piece in pieces:
+                    text += piece
+                    print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+        except ChairliftError:
+            refused = not text
+            raise
         finally:
-            engine.abort(request_id)
-            print(flush=True)
+            if not refused:
+                print(flush=True)
         self._turns.append({"role": "assistant", "content": text})
 
-    def _fit(self) -> tuple[list[int], dict[str, Any]]:
-        """The conversation's token ids and the sampling parameters, the oldest turns left out where they must be."""
-        room = min(self._llm.max_model_len, self._llm.engine.kv.capacity_tokens + 1)
+    def _fit(self) -> dict[str, Any]:
+        """The sampling parameters for the next answer, after the oldest turns were left out where they must be."""
+        count = self._model.count_tokens(self._system + self._turns)
+        room = self._model.room
         wanted = self._sampling.get("max_tokens") or min(_MAX_TOKENS, room // 4)
-        token_ids = self._llm.encode_chat(self._system + self._turns)
         left_out = 0
-        while len(token_ids) + wanted > room and len(self._turns) > 2:
+        while count + wanted > room and len(self._turns) > 2:
             del self._turns[:2]
             left_out += 1
-            token_ids = self._llm.encode_chat(self._system + self._turns)
+            count = self._model.count_tokens(self._system + self._turns)
         if left_out:
             print(f"(left out the oldest {left_out} of the turns: the context is full)", file=sys.stderr)
         fields = dict(self._sampling)
         if "max_tokens" not in fields:
-            fields["max_tokens"] = max(1, min(_MAX_TOKENS, room - len(token_ids)), fields.get("min_tokens") or 0)
-        return token_ids, fields
+            fields["max_tokens"] = max(1, min(_MAX_TOKENS, room - count), fields.get("min_tokens") or 0)
+        return fields

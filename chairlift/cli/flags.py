@@ -10,17 +10,25 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from chairlift.config import flat_fields
+from chairlift.config import Flag, ServerConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
 
-__all__ = ["add_engine_flags", "add_sampling_flags", "load_llm", "read_settings"]
+__all__ = [
+    "add_engine_flags",
+    "add_sampling_flags",
+    "add_server_flags",
+    "load_llm",
+    "read_server_settings",
+    "read_settings",
+]
 
 _TITLES: Final = {"model": "model", "cache": "KV cache", "scheduler": "scheduler"}
 _ENGINE: Final = "engine_"
 _SAMPLING: Final = "sampling_"
+_SERVER: Final = "server_"
 
 _SAMPLING_FLAGS: Final[tuple[tuple[str, type, str], ...]] = (
     ("max_tokens", int, "longest answer, in tokens"),
@@ -54,17 +62,30 @@ def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str]
     for flag in flat_fields():
         if flag.name in leave_out:
             continue
-        options: dict[str, Any] = {"dest": _ENGINE + flag.name, "default": argparse.SUPPRESS}
-        note = "" if flag.default is None else f" (default: {flag.default})"
-        options["help"] = (flag.help + note).replace("%", "%%")
-        if flag.kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif flag.choices:
-            options["choices"] = flag.choices
-        else:
-            options["type"] = flag.kind
-            options["metavar"] = {int: "N", float: "X"}.get(flag.kind, "TEXT")
-        groups[flag.part].add_argument(_spelled(flag.name), **options)
+        _add_flag(groups[flag.part], flag, _ENGINE)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """The same for the settings of the server (:class:`~chairlift.config.ServerConfig`)."""
+    group = parser.add_argument_group("server")
+    for flag in server_fields():
+        _add_flag(group, flag, _SERVER)
+
+
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
+    options: dict[str, Any] = {"dest": prefix + flag.name, "default": argparse.SUPPRESS}
+    note = "" if flag.default is None or flag.default == () else f" (default: {flag.default})"
+    options["help"] = (flag.help + note).replace("%", "%%")
+    if flag.kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif flag.choices:
+        options["choices"] = flag.choices
+    elif flag.kind is list:
+        options |= {"action": "append", "metavar": "TEXT"}
+    else:
+        options["type"] = flag.kind
+        options["metavar"] = {int: "N", float: "X"}.get(flag.kind, "TEXT")
+    group.add_argument(_spelled(flag.name), **options)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -89,15 +110,28 @@ def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str
     Flags go before the file. Sampling is greedy where neither gives a temperature; a command without ``sampling`` gets
     none, and refuses them in the file. Raises ConfigError.
     """
-    file = _read_file(args.config, sampling)
+    file = _read_file(args.config, {name: (kind, True) for name, kind, _ in _SAMPLING_FLAGS} if sampling else {})
     names = {name for name, _, _ in _SAMPLING_FLAGS} if sampling else set()
     engine = {name: value for name, value in file.items() if name not in names} | _given(args, _ENGINE)
     asked = {name: value for name, value in file.items() if name in names} | _given(args, _SAMPLING)
     return engine, {"temperature": 0.0} | asked if sampling else {}
 
 
-def _read_file(path: Path | None, sampling: bool) -> dict[str, Any]:
-    """The settings in a YAML or JSON file, dashes in their names turned to underscores, their types checked."""
+def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
+    """What the config file and the flags say about the engine, and about the server. Raises ConfigError."""
+    server = {flag.name: (flag.kind, flag.default is None) for flag in server_fields()}
+    file = _read_file(args.config, server)
+    engine = {name: value for name, value in file.items() if name not in server} | _given(args, _ENGINE)
+    asked = {name: value for name, value in file.items() if name in server} | _given(args, _SERVER)
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in asked.items()}
+    return engine, ServerConfig(**values)
+
+
+def _read_file(path: Path | None, more: Mapping[str, tuple[type, bool]]) -> dict[str, Any]:
+    """The settings in a YAML or JSON file, dashes in their names turned to underscores, their types checked.
+
+    They are the engine's, and ``more``: the type of each, and whether it may be null.
+    """
     if path is None:
         return {}
     try:
@@ -109,8 +143,7 @@ def _read_file(path: Path | None, sampling: bool) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"the config file {path} must hold names and values, got {type(content).__name__}")
     kinds: dict[str, tuple[type, bool]] = {flag.name: (flag.kind, flag.default is None) for flag in flat_fields()}
-    if sampling:
-        kinds |= {name: (kind, True) for name, kind, _ in _SAMPLING_FLAGS}
+    kinds |= more
     settings = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")

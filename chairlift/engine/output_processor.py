@@ -295,8 +295,10 @@ class OutputProcessor:
         if self._stats is not None:
             if answer.last_token_time is not None:
                 self._stats.next_tokens(now - answer.last_token_time, 1, now)
-            elif state.metrics.first_token_time is None:
+            else:
                 self._stats.first_token(now - state.metrics.arrival_time, now)
+            if state.metrics.first_token_time is None:
+                self._stats.prompt_computed(len(state.prepared.prompt_token_ids), state.num_cached_tokens)
             answer.last_token_time = now
 
     def _logprob_dict(self, record: TokenRecord) -> _Logprobs:

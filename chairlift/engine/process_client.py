@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
@@ -212,8 +212,7 @@ class _Stream(asyncio.Protocol):
         self._frames = FrameReader(_MAX_HELLO)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if isinstance(transport, asyncio.Transport):
-            self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -71,16 +71,17 @@ def render(
     up: bool,
     num_waiting: int,
     now: float,
+    num_tasks: int = 0,
 ) -> bytes:
     """All metrics in the text exposition format, UTF-8; its content type is :data:`CONTENT_TYPE`.
 
     ``info`` is None until the engine is ready. ``up`` tells whether it serves now; one that does not runs nothing.
     ``num_waiting`` counts requests that have been taken and wait for a step. ``now`` is on the clock of
-    ``stats.last_token_time``, in seconds.
+    ``stats.last_token_time``, in seconds. ``num_tasks`` counts tasks of the server's event loop.
     """
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
-    families += _ours(_Names(_OURS, model_name), stats, up, now)
+    families += _ours(_Names(_OURS, model_name), stats, up, now, num_tasks)
     # The process here is the server's; the engine has one of its own.
     families += ProcessCollector(registry=None).collect()
     return generate_latest(_Families(families))
@@ -165,9 +166,9 @@ def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamil
     engine = stats.engine
     for name, text, value in (
         ("num_preemptions", "Times a sequence gave its memory back and was computed again.", engine.num_preemptions),
-        ("prompt_tokens", "Prompt tokens of requests that have ended.", stats.prompt_tokens),
+        ("prompt_tokens", "Prompt tokens of requests that have their first token.", stats.prompt_tokens),
         ("prompt_tokens_cached", "Of those, read from the prefix cache.", stats.cached_tokens),
-        ("generation_tokens", "Tokens delivered by requests that have ended.", stats.generation_tokens),
+        ("generation_tokens", "Tokens generated.", stats.generation_tokens),
         ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", engine.prefix_cache_queries),
         ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", engine.prefix_cache_hits),
     ):
@@ -183,7 +184,7 @@ def _histograms(names: _Names, stats: RequestStats) -> Iterator[HistogramMetricF
         yield names.histogram(name, text, getattr(stats, field))
 
 
-def _ours(names: _Names, stats: RequestStats, up: bool, now: float) -> Iterator[Metric]:
+def _ours(names: _Names, stats: RequestStats, up: bool, now: float, num_tasks: int) -> Iterator[Metric]:
     engine = stats.engine
     rates = {
         "60s": engine.preemption_rate,
@@ -197,6 +198,7 @@ def _ours(names: _Names, stats: RequestStats, up: bool, now: float) -> Iterator[
     yield names.counter("overrun_tokens", text, stats.overrun_tokens)
     yield names.counter("engine_restarts", "Times the engine died and was started again.", stats.num_restarts)
     yield names.gauge("engine_up", "1 when the engine serves.", float(up))
+    yield names.gauge("event_loop_tasks", "Tasks of the server's event loop; steady while nothing is asked.", num_tasks)
     if stats.last_token_time is not None:
         age = max(0.0, now - stats.last_token_time)
         yield names.gauge("seconds_since_last_token", "Age of the newest token delivered.", age)

@@ -130,20 +130,25 @@ class RequestStats:
         self._base = self.engine
         self.engine = EngineStats(**{name: getattr(self._base, name) for name in _COUNTERS})
 
+    def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
+        """A request has its first token. Counted as they come, so that rates are smooth."""
+        self.prompt_tokens += num_tokens
+        self.cached_tokens += num_cached
+
     def first_token(self, seconds: float, now: float) -> None:
+        """The first token of an answer, ``seconds`` after its request came."""
         self.ttft.observe(seconds)
+        self.generation_tokens += 1
         self.last_token_time = now
 
     def next_tokens(self, seconds: float, count: int, now: float) -> None:
         """``count`` tokens of one answer, ``seconds`` after the ones before them."""
         self.inter_token.observe(seconds / count, count)
+        self.generation_tokens += count
         self.last_token_time = now
 
     def request_finished(self, request: FinishedRequest) -> None:
         self.finished[request.reason] += 1
-        self.prompt_tokens += request.prompt_tokens
-        self.cached_tokens += request.cached_tokens
-        self.generation_tokens += request.generation_tokens
         self.e2e.observe(request.e2e_seconds)
         self.request_prompt_tokens.observe(request.prompt_tokens)
         self.request_generation_tokens.observe(request.generation_tokens)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from chairlift.models.hashlm import reference_tokens
+from chairlift.models import hashlm
 from chairlift.models.hashlm_served import HASHLM_EOS, HASHLM_TEMPLATE, HASHLM_VOCAB_SIZE
 from chairlift.outputs import FinishReason
 from chairlift.sampling.row import SamplingRow
@@ -35,17 +36,36 @@ def expected_hashlm(prompt: Sequence[int], params: SamplingParams, index: int = 
         num_prompt_tokens=len(prompt),
         tag=int.from_bytes(salt.encode()[:8], "little"),
     )
-    tokens = reference_tokens(prompt, row, [None], HASHLM_VOCAB_SIZE, params.max_tokens)
     ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {HASHLM_EOS})
-    for count in range(1, len(tokens) + 1):
-        ended = tokens[count - 1] in ends
-        text = _text(prompt, tokens[: count - 1 if ended else count], final=ended or count == len(tokens))
+    tokens: list[int] = []
+    for token in _tokens(prompt, row, params.max_tokens):
+        tokens.append(token)
+        ended = token in ends
+        if not ended and not params.stop:
+            continue
+        text = _text(prompt, tokens[:-1] if ended else tokens, final=ended or len(tokens) == params.max_tokens)
         cuts = [(text.find(s) + len(s), -len(s), text.find(s)) for s in params.stop or () if s in text]
         if cuts:
-            return Expected(tokens[:count], text[: min(cuts)[2]], FinishReason.STOP)
+            return Expected(tokens, text[: min(cuts)[2]], FinishReason.STOP)
         if ended:
-            return Expected(tokens[:count], text, FinishReason.STOP)
+            return Expected(tokens, text, FinishReason.STOP)
     return Expected(tokens, _text(prompt, tokens, final=True), FinishReason.LENGTH)
+
+
+def _tokens(prompt: Sequence[int], row: SamplingRow, count: int) -> Iterator[int]:
+    """``hashlm.reference_tokens`` for one full cache group, with running sums instead of a sum per token."""
+    known, power, seen_first, seen_second = list(prompt), 1, 0, 0
+    place = 0
+    for _ in range(count):
+        while place < len(known):
+            power = power * hashlm._BASE & hashlm._MASK
+            word = (known[place] + 1) * hashlm._TOKEN & hashlm._MASK ^ (place + 1) * hashlm._PLACE & hashlm._MASK
+            first = hashlm._mix_one(word ^ row.tag * hashlm._TAG & hashlm._MASK)
+            seen_first = (seen_first + first * power) & hashlm._MASK
+            seen_second = (seen_second + hashlm._mix_one(first ^ seen_first) * power) & hashlm._MASK
+            place += 1
+        known.append(hashlm._next_token(seen_second, known, row, HASHLM_VOCAB_SIZE))
+        yield known[-1]
 
 
 def chat_ids(*messages: tuple[str, str]) -> list[int]:
@@ -60,8 +80,6 @@ def chat_ids(*messages: tuple[str, str]) -> list[int]:
 
 def _text(prompt: Sequence[int], tokens: Sequence[int], *, final: bool) -> str:
     """The answer's text; what the prompt has of an unfinished character belongs to it."""
-    import codecs
-
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(bytes(token for token in prompt if token < 256))
     given = bytes(token for token in tokens if token < 256)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from chairlift.config import EngineConfig
 from chairlift.engine.async_engine import AsyncEngine, EngineState, OutputKind
@@ -52,7 +53,9 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
         await asyncio.wait_for(test(), 60)
 
-    asyncio.run(bounded())
+    for new_loop in (asyncio.new_event_loop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(bounded())
 
 
 async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams, kind: OutputKind) -> list[RequestOutput]:

@@ -78,8 +78,9 @@ def busy() -> RequestStats:
             step_tokens=12,
         )
     )
+    stats.prompt_computed(20, 8)
     stats.first_token(0.3, now=90.0)
-    stats.next_tokens(0.2, 4, now=91.0)
+    stats.next_tokens(0.2, 9, now=91.0)
     stats.request_finished(finished())
     stats.request_finished(finished(reason="length", n=2, num_preemptions=1))
     stats.rejected["queue_tokens"] += 3

@@ -113,6 +113,8 @@ def test_final_messages_are_continued_as_in_transformers(reference: Any, chat: l
         )
     except ValueError:  # it is stricter: the message must also stand in the text word by word
         return
+    if "CONTINUE_FINAL_MESSAGE_TAG" in expected:  # a template that shows it twice gets its mark into the text
+        return
     assert ChatTemplate(TEMPLATES[name], NAMED).render(chat, continue_final_message=True) == expected
 
 

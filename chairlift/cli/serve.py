@@ -1,0 +1,81 @@
+"""``chairlift serve``: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+from typing import Any, Final
+
+from chairlift.cli.flags import add_engine_flags, add_server_flags, read_server_settings
+from chairlift.config import EngineConfig, ServerConfig
+from chairlift.errors import ConfigError
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "serve a model over HTTP, as OpenAI's API"
+DESCRIPTION: Final = """Serve a model over HTTP, as OpenAI's API. Many clients at once share one continuous batch.
+
+  chairlift serve                          the bundled model, at http://127.0.0.1:8000
+  chairlift serve DIRECTORY --port 9000    a model of your own
+  chairlift serve --host 0.0.0.0 --api-key-file keys.txt
+
+SIGTERM and Ctrl-C drain: new requests are refused with 503, running answers are finished within --shutdown-timeout. A
+second one stops at once.
+
+exit codes:
+  0  told to stop, and everything that had been taken on was answered
+  1  told to stop, and requests were cut off by the timeout or by a second signal
+  2  the settings, the model or the port cannot be used
+  3  the engine died, and --no-restart was given (or starting it again did not help)"""
+
+_SECRET: Final = ("api_key",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``chairlift serve``."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
+    parser.add_argument("--dry-run", action="store_true", help="print the settings that would be used, and exit")
+    add_server_flags(parser)
+    add_engine_flags(parser, leave_out={"model"})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop; the exit codes are in ``DESCRIPTION``."""
+    engine, server = read_server_settings(args)
+    if None not in (args.model, args.model_flag) and args.model != args.model_flag:
+        raise ConfigError(f"two models are given, {args.model!r} and {args.model_flag!r}; give one")
+    if (model := args.model or args.model_flag) is not None:
+        engine["model"] = model
+    config = EngineConfig.from_flat(engine)
+    if args.dry_run:
+        print(_settings(config, server))
+        return 0
+    try:
+        import uvloop
+
+        from chairlift.server.lifecycle import serve
+        from chairlift.server.logs import configure_logging
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("chairlift"):
+            raise
+        raise ConfigError(f"the server needs {error.name}; install it with pip install 'chairlift[server]'") from None
+    configure_logging(server.log_format, verbose=args.verbose)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(server, config))
+
+
+def _settings(config: EngineConfig, server: ServerConfig) -> str:
+    """Everything as ``name: value`` lines, which ``--config`` reads; secrets are left out."""
+    values: dict[str, Any] = {}
+    for part in (config.model, config.cache, config.scheduler, server):
+        values |= dataclasses.asdict(part)
+    lines = []
+    for name, value in values.items():
+        if name in _SECRET:
+            lines.append(f"# {name}: {len(value)} given, not shown")
+        elif value != ():
+            lines.append(f"{name}: {json.dumps(value)}")
+    return "\n".join(lines)

@@ -1,0 +1,211 @@
+"""The ASGI application: what every request passes before and after its endpoint.
+
+In this order: a request id, the Host allow-list, the API key, the drain, then routing. Every error, from the first
+check to a bug in an endpoint, leaves as an OpenAI error object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chairlift.engine.async_engine import EngineState
+from chairlift.metrics import prometheus
+from chairlift.server import chat, completions, models, openapi, pages, tokens
+from chairlift.server.auth import Auth, HostCheck
+from chairlift.server.errors import ApiError, error_response, to_api_error
+from chairlift.server.logs import log_event
+from chairlift.server.state import ServerState
+from chairlift.version import __version__
+
+__all__ = ["make_app"]
+
+_logger: Final = logging.getLogger("chairlift.server")
+_CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_DRAIN_RETRY_SECONDS: Final = 5
+
+
+def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
+    """The application around ``state``, with all endpoints, or with the ``routes`` given instead."""
+    if routes is None:
+        endpoints = (chat, completions, tokens, models, openapi, pages)
+        routes = [*_routes, *(route for module in endpoints for route in module.routes)]
+    return _App(state, routes)
+
+
+class _App:
+    """Plain ASGI, without a middleware's buffering: a stream's chunks go straight to the connection."""
+
+    def __init__(self, state: ServerState, routes: Sequence[BaseRoute]) -> None:
+        self._state = state
+        self._router = Router(routes, redirect_slashes=False)
+        self._holder = Starlette()  # what request.app is
+        self._holder.state.server = state
+        self._auth = Auth(state.api_keys)
+        self._hosts = HostCheck(state.config.host, state.config.allowed_host, bool(state.api_keys))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._router.lifespan(scope, receive, send)
+            return
+        exchange = _Exchange(scope, receive, send)
+        scope["app"] = self._holder
+        scope.setdefault("state", {})["request_id"] = exchange.request_id
+        counted = scope["path"].startswith("/v1/")
+        self._state.num_in_progress += counted
+        try:
+            self._admit(scope)
+            await self._router(scope, exchange.receive, exchange.send)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            response = error_response(to_api_error(error, self._state, exchange.request_id))
+            if exchange.status is not None:
+                raise  # in the middle of an answer only the end of the connection can tell
+            await response(scope, receive, exchange.send)
+        finally:
+            self._state.num_in_progress -= counted
+            if self._state.config.log_requests:
+                exchange.log()
+
+    def _admit(self, scope: Scope) -> None:
+        """Raise ApiError for a request that is not to be looked at."""
+        hosts, authorization = [], []
+        for name, value in scope["headers"]:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"authorization":
+                authorization.append(value)
+        self._hosts.check(hosts)
+        path = scope["path"]
+        self._auth.check(path, scope.get("raw_path") or path.encode("utf-8", "replace"), authorization)
+        if self._state.draining and scope["method"] == "POST":
+            self._state.engine.stats.rejected["draining"] += 1
+            retry = {"retry-after": str(_DRAIN_RETRY_SECONDS), "connection": "close"}
+            raise ApiError(503, "the server is shutting down; try another one", code="server_draining", headers=retry)
+
+
+class _Exchange:
+    """One request and its answer, as the log sees them."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._start = time.monotonic()
+        self._first_byte: float | None = None
+        self._bytes_in = self._bytes_out = 0
+        self.status: int | None = None
+        given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        client_id = given[0] if len(given) == 1 and _CLIENT_ID.fullmatch(given[0]) else b""
+        self.request_id = client_id.decode() or f"req-{secrets.token_hex(16)}"
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._bytes_in += len(message.get("body", b""))
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self._first_byte = time.monotonic()
+            extra = [(b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")]
+            taken = {name.lower() for name, _ in message["headers"]}
+            message["headers"] = [*message["headers"], *(pair for pair in extra if pair[0] not in taken)]
+        else:
+            self._bytes_out += len(message.get("body", b""))
+        await self._send(message)
+
+    def log(self) -> None:
+        """One line, without anything of what was asked or answered."""
+        now = time.monotonic()
+        log_event(
+            _logger,
+            logging.INFO,
+            "request",
+            id=self.request_id,
+            method=self._scope["method"],
+            route=getattr(self._scope.get("route"), "path", "none"),
+            status=self.status,
+            bytes_in=self._bytes_in,
+            bytes_out=self._bytes_out,
+            first_byte_seconds=None if self._first_byte is None else round(self._first_byte - self._start, 4),
+            seconds=round(now - self._start, 4),
+        )
+
+
+# --- endpoints that tell about the server itself ---------------------------------------------------------------------
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
+
+
+def _unavailable(state: ServerState) -> str:
+    """Why nothing can be answered now, or nothing. Anyone may read it: what exactly went wrong is in the log."""
+    engine = state.engine
+    return engine.check_health() if engine.state is EngineState.READY else f"the engine is {engine.state.value}"
+
+
+async def _health(request: Request) -> Response:
+    """200 while requests make progress."""
+    state: ServerState = request.app.state.server
+    reason = _unavailable(state)
+    return _json({"status": "unavailable", "reason": reason}, 503) if reason else _json({"status": "ok"})
+
+
+async def _ready(request: Request) -> Response:
+    """200 while new requests are taken."""
+    state: ServerState = request.app.state.server
+    engine = state.engine
+    if engine.state is EngineState.READY and not state.draining:
+        return _json({"status": "ready"})
+    reason = "the server is shutting down" if state.draining else f"the engine is {engine.state.value}"
+    return _json({"status": "unavailable", "reason": reason}, 503)
+
+
+async def _version(request: Request) -> Response:
+    return _json({"version": __version__})
+
+
+async def _load(request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    counts = {"running": state.engine.stats.engine.num_running, "waiting": state.engine.num_queued}
+    return _json({"server_load": state.num_in_progress, **counts})
+
+
+async def _metrics(request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    engine = state.engine
+    body = prometheus.render(
+        engine.stats,
+        engine.info,
+        model_name=state.model_names[0],
+        prefix=state.config.metrics_prefix,
+        up=engine.state is EngineState.READY,
+        num_waiting=engine.num_queued,
+        now=time.monotonic(),
+        num_tasks=len(asyncio.all_tasks()),
+    )
+    return Response(body, media_type=prometheus.CONTENT_TYPE)
+
+
+_routes: Final = [
+    Route("/health", _health, methods=["GET"]),
+    Route("/ping", _health, methods=["GET"]),
+    Route("/ready", _ready, methods=["GET"]),
+    Route("/version", _version, methods=["GET"]),
+    Route("/load", _load, methods=["GET"]),
+    Route("/metrics", _metrics, methods=["GET"]),
+]

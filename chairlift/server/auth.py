@@ -1,0 +1,145 @@
+"""Who may ask: API keys, and the names under which the server may be addressed.
+
+Everything but three routes without data needs a key. What is open is decided by the path exactly as it was sent:
+nothing is decoded, folded or joined first, so no spelling of another path can pass for an open one. The Host header
+is compared with a list of names, so that a web page cannot reach the server through a name that its owner points at
+this machine (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from chairlift.config import ServerConfig
+from chairlift.errors import ConfigError
+from chairlift.server.errors import ApiError
+
+__all__ = ["OPEN_PATHS", "Auth", "HostCheck", "check_exposure", "is_loopback", "load_keys"]
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
+"""Served without a key: two answers for probes, and a page that has no data in it."""
+
+_LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
+_HOST: Final = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_-][A-Za-z0-9._-]{0,252})(?::[0-9]{1,5})?")
+_KEY: Final = re.compile(r"[!-~]{1,512}")
+
+
+def load_keys(config: ServerConfig) -> tuple[str, ...]:
+    """The API keys of the settings and of the key file, each once. Raises ConfigError."""
+    keys = list(config.api_key)
+    if config.api_key_file is not None:
+        try:
+            lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"cannot read the API key file {config.api_key_file}: {reason}") from None
+        found = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+        if not found:
+            raise ConfigError(f"the API key file {config.api_key_file} has no key; write one key per line")
+        keys += found
+    for number, key in enumerate(keys, start=1):
+        if not _KEY.fullmatch(key):
+            raise ConfigError(
+                f"API key number {number} has {len(key)} characters, or others than visible ASCII; "
+                "a key is 1 to 512 visible ASCII characters without spaces"
+            )
+    return tuple(dict.fromkeys(keys))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach a socket bound to this numeric address."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(address: str, keys: Sequence[str], insecure: bool) -> None:
+    """Raise ConfigError when a socket on this numeric address would serve strangers without a key."""
+    if not keys and not insecure and not is_loopback(address):
+        raise ConfigError(
+            f"listening on {address} lets other machines in, and there is no API key; give --api-key-file FILE "
+            "(or --api-key KEY), listen on 127.0.0.1, or say --insecure if the network itself is trusted"
+        )
+
+
+class Auth:
+    """Checks bearer tokens against keys; without keys everything is allowed."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def check(self, path: str, raw_path: bytes, authorization: Sequence[bytes]) -> None:
+        """Raise ApiError 401 unless the path is open or one of the keys was sent.
+
+        ``path`` and ``raw_path`` are the decoded path and the bytes it came as, ``authorization`` the values of all
+        Authorization headers. Takes the same time whichever key is right, or how much of a wrong one.
+        """
+        if not self._digests or (path in OPEN_PATHS and raw_path == path.encode()):
+            return
+        if len(authorization) != 1:
+            raise _unauthorized(
+                "no API key was sent" if not authorization else "several Authorization headers were sent"
+            )
+        scheme, _, token = authorization[0].partition(b" ")
+        sent = _digest(token.strip())
+        matches = 0
+        for digest in self._digests:
+            matches += hmac.compare_digest(digest, sent)
+        if scheme.lower() != b"bearer" or not matches:
+            raise _unauthorized("the API key that was sent is not one of this server's")
+
+
+class HostCheck:
+    """Which names and addresses may stand in a Host header.
+
+    These are the loopback names, the address that is listened on, the name of this machine, and those that are allowed
+    by name. A server that listens on every address is also known by its numeric ones, which no foreign name server
+    can speak for; and with keys set and no name allowed, by any name, because a page that reached it by rebinding would
+    still have no key.
+    """
+
+    def __init__(self, host: str, allowed: Sequence[str], has_keys: bool) -> None:
+        self._wildcard = host in ("", "0.0.0.0", "::", "*")
+        self._any = self._wildcard and has_keys and not allowed
+        names = [*_LOOPBACK_NAMES, host, f"[{host}]", socket.gethostname(), *allowed]
+        self._names = {name.lower().rstrip(".") for name in names}
+
+    def check(self, hosts: Sequence[bytes]) -> None:
+        """Raise ApiError unless there is exactly one Host header (400), with a name that is allowed (421)."""
+        if len(hosts) != 1:
+            raise ApiError(400, f"a request must have exactly one Host header, got {len(hosts)}", code="invalid_host")
+        match = _HOST.fullmatch(hosts[0].decode("latin-1"))
+        if match is None:
+            raise ApiError(400, "the Host header is not a host name with or without a port", code="invalid_host")
+        name = match[1].lower().rstrip(".")
+        if not (self._any or name in self._names or (self._wildcard and _is_address(name))):
+            raise ApiError(
+                421,
+                "this server does not answer under the name in the Host header; start it with --allowed-host NAME",
+                code="host_not_allowed",
+            )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _unauthorized(reason: str) -> ApiError:
+    message = f"{reason}; send the header Authorization: Bearer YOUR_KEY"
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

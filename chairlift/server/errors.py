@@ -1,0 +1,116 @@
+"""OpenAI error objects: what went wrong, as every endpoint says it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from chairlift.engine.async_engine import EngineState
+from chairlift.errors import (
+    EngineDeadError,
+    OverloadedError,
+    PromptTooLongError,
+    QueueFullError,
+    QueueTimeoutError,
+    RequestError,
+    TemplateError,
+)
+from chairlift.server.state import ServerState
+
+__all__ = ["ApiError", "error_body", "error_response", "to_api_error"]
+
+_log = logging.getLogger("chairlift.server")
+
+
+class ApiError(Exception):
+    """Ends a request with an HTTP status and an OpenAI error object.
+
+    ``type`` follows the status unless it is given: invalid_request_error, authentication_error, not_found_error,
+    rate_limit_error, server_error, overloaded_error.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        type: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.type = type or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.headers = dict(headers or {})
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(error: ApiError) -> dict[str, object]:
+    """``{"error": {"message", "type", "param", "code"}}``."""
+    fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return {"error": fields}
+
+
+def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiError:
+    """How a client is told about ``error``. What is not meant for it gets a generic text, and is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return _routing_error(error)
+    if isinstance(error, PromptTooLongError):
+        return ApiError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, (RequestError, TemplateError)):
+        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, OverloadedError):
+        retry = {"retry-after": _whole_seconds(error.retry_after)}
+        if isinstance(error, QueueFullError):
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers=retry)
+        code = "queue_timeout" if isinstance(error, QueueTimeoutError) else "timeout"
+        return ApiError(503, str(error), code=code, headers=retry)
+    if isinstance(error, EngineDeadError):
+        seconds = _whole_seconds(state.engine.retry_after())
+        # What the engine died of may name files of this machine: that is for the log.
+        loading = state.engine.state is EngineState.LOADING
+        why = "is loading its model" if loading else "died, and is started again"
+        message = f"the engine {why}; send the request again in {seconds} s"
+        return ApiError(503, message, code="engine_unavailable", headers={"retry-after": seconds})
+    _log.error("request %s failed", request_id, exc_info=error)
+    message = f"the server made a mistake; its log says more under request id {request_id}"
+    return ApiError(500, message, code="internal_error")
+
+
+def error_response(error: ApiError) -> Response:
+    """The error object as a response."""
+    body = msgspec.json.encode(error_body(error))
+    return Response(body, status_code=error.status, headers=error.headers, media_type="application/json")
+
+
+def _routing_error(error: HTTPException) -> ApiError:
+    if error.status_code == 404:
+        return ApiError(404, "there is nothing at this path; GET /openapi.json lists what there is", code="not_found")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"this path does not know this method; allowed: {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
+    return ApiError(error.status_code, "the request cannot be served", code="invalid_request")
+
+
+def _whole_seconds(seconds: float) -> str:
+    return str(min(60, max(1, math.ceil(seconds))))

@@ -1,0 +1,368 @@
+"""HTTP/1.1 on a socket: uvicorn's protocol, with an end to everything that a client could go on sending.
+
+A connection that breaks a limit gets one OpenAI error object and is closed. No timer runs but those of connections in
+a phase that has to end. When a client leaves, the task that works for it is cancelled at once, whatever it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+import httptools
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState as UvicornState
+
+from chairlift.server.errors import ApiError, error_body
+
+__all__ = ["HttpLimits", "HttpProtocol", "HttpServer"]
+
+_PIECE: Final = 2048
+"""Bytes given to the parser at a time while it reads a head, so that it cannot swallow much more than the caps."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """What a connection may take. Times in seconds, sizes in bytes."""
+
+    max_connections: int = 2048
+    max_url_bytes: int = 8 * 1024
+    max_header_bytes: int = 16 * 1024
+    """Names and values of all headers of a request, trailers included."""
+    max_headers: int = 64
+    header_timeout: float = 10.0
+    """From the connection, or the first byte of a later request, to the end of its headers."""
+    idle_timeout: float = 75.0
+    """Between an answer and the next request."""
+    linger_timeout: float = 2.0
+    """For a client to stop sending what is not wanted any more; closing before would cost it the answer."""
+    flush_timeout: float = 60.0
+    """For a client to read the end of an answer."""
+    max_ignored_bytes: int = 64 * 1024 * 1024
+
+
+class HttpServer:
+    """A listening socket and its connections.
+
+    ``on_refused`` is called for each connection that is turned away because there are too many.
+    """
+
+    def __init__(
+        self, app: ASGIApp, limits: HttpLimits | None = None, on_refused: Callable[[], None] | None = None
+    ) -> None:
+        self.limits = limits or HttpLimits()
+        self.state = UvicornState()
+        self.config = uvicorn.Config(
+            cast(Any, app),
+            http=HttpProtocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+        )
+        self.config.load()
+        self.config.timeout_keep_alive = cast(int, self.limits.idle_timeout)
+        self._on_refused = on_refused
+        self._server: asyncio.Server | None = None
+        self._date = 0
+        self._all_closed = asyncio.Event()
+
+    async def start(self, sock: socket.socket) -> None:
+        """Accept connections on a bound socket, which this server owns from now on."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: HttpProtocol(self), sock=sock, backlog=2048)
+
+    def requests(self) -> set[asyncio.Task[None]]:
+        """The tasks of all requests that have not been answered to the end."""
+        return {task for task in self.state.tasks if not task.done()}
+
+    async def close(self, timeout: float) -> None:
+        """Stop listening and close all connections, after what they have left to send or ``timeout`` seconds."""
+        if self._server is not None:
+            self._server.close()
+        for task in self.requests():
+            task.cancel()
+        self._all_closed.clear()
+        for connection in list(self.state.connections):
+            cast(HttpProtocol, connection).transport.close()
+        if self.state.connections:
+            try:
+                await asyncio.wait_for(self._all_closed.wait(), timeout)
+            except TimeoutError:
+                for connection in list(self.state.connections):
+                    cast(HttpProtocol, connection).transport.abort()
+        if tasks := self.requests():
+            await asyncio.wait(tasks, timeout=timeout)
+
+    def connection_refused(self) -> None:
+        if self._on_refused is not None:
+            self._on_refused()
+
+    def connection_closed(self) -> None:
+        if not self.state.connections:
+            self._all_closed.set()
+
+    def refresh_date(self) -> None:
+        """Keep the Date header true without a clock that ticks while nobody asks."""
+        now = int(time.time())
+        if now != self._date:
+            self._date = now
+            self.state.default_headers = [(b"date", formatdate(now, usegmt=True).encode())]
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. Requests sent before the answer to the one before has ended are not served: it closes then."""
+
+    def __init__(self, server: HttpServer) -> None:
+        super().__init__(server.config, server.state, {})
+        self.logger = logging.getLogger("chairlift.server.http")
+        self._server = server
+        self._limits = server.limits
+        self._timer: asyncio.TimerHandle | None = None
+        """Ends the phase the connection is in: reading headers, lingering, or flushing."""
+        self._task: asyncio.Task[None] | None = None
+        self._in_head = True
+        self._overhead = 0
+        """Bytes since the message began, or since its last piece of body."""
+        self._header_bytes = self._num_headers = 0
+        self._plain_body = 0
+        """Bytes of body still to come that the parser takes for another protocol, because an upgrade was offered."""
+        self._deaf = False
+        """What still arrives is thrown away."""
+        self._ignored = 0
+        self._lingers = False
+
+    # --- the transport's side ---
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        limit = self._limits.max_connections
+        if len(self.connections) > limit:
+            self._server.connection_refused()
+            self._refuse(503, "too_many_connections", f"there are {limit} connections already; try again later", "1")
+        else:
+            self._start_timer(self._limits.header_timeout, self._headers_too_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        if self._task is not None and self.cycle is not None and not self.cycle.response_complete:
+            self._task.cancel()
+        self._server.connection_closed()
+
+    def data_received(self, data: bytes) -> None:
+        while data:
+            if self._deaf:
+                self._ignored += len(data)
+                if self._ignored > self._limits.max_ignored_bytes:
+                    self.transport.abort()
+                return
+            if self._plain_body:
+                data = self._take_plain_body(data)
+                continue
+            piece, data = (data[:_PIECE], data[_PIECE:]) if self._in_head else (data, b"")
+            self._overhead += len(piece)
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:  # offered, never taken: the connection goes on as it is
+                data = piece[upgrade.args[0] :] + data
+            except httptools.HttpParserError:
+                if not self._deaf:
+                    self._refuse(400, "invalid_http", "this is not a valid HTTP/1.1 request")
+            if not self._deaf and self._overhead > self._limits.max_url_bytes + self._limits.max_header_bytes + _PIECE:
+                self._headers_too_large()
+
+    # --- the parser's side ---
+
+    def on_message_begin(self) -> None:
+        if self._deaf:
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._deaf = True
+            self.cycle.keep_alive = False
+            return
+        self._unset_keepalive_if_required()
+        self._header_bytes = self._num_headers = 0
+        if self._timer is None:
+            self._start_timer(self._limits.header_timeout, self._headers_too_late)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if self._deaf:
+            return
+        super().on_url(url)
+        if len(self.url) > self._limits.max_url_bytes:
+            message = f"the path is longer than {self._limits.max_url_bytes:,} bytes; shorten it"
+            self._refuse(414, "url_too_long", message)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._deaf:
+            return
+        self._header_bytes += len(name) + len(value)
+        self._num_headers += 1
+        if self._header_bytes > self._limits.max_header_bytes or self._num_headers > self._limits.max_headers:
+            self._headers_too_large()
+        elif self._in_head:  # and not in a trailer, which nobody reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._deaf:
+            return
+        self._in_head = False
+        self._overhead = 0
+        self._stop_timer()
+        if not self.url.startswith(b"/"):
+            self._refuse(400, "invalid_http", "the request target must be a path, such as /v1/models")
+            return
+        if self.parser.should_upgrade():
+            if any(name == b"transfer-encoding" for name, _ in self.headers):
+                self._refuse(400, "invalid_http", "a request with Upgrade needs a Content-Length")
+                return
+            self._plain_body = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+        self._server.refresh_date()
+        super().on_headers_complete()
+        self.cycle.transport = cast(asyncio.Transport, _SoftTransport(self))
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead = 0
+        if not self._deaf:
+            super().on_body(body)
+
+    def _take_plain_body(self, data: bytes) -> bytes:
+        piece, rest = data[: self._plain_body], data[self._plain_body :]
+        self._plain_body -= len(piece)
+        self.on_body(piece)
+        self.on_message_complete()
+        return rest
+
+    def on_message_complete(self) -> None:
+        if self._deaf or self._plain_body:
+            return
+        self._in_head = True
+        self._overhead = 0
+        self._stop_timer()
+        super().on_message_complete()
+        if self.cycle.response_complete:  # the rest of a body that nobody wanted
+            self.cycle.more_body = False
+            self._start_timer(self._limits.idle_timeout, self.finish)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        async def until_disconnected(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            except asyncio.CancelledError:
+                cycle.disconnected = True
+                self.finish()  # where the server cut it off, the end of the connection is all that can be said
+
+        self._task = self.loop.create_task(cycle.run_asgi(cast(Any, until_disconnected)))
+        self._task.add_done_callback(self.tasks.discard)
+        self.tasks.add(self._task)
+
+    # --- ends ---
+
+    def on_response_complete(self) -> None:
+        """The answer is written. Its request may still be on its way."""
+        super().on_response_complete()
+        if self.cycle.more_body and not self._deaf and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._start_timer(self._limits.linger_timeout, self.finish)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Close as soon as the client has read what it is owed, or takes too long to."""
+        self._stop_timer()
+        if not self.transport.is_closing():
+            self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._start_timer(self._limits.flush_timeout, self.transport.abort)
+
+    def finish_softly(self) -> None:
+        """The same, after a moment in which the client can stop sending."""
+        if self.transport.is_closing() or self._lingers:
+            return
+        self._deaf = self._lingers = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._start_timer(self._limits.linger_timeout, self.finish)
+
+    def _refuse(self, status: int, code: str, message: str, retry_after: str | None = None) -> None:
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # its handler must not write after us
+            if self._task is not None:
+                self._task.cancel()
+            if cycle.response_started:
+                self.transport.abort()
+                return
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        body = msgspec.json.encode(error_body(ApiError(status, message, code=code)))
+        head = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            f"x-request-id: req-{secrets.token_hex(16)}",
+            "connection: close",
+        ]
+        if retry_after is not None:
+            head.append(f"retry-after: {retry_after}")
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
+        self.finish_softly()
+
+    def _headers_too_large(self) -> None:
+        limits = self._limits
+        message = f"a request may have {limits.max_headers} headers of {limits.max_header_bytes:,} bytes in all"
+        self._refuse(431, "headers_too_large", message)
+
+    def _headers_too_late(self) -> None:
+        if self._overhead:
+            message = f"the headers did not arrive within {self._limits.header_timeout:g} s"
+            self._refuse(408, "request_timeout", message)
+        else:
+            self.finish()
+
+    def _start_timer(self, seconds: float, action: Callable[[], object]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, action)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _SoftTransport:
+    """The transport as an answer sees it: closing waits until the rest of the request has been thrown away."""
+
+    def __init__(self, protocol: HttpProtocol) -> None:
+        self._protocol = protocol
+
+    def write(self, data: bytes) -> None:
+        self._protocol.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._protocol.transport.is_closing()
+
+    def close(self) -> None:
+        if self._protocol.cycle.more_body:
+            self._protocol.finish_softly()
+        else:
+            self._protocol.finish()

@@ -1,0 +1,365 @@
+"""The life of a server: bind, load, serve, drain, and an exit code that says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.types import ASGIApp
+
+from chairlift.config import EngineConfig, ServerConfig
+from chairlift.engine.async_engine import AsyncEngine
+from chairlift.engine.info import EngineInfo
+from chairlift.errors import ConfigError, EngineDeadError
+from chairlift.loading import read_tokenizer
+from chairlift.server.app import make_app
+from chairlift.server.auth import check_exposure, load_keys
+from chairlift.server.http_protocol import HttpLimits, HttpServer
+from chairlift.server.state import ServerState
+from chairlift.server.status_line import StatusLine
+
+__all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names", "start_engine"]
+
+_logger: Final = logging.getLogger("chairlift.server")
+_LAST_WORDS_SECONDS: Final = 1.0
+"""For requests that were cut off to be told so."""
+_FLUSH_SECONDS: Final = 2.0
+_CHAT_TOKENS: Final = 2048
+_OTHER_FILES: Final = 256
+
+Progress = Callable[[str, float], None]
+StartEngine = Callable[[EngineConfig, ServerConfig, Progress], AsyncEngine]
+
+
+class ExitCode(enum.IntEnum):
+    """How a server ended."""
+
+    ANSWERED = 0
+    """Told to stop; everything that had been taken on was answered."""
+    CUT_OFF = 1
+    """Told to stop; some requests were cut off by the timeout or by a second signal."""
+    UNUSABLE = 2
+    """The settings, the model or the port cannot be used."""
+    ENGINE_DIED = 3
+    """The engine died and was not to be started again."""
+
+
+class Stop:
+    """What the signals ask for, and the exit code: the first that is not 0 stays."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        """Take nothing new."""
+        self.now = asyncio.Event()
+        """Do not wait for what is left."""
+        self._code = ExitCode.ANSWERED
+
+    def signal(self) -> None:
+        """SIGTERM or SIGINT: the first drains, the second stops."""
+        (self.now if self.drain.is_set() else self.drain).set()
+
+    def fail(self, code: ExitCode) -> None:
+        if self._code is ExitCode.ANSWERED:
+            self._code = code
+
+    @property
+    def code(self) -> ExitCode:
+        return self._code
+
+
+def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress: Progress) -> AsyncEngine:
+    """An engine that begins to load, with what the server's settings say about it. Raises ConfigError."""
+    template = None
+    if config.chat_template is not None:
+        try:
+            template = Path(config.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"cannot read the chat template {config.chat_template}: {reason}") from None
+    return AsyncEngine.start(
+        engine_config,
+        read_tokenizer=read_tokenizer,
+        on_progress=on_progress,
+        restart=config.restart,
+        chat_template=template,
+        max_queued_requests=config.max_num_queued_reqs,
+        max_queued_tokens=config.max_num_queued_tokens,
+        queue_timeout=config.queue_timeout,
+        request_timeout=config.request_timeout,
+        health_timeout=config.health_timeout,
+    )
+
+
+async def serve(
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    *,
+    stop: Stop | None = None,
+    start_engine: StartEngine = start_engine,
+    make_app: Callable[[ServerState], ASGIApp] = make_app,
+    announce: Callable[[str], None] | None = None,
+) -> int:
+    """Serve until told to stop; returns an :class:`ExitCode`.
+
+    The port is taken before the model is loaded: until then, requests are answered 503. ``announce`` gets the banner
+    when the server is ready; by default it is printed. With ``stop`` given, signals are left alone. Raises ConfigError
+    or ModelLoadError when the settings, the port or the model cannot be used.
+    """
+    keys = load_keys(config)
+    sock = bind(config, keys)
+    url = _url(sock)
+    try:
+        _raise_file_limit(config.max_connections)
+        progress = _Progress()
+        engine = start_engine(engine_config, config, progress)
+        progress("starting the engine", 0.0)
+    except BaseException:
+        sock.close()
+        raise
+    state = ServerState(config, engine, served_names(config, engine_config), api_keys=keys, started_at=int(time.time()))
+    limits = HttpLimits(max_connections=config.max_connections, flush_timeout=config.stall_timeout)
+    server = HttpServer(make_app(state), limits, lambda: engine.stats.rejected.update(("connections",)))
+    with contextlib.ExitStack() as stack:
+        if stop is None:
+            stop = Stop()
+            stack.enter_context(_signals(stop))
+        try:
+            await server.start(sock)
+            return await _run(state, server, stop, lambda: (announce or _print)(_ready(state, url, progress)))
+        finally:
+            progress.end()
+            await engine.shutdown()
+            await _finished(server.requests(), _LAST_WORDS_SECONDS)
+            await server.close(_FLUSH_SECONDS)
+
+
+async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Callable[[], None]) -> int:
+    """From LOADING to the end of the drain."""
+    engine = state.engine
+    try:
+        if await _first(engine.wait_ready(), stop.drain.wait()) == 0:
+            announce()
+            with _reporting(state):
+                await _first(stop.drain.wait(), engine.stopped.wait())
+    except EngineDeadError as error:
+        _logger.error("the engine died while it was starting: %s", error)
+        stop.fail(ExitCode.ENGINE_DIED)
+    if not stop.drain.is_set():
+        if stop.code is ExitCode.ANSWERED:
+            _logger.error("the engine died, and restart is off: %s", engine.failure)
+        stop.fail(ExitCode.ENGINE_DIED)
+        state.draining = True
+        return stop.code
+    num_left = await drain(state, server, stop)
+    if engine.stopped.is_set():
+        _logger.error("the engine died before everything was answered: %s", engine.failure)
+        stop.fail(ExitCode.ENGINE_DIED)
+    elif num_left:
+        _logger.warning("stopped; %d requests were cut off", num_left)
+        stop.fail(ExitCode.CUT_OFF)
+    else:
+        _logger.info("stopped; everything was answered")
+    return stop.code
+
+
+async def drain(state: ServerState, server: HttpServer, stop: Stop) -> int:
+    """Admit nothing more, and wait for what there is; returns how many requests are left unanswered.
+
+    Ends when all are answered, after ``shutdown_timeout`` seconds, or when ``stop.now`` is set.
+    Connections are accepted all the while, so that clients are told to go elsewhere instead of finding nobody.
+    """
+    state.draining = True
+    pending = server.requests()
+    timeout = state.config.shutdown_timeout
+    if pending:
+        _logger.info("finishing %d requests within %g s; a second signal stops at once", len(pending), timeout)
+        await _first(_finished(pending, timeout), stop.now.wait())
+    return sum(not task.done() for task in pending)
+
+
+def bind(config: ServerConfig, keys: tuple[str, ...]) -> socket.socket:
+    """A socket bound to the host and port of the settings. Raises ConfigError when that is impossible, or unsafe."""
+    host = config.host if config.host != "*" else "0.0.0.0"
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise ConfigError(f"host {config.host!r} has no address; give an address, or a name of this machine") from None
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    check_exposure(str(address[0]), keys, config.insecure)
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)  # here, not later: only now is the port known to be free
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on port {config.port} of {config.host}: {error.strerror}; "
+            "stop who uses it, or choose another with --port (0 takes a free one)"
+        ) from None
+    sock.setblocking(False)
+    return sock
+
+
+def served_names(config: ServerConfig, engine_config: EngineConfig) -> tuple[str, ...]:
+    """The names that clients may ask for: those of the settings, or the model's own (a directory's last part)."""
+    if config.served_model_name:
+        return tuple(dict.fromkeys(config.served_model_name))
+    model = str(engine_config.model.model)
+    path = Path(model)
+    return (path.resolve().name or model,) if path.is_dir() else (model,)
+
+
+def banner(state: ServerState, info: EngineInfo, url: str) -> str:
+    """What a person who has just started a server wants to know."""
+    config, engine = state.config, state.engine
+    length = min(_CHAT_TOKENS, info.max_model_len)
+    chats = min(info.capacity_tokens // length, info.max_num_seqs)
+    room = (
+        f"about {chats:,} chats of {length:,} tokens at once" if chats else f"less than one chat of {length:,} tokens"
+    )
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if state.api_keys else ""
+    body = (
+        f'{{"model": "{state.model_names[0]}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    )
+    lines = (
+        ("model", f"{', '.join(state.model_names)}, up to {info.max_model_len:,} tokens per request"),
+        ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {info.dtype}"),
+        ("capacity", f"{room} ({info.capacity_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
+        ("step", f"up to {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens"),
+        ("queue", f"up to {engine.max_queued_requests:,} requests and {engine.max_queued_tokens:,} prompt tokens"),
+        (
+            "limits",
+            f"{config.max_connections:,} connections, {config.max_body_bytes / 2**20:g} MiB per body, "
+            f"{config.request_timeout:g} s per request",
+        ),
+        ("access", "with an API key" if state.api_keys else "without an API key"),
+    )
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(
+        (
+            f"Chairlift is ready at {url}",
+            *(f"  {name:<{width}}  {text}" for name, text in lines),
+            f"  chat in the browser: {url}/   endpoints: {url}/docs   to stop: Ctrl-C (twice: at once)",
+            "try:",
+            f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'",
+        )
+    )
+
+
+def _ready(state: ServerState, url: str, progress: _Progress) -> str:
+    progress.end()
+    _logger.info("ready at %s", url)
+    info = state.engine.info
+    return banner(state, info, url) if info is not None else f"Chairlift is ready at {url}"
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def _url(sock: socket.socket) -> str:
+    """How to reach the socket from this machine."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Progress:
+    """Loading, on a terminal as one line that is written over, in a log as one line per phase."""
+
+    def __init__(self) -> None:
+        self._label = ""
+        self._terminal = sys.stderr.isatty()
+        self._open = False
+
+    def __call__(self, label: str, share: float) -> None:
+        if self._terminal:
+            print(f"\r\x1b[K{label} {share:4.0%}", end="", file=sys.stderr, flush=True)
+            self._open = True
+        elif label != self._label:
+            _logger.info("%s", label)
+        self._label = label
+
+    def end(self) -> None:
+        if self._open:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._open = False
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+async def _first(*awaitables: Awaitable[Any]) -> int:
+    """The number of the one that ends first, its error raised; the others are cancelled."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    index = min(index for index, task in enumerate(tasks) if task in done)
+    tasks[index].result()
+    return index
+
+
+async def _finished(tasks: set[asyncio.Task[None]], timeout: float) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=timeout)
+
+
+@contextlib.contextmanager
+def _reporting(state: ServerState) -> Iterator[None]:
+    """Status lines in the log, as long as the block runs."""
+    task = asyncio.create_task(_report(state)) if state.config.status_interval else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+
+
+async def _report(state: ServerState) -> None:
+    engine = state.engine
+    status = StatusLine(engine.stats, time.monotonic())
+    while True:
+        await asyncio.sleep(state.config.status_interval)
+        line = status.next(engine.stats, num_waiting=engine.num_queued, now=time.monotonic())
+        if line is not None:
+            _logger.log(*line)
+
+
+@contextlib.contextmanager
+def _signals(stop: Stop) -> Iterator[None]:
+    """SIGTERM and SIGINT go to ``stop`` as long as the block runs. The main thread's event loop must be running."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, stop.signal)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _raise_file_limit(max_connections: int) -> None:
+    """Each connection takes a file descriptor; where the system allows more than it gives, take them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if most < wanted:
+            _logger.warning("this process may open %d files, too few for %d connections", most, max_connections)

@@ -1,0 +1,129 @@
+"""Reading a request's JSON body, with an end to its size, its time and its depth."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+
+from chairlift.server.errors import ApiError
+
+__all__ = ["parse_json", "read_json"]
+
+_MAX_DEPTH: Final = 64
+_READ_SECONDS: Final = 30.0
+_MAX_DIGITS: Final = 40
+"""Digits of a whole number; far more than any field takes, few enough to be converted at once."""
+
+
+async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: float = _READ_SECONDS) -> dict[str, Any]:
+    """The JSON object in the body.
+
+    Raises ApiError: 415 when the body is not declared as plain ``application/json``, 413 as soon as it is longer than
+    ``max_body_bytes``, 408 when it takes more than ``timeout`` seconds to arrive, and 400 when it is not a JSON object
+    (see :func:`parse_json`).
+    """
+    _check_headers(request)
+    limit = request.app.state.server.config.max_body_bytes
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > limit:
+        raise _too_long(limit)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise _too_long(limit)
+    except TimeoutError:
+        message = f"the body did not arrive within {timeout:g} s; send it faster, or shorten it"
+        raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
+    return parse_json(bytes(body), max_depth=max_depth)
+
+
+def parse_json(body: bytes, *, max_depth: int = _MAX_DEPTH) -> dict[str, Any]:
+    """A JSON object, read strictly.
+
+    Raises ApiError 400 for what RFC 8259 does not know or leaves open: text that is not UTF-8, halves of surrogate
+    pairs, NaN and infinities, numbers that no double holds, a name twice in one object, more than one value, and
+    objects and lists nested more than ``max_depth`` deep.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    except (ValueError, msgspec.MsgspecError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise _invalid(f"the body is not valid JSON: {reason}") from None
+    if not isinstance(value, dict):
+        raise _invalid(f"the body must be a JSON object such as {{...}}, got {_JSON_NAMES[type(value)]}")
+    _check_depth(value, max_depth)
+    _check_names(body)
+    return value
+
+
+def _check_headers(request: Request) -> None:
+    kinds = request.headers.getlist("content-type")
+    kind, *parameters = (part.strip().lower() for part in (kinds[0] if len(kinds) == 1 else "").split(";"))
+    if kind != "application/json" or any(p not in ("", "charset=utf-8", 'charset="utf-8"') for p in parameters):
+        message = "the body must be JSON; send the header Content-Type: application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        message = "compressed bodies are not supported; send the body as it is, without Content-Encoding"
+        raise ApiError(415, message, code="unsupported_content_encoding")
+
+
+def _check_depth(value: Any, max_depth: int) -> None:
+    """Level by level, without recursion."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise _too_deep(max_depth)
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if type(parent) is dict else parent)
+            if type(child) is dict or type(child) is list
+        ]
+
+
+def _check_names(body: bytes) -> None:
+    """A name that stands twice means one thing to this reader and another to the next."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        if len(pairs) != len({name for name, _ in pairs}):
+            raise _invalid("the body has an object with the same name twice; give each field once")
+
+    json.loads(body, object_pairs_hook=check, parse_int=_whole)
+
+
+def _whole(digits: str) -> None:
+    if len(digits) > _MAX_DIGITS:
+        raise _invalid(f"the body has a number of {len(digits)} digits; {_MAX_DIGITS} are allowed")
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_json")
+
+
+def _too_deep(max_depth: int) -> ApiError:
+    return _invalid(f"the body nests objects and lists more than {max_depth} deep; flatten it")
+
+
+def _too_long(limit: int) -> ApiError:
+    message = f"the body is longer than {limit:,} bytes; shorten it, or start the server with a larger --max-body-bytes"
+    return ApiError(413, message, code="body_too_large")
+
+
+_JSON_NAMES: Final[dict[type, str]] = {
+    list: "a list",
+    str: "text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}

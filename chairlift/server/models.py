@@ -1,0 +1,93 @@
+"""GET /v1/models: what is served, and under which names."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from chairlift.engine.info import EngineInfo
+from chairlift.errors import EngineDeadError
+from chairlift.server.errors import ApiError
+from chairlift.server.state import ServerState
+from chairlift.server.streaming import json_response
+
+__all__ = ["ModelCard", "ModelList", "check_model", "engine_info", "routes"]
+
+_BITS: Final = (
+    "the same prompt, settings and seed give the same tokens and log-probabilities, whatever else is in the batch"
+)
+_NOISE: Final = (
+    "the same prompt, settings and seed draw the same noise, but sums may round differently in another batch: long"
+    " answers can differ"
+)
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """One name of the model."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "chairlift"
+    root: str
+    """The first of the model's names."""
+    parent: str | None = None
+    max_model_len: int | None = None
+    """Prompt and answer together, in tokens; null while the model loads."""
+    deterministic: bool | None = None
+    determinism: str | None = None
+    """What is promised, in words."""
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """All names."""
+
+    object: str = "list"
+    data: list[ModelCard]
+
+
+def check_model(state: ServerState, name: str | None) -> str:
+    """The name that answers carry. No name is any name. Raises ApiError 404 for one that is not served."""
+    if name is not None and name not in state.model_names:
+        served = ", ".join(state.model_names)
+        message = f"the model {name!r:.100} is not served here; ask for {served}"
+        raise ApiError(404, message, code="model_not_found", param="model")
+    return state.model_names[0]
+
+
+def engine_info(state: ServerState) -> EngineInfo:
+    """What is known of a loaded engine. Raises EngineDeadError before it is."""
+    if state.engine.info is None:
+        raise EngineDeadError(f"the engine is {state.engine.state}; try again when GET /ready says so")
+    return state.engine.info
+
+
+def _card(state: ServerState, name: str) -> ModelCard:
+    card = ModelCard(id=name, created=state.started_at, root=state.model_names[0])
+    info = state.engine.info
+    if info is not None:
+        card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
+        card.determinism = _BITS if info.deterministic else _NOISE
+    return card
+
+
+async def _list_models(request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    return json_response(ModelList(data=[_card(state, name) for name in state.model_names]))
+
+
+async def _get_model(request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    name = request.path_params["name"]
+    check_model(state, name)
+    return json_response(_card(state, name))
+
+
+routes: Final = [
+    Route("/v1/models", _list_models, methods=["GET"]),
+    Route("/v1/models/{name:path}", _get_model, methods=["GET"]),
+]

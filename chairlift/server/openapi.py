@@ -1,0 +1,167 @@
+"""GET /openapi.json: the document is made from the types that requests are checked with and replies are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from chairlift.server.chat import ChatCompletion
+from chairlift.server.completions import TextCompletion
+from chairlift.server.models import ModelCard, ModelList
+from chairlift.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from chairlift.server.state import ServerState
+from chairlift.server.streaming import json_response
+from chairlift.server.tokens import DetokenizeReply, TokenizeReply
+from chairlift.version import __version__
+
+__all__ = ["ErrorReply", "document", "routes"]
+
+
+class ErrorObject(msgspec.Struct, kw_only=True):
+    """What went wrong and what to do."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct, kw_only=True):
+    """Every reply that is not a success."""
+
+    error: ErrorObject
+
+
+class StatusReply(msgspec.Struct, kw_only=True):
+    """How the server is."""
+
+    status: str
+    reason: str | None = None
+
+
+class VersionReply(msgspec.Struct, kw_only=True):
+    """What runs."""
+
+    version: str
+
+
+class LoadReply(msgspec.Struct, kw_only=True):
+    """Requests in progress, and where they are."""
+
+    server_load: int
+    running: int
+    waiting: int
+
+
+_STATUSES: Final = {
+    400: "The request is not valid; the message says what to change",
+    401: "The API key is missing or wrong",
+    404: "There is no such model",
+    408: "The body took too long",
+    413: "The body is too long",
+    415: "The body is not JSON",
+    421: "The Host header names another server",
+    429: "Too much waits; Retry-After says when to come again",
+    500: "The server made a mistake",
+    503: "Not now: loading, shutting down, or too slow; Retry-After says when to come again",
+}
+_ALWAYS: Final = (400, 401, 421, 500, 503)
+_WITH_BODY: Final = (404, 408, 413, 415)
+_TYPES: Final = (
+    *(ChatRequest, ChatCompletion, CompletionRequest, TextCompletion, TokenizeRequest, TokenizeReply),
+    *(DetokenizeRequest, DetokenizeReply, ModelList, ModelCard, ErrorReply, StatusReply, VersionReply, LoadReply),
+)
+
+
+def document(state: ServerState) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of this server."""
+    _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+    paths = {
+        "/v1/chat/completions": _post("Answer a conversation", ChatRequest, ChatCompletion, streams=True),
+        "/v1/completions": _post("Continue one or more prompts", CompletionRequest, TextCompletion, streams=True),
+        "/tokenize": _post("Token ids of a prompt or of messages", TokenizeRequest, TokenizeReply),
+        "/detokenize": _post("The text of token ids", DetokenizeRequest, DetokenizeReply),
+        "/v1/models": _get("The names of the model", ModelList),
+        "/v1/models/{name}": _get("One of them", ModelCard, (404,), [_NAME_PARAMETER]),
+        "/health": _status("Whether requests make progress"),
+        "/ping": _status("The same"),
+        "/ready": _status("Whether new requests are taken"),
+        "/version": _get("What runs", VersionReply),
+        "/load": _get("How much there is to do", LoadReply),
+        "/metrics": _get("Metrics in Prometheus' text format", None),
+        "/openapi.json": {"get": _operation("This document", {"application/json": {"schema": {"type": "object"}}})},
+    }
+    out: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Chairlift",
+            "version": __version__,
+            "description": "OpenAI-compatible inference with continuous batching.",
+        },
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+    if state.api_keys:
+        out["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        out["security"] = [{"bearer": []}]
+        for path in ("/health", "/ready"):
+            paths[path]["get"]["security"] = []
+    return out
+
+
+_NAME_PARAMETER: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def _ref(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{struct_type.__name__}"}}}
+
+
+def _operation(summary: str, content: dict[str, Any], statuses: Sequence[int] = ()) -> dict[str, Any]:
+    responses: dict[str, Any] = {"200": {"description": "Success", "content": content}}
+    for status in sorted({*_ALWAYS, *statuses}):
+        responses[str(status)] = {"description": _STATUSES[status], "content": _ref(ErrorReply)}
+    return {"summary": summary, "responses": responses}
+
+
+def _post(
+    summary: str, body: type[msgspec.Struct], reply: type[msgspec.Struct], streams: bool = False
+) -> dict[str, Any]:
+    content = _ref(reply)
+    if streams:
+        content["text/event-stream"] = {}  # each event is a chunk of the reply; OpenAPI 3.1 cannot say so
+    operation = _operation(summary, content, (*_WITH_BODY, 429))
+    operation["requestBody"] = {"required": True, "content": _ref(body)}
+    return {"post": operation}
+
+
+def _get(
+    summary: str,
+    reply: type[msgspec.Struct] | None,
+    statuses: Sequence[int] = (),
+    parameters: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    content = {"text/plain": {"schema": {"type": "string"}}} if reply is None else _ref(reply)
+    operation = _operation(summary, content, statuses)
+    if parameters:
+        operation["parameters"] = list(parameters)
+    return {"get": operation}
+
+
+def _status(summary: str) -> dict[str, Any]:
+    """An endpoint that says the same in both cases, for machines that look at the status only."""
+    operation = _operation(summary, _ref(StatusReply))
+    schemas = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (StatusReply, ErrorReply)]
+    operation["responses"]["503"]["content"] = {"application/json": {"schema": {"anyOf": schemas}}}
+    return {"get": operation}
+
+
+async def _openapi(request: Request) -> Response:
+    return json_response(document(request.app.state.server))
+
+
+routes: Final = [Route("/openapi.json", _openapi, methods=["GET"])]

@@ -1,0 +1,71 @@
+"""The page at ``/``, a chat, and at ``/docs``, what ``/openapi.json`` says: one static file that asks for nothing else.
+
+It has no data of its own. With API keys set, ``/`` stays open and the page asks for a key, which it keeps for the tab
+and sends with its requests; ``/docs`` needs the key as every other path does, and ``/#api`` shows the same. Its only
+style and its only script are allowed by their SHA-256, so that nothing a model or a client writes can run in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import re
+from importlib import resources
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+__all__ = ["content_security_policy", "page", "routes"]
+
+_BLOCK: Final = re.compile(r"<(?P<tag>script|style)>(?P<content>.*?)</(?P=tag)>", re.DOTALL)
+
+
+@functools.cache
+def page() -> str:
+    """The HTML file."""
+    return resources.files("chairlift.server").joinpath("static/page.html").read_text(encoding="utf-8")
+
+
+def content_security_policy(html: str) -> str:
+    """A policy that allows the inline styles and scripts ``html`` has now, and requests to its own server."""
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    for block in _BLOCK.finditer(html):
+        digest = hashlib.sha256(block["content"].encode()).digest()
+        hashes[block["tag"]].append(f"'sha256-{base64.b64encode(digest).decode()}'")
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(hashes["script"]) or "'none'",
+        "style-src": " ".join(hashes["style"]) or "'none'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+@functools.cache
+def _answer() -> tuple[bytes, dict[str, str]]:
+    html = page()
+    headers = {
+        "content-security-policy": content_security_policy(html),
+        "cache-control": "no-cache",
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",
+    }
+    return html.encode(), headers
+
+
+async def _show(request: Request) -> Response:
+    content, headers = _answer()
+    return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+
+
+routes: list[Route] = [Route("/", _show, methods=["GET"]), Route("/docs", _show, methods=["GET"])]

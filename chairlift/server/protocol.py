@@ -1,0 +1,445 @@
+"""What a request body may hold: the OpenAI fields, vLLM's extensions, a type and bounds for each.
+
+The rule for fields that are known but not served: a value that asks for what happens anyway (null, false, an empty list
+or object, the values named below) is accepted. Of the others, a hint is ignored, because the answer is still an answer
+to what was asked, and the reply says so in a header (``Warning: 299 chairlift "ignored: user"``). A value without which
+the answer would be an answer to another question is refused with status 400. Fields that nobody knows are ignored like
+hints. ``user`` and ``request_id`` are never keys of anything.
+
+===================  ================================================================================================
+What happens         Fields
+===================  ================================================================================================
+supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage``, ``continuous_usage_stats``),
+                     ``max_tokens``, ``temperature``, ``top_p``, ``n``, ``stop``, ``seed``, ``presence_penalty``,
+                     ``frequency_penalty``, ``logit_bias``, ``logprobs``, ``top_k``, ``min_p``, ``repetition_penalty``,
+                     ``min_tokens``, ``ignore_eos``, ``stop_token_ids``, ``bad_words``, ``allowed_token_ids``,
+                     ``include_stop_str_in_output``, ``skip_special_tokens``, ``prompt_logprobs`` (not with
+                     ``stream``), ``truncate_prompt_tokens``, ``return_token_ids``, ``return_tokens_as_token_ids``,
+                     ``priority``, ``cache_salt``, ``queue_timeout`` (ours: seconds)
+supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
+                     ``continue_final_message``, ``chat_template_kwargs``
+supported, texts     ``prompt``, ``echo``, ``best_of`` (not with ``stream``), ``add_special_tokens``
+ignored              ``user``, ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
+                     ``parallel_tool_calls``, ``reasoning_effort``, ``verbosity``, ``prediction``,
+                     ``prompt_cache_key``, ``prompt_cache_retention``, ``separate_reasoning``, ``include_reasoning``,
+                     ``spaces_between_special_tokens``, ``mm_processor_kwargs``
+refused              ``tools``, ``functions``, ``tool_choice`` and ``function_call`` but ``none``, ``response_format``
+                     but type ``text``, ``structured_outputs``, ``guided_json``, ``guided_regex``, ``guided_choice``,
+                     ``guided_grammar``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
+                     ``service_tier`` but ``auto`` and ``default``, ``chat_template``, ``documents``, ``lora_path``,
+                     ``kv_transfer_params``, ``prompt_embeds``, ``logits_processors``, ``use_beam_search``,
+                     ``length_penalty`` but 1, ``thinking_token_budget``, ``suffix``; and where the other endpoint has
+                     the field: ``echo``, ``best_of``, ``add_special_tokens``, ``max_completion_tokens``,
+                     ``top_logprobs``, ``continue_final_message``, ``chat_template_kwargs``
+===================  ================================================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+import msgspec.inspect
+from msgspec import Meta
+
+from chairlift.errors import RequestError
+from chairlift.sampling_params import SamplingLimits, SamplingParams
+from chairlift.server.errors import ApiError
+
+__all__ = [
+    "REFUSED",
+    "ChatRequest",
+    "CompletionRequest",
+    "ContentPart",
+    "DetokenizeRequest",
+    "GenerationRequest",
+    "Message",
+    "StreamOptions",
+    "TokenizeRequest",
+    "no_prompt_logprobs_in_stream",
+    "parse",
+    "sampling_params",
+    "template_variables",
+    "warning_headers",
+]
+
+_LIMITS: Final = SamplingLimits()
+_INT32: Final = 2**31 - 1
+_MAX_MESSAGES: Final = 1024
+_MAX_PROMPTS: Final = 64
+_MAX_IDS: Final = 2**20
+"""Most token ids in one list. The longest body holds more than most models take; this bounds the rest."""
+
+TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
+PromptItem = str | TokenId | list[TokenId]
+StopString = Annotated[str, Meta(min_length=1, max_length=_LIMITS.max_stop_length)]
+ModelName = Annotated[str, Meta(max_length=256)]
+CacheSalt = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{0,64}$")]
+Scalar = (
+    Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    | Annotated[float, Meta(ge=-1e300, le=1e300)]
+    | Annotated[str, Meta(max_length=4096)]
+    | bool
+    | None
+)
+VariableName = Annotated[str, Meta(pattern="^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+TemplateVariables = Annotated[dict[VariableName, Scalar], Meta(max_length=32)]
+LogitBias = Annotated[
+    dict[Annotated[str, Meta(pattern="^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=_LIMITS.max_logit_bias),
+]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What else a stream carries."""
+
+    include_usage: bool | None = None
+    """A last chunk with the usage of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What chat and text completions have in common. ``null`` is the same as leaving a field out."""
+
+    model: ModelName | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=_LIMITS.max_stop_strings)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: LogitBias | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=_LIMITS.max_token_id_list)] | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=_LIMITS.max_bad_words)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=_MAX_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=_LIMITS.max_logprobs)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    """Keep this many tokens of the prompt's end; -1 keeps what leaves room for the answer."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens as ``token_id:17`` in logprobs, so that no two look the same."""
+    priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
+    cache_salt: CacheSalt | None = None
+    """Only requests with the same salt share cached prompts."""
+    queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
+    """Seconds to wait for the first step before giving up."""
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message; only text is served."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    text: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One message of a conversation."""
+
+    role: Annotated[str, Meta(max_length=64)]
+    """system, developer (read as system), user or assistant."""
+    content: str | Annotated[list[ContentPart], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
+    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)]
+    max_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
+    """The newer name of max_tokens; it wins over it. Without either: as many as fit."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=_LIMITS.max_logprobs)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | Annotated[list[PromptItem], Meta(min_length=1, max_length=_MAX_IDS)]
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    max_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
+    """16 when left out. 0 goes with echo: the prompt and its log-probabilities."""
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
+    add_special_tokens: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt. Raises ApiError for mixed lists and for more prompts, or answers, than are allowed."""
+        prompts = _prompts(self.prompt)
+        answers = max(self.n or 1, self.best_of or 1)
+        if len(prompts) > _MAX_PROMPTS or len(prompts) * answers > _MAX_PROMPTS:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with {answers} answers each were asked for; a call takes at most"
+                f" {_MAX_PROMPTS} prompts and {_MAX_PROMPTS} answers in all: split it",
+                code="invalid_value",
+                param="prompt",
+            )
+        return prompts
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /tokenize: a prompt, or messages."""
+
+    model: ModelName | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    """For a prompt only: the chat template writes its own."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /detokenize."""
+
+    model: ModelName | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=2**18)]
+
+
+_TOOLS: Final = "tools are not supported yet; leave it out"
+_GRAMMAR: Final = "answers cannot be held to a format yet; leave it out and ask for the format in the prompt"
+_CHAT_ONLY: Final = "it belongs to /v1/chat/completions; leave it out"
+_TEXT_ONLY: Final = "it belongs to /v1/completions; leave it out"
+
+REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+    "tools": ((), _TOOLS),
+    "functions": ((), _TOOLS),
+    "tool_choice": (("none",), _TOOLS),
+    "function_call": (("none",), _TOOLS),
+    "response_format": (({"type": "text"},), _GRAMMAR),
+    "structured_outputs": ((), _GRAMMAR),
+    "guided_json": ((), _GRAMMAR),
+    "guided_regex": ((), _GRAMMAR),
+    "guided_choice": ((), _GRAMMAR),
+    "guided_grammar": ((), _GRAMMAR),
+    "modalities": ((["text"],), 'answers are text; leave it out or send ["text"]'),
+    "audio": ((), "answers are text; leave it out"),
+    "web_search_options": ((), "the server looks nothing up; leave it out"),
+    "store": ((), "nothing is stored; leave it out"),
+    "service_tier": (("auto", "default"), "there is one tier; leave it out or send auto"),
+    "chat_template": ((), "templates come from the model or the operator, not from requests; leave it out"),
+    "documents": ((), "put the documents into the messages"),
+    "lora_path": ((), "adapters are not supported yet; leave it out"),
+    "kv_transfer_params": ((), "the cache takes nothing from outside; leave it out"),
+    "prompt_embeds": ((), "prompts are text or token ids; leave it out"),
+    "logits_processors": ((), "requests cannot bring code; leave it out"),
+    "use_beam_search": ((), "beam search is not supported; use best_of or n"),
+    "length_penalty": ((1,), "it belongs to beam search, which is not supported; leave it out"),
+    "thinking_token_budget": ((), "thinking is not told apart from the answer; use max_tokens"),
+    "suffix": (("",), "text cannot be inserted before a suffix; leave it out, or lay the prompt out yourself"),
+    "echo": ((), _TEXT_ONLY),
+    "best_of": ((1,), _TEXT_ONLY),
+    "add_special_tokens": ((), "the chat template writes its own special tokens; leave it out"),
+    "max_completion_tokens": ((), "it belongs to /v1/chat/completions; use max_tokens"),
+    "top_logprobs": ((), "it belongs to /v1/chat/completions; give logprobs a number"),
+    "continue_final_message": ((), _CHAT_ONLY),
+    "chat_template_kwargs": ((), _CHAT_ONLY),
+}
+"""Field -> (values that ask for what happens anyway, what to do). Looked at where the body's type has no such field."""
+
+_SAMPLING: Final = (
+    *("n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids"),
+    *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs", "priority"),
+)
+"""Fields that mean the same in SamplingParams."""
+
+_RESERVED_VARIABLES: Final = frozenset(
+    ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+)
+_repr: Final = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 60
+_repr.maxlevel = 2
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]]:
+    """The request, and the names of fields that are ignored.
+
+    Raises ApiError 400 whose ``param`` is the path of the field (``messages[0].role``) and whose message says what was
+    given and what is allowed.
+    """
+    known = _field_names(struct_type)
+    ignored = []
+    for name, value in body.items():
+        if name in known or value is None:
+            continue
+        if name not in REFUSED:
+            ignored.append(name)
+        elif value and value not in REFUSED[name][0]:
+            message = f"{name} is {_repr.repr(value)}, which is not supported: {REFUSED[name][1]}"
+            raise ApiError(400, message, code="unsupported_parameter", param=name)
+    try:
+        request = msgspec.convert(body, struct_type)
+    except msgspec.ValidationError as error:
+        raise _readable(struct_type, body, str(error)) from None
+    ignored += _ignored_inside(struct_type, body)
+    return request, ignored
+
+
+def warning_headers(ignored: Sequence[str]) -> dict[str, str]:
+    """The header that names ignored fields; none when there are none."""
+    if not ignored:
+        return {}
+    names = [name for name in ignored if _HEADER_NAME.fullmatch(name)][:16]
+    if len(names) < len(ignored):
+        names.append(f"and {len(ignored) - len(names)} more")
+    return {"warning": f'299 chairlift "ignored: {", ".join(names)}"'}
+
+
+def sampling_params(request: GenerationRequest, **fields: Any) -> SamplingParams:
+    """The request's sampling settings, with ``fields`` over them. Raises ApiError, naming the field."""
+    given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
+    try:
+        return SamplingParams(**{**given, **fields})
+    except RequestError as error:
+        first = str(error).split(" ", 1)[0]
+        raise ApiError(400, str(error), code="invalid_value", param=first if first in _SAMPLING else None) from None
+
+
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``chat_template_kwargs``, checked: none of the names that requests set otherwise. Raises ApiError."""
+    variables = dict(given or {})
+    taken = sorted(_RESERVED_VARIABLES & set(variables))
+    if taken:
+        message = f"chat_template_kwargs cannot set {', '.join(taken)}; leave it out, or use the field of that name"
+        raise ApiError(400, message, code="invalid_value", param="chat_template_kwargs")
+    return variables
+
+
+def no_prompt_logprobs_in_stream(request: GenerationRequest) -> None:
+    """Raise ApiError: a stream has no place for them."""
+    if request.stream and request.prompt_logprobs is not None:
+        message = "prompt_logprobs is not given in a stream; leave out stream or prompt_logprobs"
+        raise ApiError(400, message, code="invalid_value", param="prompt_logprobs")
+
+
+_HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if len(kinds) == 1:
+        return list(prompt)
+    raise ApiError(
+        400,
+        "prompt mixes texts, token ids and lists; send a text, a list of texts, a list of token ids, or a list of lists"
+        " of token ids",
+        code="invalid_type",
+        param="prompt",
+    )
+
+
+def _ignored_inside(struct_type: type[msgspec.Struct], body: Mapping[str, Any]) -> list[str]:
+    """Unknown names in messages and stream_options, which have the right form already."""
+    known, found = _field_names(struct_type), dict[str, None]()
+    for message in (body.get("messages") or ()) if "messages" in known else ():
+        found |= {f"messages.{name}": None for name, v in message.items() if v and name not in _field_names(Message)}
+    options = (body.get("stream_options") or {}) if "stream_options" in known else {}
+    found |= {f"stream_options.{name}": None for name in options if name not in _field_names(StreamOptions)}
+    return list(found)
+
+
+@functools.cache
+def _field_names(struct_type: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(struct_type.__struct_fields__)
+
+
+# --- what msgspec says about a bad value, in words --------------------------------------------------------------------
+
+_MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
+_PLACE: Final = re.compile(r" - at (`key` in )?`\$([^`]*)`$")
+_STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]|(\[\.\.\.\])")
+
+
+def _readable(struct_type: type[msgspec.Struct], body: Mapping[str, Any], text: str) -> ApiError:
+    place = _PLACE.search(text)
+    path = place[2].lstrip(".") if place else ""
+    missing = _MISSING.match(text)
+    if missing:
+        name = f"{path}.{missing[1]}" if path else missing[1]
+        return ApiError(400, f"{name} is missing; it is required", code="missing_required_parameter", param=name)
+    kind: Any = msgspec.inspect.type_info(struct_type)
+    value: Any = body
+    known = place is not None and not place[1]
+    for field, index, _ in _STEP.findall(place[2]) if place else ():
+        kind = _inner(kind, field)
+        value = value[field] if field else value[int(index)] if index else None
+        known = known and bool(field or index)
+    reason = text[: place.start()] if place else text
+    if not known or kind is None:
+        where = f"{'a name' if place and place[1] else 'a value'} in {path}" if path else "the body"
+        return ApiError(400, f"{where} is not allowed: {reason}", code="invalid_value", param=path or None)
+    code = "invalid_type" if ", got" in reason else "invalid_value"
+    return ApiError(400, f"{path} must be {_allowed(kind)}; got {_given(value)}", code=code, param=path)
+
+
+def _inner(kind: Any, field: str) -> Any:
+    """The type of a field, or of the items of a list."""
+    for option in getattr(kind, "types", (kind,)):
+        if field and isinstance(option, msgspec.inspect.StructType):
+            return next((each.type for each in option.fields if each.name == field), None)
+        if not field and isinstance(option, msgspec.inspect.ListType):
+            return option.item_type
+    return None
+
+
+def _given(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 6:
+        return f"a list of {len(value)}"
+    if isinstance(value, str) and len(value) > 60:
+        return f"a text of {len(value)} characters"
+    names = {True: "true", False: "false", None: "null"}
+    return names[value] if value is None or isinstance(value, bool) else _repr.repr(value)
+
+
+def _allowed(kind: Any) -> str:
+    """A type with its bounds, in words."""
+    types = msgspec.inspect
+    if isinstance(kind, types.UnionType):
+        words = [_allowed(option) for option in kind.types if not isinstance(option, types.NoneType)]
+        return " or ".join(words)
+    if isinstance(kind, (types.IntType, types.FloatType)):
+        noun = "a whole number" if isinstance(kind, types.IntType) else "a number"
+        low = f"above {kind.gt}, at most" if kind.gt is not None else f"from {kind.ge} to"
+        return f"{noun} {low} {kind.le}"
+    if isinstance(kind, types.StrType):
+        if kind.pattern:
+            return f"a text like {kind.pattern}"
+        if kind.max_length is None:
+            return "a text"
+        return f"a text of {kind.min_length or 0} to {kind.max_length} characters"
+    if isinstance(kind, (types.ListType, types.DictType)):
+        noun = "a list" if isinstance(kind, types.ListType) else "an object"
+        return noun if kind.max_length is None else f"{noun} of {kind.min_length or 0} to {kind.max_length} entries"
+    return "true or false" if isinstance(kind, types.BoolType) else "an object"

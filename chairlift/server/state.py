@@ -1,0 +1,30 @@
+"""What all endpoints share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from chairlift.config import ServerConfig
+
+if TYPE_CHECKING:
+    from chairlift.engine.async_engine import AsyncEngine
+
+__all__ = ["ServerState"]
+
+
+@dataclasses.dataclass(slots=True)
+class ServerState:
+    """One server. Endpoints find it at ``request.app.state.server``."""
+
+    config: ServerConfig
+    engine: AsyncEngine
+    model_names: tuple[str, ...]
+    """Names clients may ask for; the first is the one that answers carry."""
+    api_keys: tuple[str, ...] = ()
+    started_at: int = 0
+    """Unix time, for ``created`` in /v1/models."""
+    draining: bool = False
+    """The server finishes what it has and takes nothing new."""
+    num_in_progress: int = 0
+    """HTTP requests to /v1/* that have not been answered to the end."""

@@ -1,0 +1,423 @@
+"""From the engine's streams to answers: collected, or as server-sent events.
+
+The contract of a stream: a chunk per answer with the role (chat only), chunks with what is new, one chunk per answer
+with its ``finish_reason``, one with the usage and no choices when it was asked for, and ``[DONE]``. When something goes
+wrong on the way, an event with an error object ends the stream, without ``[DONE]``. Nothing is sent, not even a status,
+before there is something to say: what fails before the first token has its real status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from chairlift.engine.async_engine import OutputKind, OutputStream
+from chairlift.engine.info import EngineInfo
+from chairlift.errors import EngineDeadError, RequestError
+from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from chairlift.sampling_params import SamplingParams
+from chairlift.server.errors import ApiError, error_body, to_api_error
+from chairlift.server.protocol import GenerationRequest, StreamOptions
+from chairlift.server.state import ServerState
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = [
+    "Chunks",
+    "EventStream",
+    "Meter",
+    "PromptLogprob",
+    "PromptLogprobs",
+    "PromptTokensDetails",
+    "TokenTexts",
+    "Usage",
+    "abort_all",
+    "collect",
+    "finite",
+    "json_response",
+    "merge",
+    "prompt_logprobs",
+    "reply_head",
+    "start_stream",
+    "submit_all",
+    "truncate",
+]
+
+_log: Final = logging.getLogger(__name__)
+_encode: Final = msgspec.json.encode
+_LOWEST_LOGPROB: Final = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Part of :class:`Usage`."""
+
+    cached_tokens: int
+    """Prompt tokens read from the prefix cache."""
+
+
+class Usage(msgspec.Struct):
+    """Tokens read and delivered."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(msgspec.Struct):
+    """What the model thought of a token at a place in the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""One entry per prompt token, by token id; the first is null because nothing precedes it."""
+
+
+class Meter:
+    """Counts the tokens of one HTTP request, over all its prompts."""
+
+    def __init__(self, streams: Sequence[OutputStream]) -> None:
+        self._prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
+        self._cached = [0] * len(streams)
+        self._completion_tokens = 0
+
+    def note(self, prompt: int, output: RequestOutput) -> None:
+        """The answers in ``output`` are delivered."""
+        self._cached[prompt] = output.num_cached_tokens
+        for answer in output.outputs:
+            self._completion_tokens += len(answer.token_ids)
+
+    def usage(self) -> Usage:
+        read, written = self._prompt_tokens, self._completion_tokens
+        return Usage(read, written, read + written, PromptTokensDetails(sum(self._cached)))
+
+
+# --- the engine's side ------------------------------------------------------------------------------------------------
+
+
+def truncate(prompt: list[int], keep: int | None, info: EngineInfo, max_tokens: int | None) -> list[int]:
+    """The last ``keep`` tokens of a prompt; with -1 as many as leave room for the answer, with None all."""
+    if keep == -1:
+        keep = max(1, min(info.max_model_len, info.capacity_tokens + 1) - (max_tokens or 1))
+    return prompt if keep is None or keep >= len(prompt) else prompt[len(prompt) - keep :]
+
+
+async def submit_all(
+    state: ServerState,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    request: GenerationRequest,
+    *,
+    stream: bool,
+) -> list[OutputStream]:
+    """One stream per prompt: all of them, or what is wrong with one, which is named when there are several."""
+    streams: list[OutputStream] = []
+    kind = OutputKind.DELTA if stream else OutputKind.FINAL
+    try:
+        for index, prompt in enumerate(prompts):
+            try:
+                opened = await state.engine.submit(
+                    prompt, params, kind=kind, cache_salt=request.cache_salt or "", queue_timeout=request.queue_timeout
+                )
+            except RequestError as error:
+                raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None
+            streams.append(opened)
+    except BaseException:
+        abort_all(streams)
+        raise
+    return streams
+
+
+def abort_all(streams: Sequence[OutputStream]) -> None:
+    """End whatever has not ended."""
+    for stream in streams:
+        stream.abort()
+
+
+async def collect(streams: Sequence[OutputStream]) -> list[RequestOutput]:
+    """The whole answers, in the order of the prompts. However this ends, no request is left in the engine."""
+    outputs: list[RequestOutput] = []
+    try:
+        for stream in streams:
+            last = None
+            async for output in stream:
+                last = output
+            outputs.append(_whole(last))
+            for answer in outputs[-1].outputs:
+                _check_end(outputs[-1], answer)
+    finally:
+        abort_all(streams)
+    return outputs
+
+
+async def merge(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """(index of the stream, output) as outputs come. Of streams that have one, each gets its turn before any again."""
+    if len(streams) == 1:
+        output = None
+        async for output in streams[0]:
+            yield 0, output
+        _whole(output)
+        return
+    last: list[RequestOutput | None] = [None] * len(streams)
+    waiting = {asyncio.ensure_future(_next(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                output = task.result()
+                index = waiting.pop(task)
+                if output is None:
+                    _whole(last[index])
+                    continue
+                last[index] = output
+                waiting[asyncio.ensure_future(_next(streams[index]))] = index
+                yield index, output
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _next(stream: OutputStream) -> RequestOutput | None:
+    return await anext(stream, None)
+
+
+def _whole(last: RequestOutput | None) -> RequestOutput:
+    if last is None or not last.finished:
+        raise EngineDeadError("the request was cut off before its answer was complete; send it again")
+    return last
+
+
+def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
+    """Raise ApiError for an answer that ended in another way than its request asked for."""
+    if answer.finish_reason is FinishReason.ERROR:
+        reason = output.error or "its logits could not be used"
+        raise ApiError(500, f"the answer could not be generated: {reason}", code="generation_failed")
+    if answer.finish_reason is FinishReason.ABORT:
+        raise EngineDeadError("the request was cut off before its answer was complete; send it again")
+
+
+# --- what replies are made of -----------------------------------------------------------------------------------------
+
+
+def reply_head(prefix: str, model: str, info: EngineInfo) -> dict[str, Any]:
+    """The fields that replies and chunks begin with."""
+    return {
+        "id": f"{prefix}-{secrets.token_hex(16)}",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": info.fingerprint,
+    }
+
+
+def json_response(content: Any, headers: Mapping[str, str] | None = None) -> Response:
+    """A reply with status 200."""
+    return Response(_encode(content), headers=headers, media_type="application/json")
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, _LOWEST_LOGPROB)
+
+
+class TokenTexts:
+    """How tokens are written in log-probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids or tokenizer is None
+
+    def text(self, token_id: int, entry: Logprob) -> str:
+        """The token's own text, or ``token_id:17``."""
+        return f"token_id:{token_id}" if self._as_ids else entry.decoded_token or ""
+
+    def bytes(self, token_id: int, entry: Logprob) -> bytes:
+        """Its bytes; the text of a token with a part of a character does not say them."""
+        if self._tokenizer is not None and self._tokenizer.byte_decoding is not None:
+            return self._tokenizer.token_bytes(token_id, skip_special_tokens=False)
+        return (entry.decoded_token or "").encode()
+
+
+def prompt_logprobs(entries: Sequence[Mapping[int, Logprob] | None] | None, texts: TokenTexts) -> PromptLogprobs | None:
+    """The engine's, as a reply has them."""
+    if entries is None:
+        return None
+    return [
+        {str(i): PromptLogprob(finite(e.logprob), e.rank, texts.text(i, e)) for i, e in entry.items()}
+        if entry is not None
+        else None
+        for entry in entries
+    ]
+
+
+class Chunks(Protocol):
+    """Writes the events of one stream."""
+
+    def start(self) -> bytes:
+        """What comes before the first output."""
+
+    def chunk(self, prompt: int, output: RequestOutput) -> bytes:
+        """The events for one output of the prompt with this index; empty when there is nothing to say yet."""
+
+    def end(self) -> bytes:
+        """What comes after the last output."""
+
+
+class ChunkWriter:
+    """Base of :class:`Chunks`: the constant part of every event is encoded once.
+
+    ``head`` has the fields that all chunks share. Subclasses say what the choices are.
+    """
+
+    def __init__(self, head: Mapping[str, Any], options: StreamOptions | None, streams: Sequence[OutputStream]) -> None:
+        options = options or StreamOptions()
+        self.meter = Meter(streams)
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._continuous = bool(options.continuous_usage_stats)
+        self._include_usage = bool(options.include_usage)
+        self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
+
+    def start(self) -> bytes:
+        return b""
+
+    def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> list[bytes]:
+        """The JSON of the choices that an answer's news make, one per event."""
+        raise NotImplementedError
+
+    def chunk(self, prompt: int, output: RequestOutput) -> bytes:
+        self.meter.note(prompt, output)
+        events = []
+        for answer in output.outputs:
+            if answer.finish_reason is not None:
+                _check_end(output, answer)
+            events += [self.event(choice) for choice in self.choices(prompt, output, answer)]
+        return b"".join(events)
+
+    def event(self, choice: bytes, more: bytes = b"") -> bytes:
+        """One server-sent event; ``more`` is JSON that goes behind the choices."""
+        if self._continuous:
+            return self._head + choice + b"]" + more + b',"usage":' + _encode(self.meter.usage()) + b"}\n\n"
+        return self._head + choice + b"]" + more + self._tail
+
+    def end(self) -> bytes:
+        usage = self._head + b'],"usage":' + _encode(self.meter.usage()) + b"}\n\n" if self._include_usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+
+async def start_stream(
+    state: ServerState, streams: Sequence[OutputStream], chunks: Chunks, headers: Mapping[str, str]
+) -> EventStream:
+    """Wait for the first output, and make it the beginning of a stream. What goes wrong until then is raised."""
+    outputs = merge(streams)
+    try:
+        first = await anext(outputs, None)
+        if first is None:
+            raise EngineDeadError("the request was cut off before its answer began; send it again")
+        return EventStream(state, streams, outputs, chunks, chunks.start() + chunks.chunk(*first), headers)
+    except BaseException:
+        await outputs.aclose()
+        abort_all(streams)
+        raise
+
+
+class EventStream(Response):
+    """Server-sent events: one send per output of the engine, no task and no queue in between.
+
+    A reader who leaves its events unread for ``stall_timeout`` seconds is cut off. The engine does not wait for it
+    either: what comes meanwhile is one larger chunk later.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        state: ServerState,
+        streams: Sequence[OutputStream],
+        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+        chunks: Chunks,
+        first: bytes,
+        headers: Mapping[str, str],
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._state = state
+        self._streams = streams
+        self._outputs = outputs
+        self._chunks = chunks
+        self._first = first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = scope.get("state", {}).get("request_id", "")
+        watch = _StallWatch(self._state.config.stall_timeout, request_id)
+        try:
+            async with contextlib.aclosing(self._bodies(request_id)) as bodies:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for body in bodies:
+                    watch.begin()
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    watch.end()
+                watch.begin()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            watch.close()
+            abort_all(self._streams)
+
+    async def _bodies(self, request_id: str) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(self._outputs) as outputs:
+            try:
+                if self._first:
+                    yield self._first
+                async for prompt, output in outputs:
+                    body = self._chunks.chunk(prompt, output)
+                    if body:
+                        yield body
+                yield self._chunks.end()
+            except Exception as error:
+                content = error_body(to_api_error(error, self._state, request_id))
+                yield b"data: " + _encode(content) + b"\n\n"
+
+
+class _StallWatch:
+    """Cancels the current task when one send takes ``limit`` seconds: the server answers that by ending the connection,
+    and only that reaches a reader who reads nothing. One timer per stream; a timeout per send would cost more than
+    the send.
+    """
+
+    def __init__(self, limit: float, request_id: str) -> None:
+        self._limit = limit
+        self._request_id = request_id
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._since: float | None = None
+        self._timer = self._loop.call_later(limit, self._look)
+
+    def begin(self) -> None:
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        self._since = None
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now - since < self._limit:
+            self._timer = self._loop.call_at(since + self._limit, self._look)
+        elif self._task is not None:
+            _log.info("request %s: nobody read its answer for %g s; it is cut off", self._request_id, self._limit)
+            self._task.cancel()

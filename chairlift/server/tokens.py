@@ -1,0 +1,96 @@
+"""POST /tokenize and POST /detokenize: texts, conversations and token ids as the model sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from chairlift.server.chat import encode_messages
+from chairlift.server.errors import ApiError
+from chairlift.server.limits import read_json
+from chairlift.server.models import check_model, engine_info
+from chairlift.server.protocol import DetokenizeRequest, TokenizeRequest, parse, warning_headers
+from chairlift.server.state import ServerState
+from chairlift.server.streaming import json_response
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["DetokenizeReply", "TokenizeReply", "routes"]
+
+_MANY: Final = 4096
+"""More tokens than this are decoded on a thread, so that streams go on."""
+
+_T = TypeVar("_T")
+
+
+class TokenizeReply(msgspec.Struct, kw_only=True):
+    """Token ids, and how many fit."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    """The text of each token alone, where that was asked for."""
+
+
+class DetokenizeReply(msgspec.Struct, kw_only=True):
+    """The text, special tokens included."""
+
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a prompt or of messages."""
+    state: ServerState = request.app.state.server
+    asked, ignored = parse(TokenizeRequest, await read_json(request))
+    check_model(state, asked.model)
+    info = engine_info(state)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "send either prompt or messages", code="invalid_value", param="prompt")
+    tokenizer = _tokenizer(state)
+    if asked.prompt is None:
+        if asked.add_special_tokens:
+            message = "add_special_tokens goes with prompt; the chat template writes its own: leave it out"
+            raise ApiError(400, message, code="invalid_value", param="add_special_tokens")
+        ids = await encode_messages(state, asked)
+    else:
+        ids = await state.engine.encode(asked.prompt, asked.add_special_tokens is not False)
+    reply = TokenizeReply(count=len(ids), max_model_len=info.max_model_len, tokens=ids)
+    if asked.return_token_strs:
+        reply.token_strs = await _beside(len(ids), lambda: [tokenizer.decode([i], False) for i in ids])
+    return json_response(reply, warning_headers(ignored))
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state: ServerState = request.app.state.server
+    asked, ignored = parse(DetokenizeRequest, await read_json(request))
+    check_model(state, asked.model)
+    highest = engine_info(state).vocab_size - 1
+    tokens, tokenizer = asked.tokens, _tokenizer(state)
+    if tokens and max(tokens) > highest:
+        message = f"tokens has id {max(tokens)}, but the model knows ids from 0 to {highest}"
+        raise ApiError(400, message, code="invalid_value", param="tokens")
+    text = await _beside(len(tokens), lambda: tokenizer.decode(tokens, False))
+    return json_response(DetokenizeReply(prompt=text), warning_headers(ignored))
+
+
+def _tokenizer(state: ServerState) -> Tokenizer:
+    if state.engine.tokenizer is None:
+        raise ApiError(400, "this server works on token ids only: the tokenizer was not loaded", code="no_tokenizer")
+    return state.engine.tokenizer
+
+
+async def _beside(size: int, work: Callable[[], _T]) -> _T:
+    return await asyncio.to_thread(work) if size > _MANY else work()
+
+
+routes: Final = [
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+]

@@ -1,0 +1,63 @@
+"""No test, and nothing a test calls, may reach beyond this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from typing import Any
+
+__all__ = ["OutboundConnection", "install", "may_reach"]
+
+_GUARDED = {"socket.connect", "socket.sendto", "socket.sendmsg"}
+_LOCAL_NAMES = {"localhost", ""}
+
+
+class OutboundConnection(BaseException):
+    """Something tried to reach another machine. No Exception, so that nobody who retries swallows it."""
+
+
+class _Guard:
+    installed = False
+
+
+def install() -> None:
+    """Refuse, in this process and for good, every connection and name look-up that would leave the machine.
+
+    Audit hooks see what Python's sockets do, whoever calls them, and cannot be removed. Installing twice is once.
+    """
+    if not _Guard.installed:
+        _Guard.installed = True
+        sys.addaudithook(_hook)
+
+
+def may_reach(address: Any) -> bool:
+    """Whether an address, as ``socket.connect`` takes it, is on this machine: Unix sockets and loopback."""
+    if not isinstance(address, tuple):
+        return True  # a path, or an abstract name
+    host = address[0]
+    if not isinstance(host, (str, bytes)):
+        return True  # netlink and its like
+    name = host.decode("ascii", "replace") if isinstance(host, bytes) else host
+    if name in _LOCAL_NAMES:
+        return True
+    try:
+        found = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    # A connection to the unspecified address ends on this machine.
+    return (mapped or found).is_loopback or found.is_unspecified
+
+
+def _hook(event: str, args: tuple[Any, ...]) -> None:
+    if event in _GUARDED and len(args) > 1 and not may_reach(args[1]):
+        raise OutboundConnection(f"{event} to {args[1]!r:.100}: tests stay on this machine")
+    if event == "socket.getaddrinfo" and not may_reach((args[0] or "",)) and not _is_own_name(args[0]):
+        raise OutboundConnection(f"look-up of {args[0]!r:.100}: tests stay on this machine")
+
+
+def _is_own_name(host: Any) -> bool:
+    import socket
+
+    name = host.decode("ascii", "replace") if isinstance(host, bytes) else host
+    return bool(name == socket.gethostname())

@@ -1,0 +1,311 @@
+"""An engine at the seam that the server sees: scripted tokens, real detokenizing, and every way to fail.
+
+An answer is a function of the prompt, the seed, the index of the answer and the sampling settings, so a test can say
+what must come: :meth:`FakeEngine.expected`. Deltas come in pieces of random size, as they do when a reader is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import random
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from chairlift.config import ServerConfig
+from chairlift.engine.async_engine import EngineState, OutputKind
+from chairlift.engine.detokenizer import IncrementalDetokenizer
+from chairlift.engine.info import EngineInfo
+from chairlift.errors import EngineDeadError, PromptTooLongError, QueueFullError, RequestError
+from chairlift.metrics.stats import RequestStats
+from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from chairlift.sampling_params import SamplingParams
+from chairlift.server.state import ServerState
+from chairlift.tokenizer.chat_template import ChatTemplate
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["EOS", "INFO", "MODEL", "FakeEngine", "FakeStream", "byte_tokenizer", "make_state"]
+
+MODEL = "fake"
+EOS = 257
+_WORDS = ("ride", " the", " lift", "é", " 😀", " snow", "\n", " top", "<>&\u2028", ' "quoted"', " über", "\x00")
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+INFO = EngineInfo(
+    model=MODEL,
+    model_dir="",
+    vocab_size=258,
+    max_model_len=2048,
+    eos_token_ids=(EOS,),
+    capacity_tokens=4096,
+    block_size=16,
+    num_blocks=256,
+    max_num_seqs=64,
+    max_num_batched_tokens=2048,
+    dtype="float32",
+    device="cpu",
+    kernels="hashlm",
+    threads=1,
+    memory_plan="4,096 tokens of KV cache",
+    held=False,
+    deterministic=True,
+    fingerprint="fp_0123456789",
+)
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    """256 bytes, ``<|im_start|>`` (256) and ``<|im_end|>`` (257, end of sequence)."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return Tokenizer(backend, {"eos_token": "<|im_end|>"}, _TEMPLATE)
+
+
+class FakeStream:
+    """Yields what was scripted; ends with the engine's failure when that comes first."""
+
+    def __init__(self, engine: FakeEngine, prompt: list[int], outputs: Sequence[RequestOutput]) -> None:
+        self.request_id = uuid.uuid4().hex
+        self.prompt_token_ids = prompt
+        self.aborted = False
+        self._engine = engine
+        self._outputs = list(outputs)
+        self._given = 0
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        engine = self._engine
+        await asyncio.sleep(0)
+        if engine.gate is not None and self._given >= engine.gate_after:
+            engine.waiting.set()
+            await engine.gate.wait()
+        if self.aborted or self._given == len(self._outputs):
+            engine.streams.discard(self)
+            raise StopAsyncIteration
+        if engine.failure_of_streams is not None and self._given >= engine.fail_after:
+            engine.streams.discard(self)
+            raise engine.failure_of_streams
+        self._given += 1
+        return self._outputs[self._given - 1]
+
+    def abort(self) -> None:
+        if self in self._engine.streams:
+            self._engine.streams.discard(self)
+            self._engine.num_aborted += 1
+        self.aborted = True
+        if self._engine.gate is not None:
+            self._engine.gate.set()
+
+    async def aclose(self) -> None:
+        self.abort()
+
+
+class FakeEngine:
+    """Stands in for AsyncEngine. ``with_tokenizer=False`` is skip_tokenizer_init."""
+
+    def __init__(self, *, with_tokenizer: bool = True, state: EngineState = EngineState.READY) -> None:
+        self.state = state
+        self.failure = ""
+        self.info: EngineInfo | None = INFO if state is EngineState.READY else None
+        self.tokenizer = byte_tokenizer() if with_tokenizer else None
+        self.stats = RequestStats()
+        self.streams: set[FakeStream] = set()
+        self.num_aborted = 0
+        self.num_queued = self.num_queued_tokens = 0
+        self.max_queued_requests, self.max_queued_tokens = 256, 65_536
+        self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.full = False
+        """Every request is refused for want of room."""
+        self.failure_of_streams: Exception | None = None
+        """Raised by streams once they have given ``fail_after`` outputs."""
+        self.fail_after = 0
+        self.failed_row = ""
+        """Why every answer ends with an error after its first tokens, if it does."""
+        self.gate: asyncio.Event | None = None
+        """Streams that have given ``gate_after`` outputs wait for it."""
+        self.gate_after = 0
+        self.waiting = asyncio.Event()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.streams)
+
+    def check_health(self) -> str:
+        return "" if self.state is EngineState.READY else f"the engine is {self.state}"
+
+    def retry_after(self) -> float:
+        return 3.0
+
+    def check_room(self, num_requests: int = 1) -> None:
+        if self.state is not EngineState.READY:
+            raise EngineDeadError(f"the engine is {self.state}")
+        if self.full:
+            raise QueueFullError("256 requests wait already, and 256 may; try again later", 3.0)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_variables: Any,
+    ) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("chat needs the tokenizer, which was not loaded; send token ids")
+        template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer.named_tokens)
+        text = template.render(messages, add_generation_prompt=add_generation_prompt, **template_variables)
+        return self.tokenizer.encode(text.removesuffix("<|im_end|>\n") if continue_final_message else text, False)
+
+    async def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        kind: OutputKind = OutputKind.DELTA,
+        cache_salt: str = "",
+        queue_timeout: float | None = None,
+        timeout: float | None = None,
+    ) -> FakeStream:
+        self.check_room()
+        self._check(prompt, params)
+        self.submitted.append((prompt, params, {"cache_salt": cache_salt, "queue_timeout": queue_timeout}))
+        answers = [self._answer(prompt, params, index) for index in range(params.n)]
+        if kind is OutputKind.FINAL:
+            outputs = [self._output(prompt, params, [_cumulative(deltas) for deltas in answers], True)]
+        else:
+            outputs = self._interleaved(prompt, params, answers)
+        stream = FakeStream(self, prompt, outputs)
+        self.streams.add(stream)
+        return stream
+
+    def expected(self, prompt: list[int], params: SamplingParams) -> list[CompletionOutput]:
+        """The whole answers."""
+        return [_cumulative(self._answer(prompt, params, index)) for index in range(params.n)]
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        if not prompt:
+            raise RequestError("the prompt is empty; send at least one character or one token id")
+        ids = [*prompt, *(params.stop_token_ids or ()), *(params.allowed_token_ids or ()), *(params.logit_bias or ())]
+        if max(ids) >= INFO.vocab_size:
+            raise RequestError(f"token id {max(ids)} is not below {INFO.vocab_size}")
+        if len(prompt) + (params.max_tokens or 1) > INFO.max_model_len:
+            raise PromptTooLongError(f"{len(prompt)} tokens and the answer do not fit in {INFO.max_model_len}")
+
+    def _answer(self, prompt: list[int], params: SamplingParams, index: int) -> list[CompletionOutput]:
+        """The deltas of one answer."""
+        rng = random.Random(repr((prompt, params.seed, index)))
+        most = params.max_tokens or rng.randrange(1, 60)
+        tokens = self._script(rng, most, params)
+        detokenizer = None if self.tokenizer is None else IncrementalDetokenizer(self.tokenizer, prompt, params)
+        deltas: list[CompletionOutput] = []
+        total, at = 0.0, 0
+        while not deltas or deltas[-1].finish_reason is None:
+            size = rng.choice((1, 1, 1, 2, 5))
+            taken: list[int] = []
+            stop: int | str | None = None
+            reason: FinishReason | None = None
+            while len(taken) < size and reason is None:
+                token = tokens[at]
+                at += 1
+                taken.append(token)
+                by_token = token in (params.stop_token_ids or ()) or (token == EOS and not params.ignore_eos)
+                found = None if detokenizer is None else detokenizer.update([token], by_token)
+                if by_token or found is not None:
+                    reason, stop = FinishReason.STOP, found if found is not None else None if token == EOS else token
+                elif at == most:
+                    reason = FinishReason.LENGTH
+            if self.failed_row and deltas:
+                reason, stop = FinishReason.ERROR, None
+            text = "" if detokenizer is None else detokenizer.take_delta(reason is not None)
+            logprobs = None
+            if params.logprobs is not None:
+                logprobs = [self._entry(token, params.logprobs) for token in taken]
+                total += sum(entry[token].logprob for entry, token in zip(logprobs, taken, strict=True))
+            deltas.append(CompletionOutput(index, text, taken, total if logprobs else None, logprobs, reason, stop))
+        return deltas
+
+    def _script(self, rng: random.Random, count: int, params: SamplingParams) -> list[int]:
+        tokenizer = byte_tokenizer()
+        tokens: list[int] = []
+        while len(tokens) < count:
+            tokens += [EOS] if rng.random() < 0.03 else tokenizer.encode(rng.choice(_WORDS))
+        return tokens[:count]
+
+    def _entry(self, token: int, top: int) -> dict[int, Logprob]:
+        """The chosen token first, at a rank that depends on it; the ``top`` likeliest behind it."""
+        rank = token % 3 + 1
+        likely = [(token + 17 * (r - rank)) % INFO.vocab_size for r in range(1, max(top, rank) + 1)]
+        entry = {token: self._logprob(token, rank)}
+        for r, other in enumerate(likely[:top], start=1):
+            entry.setdefault(other, self._logprob(other, r))
+        return entry
+
+    def _logprob(self, token: int, rank: int) -> Logprob:
+        text = None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        return Logprob(float("-inf") if token == 198 else -0.25 * rank, rank, text)
+
+    def _output(
+        self, prompt: list[int], params: SamplingParams, answers: list[CompletionOutput], finished: bool
+    ) -> RequestOutput:
+        scored: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            scored = [None, *(self._entry(token, params.prompt_logprobs) for token in prompt[1:])]
+        return RequestOutput(
+            request_id="",
+            prompt=None,
+            prompt_token_ids=prompt,
+            outputs=answers,
+            finished=finished,
+            num_cached_tokens=len(prompt) // 16 * 16,
+            prompt_logprobs=scored,
+            error=self.failed_row or None,
+        )
+
+    def _interleaved(
+        self, prompt: list[int], params: SamplingParams, answers: list[list[CompletionOutput]]
+    ) -> list[RequestOutput]:
+        """Now one answer has news, now several."""
+        rng = random.Random(repr((prompt, params.seed)))
+        left = [list(deltas) for deltas in answers]
+        outputs = []
+        while any(left):
+            chosen = [deltas for deltas in left if deltas and rng.random() < 0.7]
+            if chosen:
+                news = [deltas.pop(0) for deltas in chosen]
+                outputs.append(self._output(prompt, params, news, not any(left)))
+        return outputs
+
+
+def _cumulative(deltas: Sequence[CompletionOutput]) -> CompletionOutput:
+    last = deltas[-1]
+    return dataclasses.replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=None if last.logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()],
+    )
+
+
+def make_state(engine: FakeEngine | None = None, **settings: Any) -> ServerState:
+    """A server's state around a fake engine, for ``make_app``."""
+    config = ServerConfig(**settings)
+    fake: Any = engine or FakeEngine()
+    return ServerState(config, fake, (MODEL, "other-name"), api_keys=config.api_key, started_at=1_700_000_000)

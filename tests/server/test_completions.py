@@ -1,0 +1,212 @@
+"""Text completions, as the official client reads them, and what no value of any field may do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from chairlift.sampling_params import SamplingParams
+from chairlift.server.app import make_app
+from chairlift.server.protocol import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tests.server.fake_engine import INFO, FakeEngine, make_state
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def http(engine: FakeEngine) -> Iterator[TestClient]:
+    app = make_app(make_state(engine))
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+        yield client
+    assert engine.num_requests == 0
+
+
+def ask(http: TestClient, **fields: Any) -> Any:
+    return http.post(PATH, json={"prompt": "Up", **fields})
+
+
+def answer(http: TestClient, **fields: Any) -> Any:
+    reply = ask(http, **fields)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def refused(http: TestClient, **fields: Any) -> dict[str, Any]:
+    reply = ask(http, **fields)
+    assert reply.status_code == 400, reply.text
+    error: dict[str, Any] = reply.json()["error"]
+    return error
+
+
+def test_the_official_client_reads_answers_and_streams(http: TestClient, engine: FakeEngine) -> None:
+    made: Any = http
+    client = openai.OpenAI(base_url="http://localhost/v1", api_key="unused", http_client=made, max_retries=0)
+    settings: dict[str, Any] = {"model": "fake", "prompt": ["Up", "Dé"], "n": 2, "max_tokens": 20, "seed": 4}
+    reply = client.completions.create(**settings, logprobs=2)
+    expected = [each for prompt, params, _ in engine.submitted for each in engine.expected(prompt, params)]
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in reply.choices] == [each.text for each in expected]
+    assert [choice.finish_reason for choice in reply.choices] == [each.finish_reason for each in expected]
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == sum(len(each.token_ids) for each in expected)
+    logprobs = reply.choices[3].logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.top_logprobs and logprobs.text_offset
+    assert len(logprobs.tokens) == len(logprobs.text_offset) == len(expected[3].token_ids)
+    texts = [""] * 4
+    for chunk in client.completions.create(**settings, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [each.text for each in expected]
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(**settings, suffix="end")
+
+
+def test_text_and_ids_are_the_same_prompt(http: TestClient, engine: FakeEngine) -> None:
+    assert engine.tokenizer is not None
+    ids = engine.tokenizer.encode("Dé")
+    texts = [answer(http, prompt=prompt, seed=1)["choices"][0]["text"] for prompt in ("Dé", ["Dé"], ids, [ids])]
+    assert len(set(texts)) == 1
+    assert refused(http, prompt="")["param"] == "prompt"
+    assert refused(http, prompt=["a", ""])["param"] == "prompt"
+    assert refused(http, prompt=[[]])["code"] == "invalid_value"
+
+
+def test_defaults_are_openais(http: TestClient, engine: FakeEngine) -> None:
+    answer(http)
+    assert engine.submitted[0][1] == SamplingParams(max_tokens=16)
+
+
+def test_echo_puts_the_prompt_in_front(http: TestClient) -> None:
+    plain = answer(http, prompt="Dé <|im_end|>x", seed=1, n=2)
+    echoed = answer(http, prompt="Dé <|im_end|>x", seed=1, n=2, echo=True)
+    for one, other in zip(plain["choices"], echoed["choices"], strict=True):
+        assert other["text"] == "Dé <|im_end|>x" + one["text"]
+    assert echoed["usage"] == plain["usage"]
+    assert answer(http, prompt=[100, 101], echo=True, max_tokens=1)["choices"][0]["text"]
+
+
+def test_echo_with_logprobs_scores_the_prompt_as_well(http: TestClient, engine: FakeEngine) -> None:
+    (choice,) = answer(http, prompt="Dé!", echo=True, logprobs=2, max_tokens=6, seed=2)["choices"]
+    logprobs = choice["logprobs"]
+    prompt, params, _ = engine.submitted[0]
+    (expected,) = engine.expected(prompt, params)
+    assert expected.logprobs is not None
+    assert len(logprobs["tokens"]) == len(prompt) + len(expected.token_ids)
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    scored = [max(e[t].logprob, -9999.0) for e, t in zip(expected.logprobs, expected.token_ids, strict=True)]
+    assert logprobs["token_logprobs"][len(prompt) :] == scored
+    assert logprobs["text_offset"][: len(prompt)] == [0, 1, 1, 2]
+    assert logprobs["tokens"][: len(prompt)] == ["D", r"bytes:\xc3", r"bytes:\xa9", "!"]
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        if not token.startswith("bytes:"):
+            assert choice["text"][offset:].startswith(token)
+    for chosen, top in zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True):
+        assert chosen in top.values() and list(top.values()) == sorted(top.values(), reverse=True)
+    (choice,) = answer(http, logprobs=0, max_tokens=4)["choices"]
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [1] * len(choice["logprobs"]["tokens"])
+
+
+def test_offsets_are_right_where_bytes_make_no_character(http: TestClient, engine: FakeEngine) -> None:
+    assert engine.tokenizer is not None
+    texts = [b"a", b"\xd5", b"w", b"\xa5", b"\xf0", b"\x9f", b"<", "😀".encode(), b"\xc3", b"z"]
+    id_of = {engine.tokenizer.token_bytes(i): i for i in range(256)}
+    prompt = [id_of[bytes([byte])] for text in texts for byte in text]
+    (choice,) = answer(http, prompt=prompt, echo=True, logprobs=0, max_tokens=0)["choices"]
+    found = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
+    plain = [(token, offset) for token, offset in found if not token.startswith("bytes:")]
+    assert plain == [(token, choice["text"].index(token)) for token in "aw<z"]
+
+
+def test_no_tokens_with_echo_scores_the_prompt_alone(http: TestClient) -> None:
+    reply = answer(http, prompt=["Dé", "Up"], echo=True, max_tokens=0, logprobs=1)
+    for choice, text in zip(reply["choices"], ["Dé", "Up"], strict=True):
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "length", None)
+        assert len(choice["logprobs"]["tokens"]) == len(text.encode())
+    assert reply["usage"]["completion_tokens"] == 0
+    assert refused(http, max_tokens=0)["param"] == "max_tokens"
+
+
+def test_best_of_returns_the_likeliest(http: TestClient, engine: FakeEngine) -> None:
+    reply = answer(http, n=2, best_of=7, seed=3, max_tokens=20)
+    prompt, params, _ = engine.submitted[0]
+    assert (params.n, params.logprobs) == (7, 0)
+    candidates = engine.expected(prompt, params)
+    ranked = sorted(candidates, key=lambda each: -max(each.cumulative_logprob or 0, -9999) / len(each.token_ids))
+    assert [choice["text"] for choice in reply["choices"]] == [each.text for each in ranked[:2]]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    assert reply["choices"][0]["logprobs"] is None
+    assert reply["usage"]["completion_tokens"] == sum(len(each.token_ids) for each in ranked[:2])
+    assert refused(http, n=3, best_of=2)["param"] == "best_of"
+    assert refused(http, best_of=2, stream=True)["param"] == "best_of"
+    assert ask(http, n=2, best_of=2, stream=True).status_code == 200
+
+
+def test_token_ids_and_prompt_logprobs(http: TestClient, engine: FakeEngine) -> None:
+    (choice,) = answer(http, return_token_ids=True, prompt_logprobs=1, max_tokens=3, seed=1)["choices"]
+    prompt, params, _ = engine.submitted[0]
+    assert choice["prompt_token_ids"] == prompt
+    assert choice["token_ids"] == engine.expected(prompt, params)[0].token_ids
+    assert choice["prompt_logprobs"][0] is None
+    entry = choice["prompt_logprobs"][1][str(prompt[1])]
+    assert set(entry) == {"logprob", "rank", "decoded_token"}
+
+
+def test_without_a_tokenizer_ids_go_in_and_out() -> None:
+    engine = FakeEngine(with_tokenizer=False)
+    with TestClient(make_app(make_state(engine)), base_url="http://localhost") as http:
+        (choice,) = answer(http, prompt=[1, 2], return_token_ids=True, logprobs=1, seed=1)["choices"]
+        assert choice["text"] == ""
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+        assert refused(http)["code"] == "invalid_value"
+        assert refused(http, prompt=[1], echo=True)["param"] == "echo"
+
+
+VALUES: list[Any] = [
+    *(2**63, -(2**63), 2**63 - 1, -(2**63) - 1, 1e308, -1e308, 0, 1, -1, 0.5, 10**30, None, True, False),
+    *("", "1", "x", "\u0000", "é😀", "x" * 300, [], {}, [None], [1], ["x"], [[1]], [[[]]], {"x": 1}, {"1": 1e308}),
+    *(INFO.vocab_size - 1, INFO.vocab_size, INFO.vocab_size + 1, [INFO.vocab_size - 1], [INFO.vocab_size]),
+    *([INFO.vocab_size + 1], {str(INFO.vocab_size): 1}, {"-1": 1}, [2**31 - 1], [2**31], ["x"] * 2000),
+]
+ENDPOINTS: list[tuple[str, type[Any], dict[str, Any]]] = [
+    ("/v1/chat/completions", ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}),
+    (PATH, CompletionRequest, {"prompt": "Hi", "max_tokens": 3}),
+    ("/tokenize", TokenizeRequest, {"prompt": "Hi"}),
+    ("/detokenize", DetokenizeRequest, {"tokens": [1, 2]}),
+]
+
+
+@pytest.mark.parametrize(("path", "kind", "body"), ENDPOINTS, ids=[path for path, _, _ in ENDPOINTS])
+def test_no_value_of_any_field_is_a_server_error(
+    http: TestClient, engine: FakeEngine, path: str, kind: type[Any], body: dict[str, Any]
+) -> None:
+    """The grid: every field, with every number at an edge and everything of another type."""
+    fields = [*kind.__struct_fields__, *REFUSED, "unknown"]
+    statuses = set()
+    for field, value in itertools.product(fields, VALUES):
+        reply = http.post(path, json={**body, field: value})
+        assert reply.status_code in (200, 400, 404), (field, value, reply.text)
+        if reply.status_code != 200:
+            error = reply.json()["error"]
+            assert error["message"] and error["code"], (field, value)
+        statuses.add(reply.status_code)
+    assert statuses == {200, 400, 404}
+
+
+def test_no_message_is_a_server_error(http: TestClient) -> None:
+    for value, key in itertools.product(VALUES, ("role", "content", "name", "tool_calls", "other", "parts")):
+        message: Any = {"role": "user", "content": "Hi", key: value}
+        if key == "parts":
+            message = {"role": "user", "content": [{"type": "text", "text": "x"}, value]}
+        reply = http.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 1})
+        assert reply.status_code in (200, 400), (key, value, reply.text)
+        assert http.post("/v1/chat/completions", json={"messages": [value]}).status_code == 400

@@ -1,0 +1,461 @@
+"""Whatever a client goes on sending has an end: heads, bodies, pauses, depth; and one answer says which."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.server.app import make_app
+from chairlift.server.errors import ApiError
+from chairlift.server.http_protocol import HttpLimits
+from chairlift.server.limits import parse_json
+from tests.server.harness import Client, Endpoints, make_state, run, serving, until
+
+HEAD = b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def refusal(body: bytes) -> str:
+    with pytest.raises(ApiError) as caught:
+        parse_json(body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"{}{}",
+        b"{} x",
+        b"\xef\xbb\xbf{}",
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b'{"a": -Infinity}',
+        b'{"a": 1e999}',
+        b'{"a": -1e999}',
+        b'{"a": 01}',
+        b'{"a": +1}',
+        b'{"a": .5}',
+        b"{'a': 1}",
+        b'{"a": 1,}',
+        b'{"a": "\xff"}',
+        b'{"a": "\xed\xa0\x80"}',
+        b'{"a": "\\ud800"}',
+        b'{"a": "\\udc00"}',
+        b'{"a": "\\ud800x"}',
+        b'{"a": "\\ud800\\u0041"}',
+        b'{"a": "\n"}',
+        b'{"a": "\x00"}',
+        b"{/**/}",
+        b'{"a": ' + b"9" * 41 + b"}",
+        b'{"a": ' + b"9" * 100_000 + b"}",
+        '{"a": 1}'.encode("utf-16"),
+        '{"a": 1}'.encode("utf-32"),
+    ],
+)
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    assert "not valid JSON" in refusal(body) or "digits" in refusal(body)
+
+
+@pytest.mark.parametrize("body", [b"[]", b"null", b"1", b"1.5", b'"x"', b"true"])
+def test_only_objects_are_taken(body: bytes) -> None:
+    assert "must be a JSON object" in refusal(body)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"a": 1, "a": 2}', b'{"a": 1, "\\u0061": 1}', b'{"x": [{"b": {}, "c": 1, "b": {}}]}']
+)
+def test_no_name_stands_twice(body: bytes) -> None:
+    assert "same name twice" in refusal(body)
+
+
+@pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":[', b"]}]")])
+def test_depth_has_an_end(opening: bytes, closing: bytes) -> None:
+    per_turn = opening.count(b"[") + opening.count(b"{")
+    turns = 63 // per_turn
+
+    def nested(n: int) -> bytes:
+        return b'{"a":' + opening * n + b"1" + closing * n + b"}"
+
+    assert parse_json(nested(turns))
+    for n in (turns + 1, 500, 5_000, 200_000):
+        assert "64 deep" in refusal(nested(n))
+    refusal(b'{"a":' + opening * 200_000)
+
+
+def outcome_of(body: bytes) -> dict[str, Any] | ApiError:
+    try:
+        return parse_json(body)
+    except ApiError as error:
+        return error
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.text(), VALUES, max_size=5), st.booleans())
+def test_what_is_json_is_read_as_it_is(value: dict[str, Any], ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    assert parse_json(text.encode()) == json.loads(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60) | st.text(alphabet='{}[]":,\\u0d8e1+-.tfn ' + string.digits, max_size=60).map(str.encode))
+def test_any_bytes_end_in_an_object_or_a_400(body: bytes) -> None:
+    outcome = outcome_of(body)
+    assert isinstance(outcome, dict) or outcome.status == 400
+
+
+# --- bodies ----------------------------------------------------------------------------------------------------------
+
+
+async def echo_server(test: Any, limits: HttpLimits | None = None, read_timeout: float = 30.0, **config: Any) -> None:
+    endpoints = Endpoints()
+    endpoints.read_timeout = read_timeout
+    async with serving(make_app(make_state(**config), endpoints.routes), limits) as client:
+        await test(client)
+        reply = await client.post("/v1/echo", b'{"still": "here"}')  # whatever happened, others are served
+        assert (reply.status, reply.json()) == (200, {"still": "here"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "headers", "status"),
+    [
+        ("application/json", (), 200),
+        ("Application/JSON; charset=UTF-8", (), 200),
+        ('application/json;charset="utf-8"', (), 200),
+        ("application/json", ("Content-Encoding: identity",), 200),
+        (None, (), 415),
+        ("", (), 415),
+        ("text/plain", (), 415),
+        ("application/x-www-form-urlencoded", (), 415),
+        ("multipart/form-data; boundary=application/json", (), 415),
+        ("text/plain; application/json", (), 415),
+        ("application/json; charset=utf-16", (), 415),
+        ("application/json", ("Content-Type: application/json",), 415),
+        ("application/json", ("Content-Encoding: gzip",), 415),
+        ("application/json", ("Content-Encoding: deflate",), 415),
+        ("application/json", ("Content-Encoding: br",), 415),
+    ],
+)
+def test_plain_json_only(kind: str | None, headers: tuple[str, ...], status: int) -> None:
+    async def test(client: Client) -> None:
+        reply = await client.post("/v1/echo", b'{"a": 1}', *headers, kind=kind)
+        assert reply.status == status
+        assert reply.json() == {"a": 1} if status == 200 else reply.error["code"].startswith("unsupported")
+
+    run(echo_server(test))
+
+
+def test_a_declared_length_over_the_cap_is_refused_before_the_body() -> None:
+    async def test(client: Client) -> None:
+        reply = await client.raw(HEAD + b"Content-Length: 2049\r\n\r\n")
+        assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+        exactly = b'{"a": "' + b"x" * (2048 - 9) + b'"}'
+        assert (await client.post("/v1/echo", exactly)).status == 200
+        assert (await client.post("/v1/echo", exactly + b" ")).status == 413
+
+    run(echo_server(test, max_body_bytes=2048))
+
+
+def test_an_undeclared_length_is_counted_while_it_arrives() -> None:
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        connection.send(CHUNKED)
+        for _ in range(3):
+            connection.send(b"400\r\n" + b" " * 1024 + b"\r\n")
+        reply = await connection.reply()
+        assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+
+    run(echo_server(test, max_body_bytes=2048))
+
+
+def test_an_endless_body_is_cut_off_and_its_answer_arrives() -> None:
+    """A client that reads only after it has sent gets the answer all the same, and one that never stops is left."""
+
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        connection.send(HEAD + b"Content-Length: 99999999999\r\n\r\n")
+        for _ in range(64):
+            connection.send(b" " * 65536)
+            await connection.writer.drain()
+        assert (await connection.reply()).status == 413
+        assert await connection.is_closed()
+
+    run(echo_server(test, HttpLimits(linger_timeout=0.2), max_body_bytes=2048))
+
+
+def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        connection.send(HEAD + b'Content-Length: 9\r\n\r\n{"a"')
+        reply = await connection.reply()
+        assert (reply.status, reply.error["code"]) == (408, "request_timeout")
+        assert await connection.is_closed()
+
+    run(echo_server(test, HttpLimits(linger_timeout=0.05), read_timeout=0.05))
+
+
+def test_one_byte_chunks() -> None:
+    async def test(client: Client) -> None:
+        body = b'{"a": "' + b"x" * 20_000 + b'"}'
+        chunks = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in body)
+        reply = await client.raw(CHUNKED + chunks + b"0\r\n\r\n")
+        assert reply.json() == {"a": "x" * 20_000}
+
+    run(echo_server(test))
+
+
+def test_a_request_may_arrive_byte_by_byte() -> None:
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        for byte in HEAD + b'Content-Length: 8\r\n\r\n{"a": 1}':
+            connection.send(bytes([byte]))
+            await connection.writer.drain()
+            await asyncio.sleep(0)
+        assert (await connection.reply()).json() == {"a": 1}
+
+    run(echo_server(test))
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"1;" + b"e" * 100_000,
+        b"1;" + b"e" * 100_000_000,
+        b"0\r\n" + b"X-Trailer: 1\r\n" * 10_000 + b"\r\n",
+        b"0\r\nX-Trailer: " + b"x" * 100_000,
+        b"0\r\n" + b"x" * 1_000_000,
+    ],
+)
+def test_nothing_grows_beside_the_body(tail: bytes) -> None:
+    """Chunk extensions and trailers are read by nobody, so nobody counts them but the protocol."""
+
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        connection.send(CHUNKED + tail)
+        reply = await connection.reply()
+        assert reply.status in (400, 431)
+        assert reply.error["code"] in ("headers_too_large", "invalid_http")
+
+    run(echo_server(test))
+
+
+def test_trailers_are_not_headers() -> None:
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        connection.send(CHUNKED + b"2\r\n{}\r\n0\r\nHost: evil.example\r\nAuthorization: x\r\n\r\n")
+        assert (await connection.reply()).status == 200
+        connection.get("/v1/models")
+        assert (await connection.reply()).status == 200
+
+    run(echo_server(test))
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /" + b"x" * 8191 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /" + b"x" * 8192 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
+        (b"GET /" + b"x" * 1_000_000, 414),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: 1\r\n" * 63 + b"\r\n", 404),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: 1\r\n" * 64 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * (16 * 1024 - 14) + b"\r\n\r\n", 404),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * (16 * 1024 - 13) + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * 64_000_000, 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x" * 64_000_000, 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: 1\r\n" * 1_000_000, 431),
+        (b"\r\n" * 1_000_000, 431),
+        (b"x" * 1_000_000, 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: 1e3\r\n\r\n", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost : a\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: \x00\r\n\r\n", 400),
+        (b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET /v1/models HTTP/1.0\r\n\r\n", 400),
+        (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    ],
+    ids=lambda value: repr(value[-40:]) if isinstance(value, bytes) else str(value),
+)
+def test_heads(request_: bytes, status: int) -> None:
+    async def test(client: Client) -> None:
+        reply = await client.raw(request_)
+        assert reply.status == status
+        assert reply.error["code"]
+
+    run(echo_server(test, HttpLimits(linger_timeout=0.5)))
+
+
+@pytest.mark.parametrize("start", [b"", b"\r\n", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_a_head_that_is_not_finished_in_time_ends_the_connection(start: bytes) -> None:
+    async def test(client: Client) -> None:
+        slow = [await client.connect() for _ in range(20)]
+        for connection in slow:
+            connection.send(start)
+        for connection in slow:
+            if start:
+                assert (await connection.reply()).error["code"] == "request_timeout"
+            assert await connection.is_closed()
+
+    run(echo_server(test, HttpLimits(header_timeout=0.1, linger_timeout=0.05)))
+
+
+def test_dripping_bytes_do_not_extend_the_time() -> None:
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        connection.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+
+        async def drip() -> None:
+            while not connection.writer.is_closing():
+                connection.send(b"X: 1\r\n")
+                await asyncio.sleep(0.02)
+
+        task = asyncio.create_task(drip())
+        assert (await connection.reply()).status == 408
+        task.cancel()
+
+    run(echo_server(test, HttpLimits(header_timeout=0.2)))
+
+
+def test_the_time_for_a_head_counts_again_on_a_kept_connection() -> None:
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        for _ in range(2):
+            connection.get("/v1/models")
+            assert (await connection.reply()).status == 200
+        connection.send(b"GET /v1/models HTTP/1.1\r\nHost:")
+        assert (await connection.reply()).status == 408
+
+    run(echo_server(test, HttpLimits(header_timeout=0.2)))
+
+
+def test_an_idle_connection_is_closed_whatever_line_ends_it_sends() -> None:
+    async def test(client: Client) -> None:
+        quiet, noisy = await client.connect(), await client.connect()
+        for connection in (quiet, noisy):
+            connection.get("/v1/models")
+            assert (await connection.reply()).status == 200
+        noisy.send(b"\r\n")
+        assert await quiet.is_closed()
+        assert await noisy.is_closed()
+
+    run(echo_server(test, HttpLimits(idle_timeout=0.1)))
+
+
+def test_too_many_connections_are_told_so() -> None:
+    async def test() -> None:
+        endpoints = Endpoints()
+        state = make_state(max_connections=3)
+        async with serving(make_app(state, endpoints.routes), HttpLimits(max_connections=3)) as client:
+            held = [await client.connect() for _ in range(3)]
+            for connection in held:
+                connection.get("/v1/models")
+                assert (await connection.reply()).status == 200
+            extra = await client.connect()
+            reply = await extra.reply()
+            assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
+            assert reply.headers["retry-after"] == "1"
+            await extra.close()
+            await held[0].close()
+            await until(lambda: len(client.server.state.connections) <= 2)
+            assert (await client.get("/v1/models")).status == 200
+
+    run(test())
+
+
+# --- one after the other ---------------------------------------------------------------------------------------------
+
+
+def test_requests_sent_ahead_are_not_served() -> None:
+    """Else a client could leave unnoticed behind a request that nobody reads yet."""
+
+    async def test() -> None:
+        endpoints = Endpoints()
+        async with serving(make_app(make_state(), endpoints.routes)) as client:
+            connection = await client.connect()
+            connection.get("/v1/wait")
+            await endpoints.arrived.wait()
+            connection.get("/v1/models")
+            connection.send(b"x" * 100_000)
+            await until(lambda: all(c.cycle.keep_alive is False for c in client.server.state.connections))
+            endpoints.go_on.set()
+            assert (await connection.reply()).body == b"done"
+            assert await connection.is_closed()
+            endpoints.go_on.clear()
+            endpoints.arrived.clear()
+            connection = await client.connect()
+            connection.get("/v1/wait")
+            connection.get("/v1/models")
+            await endpoints.arrived.wait()
+            await connection.close()
+            await asyncio.wait_for(endpoints.cancelled.wait(), 5)
+
+    run(test())
+
+
+def test_an_upgrade_is_offered_in_vain() -> None:
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
+        for _ in range(2):
+            connection.get("/v1/models", *offer)
+            assert (await connection.reply()).status == 200
+        connection.post("/v1/echo", b'{"a": 1}', *offer)
+        assert (await connection.reply()).json() == {"a": 1}
+        connection.get("/v1/echo", "Content-Type: application/json", "Content-Length: 8", *offer, method="POST")
+        for byte in b'{"b": 2}':
+            connection.send(bytes([byte]))
+            await connection.writer.drain()
+        assert (await connection.reply()).json() == {"b": 2}
+        connection.get("/v1/models", "Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+        assert (await connection.reply()).status == 200
+        connection.get("/v1/echo", "Transfer-Encoding: chunked", *offer, method="POST")
+        assert (await connection.reply()).status == 400
+
+    run(echo_server(test))
+
+
+def test_a_client_that_asks_first_is_told_to_go_on() -> None:
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        connection.send(HEAD + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        assert (await connection.head())[0] == 100
+        connection.send(b"{}")
+        assert (await connection.reply()).json() == {}
+
+    run(echo_server(test))
