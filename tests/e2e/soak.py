@@ -1,0 +1,229 @@
+"""A soak test with a verdict: ``python -m tests.e2e.soak --minutes 120``.
+
+A served HashLM gets an open-loop mix (chats that begin alike, long prompts, several answers, stop strings, bursts, one
+in ten cancelled, one in fifty wrong), and every answer is held against the oracle. Each minute is one sample of memory,
+descriptors, threads, tasks, blocks and latency. Before and after, and at the end of each hour, the load pauses: then
+everything must be back where it was. At the end the samples are judged:
+
+- memory: the Theil-Sen slope over the requests served (the median of all slopes between two samples, so that no single
+  minute decides), of both processes, at most 100 bytes per request and 100 MB in all;
+- latency: the p99 of the last third at most 1.05 times that of the first (and 5 ms, which is noise);
+- golden outputs: the same questions at the beginning and at the end get the oracle's answers, byte for byte;
+- nothing held: descriptors, threads, tasks and blocks as at the beginning.
+
+Exit code 0 when all of it holds, 1 when not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+
+from tests.e2e.load import Ask, Client, Cut, End, History, Violation, percentile, until
+from tests.e2e.server_process import Held, ServerProcess
+
+MAX_BYTES_PER_REQUEST = 100
+MAX_GROWTH = 100 * 1024 * 1024
+MAX_DRIFT, NOISE_SECONDS = 1.05, 0.005
+GOLDEN = [Ask(prompt=f"golden {i}", max_tokens=60, seed=i, chat=i % 2 == 0, n=1 + i % 3) for i in range(8)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """One minute."""
+
+    requests: int
+    """Served since the start."""
+    server_bytes: int
+    """Anonymous resident memory."""
+    engine_bytes: int
+    p50: float
+    """Of the time a request took, in seconds."""
+    p99: float
+
+
+class Soak:
+    """One run against one server."""
+
+    def __init__(self, server: ServerProcess, rate: float, seed: int) -> None:
+        self.server = server
+        self.client = Client(server.port)
+        self.rng = random.Random(seed)
+        self.rate = rate
+        self.samples: list[Sample] = []
+        self.served = 0
+        self.ends: dict[str, int] = {}
+
+    async def run(self, minutes: float, sample_seconds: float) -> None:
+        """Load for so long; one sample every ``sample_seconds``."""
+        end = time.monotonic() + 60 * minutes
+        while time.monotonic() < end:
+            self.client.history = history = History()
+            await self.load(sample_seconds)
+            history.check(End.REFUSED, refusals=("invalid_value", "model_not_found", "rate_limit_exceeded"))
+            self.served += len(history.submits)
+            for kind, count in history.counts().items():
+                self.ends[kind] = self.ends.get(kind, 0) + count
+            times = [submit.seconds for submit in history.of(End.ANSWERED)]
+            engine = anonymous_bytes(self.server.engine())
+            sample = Sample(
+                self.served,
+                anonymous_bytes(self.server.pid),
+                engine,
+                percentile(times, 0.5),
+                percentile(times, 0.99),
+            )
+            self.samples.append(sample)
+            print(
+                f"{self.served:8,} requests  server {sample.server_bytes / 2**20:6.1f} MiB "
+                f" engine {sample.engine_bytes / 2**20:6.1f} MiB "
+                f" p50 {1000 * sample.p50:6.1f} ms  p99 {1000 * sample.p99:6.1f} ms",
+                flush=True,
+            )
+
+    async def load(self, seconds: float) -> None:
+        """Poisson arrivals, whatever the answers do, with bursts in between."""
+        tasks: set[asyncio.Task[object]] = set()
+        start = time.monotonic()
+        due = 0.0
+        while due < seconds:
+            due += self.rng.expovariate(self.rate)
+            await asyncio.sleep(max(0.0, start + due - time.monotonic()))
+            for _ in range(20 if self.rng.random() < 0.002 else 1):
+                task: asyncio.Task[object] = asyncio.create_task(self.one())
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        await asyncio.gather(*tasks)
+
+    async def one(self) -> None:
+        ask = Ask.draw(self.rng)
+        kind = self.rng.random()
+        if kind < 0.02:
+            await Client(self.client.port, "no-such-model", self.client.history).ask(ask)
+        elif kind < 0.12:
+            await self.client.ask(ask, cut=self.rng.choice(list(Cut)), after=self.rng.randint(-1, 6))
+        elif kind < 0.15:
+            await self.client.ask(dataclasses.replace(ask, prompt=ask.prompt * 20, max_tokens=8))
+        else:
+            await self.client.ask(ask)
+
+    async def golden(self) -> str:
+        """Ask what is asked before and after; what is wrong with the answers, which the oracle knows."""
+        asks = [await self.client.ask(ask) for ask in GOLDEN]
+        return "; ".join(f"golden question {s.ask.seed}: {s.end} {s.reason}" for s in asks if s.end is not End.ANSWERED)
+
+    async def rest(self, before: Held | None = None) -> Held:
+        """Wait until nothing runs, and for as long as a closing connection may linger; what is held then."""
+        found = Held(0, 0, 0, 0)
+
+        async def quiet() -> bool:
+            nonlocal found
+            metrics = await self.client.metrics()
+            found = self.server.held(int(metrics["event_loop_tasks"]))
+            running = metrics["num_requests_running"] or metrics["num_requests_waiting"]
+            return not running and (before is None or more(before, found) == [])
+
+        with contextlib.suppress(Violation):
+            await until(quiet, 10.0, look=0.2)
+        return found
+
+
+def more(before: Held, after: Held) -> list[str]:
+    """What is held that was not before."""
+    names = [field.name for field in dataclasses.fields(Held)]
+    pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
+    return [f"{name}: {was} before, {now} after" for name, was, now in pairs if now > was]
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory that a process has for itself."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"the kernel does not tell the memory of process {pid}")
+
+
+def theil_sen(points: list[tuple[float, float]]) -> float:
+    """The median of the slopes between all pairs of points (Theil, 1950; Sen, 1968)."""
+    slopes = [(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2) if x2 != x1]
+    return statistics.median(slopes) if slopes else 0.0
+
+
+def verdict(samples: list[Sample], before: Held, after: Held) -> list[str]:
+    """What is wrong; empty when nothing is. The first quarter is warming up, and judges nothing."""
+    wrong = []
+    warm = samples[len(samples) // 4 :]
+    for name in ("server_bytes", "engine_bytes"):
+        slope = theil_sen([(sample.requests, getattr(sample, name)) for sample in warm])
+        growth = getattr(warm[-1], name) - getattr(warm[0], name)
+        # A few minutes see the allocator's steps, not its slope.
+        steps = 4 * 2**20
+        print(f"{name}: {slope:+.1f} bytes per request, {growth / 2**20:+.1f} MiB after warming up")
+        if growth > steps and (slope > MAX_BYTES_PER_REQUEST or growth > MAX_GROWTH):
+            wrong.append(f"{name} grow by {slope:.0f} bytes per request, {growth / 2**20:.1f} MiB in all")
+    third = max(1, len(warm) // 3)
+    first, last = (statistics.median(s.p99 for s in part) for part in (warm[:third], warm[-third:]))
+    print(f"p99: {1000 * first:.1f} ms at the beginning, {1000 * last:.1f} ms at the end")
+    if last > first * MAX_DRIFT + NOISE_SECONDS:
+        wrong.append(f"the p99 drifted from {1000 * first:.1f} to {1000 * last:.1f} ms")
+    wrong += more(before, after)
+    return wrong
+
+
+async def soak(minutes: float, rate: float, seed: int, sample_seconds: float) -> tuple[list[str], list[Sample]]:
+    """Run it; what is wrong, and the samples."""
+    with ServerProcess("hashlm:2ms", "--served-model-name", "hashlm", "--status-interval", "0") as server:
+        run = Soak(server, rate, seed)
+        wrong = [await run.golden()]
+        # Template workers start when chats come at the same time, and stay.
+        for _ in range(5):
+            await asyncio.gather(*[run.client.ask(GOLDEN[0]) for _ in range(12)])
+        await run.load(2.0)
+        before = await run.rest()
+        left = minutes
+        while left > 0:
+            await run.run(min(60.0, left), sample_seconds)
+            left -= 60.0
+            pause = await run.rest(before)
+            print(f"at rest: {pause}", flush=True)
+        wrong += [*verdict(run.samples, before, await run.rest(before)), await run.golden()]
+        print(f"ended: {run.ends}")
+        server.terminate()
+        code = await server.ended()
+        if code:
+            wrong.append(f"the server ended with exit code {code}")
+        return [each for each in wrong if each], run.samples
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=120.0, help="(default: 120)")
+    parser.add_argument("--rate", type=float, default=30.0, help="requests per second (default: 30)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sample-seconds", type=float, default=60.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    wrong, samples = asyncio.run(soak(args.minutes, args.rate, args.seed, args.sample_seconds))
+    for each in wrong:
+        print(f"WRONG: {each}")
+    print("verdict:", "not good" if wrong else "good")
+    if args.json is not None:
+        record = {"processors": os.cpu_count(), "arguments": vars(args) | {"json": None}, "wrong": wrong}
+        args.json.write_text(
+            json.dumps(record | {"samples": [dataclasses.asdict(s) for s in samples]}, indent=1) + "\n"
+        )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
