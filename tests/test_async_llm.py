@@ -1,0 +1,90 @@
+"""AsyncLLM: the same answers as LLM, from a process of its own, for any number of tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from chairlift import LLM, AsyncLLM, ConfigError, EngineDeadError, ModelLoadError, RequestError, SamplingParams
+from chairlift.engine.async_engine import OutputKind
+from chairlift.outputs import RequestOutput
+
+PROMPTS = ["A KV cache", "A batch", "Preemption is", "The scheduler"]
+PARAMS = [SamplingParams(max_tokens=12, temperature=0.0), SamplingParams(max_tokens=9, seed=3, n=2, logprobs=2)]
+
+
+def test_answers_are_those_of_llm() -> None:
+    llm = LLM(max_num_seqs=8)
+    expected = [llm.generate(prompt, params)[0].outputs for prompt in PROMPTS for params in PARAMS]
+
+    async def ask(llm: AsyncLLM, prompt: str, params: SamplingParams) -> list[RequestOutput]:
+        return [output async for output in llm.generate(prompt, params)]
+
+    async def test() -> None:
+        async with AsyncLLM(max_num_seqs=8) as llm:
+            assert llm.info.max_num_seqs == 8
+            jobs = [ask(llm, prompt, params) for prompt in PROMPTS for params in PARAMS]
+            for outputs, whole in zip(await asyncio.gather(*jobs), expected, strict=True):
+                assert outputs[-1].outputs == whole
+                texts = [output.outputs[0].text for output in outputs]
+                assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
+            (final,) = [o async for o in llm.generate(PROMPTS[0], PARAMS[0], kind=OutputKind.FINAL)]
+            assert final.outputs == expected[0]
+
+    asyncio.run(test())
+
+
+def test_leaving_the_loop_ends_the_request() -> None:
+    async def test() -> None:
+        async with AsyncLLM("hashlm:1ms") as llm:
+            outputs = llm.generate([1, 2, 3], SamplingParams(max_tokens=3000, ignore_eos=True, seed=1))
+            async for output in outputs:
+                assert output.outputs[0].token_ids
+                break
+            await outputs.aclose()  # type: ignore[attr-defined]
+            assert llm._engine is not None and llm._engine.num_requests == 0
+
+    asyncio.run(test())
+
+
+def test_what_is_wrong_is_said_where_it_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        AsyncLLM(max_num_sequences=3)
+    with pytest.raises(EngineDeadError, match="async with"):
+        _ = AsyncLLM("hashlm").info
+
+    async def test() -> None:
+        with pytest.raises(ModelLoadError):
+            async with AsyncLLM(tmp_path):
+                pass
+        async with AsyncLLM("hashlm") as llm:
+            with pytest.raises(RequestError, match="empty"):
+                async for _ in llm.generate([]):
+                    pass
+            ids = await llm.encode_chat([{"role": "user", "content": "Hi"}])
+            assert ids[0] == 256 and bytes(i for i in ids if i < 256).decode() == "user\nHi\nassistant\n"
+
+    asyncio.run(test())
+
+
+def test_shutdown_ends_the_process_and_its_requests() -> None:
+    async def test() -> None:
+        llm = AsyncLLM("hashlm:1ms")
+        await llm.start()
+        assert llm._engine is not None
+        pid = llm._engine.engine_pid
+        outputs = llm.generate([1, 2, 3], SamplingParams(max_tokens=3000, ignore_eos=True, seed=1))
+        await anext(outputs)
+        await llm.shutdown()
+        with pytest.raises(EngineDeadError):
+            async for _ in outputs:
+                pass
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    asyncio.run(test())
