@@ -1,6 +1,6 @@
 """What HTTP costs: the same requests offline and as concurrent streams of the server, in turns, on one machine.
 
-    python benchmarks/make_random_model.py qwen2.5-0.5b DIR
+    python benchmarks/make_random_model.py DIR
     python benchmarks/http_overhead.py --model DIR --rounds 5 --json benchmarks/results/http-overhead.json
 
 The server is started once, with the same settings as the offline engine; the one that does not run sleeps. The client

@@ -6,7 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from chairlift.models.random_weights import write_random_model
+from chairlift.tokenizer.tokenizer import byte_level_alphabet
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
@@ -53,7 +56,19 @@ def make(directory: Path, shape: str = "qwen2.5-0.5b", seed: int = 0) -> Path:
     """The directory, with the model in it; nothing is done when it is there already."""
     if not (directory / "config.json").exists():
         write_random_model(directory, SHAPES[shape], dtype="bfloat16", seed=seed)
+    if not (directory / "tokenizer.json").exists():
+        write_tokenizer(directory / "tokenizer.json", SHAPES[shape]["vocab_size"])
     return directory
+
+
+def write_tokenizer(file: Path, vocab_size: int) -> None:
+    """A byte-level tokenizer whose every id has a text: the 256 bytes, then one made-up word per id."""
+    vocabulary = byte_level_alphabet()
+    vocabulary |= {f"Ġw{index}": index for index in range(256, vocab_size)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(file))
 
 
 if __name__ == "__main__":

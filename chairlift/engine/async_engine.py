@@ -50,8 +50,8 @@ ReadTokenizer = Callable[[EngineConfig, str], Tokenizer]
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SETTLED_SECONDS: Final = 60.0
 """An engine that ran this long starts again without the pauses its predecessors earned."""
-_LONG_TEXT: Final = 16_384
-"""Characters; longer texts are tokenized on a thread, so that the loop goes on."""
+_LONG_TEXT: Final = 16_384  # characters; more are tokenized on threads, two at a time: a million take 1 s and 100 MB
+_MAX_CHARS_PER_TOKEN: Final = 64  # a text with more per token of the model's length is refused as it is
 
 
 class EngineState(enum.StrEnum):
@@ -188,6 +188,7 @@ class AsyncEngine:
         self._outputs: OutputProcessor | None = None
         self._templates: TemplateWorker | None = None
         self._streams: dict[str, OutputStream] = {}
+        self._long_texts = asyncio.Semaphore(2)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._busy_since = time.monotonic()
         self._keeper: asyncio.Task[None] | None = None
@@ -258,13 +259,17 @@ class AsyncEngine:
     # -- requests --------------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises RequestError."""
+        """Token ids of a text. Raises RequestError, and PromptTooLongError for one far beyond the model's length."""
         tokenizer = self._ready().tokenizer
         if tokenizer is None:
             raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
-        if isinstance(text, str) and len(text) > _LONG_TEXT:
+        if not isinstance(text, str) or len(text) <= _LONG_TEXT:
+            return tokenizer.encode(text, add_special_tokens)
+        length = 0 if self.info is None else self.info.max_model_len
+        if len(text) > length * _MAX_CHARS_PER_TOKEN:
+            raise PromptTooLongError(f"the text has {len(text):,} characters, but the model takes {length:,} tokens")
+        async with self._long_texts:
             return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
-        return tokenizer.encode(text, add_special_tokens)
 
     async def encode_chat(
         self,

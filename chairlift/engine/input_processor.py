@@ -131,6 +131,10 @@ class InputProcessor:
         token_ids = self._token_ids(prompt)
         self._check_params(params)
         max_tokens = self._max_tokens(len(token_ids), params)
+        if params.min_tokens > max_tokens:
+            raise PromptTooLongError(
+                f"min_tokens is {params.min_tokens}, but after the prompt there is room for {max_tokens}; lower it"
+            )
         stops = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stops |= frozenset(self.limits.eos_token_ids)

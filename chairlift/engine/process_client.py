@@ -90,7 +90,9 @@ class ProcessClient:
             listener = await loop.create_unix_server(lambda: _Stream(self, token), address)
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-c", _BOOT, _ROOT), stdin=asyncio.subprocess.PIPE
+                    *(sys.executable, "-P", "-c", _BOOT, _ROOT),
+                    stdin=asyncio.subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C reaches a terminal's whole group: this one heeds the server only
                 )
                 await self._send_address(json.dumps({"socket": address, "token": token}))
                 self._transport = await self._outcome(self._connected, _HANDSHAKE_SECONDS)

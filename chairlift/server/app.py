@@ -91,7 +91,8 @@ class _App:
                 authorization.append(value)
         self._hosts.check(hosts)
         path = scope["path"]
-        self._auth.check(path, scope.get("raw_path") or path.encode("utf-8", "replace"), authorization)
+        raw_path = scope.get("raw_path") or path.encode("utf-8", "replace")
+        scope["state"]["holder"] = self._auth.check(path, raw_path, authorization)
         if self._state.draining and scope["method"] == "POST":
             self._state.engine.stats.rejected["draining"] += 1
             retry = {"retry-after": str(_DRAIN_RETRY_SECONDS), "connection": "close"}

@@ -21,7 +21,7 @@ from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
 from chairlift.server.errors import ApiError
 
-__all__ = ["OPEN_PATHS", "Auth", "HostCheck", "check_exposure", "is_loopback", "load_keys"]
+__all__ = ["OPEN_PATHS", "Auth", "HostCheck", "check_exposure", "is_loopback", "load_keys", "salt_for"]
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
 """Served without a key: two answers for probes, and a page that has no data in it."""
@@ -76,14 +76,16 @@ class Auth:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def check(self, path: str, raw_path: bytes, authorization: Sequence[bytes]) -> None:
-        """Raise ApiError 401 unless the path is open or one of the keys was sent.
+    def check(self, path: str, raw_path: bytes, authorization: Sequence[bytes]) -> str:
+        """Whose request it is: a name made from its key where there are several keys, else empty.
+
+        Raises ApiError 401 unless the path is open or one of the keys was sent.
 
         ``path`` and ``raw_path`` are the decoded path and the bytes it came as, ``authorization`` the values of all
         Authorization headers. Takes the same time whichever key is right, or how much of a wrong one.
         """
         if not self._digests or (path in OPEN_PATHS and raw_path == path.encode()):
-            return
+            return ""
         if len(authorization) != 1:
             raise _unauthorized(
                 "no API key was sent" if not authorization else "several Authorization headers were sent"
@@ -95,6 +97,15 @@ class Auth:
             matches += hmac.compare_digest(digest, sent)
         if scheme.lower() != b"bearer" or not matches:
             raise _unauthorized("the API key that was sent is not one of this server's")
+        return sent.hex() if len(self._digests) > 1 else ""
+
+
+def salt_for(holder: str, salt: str) -> str:
+    """What keeps the KV that one key's requests computed from being found, by its speed, with another key.
+
+    ``holder`` is what :meth:`Auth.check` said, ``salt`` the request's own ``cache_salt``.
+    """
+    return hashlib.sha256(f"{holder} {salt}".encode()).hexdigest() if holder else salt
 
 
 class HostCheck:

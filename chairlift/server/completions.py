@@ -94,6 +94,7 @@ async def create_completion(request: Request) -> Response:
     model = check_model(state, asked.model)
     given = asked.prompts()
     params = _params(asked)
+    holder = getattr(request.state, "holder", "")
     state.engine.check_room(len(given))
     info = engine_info(state)
     prompts = [
@@ -101,7 +102,7 @@ async def create_completion(request: Request) -> Response:
         for prompt in given
     ]
     writer = _Writer(asked, given, prompts, state.engine.tokenizer)
-    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream))
+    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), holder=holder)
     head = reply_head("cmpl", model, info)
     headers = warning_headers(ignored)
     if asked.stream:

@@ -75,7 +75,7 @@ def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiEr
     if isinstance(error, HTTPException):
         return _routing_error(error)
     if isinstance(error, PromptTooLongError):
-        return ApiError(400, str(error), code="context_length_exceeded")
+        return ApiError(400, str(error) + _context_length(state), code="context_length_exceeded")
     if isinstance(error, (RequestError, TemplateError)):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, OverloadedError):
@@ -94,6 +94,14 @@ def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiEr
     _log.error("request %s failed", request_id, exc_info=error)
     message = f"the server made a mistake; its log says more under request id {request_id}"
     return ApiError(500, message, code="internal_error")
+
+
+def _context_length(state: ServerState) -> str:
+    """OpenAI's words, by which some clients know this error from others, and try a model that takes more."""
+    info = state.engine.info
+    if info is None:
+        return ""
+    return f". This model's maximum context length is {min(info.max_model_len, info.capacity_tokens + 1)} tokens."
 
 
 def error_response(error: ApiError) -> Response:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import os
 import resource
 import signal
 import socket
@@ -265,7 +266,13 @@ def _ready(state: ServerState, url: str, progress: _Progress) -> str:
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)
+    """Tell whoever reads standard output. A full disk behind it, or a reader who has left, does not end a server."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        _logger.warning("cannot write to standard output: %s", error.strerror)
+        with contextlib.suppress(OSError):  # what is left in the buffer must not fail once more at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _url(sock: socket.socket) -> str:

@@ -26,5 +26,7 @@ class ServerState:
     """Unix time, for ``created`` in /v1/models."""
     draining: bool = False
     """The server finishes what it has and takes nothing new."""
+    num_body_bytes: int = 0
+    """Request bodies that are being read, all together."""
     num_in_progress: int = 0
     """HTTP requests to /v1/* that have not been answered to the end."""

@@ -25,6 +25,7 @@ from chairlift.engine.info import EngineInfo
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
+from chairlift.server.auth import salt_for
 from chairlift.server.errors import ApiError, error_body, to_api_error
 from chairlift.server.protocol import GenerationRequest, StreamOptions
 from chairlift.server.state import ServerState
@@ -121,15 +122,20 @@ async def submit_all(
     request: GenerationRequest,
     *,
     stream: bool,
+    holder: str = "",
 ) -> list[OutputStream]:
-    """One stream per prompt: all of them, or what is wrong with one, which is named when there are several."""
+    """One stream per prompt: all of them, or what is wrong with one, which is named when there are several.
+
+    ``holder`` says whose API key it is, where there are several: they share no cache.
+    """
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
+    salt = salt_for(holder, request.cache_salt or "")
     try:
         for index, prompt in enumerate(prompts):
             try:
                 opened = await state.engine.submit(
-                    prompt, params, kind=kind, cache_salt=request.cache_salt or "", queue_timeout=request.queue_timeout
+                    prompt, params, kind=kind, cache_salt=salt, queue_timeout=request.queue_timeout
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None

@@ -17,7 +17,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -130,7 +130,7 @@ class TemplateWorker:
     async def _exchange(self, frame: bytes) -> str:
         process = await self._take()
         try:
-            reply = await asyncio.wait_for(process.ask(frame, self._max_reply), self._time_limit)
+            reply = await self._in_time(process.ask(frame, self._max_reply))
         except TimeoutError:
             self._discard(process)
             raise RequestError(
@@ -153,6 +153,22 @@ class TemplateWorker:
             return str(reply["text"])
         message = str(reply.get("error", "the chat template failed"))[:_MAX_ERROR]
         raise (RequestError if reply.get("kind") == "request" else TemplateError)(message)
+
+    async def _in_time(self, asking: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """What it brings, or TimeoutError. A timer that rings late has timed this process, which was stopped or busy;
+        the worker gets as much time again, since its reply may lie there unread."""
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(asking)
+        due = loop.time() + self._time_limit
+        try:
+            await asyncio.wait({task}, timeout=self._time_limit)
+            if not task.done():
+                await asyncio.wait({task}, timeout=min(self._time_limit, loop.time() - due))
+            if not task.done():
+                raise TimeoutError
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _take(self) -> _Process:
         """A worker nobody uses, and another one on its way where that was the last."""
@@ -237,6 +253,7 @@ class _Process:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment,
+            start_new_session=True,  # Ctrl-C reaches a terminal's whole group, and a worker that starts knows no better
         )
         if process.stdin is None or process.stdout is None:
             raise OSError("no pipes")

@@ -196,3 +196,10 @@ def test_end_of_sequence_stops_unless_ignored(ignore_eos: bool, stops: set[int])
 def test_bad_words_are_masked_at_the_start_and_after_a_space() -> None:
     row = prepare(door(text=True), bad_words=["ab"]).make_sequences()[0].sampling
     assert row.bad_word_ids == ((0, 1), (18, 0, 1))
+
+
+def test_min_tokens_must_fit_also_where_max_tokens_is_left_out() -> None:
+    room = LENGTH - 3
+    assert prepare(door(), [1, 2, 3], max_tokens=None, min_tokens=room).max_tokens == room
+    with pytest.raises(PromptTooLongError, match=f"min_tokens is {room + 1}, .* room for {room}"):
+        prepare(door(), [1, 2, 3], max_tokens=None, min_tokens=room + 1)

@@ -220,3 +220,8 @@ def test_the_records_do_not_need_prometheus() -> None:
     program = "import sys, chairlift.metrics.stats; print('prometheus_client' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+def test_tasks_of_the_event_loop() -> None:
+    assert value(samples(RequestStats(), num_tasks=7), "chairlift:event_loop_tasks") == 7
+    assert value(samples(RequestStats(), num_tasks=7, prefix="vllm"), "chairlift:event_loop_tasks") == 7

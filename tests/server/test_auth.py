@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
 from chairlift.server import auth as auth_module
 from chairlift.server.app import make_app
-from chairlift.server.auth import OPEN_PATHS, Auth, HostCheck, check_exposure, is_loopback, load_keys
+from chairlift.server.auth import OPEN_PATHS, Auth, HostCheck, check_exposure, is_loopback, load_keys, salt_for
 from chairlift.server.errors import ApiError
 from tests.server.harness import Client, Endpoints, make_state, run, serving
 
@@ -243,3 +244,16 @@ def test_no_cross_origin_permission_is_ever_given() -> None:
             assert not [name for reply in replies for name in reply.headers if name.startswith("access-control")]
 
     run(test())
+
+
+def test_keys_share_no_cache_and_one_key_does() -> None:
+    two, one = Auth(["a", "b"]), Auth(["a"])
+
+    def holder(auth: Auth, key: str) -> str:
+        return auth.check("/v1/models", b"/v1/models", [b"Bearer " + key.encode()])
+
+    assert holder(one, "a") == "" and salt_for("", "mine") == "mine"
+    first, second = holder(two, "a"), holder(two, "b")
+    salts = {salt_for(name, salt) for name in (first, second) for salt in ("", "x")}
+    assert len(salts) == 4 and all(re.fullmatch("[A-Za-z0-9_-]{1,64}", salt) for salt in salts)
+    assert salt_for(first, "x") == salt_for(holder(two, "a"), "x")

@@ -94,6 +94,28 @@ def test_depth_has_an_end(opening: bytes, closing: bytes) -> None:
     refusal(b'{"a":' + opening * 200_000)
 
 
+@pytest.mark.parametrize("item", [b"[]", b"{}", b'{"a":[]}', b"[[[[]]]]"])
+def test_the_number_of_objects_and_lists_has_an_end(item: bytes) -> None:
+    """4 MiB of them would take a whole process for seconds, which is refused before they are made."""
+    per_item = item.count(b"[") + item.count(b"{")
+    most = (65_536 - 2) // per_item
+    assert len(parse_json(b'{"x":[' + b",".join([item] * most) + b"]}")["x"]) == most
+    assert "65,536 objects and lists" in refusal(b'{"x":[' + b",".join([item] * (most + 1)) + b"]}")
+
+
+def test_the_number_of_names_has_an_end() -> None:
+    def named(count: int) -> bytes:
+        return b"{" + b",".join(b'"%d":0' % number for number in range(count)) + b"}"
+
+    assert len(parse_json(named(65_536))) == 65_536
+    assert "65,536 names" in refusal(named(65_537))
+
+
+def test_marks_within_texts_do_not_count() -> None:
+    text = '[{":' * 20_000 + '\\" \n' * 100 + "9" * 100
+    assert parse_json(json.dumps({"a": text, text: {"b": 1}}).encode()) == {"a": text, text: {"b": 1}}
+
+
 def outcome_of(body: bytes) -> dict[str, Any] | ApiError:
     try:
         return parse_json(body)
@@ -188,6 +210,22 @@ def test_an_undeclared_length_is_counted_while_it_arrives() -> None:
         assert (reply.status, reply.error["code"]) == (413, "body_too_large")
 
     run(echo_server(test, max_body_bytes=2048))
+
+
+def test_all_bodies_together_have_a_cap() -> None:
+    """Many clients that never finish a long body cannot take the memory of the machine."""
+
+    async def test(client: Client) -> None:
+        connections = [await client.connect() for _ in range(70)]
+        for connection in connections:
+            connection.send(HEAD + b"Content-Length: 1024\r\n\r\n" + b" " * 1000)
+        refused = await connections[-1].reply()
+        assert (refused.status, refused.error["code"]) == (503, "overloaded")
+        assert refused.headers["retry-after"] == "1"
+        for connection in connections:
+            await connection.close()
+
+    run(echo_server(test, max_body_bytes=1024))
 
 
 def test_an_endless_body_is_cut_off_and_its_answer_arrives() -> None:

@@ -1,0 +1,443 @@
+"""Chaos against a real server with HashLM: what is killed, stopped, cut off or drowned, and what every request sees.
+
+    python -m tests.e2e.chaos --kills 20                  all scenarios, with the counts of a release
+    python -m tests.e2e.chaos overload --seconds 60       one of them
+
+Each scenario raises :class:`~tests.e2e.load.Violation` when a rule is broken, and returns its figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, Final
+
+from tests.e2e import pressure
+from tests.e2e.load import (
+    Ask,
+    Client,
+    Connection,
+    Cut,
+    End,
+    History,
+    Violation,
+    exact,
+    held,
+    idle,
+    rest,
+    running,
+    settled,
+    status,
+    until,
+)
+from tests.e2e.server_process import Held, ServerProcess, alive
+
+__all__ = [
+    "LITTLE_MEMORY",
+    "SCENARIOS",
+    "cut_off",
+    "disconnects",
+    "drain",
+    "kill_api",
+    "kill_engine",
+    "kill_while_it_loads",
+    "scarce_files",
+    "stop_api",
+    "stop_engine",
+]
+
+Figures = dict[str, float]
+_HEALTH_SECONDS: Final = 2.0
+_ORPHAN_SECONDS: Final = 5.0
+_BACK_SECONDS: Final = 5.0
+"""Beyond the pause before an engine is started again."""
+_LONG: Final = 400
+"""Tokens of an answer that takes a second or more."""
+LITTLE_MEMORY: Final = (
+    *("--num-kv-blocks", "64", "--max-model-len", "512"),
+    *("--max-num-batched-tokens", "64", "--max-num-queued-tokens", "1000000"),
+)
+"""KV cache for a few sequences: they are preempted all the time."""
+_KILLS_PER_SERVER: Final = 5
+"""The pause doubles with each death."""
+
+
+@contextlib.asynccontextmanager
+async def busy(client: Client, rng: random.Random, num_clients: int, *, pause: float = 0.02) -> AsyncIterator[None]:
+    """Clients that ask one thing after the other as long as the block runs; then they finish what they asked."""
+    over = asyncio.Event()
+
+    async def one(rng: random.Random) -> None:
+        while not over.is_set():
+            submit = await client.ask(Ask.draw(rng))
+            if submit.end is not End.ANSWERED:
+                await asyncio.sleep(pause)  # a client that asks again at once is an attack
+
+    tasks = [asyncio.create_task(one(random.Random(rng.random()))) for _ in range(num_clients)]
+    try:
+        yield
+    finally:
+        over.set()
+        await asyncio.gather(*tasks)
+
+
+async def answered(client: Client, count: int) -> None:
+    """Wait until so many more requests are answered."""
+    before = client.history.counts()[End.ANSWERED]
+
+    async def enough() -> bool:
+        return client.history.counts()[End.ANSWERED] >= before + count
+
+    await until(enough, what=f"the answer to {count} requests")
+
+
+async def kill_engine(kills: int, rng: random.Random, *, num_clients: int = 16, model: str = "hashlm:2ms") -> Figures:
+    """SIGKILL for the engine, under load: explicit errors, 503 on /health, back by itself, exact again."""
+    unhealthy, back = [], []
+    history = History()
+    for first in range(0, kills, _KILLS_PER_SERVER):
+        with ServerProcess(model, "--max-num-seqs", "8") as server:
+            client = Client(server.port, model, history)
+            for number in range(min(_KILLS_PER_SERVER, kills - first)):
+                async with busy(client, rng, num_clients):
+                    await answered(client, rng.randint(1, 30))
+                    seconds = await _kill_engine(server, client, 0.2 * 2**number + _BACK_SECONDS)
+                    await answered(client, 5)
+                unhealthy.append(seconds[0])
+                back.append(seconds[1])
+                await exact(client, rng)
+                await rest(client)
+            server.terminate()
+            if code := await server.ended():
+                raise Violation(f"the server ended with {code} afterwards")
+    history.check(End.FAILED, End.REFUSED, refusals=("engine_unavailable",))
+    return {
+        "kills": kills,
+        "503 on /health, worst s": max(unhealthy),
+        "back, worst s": max(back),
+        **history.figures(),
+    }
+
+
+async def _kill_engine(server: ServerProcess, client: Client, limit: float) -> tuple[float, float]:
+    """Seconds until /health says so, and until there is another, which may take ``limit``."""
+    old = server.engine()
+    os.kill(old, signal.SIGKILL)
+    unhealthy = await until(lambda: _is(client, "/health", 503), _HEALTH_SECONDS, what="503")
+    back = await until(lambda: _is(client, "/ready", 200), limit, what="the next engine")
+    if alive(old) or server.engine() == old:
+        raise Violation("the old engine is still there")
+    return unhealthy, back
+
+
+async def kill_while_it_loads(rng: random.Random) -> Figures:
+    """The engine dies, and its successor while it starts."""
+    with ServerProcess("hashlm") as server:
+        client = Client(server.port, "hashlm")
+        first = server.engine()
+        os.kill(first, signal.SIGKILL)
+
+        async def successor() -> bool:
+            return server.engine_pid() not in (None, first)
+
+        await until(successor, what="the next engine")
+        os.kill(server.engine(), signal.SIGKILL)
+        seconds = await until(lambda: _is(client, "/ready", 200), _BACK_SECONDS, what="the engine after the next")
+        await exact(client, rng)
+        client.history.check()
+        return {"back s": seconds}
+
+
+async def _is(client: Client, path: str, wanted: int) -> bool:
+    return await status(client, path) == wanted
+
+
+async def kill_api(kills: int, rng: random.Random, *, num_clients: int = 16, stopped: bool = False) -> Figures:
+    """SIGKILL for the API process, under load: connections visibly break off, no process is left, a new one serves.
+
+    With ``stopped`` the engine is under SIGSTOP at that time.
+    """
+    gone = []
+    history = History()
+    with ServerProcess("hashlm:2ms", "--max-num-seqs", "8") as server:
+        for _ in range(kills):
+            client = Client(server.port, "hashlm:2ms", history)
+            async with busy(client, rng, num_clients):
+                await answered(client, rng.randint(1, 30))
+                children = server.children()
+                if len(children) < 2 or server.engine() not in children:
+                    raise Violation(f"an engine and a template worker were expected: {children}")
+                if stopped:
+                    os.kill(server.engine(), signal.SIGSTOP)
+                server.process.kill()
+                await server.ended()
+
+                async def no_child(children: Sequence[int] = tuple(children)) -> bool:
+                    return not any(map(alive, children))
+
+                gone.append(await until(no_child, _ORPHAN_SECONDS, what="the end of its children"))
+                await asyncio.to_thread(server.start, server.port)
+                await answered(client, 5)
+            await exact(client, rng)
+    history.check(End.LOST, End.REFUSED, refusals=("engine_unavailable",))  # the next one has to load first
+    return {"kills": kills, "last child gone, worst s": max(gone), **history.figures()}
+
+
+async def stop_engine(seconds: float, rng: random.Random) -> Figures:
+    """SIGSTOP for the engine, under load: /health says so after its timeout, cancels are heard, and after SIGCONT
+    everything that waited is answered."""
+    with ServerProcess("hashlm:2ms", "--max-num-seqs", "8", "--health-timeout", "0.5") as server:
+        client = Client(server.port, "hashlm:2ms")
+        async with busy(client, rng, 8):
+            await answered(client, 10)
+            os.kill(server.engine(), signal.SIGSTOP)
+            stopped = time.monotonic()
+            try:
+                left = [asyncio.create_task(client.ask(Ask.draw(rng))) for _ in range(20)]
+                await until(lambda: _is(client, "/health", 503), 0.5 + _HEALTH_SECONDS, what="503")
+                unhealthy = time.monotonic() - stopped
+                before = len(client.history.of(End.ANSWERED))
+                for task in left[::2]:
+                    task.cancel()
+                await asyncio.gather(*left[::2], return_exceptions=True)
+                await asyncio.sleep(max(0.0, seconds - (time.monotonic() - stopped)))
+                if len(client.history.of(End.ANSWERED)) != before:
+                    raise Violation("a stopped engine answered")
+            finally:
+                os.kill(server.engine(), signal.SIGCONT)
+            back = await until(lambda: _is(client, "/health", 200), _BACK_SECONDS, what="health")
+            await asyncio.gather(*left, return_exceptions=True)
+        await rest(client)
+        client.history.check()
+        return {"503 on /health s": unhealthy, "healthy again s": back, **client.history.figures()}
+
+
+async def stop_api(seconds: float, rng: random.Random) -> Figures:
+    """SIGSTOP for the API process with answers under way: the engine goes on, and all are delivered after SIGCONT."""
+    with ServerProcess("hashlm:2ms") as server:
+        client = Client(server.port, "hashlm:2ms")
+        tasks = [asyncio.create_task(client.ask(Ask.draw(rng, most=300))) for _ in range(100)]
+        await until(lambda: running(client, 50), what="their start")
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        await asyncio.gather(*tasks)
+        await exact(client, rng)
+        await rest(client)
+    client.history.check()
+    longest = max(max(submit.gaps, default=0.0) for submit in client.history.submits)
+    return {"stopped s": seconds, "longest gap s": longest, **client.history.figures()}
+
+
+async def scarce_files(rng: random.Random) -> Figures:
+    """Connections take all file descriptors that the API process may have, and the engine is killed on top. When they
+    leave, the server is back."""
+    with ServerProcess("hashlm:2ms") as server:
+        client = Client(server.port, "hashlm:2ms")
+        await settled(server, client, rng)
+        limit = server.num_files() + 20
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        crowd = [await Connection.open(server.port) for _ in range(2 * limit)]
+        await until(lambda: _is(client, "/health", 0), what="the end of its descriptors")
+        first = len(server.log())
+        os.kill(server.engine(), signal.SIGKILL)
+
+        async def tried() -> bool:
+            return server.log()[first:].count("starting it again") >= 2
+
+        await until(tried, what="the second attempt to start an engine")
+        for connection in crowd:
+            connection.close()
+        back = await until(lambda: _is(client, "/ready", 200), 2 * _BACK_SECONDS, what="the next engine")
+        await exact(client, rng)
+        await rest(client)
+    client.history.check()
+    return {"descriptors": limit, "back s": back}
+
+
+async def disconnects(count: int, rng: random.Random, *, rounds: int = 1, flags: Sequence[str] = ()) -> Figures:
+    """``count`` requests at once, of which half are cut off in every way and place: the others are answered, and 1 s
+    later nothing is left of any."""
+    times = []
+    sizes = ("--max-num-seqs", "64", "--max-num-queued-reqs", str(4 * count), *flags)
+    with ServerProcess("hashlm:2ms", *sizes) as server:
+        client = Client(server.port, "hashlm:2ms")
+        base = await settled(server, client, rng)
+        for _ in range(rounds):
+            asks = [_half_leave(client, rng, number) for number in range(count)]
+            await asyncio.gather(*asks)
+
+            async def as_before(base: Held = base) -> bool:
+                return await idle(client) and await held(server, client) == base
+
+            try:
+                times.append(await until(as_before, 1.0, what="the state before"))
+            except Violation as violation:
+                now = await held(server, client)
+                raise Violation(f"{violation}: {base} before, {now} now, idle: {await idle(client)}") from None
+            await exact(client, rng)
+        client.history.check()
+        preemptions = (await client.metrics())["num_preemptions_total"]
+    return {
+        "requests": count * rounds,
+        "nothing left, worst s": max(times),
+        "preemptions": preemptions,
+        **client.history.figures(),
+    }
+
+
+def _half_leave(client: Client, rng: random.Random, number: int) -> Coroutine[Any, Any, None]:
+    """A request of which every second is cut off. Those would compute for seconds if nobody noticed."""
+    ask = Ask.draw(rng)
+    how = rng.choice((*Cut, "wait")) if number % 2 else "stay"
+    if how != "stay":
+        ask = dataclasses.replace(ask, max_tokens=_LONG, ignore_eos=True, stop=(), stream=ask.stream or how != "wait")
+    after = rng.choice((-1, 0, 1, 2, rng.randint(1, 30)))
+    begin, patience = rng.random() * 0.5, rng.random() * 0.2
+
+    async def one() -> None:
+        await asyncio.sleep(begin)
+        if how != "wait":
+            await client.ask(ask, cut=None if how == "stay" else Cut(how), after=after)
+            return
+        task = asyncio.create_task(client.ask(ask))
+        await asyncio.wait({task}, timeout=patience)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    return one()
+
+
+# --- how it ends -----------------------------------------------------------------------------------------------------
+
+
+async def drain(rng: random.Random, *, num_clients: int = 20, terminal: bool = False) -> Figures:
+    """SIGTERM with streams under way, or with ``terminal`` SIGINT for all processes, as Ctrl-C sends it: all streams
+    are finished, new ones are sent away, and the server ends with 0."""
+    with ServerProcess("hashlm:5ms", "--max-num-seqs", "16") as server:
+        client = Client(server.port, "hashlm:5ms")
+        late = Client(server.port, "hashlm:5ms")
+        asks = [dataclasses.replace(Ask.draw(rng), max_tokens=100, ignore_eos=True, n=1) for _ in range(num_clients)]
+        tasks = [asyncio.create_task(client.ask(ask)) for ask in asks]
+        await until(lambda: running(client, 16), what="a full batch")
+        start = time.monotonic()
+        if terminal:
+            os.killpg(server.pid, signal.SIGINT)
+        else:
+            server.terminate()
+        await until(lambda: _not(client, "/ready", 200), what="503 on /ready")
+        await late.ask(Ask.draw(rng))
+        await asyncio.gather(*tasks)
+        code = await server.ended()
+        seconds = time.monotonic() - start
+    client.history.check()
+    late.history.check(End.REFUSED, refusals=("server_draining",))
+    if late.history.of(End.ANSWERED) or len(client.history.of(End.ANSWERED)) != num_clients or code != 0:
+        raise Violation(f"exit code {code}, {client.history.counts()}, late: {late.history.counts()}")
+    return {"streams": num_clients, "exit code": code, "drained in s": seconds}
+
+
+async def cut_off(how: str, rng: random.Random) -> Figures:
+    """The end before everything is answered; ``how`` is ``second signal``, ``timeout`` (of the drain), ``stopped
+    engine`` (the same, with an engine that does not answer) or ``no restart`` (its engine is killed). Who was cut off
+    hears it."""
+    flags = {"second signal": ("--shutdown-timeout", "30"), "no restart": ("--no-restart",)}
+    expected = 3 if how == "no restart" else 1
+    with ServerProcess("hashlm:50ms", *flags.get(how, ("--shutdown-timeout", "0.5"))) as server:
+        client = Client(server.port, "hashlm:50ms")
+        children = server.children()
+        asks = [dataclasses.replace(Ask.draw(rng), max_tokens=2000, ignore_eos=True, stop=()) for _ in range(10)]
+        tasks = [asyncio.create_task(client.ask(ask)) for ask in asks]
+        await until(lambda: running(client, 10), what="the requests' start")
+        start = time.monotonic()
+        if how == "no restart":
+            os.kill(server.engine(), signal.SIGKILL)
+        else:
+            if how == "stopped engine":
+                os.kill(server.engine(), signal.SIGSTOP)
+            server.terminate()
+            if how == "second signal":
+                await until(lambda: _not(client, "/ready", 200), what="503 on /ready")
+                server.process.send_signal(signal.SIGINT)
+        await asyncio.gather(*tasks)
+        code = await server.ended()
+        seconds = time.monotonic() - start
+        left = [pid for pid in children if alive(pid)]
+    # Of a chat whose template was still to be rendered it is said that the server is stopping.
+    client.history.check(End.FAILED, End.REFUSED, refusals=("engine_unavailable", "timeout"))
+    if code != expected or left or client.history.of(End.ANSWERED):
+        raise Violation(f"{how}: exit code {code}, not {expected}; processes left: {left}; {client.history.counts()}")
+    return {"exit code": code, "ended after s": seconds, **client.history.figures()}
+
+
+async def _not(client: Client, path: str, wanted: int) -> bool:
+    return await status(client, path) != wanted
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+Scenario = Callable[[argparse.Namespace, random.Random], Coroutine[Any, Any, Figures]]
+
+SCENARIOS: Final[dict[str, Scenario]] = {
+    "kill-engine": lambda given, rng: kill_engine(given.kills, rng),
+    "kill-while-it-loads": lambda given, rng: kill_while_it_loads(rng),
+    "kill-api": lambda given, rng: kill_api(max(1, given.kills // 2), rng),
+    "kill-api-engine-stopped": lambda given, rng: kill_api(1, rng, stopped=True),
+    "stop-engine": lambda given, rng: stop_engine(given.seconds, rng),
+    "stop-api": lambda given, rng: stop_api(given.seconds, rng),
+    "scarce-files": lambda given, rng: scarce_files(rng),
+    "disconnects": lambda given, rng: disconnects(given.streams, rng, rounds=given.rounds),
+    "disconnects-little-memory": lambda given, rng: disconnects(
+        given.streams, rng, rounds=given.rounds, flags=LITTLE_MEMORY
+    ),
+    "stall": lambda given, rng: pressure.stall(given.stalled, rng, seconds=given.seconds, rounds=given.rounds),
+    "overload": lambda given, rng: pressure.overload(given.seconds, rng),
+    "drain": lambda given, rng: drain(rng),
+    "drain-terminal": lambda given, rng: drain(rng, terminal=True),
+    "second-signal": lambda given, rng: cut_off("second signal", rng),
+    "shutdown-timeout": lambda given, rng: cut_off("timeout", rng),
+    "shutdown-engine-stopped": lambda given, rng: cut_off("stopped engine", rng),
+    "no-restart": lambda given, rng: cut_off("no restart", rng),
+}
+
+
+def main() -> int:
+    """Run scenarios and print their figures as JSON lines; 1 when a rule was broken."""
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.chaos", description=__doc__.splitlines()[0])
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
+    parser.add_argument("--kills", type=int, default=20, help="of the engine; the API process is killed half as often")
+    parser.add_argument("--streams", type=int, default=500, help="at once, half of them cut off")
+    parser.add_argument("--stalled", type=int, default=100, help="readers that do not read")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="of what is repeated")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    if unknown := set(given.scenarios) - set(SCENARIOS):
+        parser.error(f"no such scenario: {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
+    failed = False
+    for name in given.scenarios or SCENARIOS:
+        start = time.monotonic()
+        try:
+            figures = asyncio.run(SCENARIOS[name](given, random.Random(given.seed)))
+        except Violation as violation:
+            print(json.dumps({"scenario": name, "violation": str(violation)}), flush=True)
+            failed = True
+            continue
+        rounded = {key: round(value, 4) for key, value in figures.items()}
+        print(json.dumps({"scenario": name, "seconds": round(time.monotonic() - start, 1), **rounded}), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

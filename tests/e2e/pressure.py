@@ -1,0 +1,243 @@
+"""Clients that read nothing, and clients that are too many: what the others feel of them, in figures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+
+from tests.e2e.load import (
+    Ask,
+    Client,
+    Connection,
+    End,
+    History,
+    Violation,
+    exact,
+    held,
+    idle,
+    percentile,
+    rest,
+    running,
+    settled,
+    until,
+)
+from tests.e2e.server_process import PATIENCE, ServerProcess
+
+__all__ = ["overload", "stall", "stall_cut"]
+
+Figures = dict[str, float]
+_BACK_SECONDS = 5.0
+_LONG_NAME = "hashlm-" + 121 * "x"
+_STALLING = 400
+"""Every event bears the model's name: so the events of this many tokens are more than the kernel and the server's
+buffer keep for a client that reads nothing."""
+
+
+# --- readers that do not read ----------------------------------------------------------------------------------------
+
+
+async def stall_cut(count: int, rng: random.Random, *, timeout: float = 1.0) -> Figures:
+    """``count`` readers that never read, next to others, who are answered as ever. They are cut off after
+    ``timeout`` seconds, and when they do not read what is left in another, nothing is left of them."""
+    flags = ("--stall-timeout", str(timeout), "--served-model-name", _LONG_NAME)
+    with ServerProcess("hashlm:2ms", *flags) as server:
+        client = Client(server.port, _LONG_NAME)
+        base = await settled(server, client, rng)
+        connections = [await _never_read(client, rng, _STALLING) for _ in range(count)]
+        await until(lambda: running(client, count), what="their start")
+        while not await idle(client):
+            await asyncio.gather(*(client.ask(Ask.draw(rng)) for _ in range(8)))
+        start = time.monotonic()
+        if await _in_progress(client) != count:
+            raise Violation(f"{await _in_progress(client)} of {count} answers are stuck; all should be")
+        await exact(client, rng)
+        await until(lambda: _nobody(client), timeout + 2, what="the end of their answers")
+        ended = time.monotonic() - start
+
+        async def closed() -> bool:
+            return await held(server, client) == base
+
+        await until(closed, timeout + 2, what="the end of their connections")
+        gone = time.monotonic() - start
+        for connection in connections:
+            connection.reset()
+        await exact(client, rng)
+        client.history.check()
+    return {"stalled": count, "timeout s": timeout, "cut off within s": ended, "connections closed within s": gone}
+
+
+async def stall(count: int, rng: random.Random, *, seconds: float = 4.0, rounds: int = 1) -> Figures:
+    """What ``count`` readers that never read do to the inter-token latency (p99) of a few that do: it is measured next
+    to nobody (alone) and next to answers that are stuck in their connections (stuck), and, while the engine computes
+    as many others, next to readers (readers) and next to those who do not read (stalled). In turn, ``rounds`` times;
+    the figures are medians.
+    """
+    worst: dict[str, list[float]] = {name: [] for name in ("alone", "stuck", "readers", "stalled")}
+    history = History()
+    with ServerProcess("hashlm:10ms", "--served-model-name", _LONG_NAME, "--num-kv-blocks", "8192") as server:
+        client = Client(server.port, _LONG_NAME, history)
+        length = _STALLING + int(seconds / 0.012)
+        for _ in range(rounds):
+            worst["alone"].append(await _inter_token(client, rng, seconds))
+            readers = [
+                asyncio.create_task(client.ask(_steady(rng, length), patience=4 * PATIENCE)) for _ in range(count)
+            ]
+            await _computed(client, count * _STALLING)
+            worst["readers"].append(await _inter_token(client, rng, seconds))
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+            await rest(client)
+            connections = [await _never_read(client, rng, length) for _ in range(count)]
+            await _computed(client, count * _STALLING)
+            worst["stalled"].append(await _inter_token(client, rng, seconds))
+            await rest(client)
+            worst["stuck"].append(await _inter_token(client, rng, seconds))
+            if (left := await _in_progress(client)) != count:
+                raise Violation(f"{left} of {count} answers are stuck; all should be")
+            for connection in connections:
+                connection.reset()
+            await until(lambda: _nobody(client), what="the end of those who left")
+        history.check()
+    stuck = [many / few for many, few in zip(worst["stuck"], worst["alone"], strict=True)]
+    stalled = [many / few for many, few in zip(worst["stalled"], worst["readers"], strict=True)]
+    return {
+        "stalled readers": count,
+        **{f"ITL p99 ms, {name}": statistics.median(each) for name, each in worst.items()},
+        "stuck / alone": statistics.median(stuck),
+        "stalled / readers": statistics.median(stalled),
+    }
+
+
+def _steady(rng: random.Random, length: int) -> Ask:
+    return Ask(prompt="steady", max_tokens=length, seed=rng.randrange(1 << 30))
+
+
+async def _never_read(client: Client, rng: random.Random, length: int) -> Connection:
+    connection = await Connection.open(client.port, tiny=True)
+    connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    connection.writer.write(_steady(rng, length).request(client.model))
+    return connection
+
+
+async def _inter_token(client: Client, rng: random.Random, seconds: float, num_clients: int = 4) -> float:
+    """Between the tokens of a few streams, p99, in milliseconds."""
+    end = time.monotonic() + seconds
+    gaps: list[float] = []
+
+    async def one() -> None:
+        while time.monotonic() < end:
+            gaps.extend((await client.ask(_steady(rng, 50))).gaps)
+
+    await asyncio.gather(*(one() for _ in range(num_clients)))
+    return 1000 * percentile(gaps, 0.99)
+
+
+async def _computed(client: Client, count: int) -> None:
+    """Wait until the engine has computed so many tokens more."""
+
+    async def tokens() -> float:
+        return (await client.metrics())["iteration_tokens_total_sum"]
+
+    wanted = await tokens() + count
+
+    async def enough() -> bool:
+        return await tokens() >= wanted
+
+    await until(enough, look=0.1, what=f"the computing of {count} tokens")
+
+
+async def _in_progress(client: Client) -> int:
+    return int(json.loads((await client.get("/load"))[1])["server_load"])
+
+
+async def _nobody(client: Client) -> bool:
+    return await _in_progress(client) == 0
+
+
+# --- more than there is room for -------------------------------------------------------------------------------------
+
+
+async def overload(seconds: float, rng: random.Random, *, factor: float = 10.0, queue: int = 16) -> Figures:
+    """Requests at ``factor`` times what the server can do, in an open loop: the rest is turned away at once, and the
+    server does its best all the while."""
+    model = "hashlm:5ms"
+    deepest: list[float] = []
+    with ServerProcess(model, "--max-num-seqs", "4", "--max-num-queued-reqs", str(queue)) as server:
+        client, rush = Client(server.port, model), Client(server.port, model)
+        await _closed_loop(client, rng, 1.0)
+        peak, alone = await _closed_loop(client, rng, seconds)
+        client.history.check()
+        before = server.memory()
+        watch = asyncio.create_task(_watch_queue(client, deepest))
+        start = time.monotonic()
+        tasks = await _open_loop(rush, rng, factor * peak, start + seconds)
+        end = time.monotonic()
+        memory = server.memory()
+
+        async def recovered() -> bool:
+            submit = await client.ask(_small(rng))
+            return submit.end is End.ANSWERED and submit.seconds < 2 * alone
+
+        await until(recovered, _BACK_SECONDS, look=0.05, what="an answer as fast as before")
+        recovery = time.monotonic() - end
+        watch.cancel()
+        await asyncio.gather(*tasks)
+        await rest(client)
+    rush.history.check(End.REFUSED, refusals=("rate_limit_exceeded",))
+    client.history.check(End.REFUSED, refusals=("rate_limit_exceeded",))
+    if max(deepest) > queue:
+        raise Violation(f"{max(deepest):.0f} requests waited, and {queue} may")
+    refused = [1000 * submit.seconds for submit in rush.history.of(End.REFUSED)]
+    within = [submit for submit in rush.history.of(End.ANSWERED) if start + 1 <= submit.ended <= end]
+    return {
+        "peak requests/s": peak,
+        "offered / peak": len(tasks) / (end - start) / peak,
+        "goodput / peak": len(within) / (end - start - 1) / peak,
+        "429 p50 ms": percentile(refused, 0.5),
+        "429 p99 ms": percentile(refused, 0.99),
+        "deepest queue": max(deepest),
+        "queue cap": queue,
+        "recovery s": recovery,
+        "memory / before": memory / before,
+        **rush.history.figures(),
+    }
+
+
+def _small(rng: random.Random) -> Ask:
+    return Ask(prompt="small", max_tokens=32, seed=rng.randrange(1 << 30), stream=rng.random() < 0.5)
+
+
+async def _open_loop(client: Client, rng: random.Random, rate: float, end: float) -> list[asyncio.Task[object]]:
+    """Requests that arrive at random, however the earlier ones fare."""
+    tasks: list[asyncio.Task[object]] = []
+    due = time.monotonic()
+    while (due := due + rng.expovariate(rate)) < end:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        tasks.append(asyncio.create_task(client.ask(_small(rng), due=due)))
+    return tasks
+
+
+async def _closed_loop(client: Client, rng: random.Random, seconds: float) -> tuple[float, float]:
+    """Requests per second of eight clients, twice as many as the batch takes, and the time one request takes alone."""
+    count = 0
+    end = time.monotonic() + seconds
+
+    async def one() -> None:
+        nonlocal count
+        while time.monotonic() < end:
+            submit = await client.ask(_small(rng))
+            count += submit.ended <= end
+
+    await asyncio.gather(*(one() for _ in range(8)))
+    alone = [(await client.ask(_small(rng))).seconds for _ in range(3)]
+    return count / seconds, sorted(alone)[1]
+
+
+async def _watch_queue(client: Client, found: list[float]) -> None:
+    while True:
+        found.append((await client.metrics())["num_requests_waiting"])
+        await asyncio.sleep(0.05)

@@ -1,0 +1,131 @@
+"""A server as its clients see it: where it is, what it must answer, and whether it is done with everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from chairlift.sampling_params import SamplingParams
+from tests.e2e.oracle import Expected, chat_ids, expected_hashlm
+from tests.e2e.server_process import PATIENCE, ServerProcess, metrics_of
+
+__all__ = [
+    "HI",
+    "KEY",
+    "LONG",
+    "SEEDED",
+    "SMALL",
+    "Served",
+    "answers",
+    "ends_of",
+    "filled",
+    "run",
+    "stop_in",
+    "texts_of",
+]
+
+KEY = "sk-of-the-tests"
+SMALL = ("--max-num-seqs", "4", "--max-num-queued-reqs", "3", "--api-key", KEY, "--served-model-name", "hashlm")
+"""Flags of a server that is soon full."""
+LONG: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
+"""Of a request that takes 15 s at least, at 5 ms per step."""
+_SOON = 8.0
+"""Seconds. What goes on for longer was not ended, but came to its end."""
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+SEEDED: dict[str, Any] = {"seed": 7, "max_tokens": 24}
+_LOOK = 0.02
+
+
+class Served:
+    """What a client needs to know of a server, and what a test wants to know from it."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+        self.url = f"http://127.0.0.1:{server.port}"
+        self.base_url = f"{self.url}/v1"
+
+    def get(self, path: str) -> bytes:
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {KEY}"})
+        with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
+            body: bytes = reply.read()
+        return body
+
+    def load(self) -> dict[str, int]:
+        """Requests in progress, running and waiting."""
+        found: dict[str, int] = json.loads(self.get("/load"))
+        return found
+
+    def metric(self, name: str) -> float:
+        """A value of ``/metrics``, summed over the labels."""
+        return metrics_of(self.get("/metrics").decode())[f"chairlift:{name}"]
+
+    def wait_for(self, running: int, waiting: int) -> None:
+        """Wait until this many answers are computed and this many requests wait."""
+        self._until(self.load, lambda load: (load["running"], load["waiting"]) == (running, waiting))
+
+    def wait_until_idle(self) -> None:
+        """Wait until nobody is served, nothing is computed and no block of the KV cache is held."""
+        idle = {"load": {"server_load": 0, "running": 0, "waiting": 0}, "sequences": 0.0, "blocks": 0.0}
+        self._until(self._activity, lambda activity: activity == idle, _SOON)
+
+    def _activity(self) -> dict[str, Any]:
+        sequences, blocks = self.metric("num_requests_running"), self.metric("kv_cache_usage_perc")
+        return {"load": self.load(), "sequences": sequences, "blocks": blocks}
+
+    @staticmethod
+    def _until(look: Callable[[], Any], done: Callable[[Any], bool], seconds: float = PATIENCE) -> None:
+        end = time.monotonic() + seconds
+        while not done(seen := look()):
+            if time.monotonic() > end:
+                raise AssertionError(f"after {seconds:g} s the server still says {seen}")
+            time.sleep(_LOOK)
+
+
+def answers(prompt: str | list[int], n: int = 1, **settings: Any) -> list[Expected]:
+    """What HashLM answers to one user message, or to token ids."""
+    ids = chat_ids(("user", prompt)) if isinstance(prompt, str) else prompt
+    return [expected_hashlm(ids, SamplingParams(n=n, **settings), index) for index in range(n)]
+
+
+@contextlib.contextmanager
+def filled(served: Served) -> Iterator[contextlib.ExitStack]:
+    """The server, started with :data:`SMALL`, takes no more requests until the block ends or the stack is closed."""
+    with contextlib.ExitStack() as stack:
+        for n, running, waiting in ((4, 4, 0), (1, 4, 1), (1, 4, 2), (1, 4, 3)):
+            connection = http.client.HTTPConnection("127.0.0.1", served.server.port, timeout=PATIENCE)
+            stack.callback(connection.close)
+            body = {"model": "hashlm", "messages": [{"role": "user", "content": "wait"}], "n": n, **LONG}
+            headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}), headers)
+            served.wait_for(running, waiting)
+        yield stack
+
+
+def stop_in(text: str) -> str:
+    """A character that is in the middle of an answer and not before."""
+    return next(letter for i, letter in enumerate(text) if i >= 4 and letter.isascii() and text.find(letter) == i)
+
+
+def texts_of(chunks: list[Any], n: int = 1) -> list[str]:
+    """The answers in a stream's chunks."""
+    texts = [""] * n
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    return texts
+
+
+def ends_of(chunks: list[Any]) -> list[tuple[int, str]]:
+    """The finish reasons in a stream's chunks, in order of the answers."""
+    return sorted((c.index, c.finish_reason) for chunk in chunks for c in chunk.choices if c.finish_reason)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine, with an end to it."""
+    asyncio.run(asyncio.wait_for(test, 2 * PATIENCE))
