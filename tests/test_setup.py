@@ -27,7 +27,7 @@ def tree(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, tmp_path)
     package = tmp_path / LIBRARY.parent
     package.mkdir(parents=True)
-    (tmp_path / "chairlift" / "__init__.py").write_text('__version__ = "0"\n')
+    (tmp_path / "chairlift" / "version.py").write_text('__version__ = "0"\n')
     sources = tmp_path / "csrc" / "cpu"
     sources.mkdir(parents=True)
     (sources / "shared.h").write_text('extern "C" __attribute__((visibility("default"))) int answer();\n')
