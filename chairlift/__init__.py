@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import ChairliftError, ConfigError, EngineDeadError, ModelLoadError, OverloadedError, RequestError
-from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.version import __version__
 
@@ -30,6 +30,7 @@ __all__ = [
     "FinishReason",
     "Logprob",
     "ModelLoadError",
+    "OutputKind",
     "OverloadedError",
     "RequestError",
     "RequestOutput",

@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from chairlift.config import EngineConfig
-from chairlift.engine.async_engine import AsyncEngine, OutputKind
+from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import Prompt
 from chairlift.errors import EngineDeadError
 from chairlift.loading import Progress, read_tokenizer
-from chairlift.outputs import RequestOutput
+from chairlift.outputs import OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
 
 __all__ = ["AsyncLLM"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestMetrics", "RequestOutput"]
+__all__ = ["CompletionOutput", "FinishReason", "Logprob", "OutputKind", "RequestMetrics", "RequestOutput"]
 
 
 class FinishReason(enum.StrEnum):
@@ -15,6 +15,17 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class OutputKind(enum.Enum):
+    """What a stream yields."""
+
+    DELTA = "delta"
+    """What is new, of the answers that have news."""
+    CUMULATIVE = "cumulative"
+    """All there is so far, whenever there is more."""
+    FINAL = "final"
+    """One output, at the end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from chairlift import LLM, AsyncLLM, ConfigError, EngineDeadError, ModelLoadError, RequestError, SamplingParams
-from chairlift.engine.async_engine import OutputKind
-from chairlift.outputs import RequestOutput
+from chairlift.outputs import OutputKind, RequestOutput
 
 PROMPTS = ["A KV cache", "A batch", "Preemption is", "The scheduler"]
 PARAMS = [SamplingParams(max_tokens=12, temperature=0.0), SamplingParams(max_tokens=9, seed=3, n=2, logprobs=2)]

@@ -23,7 +23,8 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prompt
 from chairlift.engine.intake import Intake
 from chairlift.engine.messages import Refused, Step
-from chairlift.engine.output_processor import OutputProcessor, RequestState
+from chairlift.engine.output_processor import OutputProcessor
+from chairlift.engine.output_stream import OutputStream
 from chairlift.engine.process_client import ProcessClient
 from chairlift.errors import (
     ChairliftError,
@@ -35,12 +36,12 @@ from chairlift.errors import (
     TemplateError,
 )
 from chairlift.metrics.stats import RequestStats
-from chairlift.outputs import FinishReason, RequestOutput
+from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.template_worker import TemplateWorker
 from chairlift.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["AsyncEngine", "EngineState", "OutputKind", "OutputStream"]
+__all__ = ["AsyncEngine", "EngineState"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,87 +64,6 @@ class EngineState(enum.StrEnum):
     """It died, and will be started again."""
     STOPPED = "stopped"
     """For good."""
-
-
-class OutputKind(enum.Enum):
-    """What a stream yields."""
-
-    DELTA = "delta"
-    """What is new, of the answers that have news."""
-    CUMULATIVE = "cumulative"
-    """All there is so far, whenever there is more."""
-    FINAL = "final"
-    """One output, at the end."""
-
-
-class OutputStream:
-    """The outputs of one request, an async iterator. Whoever stops reading early must call :meth:`abort`."""
-
-    def __init__(self, engine: AsyncEngine, state: RequestState, kind: OutputKind) -> None:
-        self.request_id = state.request_id
-        self.prompt_token_ids = state.prepared.prompt_token_ids
-        self._engine = engine
-        self._state = state
-        self._kind = kind
-        self._news = asyncio.Event()
-        self._error: ChairliftError | None = None
-        self._over = False
-        self._seen = 0
-        """Tokens that there were at the last output."""
-        self._timers: list[asyncio.TimerHandle] = []
-
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._over:
-            if self._error is not None:
-                self._over = True
-                raise self._error
-            self._news.clear()
-            finished = self._over = self._state.finished
-            output = self._next(finished)
-            if output is not None:
-                return output
-            if not finished:
-                await self._news.wait()
-        raise StopAsyncIteration
-
-    def _next(self, finished: bool) -> RequestOutput | None:
-        if self._kind is OutputKind.DELTA:
-            return self._state.delta()
-        if finished:
-            return self._state.output()
-        seen, self._seen = self._seen, self._state.num_tokens
-        return self._state.output() if self._kind is OutputKind.CUMULATIVE and self._seen > seen else None
-
-    def abort(self) -> None:
-        """End the request, whatever its state. Nothing happens when it has ended."""
-        self._over = True
-        self._news.set()
-        self._engine.abort(self.request_id)
-
-    async def aclose(self) -> None:
-        self.abort()
-
-    def wake(self) -> None:
-        """There may be news."""
-        self._news.set()
-
-    def fail(self, error: ChairliftError) -> None:
-        """End with an error."""
-        if self._error is None and not self._state.finished:
-            self._error = error
-        self._news.set()
-
-    def set_timer(self, seconds: float, call: Callable[[str], None]) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, call, self.request_id))
-
-    def settle(self) -> None:
-        """The request has left the engine: no timer will ring."""
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
 
 
 class AsyncEngine:
@@ -323,7 +243,7 @@ class AsyncEngine:
         if not self._streams:
             self._busy_since = arrival
         state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
-        stream = OutputStream(self, state, kind)
+        stream = OutputStream(state, kind, self.abort)
         self._streams[stream.request_id] = stream
         self.intake.enter(stream.request_id, num_tokens)
         patience = self._queue_timeout if queue_timeout is None else queue_timeout

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from chairlift.engine.async_engine import OutputStream
+from chairlift.engine.output_stream import OutputStream
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError

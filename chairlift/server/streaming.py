@@ -20,10 +20,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from chairlift.engine.async_engine import OutputKind, OutputStream
 from chairlift.engine.info import EngineInfo
+from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import EngineDeadError, RequestError
-from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.auth import salt_for
 from chairlift.server.errors import ApiError, error_body, to_api_error

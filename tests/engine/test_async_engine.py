@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from chairlift.config import EngineConfig
-from chairlift.engine.async_engine import AsyncEngine, EngineState, OutputKind
+from chairlift.engine.async_engine import AsyncEngine, EngineState
 from chairlift.errors import (
     ConfigError,
     EngineDeadError,
@@ -26,7 +26,7 @@ from chairlift.errors import (
     RequestError,
 )
 from chairlift.loading import read_tokenizer
-from chairlift.outputs import FinishReason, RequestOutput
+from chairlift.outputs import FinishReason, OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from tests.e2e.oracle import expected_hashlm
 

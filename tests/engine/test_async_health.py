@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from chairlift.engine.async_engine import AsyncEngine, EngineState, OutputKind
+from chairlift.engine.async_engine import AsyncEngine, EngineState
 from chairlift.errors import EngineDeadError
+from chairlift.outputs import OutputKind
 from chairlift.sampling_params import SamplingParams
 from tests.e2e.oracle import expected_hashlm
 from tests.engine.test_async_engine import LONG, collect, run, running

@@ -18,12 +18,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from chairlift.config import ServerConfig
-from chairlift.engine.async_engine import EngineState, OutputKind
+from chairlift.engine.async_engine import EngineState
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.info import EngineInfo
 from chairlift.errors import EngineDeadError, PromptTooLongError, QueueFullError, RequestError
 from chairlift.metrics.stats import RequestStats
-from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.state import ServerState
 from chairlift.tokenizer.chat_template import ChatTemplate

@@ -1,0 +1,82 @@
+"""The outputs of one request, as whoever asked reads them: at their own pace, and until they leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from chairlift.engine.output_processor import RequestState
+from chairlift.errors import ChairliftError
+from chairlift.outputs import OutputKind, RequestOutput
+
+__all__ = ["OutputStream"]
+
+
+class OutputStream:
+    """The outputs of one request, an async iterator. Whoever stops reading early must call :meth:`abort`."""
+
+    def __init__(self, state: RequestState, kind: OutputKind, abort: Callable[[str], None]) -> None:
+        self.request_id = state.request_id
+        self.prompt_token_ids = state.prepared.prompt_token_ids
+        self._abort = abort
+        self._state = state
+        self._kind = kind
+        self._news = asyncio.Event()
+        self._error: ChairliftError | None = None
+        self._over = False
+        self._seen = 0
+        """Tokens that there were at the last output."""
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._over:
+            if self._error is not None:
+                self._over = True
+                raise self._error
+            self._news.clear()
+            finished = self._over = self._state.finished
+            output = self._next(finished)
+            if output is not None:
+                return output
+            if not finished:
+                await self._news.wait()
+        raise StopAsyncIteration
+
+    def _next(self, finished: bool) -> RequestOutput | None:
+        if self._kind is OutputKind.DELTA:
+            return self._state.delta()
+        if finished:
+            return self._state.output()
+        seen, self._seen = self._seen, self._state.num_tokens
+        return self._state.output() if self._kind is OutputKind.CUMULATIVE and self._seen > seen else None
+
+    def abort(self) -> None:
+        """End the request, whatever its state. Nothing happens when it has ended."""
+        self._over = True
+        self._news.set()
+        self._abort(self.request_id)
+
+    async def aclose(self) -> None:
+        self.abort()
+
+    def wake(self) -> None:
+        """There may be news."""
+        self._news.set()
+
+    def fail(self, error: ChairliftError) -> None:
+        """End with an error."""
+        if self._error is None and not self._state.finished:
+            self._error = error
+        self._news.set()
+
+    def set_timer(self, seconds: float, call: Callable[[str], None]) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, call, self.request_id))
+
+    def settle(self) -> None:
+        """The request has left the engine: no timer will ring."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
