@@ -12,7 +12,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
 from chairlift.errors import RequestError
-from chairlift.loading import Progress, load_executor
+from chairlift.loading import Progress, load_executor, read_tokenizer
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.chat_template import ChatTemplate
@@ -39,7 +39,7 @@ class LLM:
         loaded = load_executor(self.config, progress)
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
-            self.tokenizer = loaded.read_tokenizer(self.config)
+            self.tokenizer = read_tokenizer(self.config, loaded.model_dir)
         self.max_model_len, self.memory_plan = loaded.max_model_len, loaded.memory_plan
         eos = set(loaded.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
         self.engine = Engine(

@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.engine.info import EngineInfo
@@ -15,9 +14,6 @@ from chairlift.errors import ConfigError
 from chairlift.executor.executor import Executor
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.version import __version__
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["LoadedExecutor", "Progress", "load_executor", "read_tokenizer"]
 
@@ -39,10 +35,6 @@ class LoadedExecutor:
     dtype: str
     kernels: str
     threads: int
-
-    def read_tokenizer(self, config: EngineConfig) -> Tokenizer:
-        """Raises ModelLoadError."""
-        return read_tokenizer(config, self.model_dir)
 
     def info(self, config: EngineConfig) -> EngineInfo:
         """What others may know. The capacity is that of the executor's smallest pool."""
@@ -131,7 +123,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         max_model_len=max_model_len,
         eos_token_ids=tuple(network.eos_token_ids),
         memory_plan=plan.describe(max_model_len),
-        dtype=_dtype_name(dtype),
+        dtype=str(dtype).removeprefix("torch."),
         kernels=isa or "torch",
         threads=_threads(config, isa),
     )
@@ -175,10 +167,6 @@ def _threads(config: EngineConfig, isa: str | None) -> int:
     from chairlift.kernels.cpu.library import default_threads
 
     return config.model.threads or default_threads()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _fingerprint(model_dir: str, *parts: str) -> str:

@@ -137,11 +137,6 @@ class AsyncEngine:
         return len(self.intake)
 
     @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens of those."""
-        return self.intake.num_tokens
-
-    @property
     def max_queued_requests(self) -> int:
         return self.intake.max_requests
 

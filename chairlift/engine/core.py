@@ -97,7 +97,7 @@ class EngineClient(Protocol):
         ...
 
 
-class EngineCore:
+class EngineCore(EngineClient):
     """Requests in, tokens out, one step at a time. Not thread-safe: one thread owns it.
 
     With a look-ahead depth of d, up to d steps are scheduled and launched beyond the newest known tokens.
@@ -202,7 +202,6 @@ class EngineCore:
             num_finished_sequences=rate.num_finished,
             num_preempted_sequences=rate.num_preempted,
             preemption_rate=rate.recent(self.clock.now()),
-            num_late_tokens=scheduler.num_late,
         )
 
     def shutdown(self) -> None:
@@ -252,7 +251,7 @@ class EngineCore:
         end = self.clock.now()
         self.step_log.record(out, result, start, end)
         counted = self._counted
-        counted.step_tokens, counted.step_seconds = out.num_tokens, end - start
+        counted.step_tokens = out.num_tokens
         counted.num_computed_tokens += out.num_tokens
         counted.num_recomputed_tokens += sum(chunk.num_tokens for chunk in out.chunks if chunk.why == "recompute")
         return outputs

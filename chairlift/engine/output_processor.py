@@ -249,7 +249,7 @@ class OutputProcessor:
             token = step.token_ids[row]
             answer.token_ids.append(token)
             if self._stats is not None:
-                self._time(state, answer, now)
+                self._time(self._stats, state, answer, now)
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
             record = None if step.logprobs is None else step.logprobs[row]
@@ -257,8 +257,7 @@ class OutputProcessor:
                 answer.logprobs.append(self._logprob_dict(record))
                 answer.cumulative += record.logprobs[0]
             # The text of a token that ended the answer may not count.
-            ends = token in state.prepared.stop_token_ids
-            if answer.params.stop and not ends and answer.read() is not None:
+            if answer.params.stop and token not in state.prepared.stop_token_ids and answer.read() is not None:
                 stopped.append(sequence_id)
         return stopped
 
@@ -291,15 +290,15 @@ class OutputProcessor:
                     self._stats.request_finished(state.record(now))
         return list(states.values())
 
-    def _time(self, state: RequestState, answer: _Answer, now: float) -> None:
-        if self._stats is not None:
-            if answer.last_token_time is not None:
-                self._stats.next_tokens(now - answer.last_token_time, 1, now)
-            else:
-                self._stats.first_token(now - state.metrics.arrival_time, now)
-            if state.metrics.first_token_time is None:
-                self._stats.prompt_computed(len(state.prepared.prompt_token_ids), state.num_cached_tokens)
-            answer.last_token_time = now
+    @staticmethod
+    def _time(stats: RequestStats, state: RequestState, answer: _Answer, now: float) -> None:
+        if answer.last_token_time is not None:
+            stats.next_tokens(now - answer.last_token_time, 1, now)
+        else:
+            stats.first_token(now - state.metrics.arrival_time, now)
+        if state.metrics.first_token_time is None:
+            stats.prompt_computed(len(state.prepared.prompt_token_ids), state.num_cached_tokens)
+        answer.last_token_time = now
 
     def _logprob_dict(self, record: TokenRecord) -> _Logprobs:
         """The chosen token first; the most likely ones follow with ranks 1, 2, ..."""

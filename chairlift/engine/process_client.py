@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
+from chairlift.engine.core import EngineClient
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.messages import (
@@ -54,7 +55,7 @@ class EngineEvents(Protocol):
     def on_refused(self, refused: Refused) -> None: ...
 
 
-class ProcessClient:
+class ProcessClient(EngineClient):
     """One engine process, from start to end; an :class:`~chairlift.engine.core.EngineClient`.
 
     The process connects to a Unix socket in a directory that only this user can enter, and must know a token that it

@@ -57,11 +57,8 @@ class EngineStats:
     """Tokens computed by all steps."""
     num_recomputed_tokens: int = 0
     """Of those, tokens computed again after a preemption."""
-    num_late_tokens: int = 0
-    """Tokens that came for a request which had left."""
     step_tokens: int = 0
     """Tokens computed by this step."""
-    step_seconds: float = 0.0
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -139,6 +139,8 @@ class TemplateWorker:
             ) from None
         except (EOFError, OSError):
             self._discard(process)
+            if self._closed:  # the chat did nothing wrong
+                raise OverloadedError("the server is stopping") from None
             raise TemplateError(
                 "the chat template's process died on the messages; send fewer or shorter ones"
             ) from None

@@ -90,7 +90,7 @@ def test_answers_are_those_of_a_request_alone_whatever_is_delivered() -> None:
                         assert mine[-1].finish_reason == one.finish_reason
                 assert outputs[-1].finished and not any(output.finished for output in outputs[:-1])
             await quiet(engine)
-            assert engine.num_requests == engine.num_queued == engine.num_queued_tokens == 0
+            assert engine.num_requests == engine.num_queued == engine.intake.num_tokens == 0
             assert sum(engine.stats.finished.values()) == 30 and engine.stats.ttft.total > 0
 
     run(test)

@@ -15,7 +15,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import ConfigError
-from chairlift.loading import load_executor
+from chairlift.loading import load_executor, read_tokenizer
 from chairlift.models.hashlm_served import (
     HASHLM_EOS,
     HASHLM_TEMPLATE,
@@ -34,7 +34,7 @@ from tests.e2e.oracle import chat_ids, expected_hashlm
 def make(model: str = "hashlm", **settings: Any) -> tuple[Engine, Tokenizer]:
     config = EngineConfig.from_flat({"model": model, "max_num_batched_tokens": 32, "max_num_seqs": 4, **settings})
     loaded = load_executor(config)
-    tokenizer = loaded.read_tokenizer(config)
+    tokenizer = read_tokenizer(config, loaded.model_dir)
     limits = ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids)
     return Engine(loaded.executor, limits, config.scheduler, tokenizer=tokenizer), tokenizer
 
@@ -184,9 +184,9 @@ def test_it_needs_no_torch() -> None:
     code = (
         "import sys\n"
         "from chairlift.config import EngineConfig\n"
-        "from chairlift.loading import load_executor\n"
+        "from chairlift.loading import load_executor, read_tokenizer\n"
         "config = EngineConfig.from_flat({'model': 'hashlm'})\n"
-        "load_executor(config).read_tokenizer(config).encode('x')\n"
+        "read_tokenizer(config, load_executor(config).model_dir).encode('x')\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

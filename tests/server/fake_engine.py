@@ -124,7 +124,7 @@ class FakeEngine:
         self.stats = RequestStats()
         self.streams: set[FakeStream] = set()
         self.num_aborted = 0
-        self.num_queued = self.num_queued_tokens = 0
+        self.num_queued = 0
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.full = False

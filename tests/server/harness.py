@@ -61,7 +61,7 @@ class StateOnlyEngine:
         self.stopped = asyncio.Event()
         self.loaded: asyncio.Future[None] | None = None
         self.trouble = ""
-        self.num_requests = self.num_queued = self.num_queued_tokens = 0
+        self.num_requests = self.num_queued = 0
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.num_shutdowns = 0
 

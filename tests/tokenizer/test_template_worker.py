@@ -354,7 +354,7 @@ def test_close_ends_everything_and_chats_after_it_are_refused() -> None:
             await asyncio.sleep(0.001)
         pids = worker.pids
         await worker.close()
-        with pytest.raises((TemplateError, OverloadedError)):
+        with pytest.raises(OverloadedError, match="stopping"):  # and not that the messages are at fault
             await bomb
         with pytest.raises(OverloadedError, match="stopping"):
             await worker.render(HI)
