@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
+from chairlift.service_class import ServiceClass, parse_service_classes, parse_tenant_weights
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -35,7 +36,9 @@ BUNDLED_MODEL = "bundled"
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BATCHING = ("continuous", "static", "dynamic")
-_POLICIES = ("fcfs",)
+_LATE = ("downgrade", "drop")
+_PREEMPTION_MODES = ("auto", "recompute", "swap", "none")
+_PREFILL_MODES = ("mixed", "prefill_first", "decode_first", "separate")
 _KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch")
 _METRICS_PREFIXES = ("chairlift", "vllm")
 _LOG_FORMATS = ("text", "json")
@@ -43,7 +46,9 @@ _CHOICES = {
     "dtype": _DTYPES,
     "kernels": _KERNELS,
     "batching": _BATCHING,
-    "scheduling_policy": _POLICIES,
+    "late_requests": _LATE,
+    "preemption_mode": _PREEMPTION_MODES,
+    "prefill_mode": _PREFILL_MODES,
     "metrics_prefix": _METRICS_PREFIXES,
     "log_format": _LOG_FORMATS,
 }
@@ -87,6 +92,10 @@ class CacheConfig:
     """Exact number of blocks per cache group, instead of a size in bytes."""
     enable_prefix_caching: bool = True
     """Share the KV of equal prompt beginnings between requests."""
+    swap_space_bytes: int | None = None
+    """Host memory for the KV of preempted requests. None: a tenth of the KV cache; 0: none."""
+    swap_directory: str | None = None
+    """Directory for a file that holds it instead of memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +107,22 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of a step. Lower keeps decodes smooth, higher speeds prompts up."""
     scheduling_policy: str = "fcfs"
-    """Who is next: fcfs (first come, first served)."""
+    """Who is next: fcfs (first come, first served), priority (reservations, deadlines, priorities, fairness between
+    tenants), or module:Class, a policy of one's own."""
+    service_classes: str = ""
+    """JSON object of classes of service and what they promise, for the policy priority."""
+    tenant_weights: str = ""
+    """JSON object of tenants whose share of the engine is not 1, for the policy priority."""
+    ageing_seconds: float = 30.0
+    """A waiting request gains one level of priority per this time, when nobody like it was let in meanwhile."""
+    late_requests: str = "downgrade"
+    """What happens to a request that cannot keep its deadline any more: downgrade (it goes on without) or drop."""
+    prefill_mode: str = "mixed"
+    """What a step computes: mixed (decodes, and prompts with the rest of the budget), prefill_first, decode_first or
+    separate (steps of one kind)."""
+    preemption_mode: str = "auto"
+    """How running work gives way: recompute, swap (its KV waits in host memory), auto (what costs less), or none
+    (a request joins only with room for its longest answer)."""
     batching: str = "continuous"
     """continuous (rebuilt at every step), or a baseline: static (a batch ends as one), dynamic (fires like it)."""
     batch_wait_ms: float = 0.0
@@ -114,6 +138,16 @@ class SchedulerConfig:
     admission_watermark: float = 0.01
     """Share of the blocks kept free when a request joins a running batch."""
 
+    @property
+    def most_running(self) -> int:
+        """Rows: every running request must be able to take one token in every step, or decodes could starve."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def promises(self) -> dict[str, ServiceClass] | None:
+        """The classes of service; None where the policy does not look at promises."""
+        return None if self.scheduling_policy == "fcfs" else parse_service_classes(self.service_classes)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -128,9 +162,11 @@ class EngineConfig:
         _one_of("dtype", model.dtype, _DTYPES)
         _one_of("kernels", model.kernels, _KERNELS)
         _one_of("batching", scheduler.batching, _BATCHING)
-        _one_of("scheduling_policy", scheduler.scheduling_policy, _POLICIES)
-        for name in ("model", "revision", "tokenizer"):
-            value = getattr(model, name)
+        for name in ("late_requests", "preemption_mode", "prefill_mode"):
+            _one_of(name, getattr(scheduler, name), _CHOICES[name])
+        _range("ageing_seconds", scheduler.ageing_seconds, 0.001, 10**6)
+        texts = {name: getattr(model, name) for name in ("model", "revision", "tokenizer")}
+        for name, value in {**texts, "swap_directory": cache.swap_directory}.items():
             if not isinstance(value, (str, os.PathLike)) and (value is not None or name == "model"):
                 raise ConfigError(f"{name} must be text, got {value!r}")
         _true_or_false("skip_tokenizer_init", model.skip_tokenizer_init)
@@ -145,6 +181,7 @@ class EngineConfig:
         _range("seed", model.seed, -(2**63), 2**63 - 1)
         _range("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1, 2**50)
         _range("num_kv_blocks", cache.num_kv_blocks, 2, 2**31)
+        _range("swap_space_bytes", cache.swap_space_bytes, 0, 2**50)
         _range("max_num_seqs", scheduler.max_num_seqs, 1, 2**16)
         _range("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**24)
         _range("batch_wait_ms", scheduler.batch_wait_ms, 0, 3_600_000)
@@ -153,6 +190,7 @@ class EngineConfig:
         _range("max_times_passed", scheduler.max_times_passed, 1, 2**31)
         _range("max_preemptions", scheduler.max_preemptions, 1, 2**31)
         _range("admission_watermark", scheduler.admission_watermark, 0, 0.5)
+        _policy(scheduler)
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> EngineConfig:
@@ -256,6 +294,8 @@ class CacheGroup:
     """Blocks in the group's pool, the null block included."""
     window: int | None = None
     """None keeps every position (``full``); W keeps the last W (``window(W)``)."""
+    num_host_blocks: int = 0
+    """Blocks in host memory that can hold the KV of preempted requests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -318,13 +358,40 @@ def _true_or_false(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
-_MAY_BE_NONE = {"threads", "max_model_len", "seed", "kv_cache_memory_bytes", "num_kv_blocks"}
+def _policy(scheduler: SchedulerConfig) -> None:
+    name = scheduler.scheduling_policy
+    if name not in ("fcfs", "priority") and not (isinstance(name, str) and re.fullmatch(r"[\w.]+:\w+", name)):
+        raise ConfigError(f"scheduling_policy must be fcfs, priority or module:Class; got {name!r}")
+    classes = parse_service_classes(scheduler.service_classes)
+    weights = parse_tenant_weights(scheduler.tenant_weights)
+    if name == "fcfs" and (scheduler.service_classes or weights):
+        raise ConfigError("service_classes and tenant_weights need scheduling_policy 'priority'; 'fcfs' ignores them")
+    rows, most = sum(each.min_seqs for each in classes.values()), scheduler.most_running
+    if rows and rows >= most:
+        raise ConfigError(
+            f"service classes reserve {rows} rows, but of the {most} that max_num_seqs and max_num_batched_tokens"
+            " allow, one must stay free for everybody; reserve less"
+        )
+    tokens = sum(each.min_step_tokens for each in classes.values())
+    if tokens > scheduler.max_num_batched_tokens:
+        raise ConfigError(
+            f"service classes reserve {tokens} tokens per step of max_num_batched_tokens"
+            f" {scheduler.max_num_batched_tokens}; reserve less"
+        )
+
+
+_MAY_BE_NONE = {"threads", "max_model_len", "seed", "kv_cache_memory_bytes", "num_kv_blocks", "swap_space_bytes"}
 _MAY_BE_NONE |= {"max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout"}
 
 
 def _range(name: str, value: Any, low: float, high: float) -> None:
     if value is None and name in _MAY_BE_NONE:
         return
-    whole = name not in ("batch_wait_ms", "admission_watermark", "status_interval") and not name.endswith("_timeout")
+    whole = name not in (
+        "batch_wait_ms",
+        "admission_watermark",
+        "status_interval",
+        "ageing_seconds",
+    ) and not name.endswith("_timeout")
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
         raise ConfigError(f"{name} must be a{' whole' if whole else ''} number from {low} to {high}, got {value!r}")

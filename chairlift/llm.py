@@ -44,7 +44,7 @@ class LLM:
         eos = set(loaded.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
         self.engine = Engine(
             loaded.executor,
-            ModelLimits(loaded.vocab_size, loaded.max_model_len, tuple(sorted(eos))),
+            ModelLimits(loaded.vocab_size, loaded.max_model_len, tuple(sorted(eos)), self.config.scheduler.promises),
             self.config.scheduler,
             tokenizer=self.tokenizer,
             enable_prefix_caching=self.config.cache.enable_prefix_caching,

@@ -108,6 +108,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         block_size=config.cache.block_size,
         memory_bytes=int(available_memory(device) * DEFAULT_SHARE) if memory is None else memory,
         num_blocks=config.cache.num_kv_blocks,
+        swap_bytes=config.cache.swap_space_bytes,
+        swap_directory=config.cache.swap_directory,
         most_tokens=scheduler.max_num_seqs * max_model_len,
     )
     executor = LocalExecutor(
@@ -130,10 +132,11 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
 
 def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
+    from chairlift.executor.host_memory import host_memory
     from chairlift.executor.local import LocalExecutor
     from chairlift.models.hashlm_served import hashlm_runner
 
-    served = hashlm_runner(config, delay)
+    served = hashlm_runner(config, delay, lambda nbytes: host_memory(nbytes, config.cache.swap_directory))
     executor = LocalExecutor(
         served.runner,
         num_slots=config.scheduler.max_num_seqs,

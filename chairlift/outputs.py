@@ -9,12 +9,14 @@ __all__ = ["CompletionOutput", "FinishReason", "Logprob", "OutputKind", "Request
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; the strings are the OpenAI API's, plus ``abort`` and ``error``."""
+    """Why a request ended; the strings are the OpenAI API's, plus ``abort``, ``error`` and ``deadline``."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    DEADLINE = "deadline"
+    """It could not keep its deadline any more, and such requests are dropped."""
 
 
 class OutputKind(enum.Enum):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import math
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvariantError
@@ -11,7 +13,7 @@ from chairlift.outputs import FinishReason
 if TYPE_CHECKING:
     from chairlift.kv_cache.prefix_cache import PrefixNode
 
-__all__ = ["LEGAL_TRANSITIONS", "Beat", "Request", "RequestStatus"]
+__all__ = ["LEGAL_TRANSITIONS", "NO_PROMISE", "Beat", "Request", "RequestStatus", "Service"]
 
 
 class RequestStatus(enum.Enum):
@@ -26,11 +28,34 @@ class RequestStatus(enum.Enum):
 
 LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
-    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.SWAPPED, RequestStatus.FINISHED}),
+    # From RUNNING back to WAITING where an admission is undone before its first step.
+    RequestStatus.RUNNING: frozenset(set(RequestStatus) - {RequestStatus.RUNNING}),
     RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
     RequestStatus.SWAPPED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
     RequestStatus.FINISHED: frozenset(),
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Service:
+    """What a request was promised. Times are seconds on the engine's clock."""
+
+    service_class: str = "default"
+    tenant: str = ""
+    """Who is charged for it."""
+    first_token_by: float = math.inf
+    finish_by: float = math.inf
+    seconds_per_token: float = math.inf
+    """Of the decode phase, at most."""
+    retention: int = 0
+    """How long its blocks stay in the prefix cache when it leaves: 0, or 1 or 2 to outlast those below."""
+
+    @property
+    def has_deadline(self) -> bool:
+        return self.first_token_by < math.inf or self.finish_by < math.inf
+
+
+NO_PROMISE: Service = Service()
 
 
 class Beat:
@@ -68,6 +93,7 @@ class Request:
         "max_total_tokens",
         "may_share",
         "num_cached_tokens",
+        "num_charged_tokens",
         "num_out_of_reach",
         "num_preemptions",
         "num_prompt_tokens",
@@ -77,11 +103,14 @@ class Request:
         "progress_mark",
         "refused_at",
         "request_id",
+        "retention",
         "sampling",
         "sequence",
+        "service",
         "siblings",
         "slot",
         "source",
+        "start_by",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -102,6 +131,7 @@ class Request:
         adapter_id: int = 0,
         params: Any = None,
         sampling: Any = None,
+        service: Service = NO_PROMISE,
         source: Request | None = None,
         may_share: bool = True,
     ) -> None:
@@ -112,6 +142,10 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.arrival_time = arrival_time
         self.priority = priority
+        """Lower goes first."""
+        self.service = service
+        self.start_by = math.inf
+        """When it must start at the latest to keep its deadlines, in the policy's opinion; infinite without any."""
         self.cache_salt = cache_salt
         self.adapter_id = adapter_id
         self.params = params
@@ -141,8 +175,12 @@ class Request:
         """Leading full blocks already offered to the prefix cache."""
         self.last_node: PrefixNode | None = None
         """The prefix-cache node of the last published block."""
+        self.retention = service.retention
+        """How long its blocks stay in the prefix cache when it leaves: 0, or 1 or 2 to outlast those below."""
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
+        self.num_charged_tokens = 0
+        """Computed tokens of this admission that its tenant has been charged for."""
         self.num_preemptions = 0
         self.progress_mark = -1
         """Number of known tokens at the last admission; a victim must have more."""

@@ -77,8 +77,16 @@ class SamplingParams:
     """Report this many most likely tokens per generated token, and the chosen one (of the raw logits)."""
     prompt_logprobs: int | None = None
     """The same for every prompt token."""
-    priority: int = 0
-    """Lower goes first, where the scheduling policy looks at it."""
+    priority: int | None = None
+    """Lower goes first, where the scheduling policy looks at it. None: that of its class of service."""
+    service_tier: str | None = None
+    """Class of service: auto, default, flex, priority, or another that the engine was given."""
+    ttft_ms: float | None = None
+    """The first token is due this long after arrival."""
+    tpot_ms: float | None = None
+    """Longest time per token after the first."""
+    deadline_ms: float | None = None
+    """The whole answer is due this long after arrival."""
 
     def __post_init__(self) -> None:
         limits = SamplingLimits()
@@ -105,7 +113,13 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise RequestError(f"{name} must be true or false, got {value!r}")
-        _integer("priority", self.priority, -(2**31), _INT32_MAX)
+        if self.priority is not None:
+            _integer("priority", self.priority, -(2**31), _INT32_MAX)
+        if self.service_tier is not None and not isinstance(self.service_tier, str):
+            raise RequestError(f"service_tier must be text, got {self.service_tier!r}")
+        for name in ("ttft_ms", "tpot_ms", "deadline_ms"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), 0.0, 1e9, above=True)
         self._normalise(limits)
 
     def _normalise(self, limits: SamplingLimits) -> None:

@@ -213,6 +213,7 @@ class AsyncEngine:
         *,
         kind: OutputKind = OutputKind.DELTA,
         cache_salt: str = "",
+        tenant: str = "",
         queue_timeout: float | None = None,
         timeout: float | None = None,
     ) -> OutputStream:
@@ -227,7 +228,7 @@ class AsyncEngine:
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
-        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, arrival, cache_salt)
+        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, arrival, cache_salt, tenant)
         num_tokens = len(prepared.prompt_token_ids)
         try:
             self.intake.check(arrival, 1, num_tokens)
@@ -311,7 +312,7 @@ class AsyncEngine:
         for state in outputs.finish(finished, now):
             if state.finished:
                 self._settle(state.request_id, now)
-            else:
+            elif self.info is None or not self.info.held:
                 growing.append(state)
         for state in growing:
             stream = self._streams.get(state.request_id)
@@ -400,7 +401,8 @@ class AsyncEngine:
             await self._templates.start()
         eos = set(info.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
         self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))
-        limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids)
+        promises = self.config.scheduler.promises
+        limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids, promises)
         self._inputs = InputProcessor(limits, self.tokenizer, info, self.config.model.seed)
         self._outputs = OutputProcessor(self.tokenizer, info.eos_token_ids, self.stats)
         self.failure = ""

@@ -25,12 +25,15 @@ from chairlift.outputs import FinishReason
 from chairlift.request import Request
 from chairlift.scheduler.membership import membership_from_name
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput, StepResult
-from chairlift.scheduler.policy import FCFS, Policy
+from chairlift.scheduler.policies import policy_from_config
+from chairlift.scheduler.policy import Policy
+from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.scheduler import Scheduler
 
 __all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "TokenRecord"]
 
 _log = logging.getLogger(__name__)
+_TOO_LATE = "the request could not be answered by its deadline"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class EngineCore(EngineClient):
         enable_prefix_caching: bool = True,
         cache_secret: bytes = b"",
         clock: Clock | None = None,
-        policy: Policy = FCFS,
+        policy: Policy | None = None,
         kv: KVCacheManager | None = None,
     ) -> None:
         self.clock: Clock = clock or SystemClock()
@@ -128,12 +131,14 @@ class EngineCore(EngineClient):
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
-            policy=policy,
+            policy=policy or policy_from_config(config),
+            prefill_mode=prefill_mode_from_name(config.prefill_mode),
             membership=membership_from_name(config.batching, config.batch_wait_ms),
             watermark=config.admission_watermark,
             look_ahead=config.admission_look_ahead,
             max_times_passed=config.max_times_passed,
             max_preemptions=config.max_preemptions,
+            drop_late=config.late_requests == "drop",
         )
         self.step_log = StepLog()
         self.executor = executor
@@ -178,9 +183,14 @@ class EngineCore(EngineClient):
         out = self.scheduler.schedule(now)
         if out.num_tokens:
             self._launch(out, now)
+        outputs = None
         if self._flights and (len(self._flights) > self._depth or not out.num_tokens):
-            return self._land()
-        return None
+            outputs = self._land()
+        if self.scheduler.dropped:
+            outputs = outputs or CoreOutputs()
+            outputs.finished += [_finished(request, _TOO_LATE) for request in self.scheduler.dropped]
+            self.scheduler.dropped = []
+        return outputs
 
     def next_event(self) -> float | None:
         """When :meth:`step` has something to do if nobody comes or goes; None if only then."""

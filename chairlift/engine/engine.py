@@ -16,7 +16,7 @@ from chairlift.executor.executor import Executor
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.policy import FCFS, Policy
+from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.scheduler import Scheduler
 from chairlift.tokenizer.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ class Engine:
         cache_secret: bytes = b"",
         seed: int | None = None,
         clock: Clock | None = None,
-        policy: Policy = FCFS,
+        policy: Policy | None = None,
         kv: KVCacheManager | None = None,
     ) -> None:
         self.core = EngineCore(
@@ -88,6 +88,7 @@ class Engine:
         request_id: str | None = None,
         stream: bool = True,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> str:
         """Queue a request and return its id. Raises RequestError, and changes nothing, when it cannot be served.
 
@@ -99,7 +100,7 @@ class Engine:
         if isinstance(request_id, str) and (request_id in self._outputs or request_id in undelivered):
             raise RequestError(f"request id {request_id!r} is already in use; choose another")
         now = self.clock.now()
-        prepared = self._inputs.prepare(request_id, prompt, params or SamplingParams(), now, cache_salt)
+        prepared = self._inputs.prepare(request_id, prompt, params or SamplingParams(), now, cache_salt, tenant)
         try:
             self.core.add(prepared)
             self._outputs.add(prepared, stream)
@@ -173,4 +174,5 @@ class Engine:
 
     def _finish(self, finished: list[FinishedSequence]) -> list[RequestOutput]:
         states: list[RequestState] = self._outputs.finish(finished, self.clock.now())
-        return [state.output() for state in states if state.stream or state.finished]
+        held = self.scheduler.membership.held  # of a static batch nothing is delivered but what is complete
+        return [state.output() for state in states if state.finished or (state.stream and not held)]

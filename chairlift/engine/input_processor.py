@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from chairlift.errors import PromptTooLongError, RequestError
-from chairlift.request import Request
+from chairlift.request import NO_PROMISE, Request, Service
 from chairlift.sampling.row import SamplingRow
 from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
+from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt"]
@@ -37,8 +39,8 @@ class ModelLimits:
     """Width of the logits: every token id must be below it."""
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
-    accepts_priority: bool = False
-    """Whether the scheduling policy looks at ``priority``."""
+    service_classes: Mapping[str, ServiceClass] | None = None
+    """What classes of service promise; None where the scheduling policy does not look at promises."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class PreparedRequest:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
     arrival_time: float = 0.0
+    priority: int = 0
+    service: Service = NO_PROMISE
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -84,7 +88,8 @@ class PreparedRequest:
                     max_tokens=self.max_tokens,
                     stop_token_ids=frozenset(self.stop_token_ids),
                     arrival_time=self.arrival_time,
-                    priority=self.params.priority,
+                    priority=self.priority,
+                    service=self.service,
                     cache_salt=self.cache_salt,
                     params=self.params,
                     sampling=row,
@@ -119,8 +124,9 @@ class InputProcessor:
         params: SamplingParams,
         arrival_time: float,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> PreparedRequest:
-        """Check everything, and tokenize."""
+        """Check everything, and tokenize. ``tenant`` is who is charged for the request."""
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
         if not isinstance(params, SamplingParams):
@@ -150,6 +156,7 @@ class InputProcessor:
             self._bad_word_ids(params),
             cache_salt,
             arrival_time,
+            *self._promise(params, arrival_time, tenant),
         )
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
@@ -190,10 +197,34 @@ class InputProcessor:
             raise RequestError(
                 "stop strings and bad_words need the tokenizer, which was not loaded; use stop_token_ids"
             )
-        if params.priority and not self.limits.accepts_priority:
-            raise RequestError(
-                f"priority is {params.priority}, but the scheduling policy does not look at priorities; leave it at 0"
-            )
+
+    def _promise(self, params: SamplingParams, arrival: float, tenant: str) -> tuple[int, Service]:
+        """Priority and promise of a request: its own words, else those of its class."""
+        tier = DEFAULT_CLASS if params.service_tier in (None, "auto") else str(params.service_tier)
+        classes = self.limits.service_classes
+        if classes is None:
+            for name in ("priority", "ttft_ms", "tpot_ms", "deadline_ms"):
+                if getattr(params, name):
+                    raise RequestError(
+                        f"{name} is {getattr(params, name)}, but the scheduling policy does not look at it; leave it"
+                        " out, or start the engine with scheduling_policy='priority'"
+                    )
+            return 0, Service(tenant=tenant)
+        if tier not in classes:
+            raise RequestError(f"service_tier must be one of auto, {', '.join(classes)}; got {tier!r:.80}")
+        own = classes[tier]
+        ttft, tpot, deadline = (
+            getattr(own if getattr(params, name) is None else params, name)
+            for name in ("ttft_ms", "tpot_ms", "deadline_ms")
+        )
+        return own.priority if params.priority is None else params.priority, Service(
+            tier,
+            tenant,
+            math.inf if ttft is None else arrival + ttft / 1000,
+            math.inf if deadline is None else arrival + deadline / 1000,
+            math.inf if tpot is None else tpot / 1000,
+            own.retention,
+        )
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         # The last token sampled is never an input, so the cache holds one position less than the sequence.

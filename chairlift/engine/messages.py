@@ -17,6 +17,7 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.errors import RequestError
 from chairlift.metrics.stats import EngineStats
+from chairlift.request import Service
 from chairlift.sampling_params import SamplingParams
 
 __all__ = [
@@ -92,6 +93,8 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     bad_word_ids: tuple[tuple[int, ...], ...]
     cache_salt: str
     arrival_time: float
+    priority: int
+    service: Service
 
     @classmethod
     def of(cls, request: PreparedRequest) -> Add:
@@ -108,6 +111,8 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
             request.bad_word_ids,
             request.cache_salt,
             request.arrival_time,
+            request.priority,
+            request.service,
         )
 
     def request(self) -> PreparedRequest:
@@ -123,6 +128,8 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
             self.bad_word_ids,
             self.cache_salt,
             self.arrival_time,
+            self.priority,
+            self.service,
         )
 
 

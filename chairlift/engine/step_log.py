@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from chairlift.kv_cache.manager import BlockCounts
+from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.output import Chunk, SchedulerOutput, StepResult
 
 __all__ = ["RowRecord", "StepLog", "StepRecord"]
@@ -36,6 +39,8 @@ class StepRecord:
     """(request id, slot) of rows that computed one token."""
     chunks: tuple[tuple[str, Chunk], ...]
     num_tokens: int
+    context_tokens: int
+    """Positions that the decode rows attended to, together."""
     num_waiting: int
     num_held: int
     finished: tuple[str, ...]
@@ -53,12 +58,26 @@ class StepRecord:
         rows += [RowRecord(name, chunk.slot, chunk.num_tokens, chunk.why) for name, chunk in self.chunks]
         return rows
 
+    @property
+    def features(self) -> StepFeatures:
+        """What the step's cost depends on."""
+        return StepFeatures.of(len(self.decodes), self.context_tokens, [chunk for _, chunk in self.chunks])
+
+    def to_json(self) -> str:
+        """One line of a step log on file. Decode rows are counted, not named, so that its length stays bounded."""
+        fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["decodes"]
+        fields["chunks"] = [(name, chunk.start, chunk.num_tokens, chunk.why) for name, chunk in self.chunks]
+        fields["blocks"] = dataclasses.asdict(self.blocks)
+        return json.dumps({**fields, **self.features._asdict()}, separators=(",", ":"))
+
 
 class StepLog:
-    """The last ``capacity`` steps."""
+    """The last ``capacity`` steps. ``listener``, where one is set, is given every record as it is made."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._records: deque[StepRecord] = deque(maxlen=capacity)
+        self.listener: Callable[[StepRecord], object] | None = None
 
     def __len__(self) -> int:
         return len(self._records)
@@ -70,20 +89,22 @@ class StepLog:
         return self._records[index]
 
     def record(self, out: SchedulerOutput, result: StepResult, start: float, end: float) -> None:
-        self._records.append(
-            StepRecord(
-                step=out.step,
-                start=start,
-                end=end,
-                decodes=out.decode_rows,
-                chunks=tuple(zip(out.chunk_ids, out.chunks, strict=True)) if out.chunks else (),
-                num_tokens=out.num_tokens,
-                num_waiting=out.num_waiting,
-                num_held=out.num_held,
-                finished=tuple([request.request_id for request in result.finished]),
-                preempted=tuple(out.preempted),
-                blocks=out.blocks or BlockCounts(0, 0, 0),
-                unused_slots=out.unused_slots,
-                padding_avoided=out.padding_avoided,
-            )
+        record = StepRecord(
+            step=out.step,
+            start=start,
+            end=end,
+            decodes=out.decode_rows,
+            chunks=tuple(zip(out.chunk_ids, out.chunks, strict=True)) if out.chunks else (),
+            num_tokens=out.num_tokens,
+            context_tokens=out.context_tokens,
+            num_waiting=out.num_waiting,
+            num_held=out.num_held,
+            finished=tuple([request.request_id for request in result.finished]),
+            preempted=tuple(out.preempted),
+            blocks=out.blocks or BlockCounts(0, 0, 0),
+            unused_slots=out.unused_slots,
+            padding_avoided=out.padding_avoided,
         )
+        self._records.append(record)
+        if self.listener is not None:
+            self.listener(record)

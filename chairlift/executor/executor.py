@@ -26,6 +26,8 @@ class Executor(Protocol):
     """The KV cache that was made, group by group."""
     block_size: int
     """Tokens per block."""
+    block_bytes: list[int]
+    """Per cache group, bytes of one block in all its layers: what copying it to host memory moves."""
 
     def execute(self, out: SchedulerOutput) -> Any:
         """Start the forward pass of a step; returns a handle for :meth:`sample`."""

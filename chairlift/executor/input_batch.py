@@ -104,7 +104,9 @@ class InputBatch:
             sampling=[self.sampling[slot] for slot in all_slots.tolist()],
             sample_rows=np.array(sample_rows, dtype=np.int32),
             tokens=self.tokens,
+            swap_out=out.swap_out,
             copies=out.copies,
+            swap_in=out.swap_in,
             prompt_rows=prompt_rows,
         )
 

@@ -7,13 +7,15 @@ import math
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
+from chairlift.executor.host_memory import host_memory
 from chairlift.models.context import LayerCache
 
-__all__ = ["DEFAULT_SHARE", "KVPlan", "available_memory", "make_kv_caches", "plan_kv_cache"]
+__all__ = ["DEFAULT_SHARE", "KVPlan", "available_memory", "make_host_blocks", "make_kv_caches", "plan_kv_cache"]
 
 DEFAULT_SHARE = 0.4
 """Share of the memory this process may use that goes to the KV cache when nothing else is asked."""
@@ -30,11 +32,20 @@ class KVPlan:
     bytes_per_token: int
     """Of all layers together, for K and V."""
     total_bytes: int
+    block_bytes: list[int]
+    """Per group, bytes of one block in all its layers, K and V."""
+    swap_directory: str | None = None
+    """Where the file is that holds the host blocks; None: they are in memory."""
 
     @property
     def num_tokens(self) -> int:
         """Positions that fit into every group."""
         return min(group.num_blocks - 1 for group in self.groups) * self.block_size
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for the KV of preempted requests."""
+        return sum(group.num_host_blocks * size for group, size in zip(self.groups, self.block_bytes, strict=True))
 
     def describe(self, max_model_len: int) -> str:
         """The plan in plain words."""
@@ -42,7 +53,13 @@ class KVPlan:
         chats = self.num_tokens // length
         size = self.total_bytes / 2**30
         room = f"room for about {chats:,} chats of {length:,} tokens at once"
-        return f"KV cache: {size:.2f} GiB, {self.num_tokens:,} tokens in blocks of {self.block_size}; {room}"
+        plan = f"KV cache: {size:.2f} GiB, {self.num_tokens:,} tokens in blocks of {self.block_size}; {room}"
+        hosts = min(group.num_host_blocks for group in self.groups)
+        if not hosts:
+            return f"{plan}; no swap space"
+        where = "host memory" if self.swap_directory is None else f"a file in {self.swap_directory}"
+        swap = f"swap space for {hosts * self.block_size:,} tokens of preempted requests"
+        return f"{plan}; {swap}: {self.host_bytes / 2**30:.2f} GiB of {where}"
 
 
 def available_memory(device: torch.device) -> int:
@@ -69,11 +86,14 @@ def plan_kv_cache(
     memory_bytes: int,
     num_blocks: int | None,
     most_tokens: int,
+    swap_bytes: int | None = 0,
+    swap_directory: str | None = None,
 ) -> KVPlan:
     """Divide ``memory_bytes`` into blocks; ``num_blocks`` overrides the count. Never more than ``most_tokens`` need.
 
-    Layers with the same window share a group; every group gets the same number of blocks. Raises ConfigError when not
-    even two blocks fit.
+    Layers with the same window share a group; every group gets the same number of blocks, and as many host blocks as
+    fit into ``swap_bytes``. None: a tenth of the number of blocks, rounded up. Raises ConfigError when not even two
+    blocks fit.
     """
     windows = list(dict.fromkeys(layer.window for layer in spec))
     layer_groups = [windows.index(layer.window) for layer in spec]
@@ -86,8 +106,19 @@ def plan_kv_cache(
             f"the KV cache has {memory_bytes:,} bytes, but two blocks of {block_size} tokens need {need:,};"
             " raise kv_cache_memory_bytes or lower block_size"
         )
-    groups = [CacheGroup(num_blocks, window) for window in windows]
-    return KVPlan(groups, layer_groups, block_size, bytes_per_token, num_blocks * bytes_per_token * block_size)
+    num_host = -(-num_blocks // 10) if swap_bytes is None else swap_bytes // (bytes_per_token * block_size)
+    block_bytes = [0] * len(windows)
+    for layer, group in zip(spec, layer_groups, strict=True):
+        block_bytes[group] += 2 * _layer_bytes(layer, block_size, dtype)
+    return KVPlan(
+        groups=[CacheGroup(num_blocks, window, num_host) for window in windows],
+        layer_groups=layer_groups,
+        block_size=block_size,
+        bytes_per_token=bytes_per_token,
+        total_bytes=num_blocks * bytes_per_token * block_size,
+        block_bytes=block_bytes,
+        swap_directory=swap_directory,
+    )
 
 
 def make_kv_caches(
@@ -99,6 +130,26 @@ def make_kv_caches(
         shape = (plan.groups[group].num_blocks, plan.block_size, layer.num_kv_heads, layer.head_dim)
         caches.append((_zeros(shape, dtype, device), _zeros(shape, dtype, device)))
     return caches
+
+
+def make_host_blocks(spec: list[LayerCache], plan: KVPlan, dtype: torch.dtype) -> list[list[npt.NDArray[np.uint8]]]:
+    """Per group, K and V of each of its layers as uint8 [num_host_blocks, bytes of a block], zero.
+
+    All of it is one piece of memory, or one file. Raises ConfigError when the file cannot be made.
+    """
+    memory, offset = host_memory(plan.host_bytes, plan.swap_directory), 0
+    hosts: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
+    for layer, group in zip(spec, plan.layer_groups, strict=True):
+        count, size = plan.groups[group].num_host_blocks, _layer_bytes(layer, plan.block_size, dtype)
+        for _ in ("k", "v"):
+            hosts[group].append(memory[offset : offset + count * size].reshape(count, size))
+            offset += count * size
+    return hosts
+
+
+def _layer_bytes(layer: LayerCache, block_size: int, dtype: torch.dtype) -> int:
+    """Of one block in one layer, K or V."""
+    return block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,9 +17,11 @@ class ModelRunner(Protocol):
     """A model with its KV memory: PyTorch's, or HashLM."""
 
     cache_groups: list[CacheGroup]
+    block_bytes: list[int]
+    """Per cache group, bytes of one block in all its layers."""
 
     def forward(self, batch: FlatBatch) -> Any:
-        """Copy blocks, write KV, attend; returns what :meth:`sample` needs."""
+        """Save, copy and bring back blocks, write KV, attend; returns what :meth:`sample` needs."""
         ...
 
     def sample(self, hidden: Any, batch: FlatBatch, masks: Any) -> SampledTokens: ...
@@ -41,6 +43,7 @@ class LocalExecutor:
     def __init__(self, runner: ModelRunner, *, num_slots: int, max_model_len: int, block_size: int) -> None:
         self.cache_groups = runner.cache_groups
         self.block_size = block_size
+        self.block_bytes = runner.block_bytes
         self._runner = runner
         self._input = InputBatch(num_slots, max_model_len, block_size, len(runner.cache_groups))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from chairlift.executor.kv_tensors import KVPlan, make_kv_caches
+from chairlift.executor.swap_space import make_swap_space
 from chairlift.kernels import ops
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PagedContext
@@ -27,16 +28,23 @@ class TorchModelRunner:
 
     def __init__(self, model: CausalLM, plan: KVPlan, dtype: torch.dtype, device: torch.device) -> None:
         self.cache_groups = plan.groups
+        self.block_bytes = plan.block_bytes
         self._model = model
         self._device = device
         self._layer_groups = plan.layer_groups
-        self._kv_caches = make_kv_caches(model.kv_cache_spec(), plan, dtype, device)
+        spec = model.kv_cache_spec()
+        self._kv_caches = make_kv_caches(spec, plan, dtype, device)
+        self._swap_space = make_swap_space(self._kv_caches, spec, plan)
         self._sampler = Sampler()
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> Tensor:
         """Hidden states of all tokens of the step, [T, D]."""
+        if batch.swap_out:
+            self._swap_space.swap_out(batch.swap_out)
         self._copy_blocks(batch.copies)
+        if batch.swap_in:
+            self._swap_space.swap_in(batch.swap_in)
         ctx = PagedContext(
             cu_seqlens=batch.cu_seqlens.tolist(),
             seq_lens=batch.seq_lens.tolist(),

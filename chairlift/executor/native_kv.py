@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chairlift.executor.kv_tensors import KVPlan
+from chairlift.executor.host_memory import HostBlocks
+from chairlift.executor.kv_tensors import KVPlan, make_host_blocks
 from chairlift.kernels.cpu.library import KVLayer, Memory
 from chairlift.models.context import LayerCache
 
@@ -47,6 +48,7 @@ class NativeKV:
                     num_blocks=count,
                 )
             )
+        self.host = HostBlocks(self._caches, make_host_blocks(list(spec), plan, dtype))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """(group, source, target): all sources of a group are read before any of its targets is written."""

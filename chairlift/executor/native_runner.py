@@ -36,6 +36,7 @@ class NativeModelRunner:
         self, model: CausalLM, plan: KVPlan, dtype: torch.dtype, pool: Pool, *, isa: str, max_tokens: int
     ) -> None:
         self.cache_groups = plan.groups
+        self.block_bytes = plan.block_bytes
         self._kv = NativeKV(model.kv_cache_spec(), plan, dtype)
         recorder = Recorder(dtype)
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
@@ -55,8 +56,12 @@ class NativeModelRunner:
 
     def forward(self, batch: FlatBatch) -> Tensor:
         """Hidden states of all tokens of the step, [T, D]; the next step overwrites them."""
+        if batch.swap_out:
+            self._kv.host.swap_out(batch.swap_out)
         if batch.copies:
             self._kv.copy_blocks(batch.copies)
+        if batch.swap_in:
+            self._kv.host.swap_in(batch.swap_in)
         return self.program.run(
             StepArrays(
                 batch.token_ids,

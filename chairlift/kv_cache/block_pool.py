@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from chairlift.errors import ConfigError, InvariantError
@@ -21,6 +21,9 @@ class BlockPool:
 
     A block is *used* while its reference count is above zero. A block that nobody uses but whose content the prefix
     cache knows is *cached*: it can be shared again, and is evicted, least recently used first, when the pool runs dry.
+
+    Cached blocks with a retention level above 0 are *protected*: evicted after those of every lower level. At most half
+    of the pool is; beyond that the one unused for the longest counts as level 0, so that nobody can freeze the cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -33,6 +36,10 @@ class BlockPool:
         self.num_cached = 0
         # Front: next to be given out. Blocks without content go to the front, cached ones to the back.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._levels = [0] * num_blocks
+        # The protected blocks by level, each in the order of its releases, with the number of its release.
+        self._protected: dict[int, OrderedDict[int, int]] = {1: OrderedDict(), 2: OrderedDict()}
+        self._num_releases = 0
 
     @property
     def capacity(self) -> int:
@@ -42,16 +49,24 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be given out now, cached ones included."""
-        return len(self._free)
+        return len(self._free) + self.num_protected
+
+    @property
+    def num_protected(self) -> int:
+        return len(self._protected[1]) + len(self._protected[2])
 
     @property
     def num_used(self) -> int:
-        return self.capacity - len(self._free)
+        return self.capacity - self.num_free
 
     def allocate(self) -> tuple[int, PrefixNode | None]:
         """Give out one block, and the prefix-cache node evicted for it, if any. The caller has checked ``num_free``."""
-        block, _ = self._free.popitem(last=False)
+        if self._free:
+            block, _ = self._free.popitem(last=False)
+        else:
+            block, _ = (self._protected[1] or self._protected[2]).popitem(last=False)
         self.ref_counts[block] = 1
+        self._levels[block] = 0
         evicted = self.nodes[block]
         if evicted is not None:
             self.nodes[block] = None
@@ -61,9 +76,13 @@ class BlockPool:
     def share(self, block: int) -> None:
         """One more block table names this block."""
         if self.ref_counts[block] == 0:
-            del self._free[block]
+            self._withdraw(block)
             self.num_cached -= 1
         self.ref_counts[block] += 1
+
+    def retain(self, block: int, level: int) -> None:
+        """Give a used block a retention level of 0 to 2. It keeps the highest it is given while its content lasts."""
+        self._levels[block] = max(self._levels[block], level)
 
     def release(self, block: int) -> None:
         """One block table less names this block."""
@@ -72,11 +91,11 @@ class BlockPool:
             raise InvariantError(f"block {block} was released more often than it was taken")
         self.ref_counts[block] = count
         if count == 0:
-            self._free[block] = None
             if self.nodes[block] is None:
-                self._free.move_to_end(block, last=False)
+                self._offer_first(block)
             else:
                 self.num_cached += 1
+                self._keep(block)
 
     def attach(self, block: int, node: PrefixNode) -> None:
         """Remember that the prefix cache knows the content of this used block."""
@@ -87,25 +106,57 @@ class BlockPool:
         self.nodes[block] = None
         if self.ref_counts[block] == 0:
             self.num_cached -= 1
-            self._free.move_to_end(block, last=False)
+            self._withdraw(block)
+            self._offer_first(block)
+
+    def _offer_first(self, block: int) -> None:
+        self._free[block] = None
+        self._free.move_to_end(block, last=False)
+
+    def _keep(self, block: int) -> None:
+        """File a cached block behind those of its level."""
+        level = self._levels[block]
+        if level == 0:
+            self._free[block] = None
+            return
+        self._num_releases += 1
+        self._protected[level][block] = self._num_releases
+        if self.num_protected > self.capacity // 2:
+            levels = [blocks for blocks in self._protected.values() if blocks]
+            oldest, _ = min(levels, key=lambda blocks: next(iter(blocks.values()))).popitem(last=False)
+            self._levels[oldest] = 0
+            self._free[oldest] = None
+
+    def _withdraw(self, block: int) -> None:
+        """Take an unused block out of the queue it stands in."""
+        if block in self._free:
+            del self._free[block]
+        else:
+            del self._protected[self._levels[block]][block]
 
     def check_invariants(self, references: dict[int, int]) -> None:
         """Compare the books with ``references``, how often each block stands in a block table or a deferred release.
 
         Raises InvariantError.
         """
+        queued = Counter([*self._free, *self._protected[1], *self._protected[2]])
         for block in range(1, self.num_blocks):
             named = references.get(block, 0)
             if self.ref_counts[block] != named:
                 raise InvariantError(
                     f"block {block} counts {self.ref_counts[block]} references, {named} tables name it"
                 )
-            if (self.ref_counts[block] == 0) != (block in self._free):
+            if queued[block] != (self.ref_counts[block] == 0):
                 raise InvariantError(
                     f"block {block}: reference count {self.ref_counts[block]} contradicts the free list"
                 )
-        if NULL_BLOCK in self._free or self.ref_counts[NULL_BLOCK] or self.nodes[NULL_BLOCK] is not None:
+        if NULL_BLOCK in queued or self.ref_counts[NULL_BLOCK] or self.nodes[NULL_BLOCK] is not None:
             raise InvariantError("the null block was given out")
-        cached = sum(1 for block in self._free if self.nodes[block] is not None)
+        cached = sum(1 for block in queued if self.nodes[block] is not None)
         if cached != self.num_cached:
             raise InvariantError(f"{cached} free blocks have cached content, but the pool counts {self.num_cached}")
+        for level, blocks in self._protected.items():
+            if any(self.nodes[block] is None or self._levels[block] != level for block in blocks):
+                raise InvariantError(f"level {level} protects blocks without content or of another level: {blocks}")
+        if self.num_protected > self.capacity // 2:
+            raise InvariantError(f"{self.num_protected} of {self.capacity} blocks are protected, more than half")

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from chairlift.kv_cache.invariants import check_manager
 from chairlift.kv_cache.prefix_cache import NEVER, PrefixCache, PrefixNode
+from chairlift.kv_cache.swap import Swapped, SwapPool
 from chairlift.request import Request, RequestStatus
 
 __all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks"]
@@ -39,6 +41,8 @@ class Admission:
     """Leading positions whose KV is already there."""
     copies: list[tuple[int, int, int]]
     """(group, source block, destination block) to copy before the step's first write."""
+    swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    """(group, host block, block) to bring back from host memory before the step's first write."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class _Shared:
 
 
 class KVCacheManager:
-    """Gives blocks to requests and takes them back. Raises InvariantError from ``check_invariants`` only.
+    """Gives blocks to requests and takes them back. Raises InvariantError for what a scheduler must never ask.
 
     ``max_step_tokens`` is the most tokens one step computes for one request: a window group must hold a window and a
     step of new tokens at once.
@@ -86,11 +90,14 @@ class KVCacheManager:
         self.pools = [BlockPool(group.num_blocks) for group in groups]
         seam = {} if hash_function is None else {"hash_function": hash_function}
         self.prefix_cache = PrefixCache(block_size, self.pools, secret, **seam) if enable_prefix_caching else None
+        self.swap_pool = SwapPool([group.num_host_blocks for group in groups])
+        self.swapped: dict[str, Swapped] = {}
+        """What host memory keeps of preempted requests, by request id."""
         self.held_blocks = 0
         """Table entries of all requests, shared ones counted once per table."""
         self._deferred: deque[tuple[int, int, list[int]]] = deque()  # (last step that reads them, group, blocks)
         self._num_deferred = [0] * len(self.pools)
-        self._done_step = -1
+        self._done_step = 0  # steps count from 1
         self._num_changes = 0  # counts what may let a request in that did not fit: blocks given back, blocks published
 
     # -- sizes ---------------------------------------------------------------------------------------------------
@@ -135,33 +142,25 @@ class KVCacheManager:
             return None  # as before: no need to hash its whole prompt again
         shared = self._find_shared(request) if share and request.may_share else _Shared(0)
         known = shared.num_tokens
-        tables: list[list[int]] = []
-        wants: list[int] = []
-        for group, pool in enumerate(self.pools):
-            table = self._shared_table(group, shared)
-            idle = sum(1 for block in table if block != NULL_BLOCK and pool.ref_counts[block] == 0)
-            want = self._admission_blocks(group, known, reserve) - len(table)
-            if pool.num_free - idle - want < watermark * pool.capacity:
-                request.refused_at = (self._num_changes, reserve)
-                return None
-            tables.append(table)
-            wants.append(want)
-        copies: list[tuple[int, int, int]] = []
-        for group, (pool, table, want) in enumerate(zip(self.pools, tables, wants, strict=True)):
-            for block in table:
-                if block != NULL_BLOCK:
-                    pool.share(block)
-            tail = len(table)
-            table.extend(self._take(group, want))
-            if shared.source is not None and known % self.block_size:
-                copies.append((group, shared.source.block_ids[group][tail], table[tail]))
-            self.held_blocks += len(table)
-        request.block_ids = tables
-        request.num_out_of_reach = [self._first_in_reach(group, known) for group in range(len(tables))]
         path = shared.path[: known // self.block_size]
-        request.num_published = len(path) if share else NEVER
-        request.last_node = path[-1] if path else None
+        tables = [self._shared_table(group, shared) for group in range(len(self.pools))]
+        if not self._occupy(request, tables, known, reserve, watermark, path if share else None):
+            return None
+        copies: list[tuple[int, int, int]] = []
+        if shared.source is not None and known % self.block_size:
+            tail = known // self.block_size
+            for group, (source, table) in enumerate(zip(shared.source.block_ids, request.block_ids, strict=True)):
+                copies.append((group, source[tail], table[tail]))
         return Admission(known, copies)
+
+    def lacks(self, request: Request, reserve: int, watermark: float, leaving: Iterable[Request] = ()) -> bool:
+        """Whether :meth:`admit` will still fail when every deferred release has happened and ``leaving`` have left."""
+        tables = [each.block_ids for each in leaving]
+        for group, pool in enumerate(self.pools):
+            gain = self._num_deferred[group] + sum(pool.ref_counts[b] == 1 for table in tables for b in table[group])
+            if pool.num_free + gain - self._admission_blocks(group, 0, reserve) < watermark * pool.capacity:
+                return True
+        return False
 
     def extend(self, request: Request, num_tokens: int, in_flight: int) -> list[NewBlocks] | None:
         """Make room for the request's first ``num_tokens`` positions, giving back what a window has left behind.
@@ -200,13 +199,114 @@ class KVCacheManager:
 
         The end of the table goes first, so that the prefix cache keeps the beginnings, which more requests share.
         """
-        for group, table in enumerate(request.block_ids):
-            self.held_blocks -= len(table)
-            self._release(group, [block for block in reversed(table) if block != NULL_BLOCK], in_flight)
+        for group in range(len(request.block_ids)):
+            self._cut(group, request, 0, in_flight)
         request.block_ids = []
         request.num_out_of_reach = []
         request.num_published = 0
         request.last_node = None
+
+    def shrink(self, request: Request, num_tokens: int, in_flight: int) -> bool:
+        """Keep the blocks of the first ``num_tokens`` positions, whole blocks, and take the rest back as :meth:`free`.
+
+        False, and nothing changed, when a sliding window has given back what the token after them attends to. The
+        caller computes the rest again: ``num_computed_tokens`` must go down to ``num_tokens``, and ``progress_mark``
+        up to the known tokens, so that nothing beyond is published or forked before a new token proves it computed.
+        """
+        if num_tokens % self.block_size:
+            raise InvariantError(f"{request!r} cannot keep {num_tokens} positions: blocks have {self.block_size}")
+        if not self._resumable(request, num_tokens):
+            return False
+        end = num_tokens // self.block_size
+        for group in range(len(request.block_ids)):
+            self._cut(group, request, end, in_flight)
+            request.num_out_of_reach[group] = min(request.num_out_of_reach[group], end)
+        path: list[PrefixNode] = []
+        node = request.last_node
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        if len(path) > end:
+            request.last_node = path[-end] if end else None
+        if request.num_published != NEVER:
+            request.num_published = min(request.num_published, end)
+        return True
+
+    # -- host memory ---------------------------------------------------------------------------------------------
+
+    def swap_out(self, request: Request, num_tokens: int, in_flight: int) -> list[tuple[int, int, int]] | None:
+        """Keep the KV of the request's first ``num_tokens`` computed positions in host memory, and free its blocks.
+
+        Returns (group, block, host block) to copy in step ``in_flight + 1``, before that writes anything; what no
+        later position can reach is left out. None, and nothing changed, when host memory is short or a sliding window
+        has given back what the next position attends to.
+        """
+        if request.request_id in self.swapped or not 0 < num_tokens <= request.num_computed_tokens:
+            raise InvariantError(f"{request!r} cannot save {num_tokens} positions: not computed, or saved before")
+        if not self._resumable(request, num_tokens):
+            return None
+        end = -(-num_tokens // self.block_size)
+        firsts = [self._first_in_reach(group, num_tokens) for group in range(len(self.groups))]
+        if any(end - first > self.swap_pool.num_free(group) for group, first in enumerate(firsts)):
+            return None
+        hosts = [self.swap_pool.allocate(group, max(0, end - first)) for group, first in enumerate(firsts)]
+        self.swapped[request.request_id] = Swapped(num_tokens, hosts, in_flight + 1)
+        copies = [
+            (group, block, host)
+            for group, first in enumerate(firsts)
+            for block, host in zip(request.block_ids[group][first:end], hosts[group], strict=True)
+        ]
+        self.free(request, in_flight)
+        return copies
+
+    def swap_in(
+        self, request: Request, reserve: int, watermark: float, step: int, *, share: bool = True
+    ) -> Admission | None:
+        """Give a swapped request blocks for its first ``reserve`` positions, and say what step ``step`` copies back.
+
+        Blocks that the prefix cache still has are shared instead of copied. The host blocks are free once ``step`` has
+        run. ``watermark``, ``share`` and None are as in :meth:`admit`; None also while steps in flight, which may
+        fail, compute or save what is to come back.
+        """
+        saved = self.swapped.get(request.request_id)
+        if saved is None:
+            raise InvariantError(f"{request!r} has nothing in host memory")
+        reserve = max(reserve, saved.num_tokens + 1)
+        safe = saved.step <= self._done_step or saved.step == step == self._done_step + 1
+        if not safe or request.refused_at == (self._num_changes, reserve):
+            return None
+        known, path = saved.num_tokens, []
+        if share and request.may_share and self.prefix_cache is not None:
+            path = self.prefix_cache.walk(request, known // self.block_size)
+        tables: list[list[int | None]] = []
+        for group, hosts in enumerate(saved.blocks):
+            first = self._first_in_reach(group, known)
+            end = first + len(hosts)
+            cached = [node.blocks[group] for node in path[first:end]]
+            tables.append([NULL_BLOCK] * first + cached + [None] * (len(hosts) - len(cached)))
+        if not self._occupy(request, tables, known, reserve, watermark, path if share else None):
+            return None
+        copies: list[tuple[int, int, int]] = []
+        for group, (hosts, before, table) in enumerate(zip(saved.blocks, tables, request.block_ids, strict=True)):
+            first = len(before) - len(hosts)
+            copies += [(group, hosts[i - first], table[i]) for i, block in enumerate(before) if block is None]
+            self.swap_pool.release(group, hosts, step)
+        del self.swapped[request.request_id]
+        return Admission(known, [], copies)
+
+    def drop_swapped(self, request: Request) -> None:
+        """Forget what host memory keeps of the request, if anything: it has ended, or is to be computed again."""
+        saved = self.swapped.pop(request.request_id, None)
+        if saved is not None:
+            request.refused_at = (-1, -1)
+            for group, hosts in enumerate(saved.blocks):
+                self.swap_pool.release(group, hosts, saved.step)
+
+    def swapped_since(self, step: int) -> list[str]:
+        """Ids of requests swapped out in step ``step`` or while it was in flight: when it fails, their KV is lost."""
+        return [request_id for request_id, saved in self.swapped.items() if saved.step >= step]
+
+    # -- what others may share -----------------------------------------------------------------------------------
 
     def publish(self, request: Request, num_confirmed: int) -> None:
         """Let others share the request's full blocks among its first ``num_confirmed`` positions."""
@@ -222,6 +322,7 @@ class KVCacheManager:
     def step_done(self, step: int) -> None:
         """Step ``step`` has run: what waited for it is released."""
         self._done_step = max(self._done_step, step)
+        self.swap_pool.step_done(step)
         while self._deferred and self._deferred[0][0] <= step:
             _, group, blocks = self._deferred.popleft()
             self._num_deferred[group] -= len(blocks)
@@ -249,10 +350,7 @@ class KVCacheManager:
         if source.status is not RequestStatus.RUNNING or len(source.token_ids) <= source.progress_mark:
             return False
         end = -(-forked // self.block_size)
-        return all(
-            NULL_BLOCK not in table[self._first_in_reach(group, forked) : end]
-            for group, table in enumerate(source.block_ids)
-        )
+        return self._resumable(source, forked) and all(len(table) >= end for table in source.block_ids)
 
     def _agreed(self, path: list[PrefixNode]) -> int:
         """The most leading blocks of ``path`` that every group still has as far as it needs them."""
@@ -267,6 +365,43 @@ class KVCacheManager:
         ):
             hit -= 1
         return hit
+
+    def _occupy(
+        self,
+        request: Request,
+        tables: Sequence[Sequence[int | None]],
+        known: int,
+        reserve: int,
+        watermark: float,
+        path: list[PrefixNode] | None,
+    ) -> bool:
+        """Make ``tables`` the request's: their blocks are shared, new ones stand for None and for what is missing.
+
+        False, and nothing changed, when that does not fit. ``path`` None: it offers none of its blocks to others.
+        """
+        wants: list[int] = []
+        for group, (pool, shared) in enumerate(zip(self.pools, tables, strict=True)):
+            kept = [block for block in shared if block is not None]
+            idle = sum(1 for block in kept if block != NULL_BLOCK and pool.ref_counts[block] == 0)
+            want = self._admission_blocks(group, known, reserve) - len(kept)
+            if pool.num_free - idle - want < watermark * pool.capacity:
+                request.refused_at = (self._num_changes, reserve)
+                return False
+            wants.append(want)
+        request.block_ids = []
+        for group, (pool, shared, want) in enumerate(zip(self.pools, tables, wants, strict=True)):
+            for block in shared:
+                if block:  # neither missing nor the null block
+                    pool.share(block)
+            new = iter(self._take(group, want))
+            table = [next(new) if block is None else block for block in shared]
+            table.extend(new)
+            request.block_ids.append(table)
+            self.held_blocks += len(table)
+        request.num_out_of_reach = [self._first_in_reach(group, known) for group in range(len(tables))]
+        request.num_published = NEVER if path is None else len(path)
+        request.last_node = path[-1] if path else None
+        return True
 
     def _shared_table(self, group: int, shared: _Shared) -> list[int]:
         """The full blocks of the shared positions; the null block where a window has passed."""
@@ -293,10 +428,31 @@ class KVCacheManager:
         table = request.block_ids[group]
         passed = [i for i in range(request.num_out_of_reach[group], first) if table[i] != NULL_BLOCK]
         if passed:
-            self._release(group, [table[i] for i in passed], in_flight)
+            self._give_back(group, request, [table[i] for i in passed], in_flight)
             for i in passed:
                 table[i] = NULL_BLOCK
         request.num_out_of_reach[group] = max(first, request.num_out_of_reach[group])
+
+    def _resumable(self, request: Request, position: int) -> bool:
+        """Whether every block that the token at ``position`` attends to is still the request's."""
+        end = -(-position // self.block_size)
+        return all(
+            NULL_BLOCK not in table[self._first_in_reach(group, position) : end]
+            for group, table in enumerate(request.block_ids)
+        )
+
+    def _cut(self, group: int, request: Request, end: int, in_flight: int) -> None:
+        """Take back the request's table in ``group`` from entry ``end`` on, the last entry first."""
+        table = request.block_ids[group]
+        self.held_blocks -= max(0, len(table) - end)
+        self._give_back(group, request, [block for block in reversed(table[end:]) if block != NULL_BLOCK], in_flight)
+        request.block_ids[group] = table[:end]
+
+    def _give_back(self, group: int, request: Request, blocks: list[int], in_flight: int) -> None:
+        if request.retention:
+            for block in blocks:
+                self.pools[group].retain(block, request.retention)
+        self._release(group, blocks, in_flight)
 
     def _take(self, group: int, count: int) -> list[int]:
         pool = self.pools[group]
@@ -319,36 +475,4 @@ class KVCacheManager:
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
         """Compare every count with the tables of the live requests; raises InvariantError on the first that differs."""
-        references: list[dict[int, int]] = [{} for _ in self.pools]
-        held = 0
-        for request in requests:
-            for group, table in enumerate(request.block_ids):
-                held += len(table)
-                if len(table) * self.block_size < request.num_computed_tokens:
-                    raise InvariantError(f"{request!r} computed beyond its {len(table)} blocks in group {group}")
-                for block in table:
-                    if block != NULL_BLOCK:
-                        references[group][block] = references[group].get(block, 0) + 1
-                first = self._first_in_reach(group, request.num_computed_tokens)
-                if any(block == NULL_BLOCK for block in table[first:]):
-                    raise InvariantError(f"{request!r} has the null block within reach in group {group}")
-                tail = request.num_computed_tokens // self.block_size
-                self._check_writable(group, request, table[tail:])
-        for _, group, blocks in self._deferred:
-            for block in blocks:
-                references[group][block] = references[group].get(block, 0) + 1
-        for pool, named in zip(self.pools, references, strict=True):
-            pool.check_invariants(named)
-        if held != self.held_blocks:
-            raise InvariantError(f"block tables hold {held} entries, but {self.held_blocks} are counted")
-        if self.prefix_cache is not None:
-            self.prefix_cache.check_invariants()
-
-    def _check_writable(self, group: int, request: Request, tail: list[int]) -> None:
-        """What a request is still going to write must be its own and unknown to the prefix cache."""
-        pool = self.pools[group]
-        for block in tail:
-            if pool.ref_counts[block] != 1 or pool.nodes[block] is not None:
-                raise InvariantError(
-                    f"{request!r} is about to write block {block} of group {group}, which others can read"
-                )
+        check_manager(self, requests)

@@ -22,7 +22,7 @@ __all__ = ["CONTENT_TYPE", "FINISH_REASONS", "REJECTION_REASONS", "CacheInfo", "
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """The text format that every version of Prometheus reads."""
 
-FINISH_REASONS: Final = ("stop", "length", "abort", "error")
+FINISH_REASONS: Final = ("stop", "length", "abort", "error", "deadline")
 REJECTION_REASONS: Final = ("queue_requests", "queue_tokens", "queue_timeout", "draining", "unavailable", "connections")
 
 _ENGINE: Final = "0"

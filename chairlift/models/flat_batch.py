@@ -38,8 +38,12 @@ class FlatBatch:
     """[R] rows that sample, in the order in which their tokens are returned."""
     tokens: _Int32
     """[num_slots, L] every slot's sequence so far, prompt and output; a row that samples has ``seq_lens`` of them."""
+    swap_out: list[tuple[int, int, int]]
+    """(group, block, host block) to save in host memory, before everything else."""
     copies: list[tuple[int, int, int]]
-    """(group, source block, destination block) to copy before anything is written."""
+    """(group, source block, destination block) to copy then, before anything is written."""
+    swap_in: list[tuple[int, int, int]]
+    """(group, host block, block) to bring back after that."""
     prompt_rows: list[tuple[int, int, _Int32]]
     """(row, first position, prompt tokens) of chunks whose request asked for prompt log-probabilities."""
 

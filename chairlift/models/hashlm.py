@@ -1,6 +1,6 @@
 """HashLM: a model that costs nothing and forgives nothing.
 
-It consumes what a real model consumes (flat batch, block tables, slot mapping, copies, sampling rows) and stands under
+It consumes what a real model consumes (flat batch, block tables, slot mapping, swaps, copies, sampling rows), under
 the real executor, but keeps one pair of 64-bit words per KV position instead of tensors. Each word depends on the
 token, the position and everything the position attends to, read back through the block table; the next token depends
 on all words in reach and on the row's sampling settings. One wrong block, slot, copy, position, window or row changes
@@ -9,7 +9,7 @@ the text. Numpy only; exact, so two runs may be compared with ``==``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,32 +19,51 @@ from chairlift.config import CacheGroup
 from chairlift.models.flat_batch import FlatBatch, SampledTokens
 from chairlift.sampling.row import SamplingRow
 
-__all__ = ["HashLM", "reference_tokens"]
+__all__ = ["HASHLM_POSITION_BYTES", "HashLM", "reference_tokens"]
 
 _Words = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
+HASHLM_POSITION_BYTES = 16
+"""Two words per KV position."""
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
 _TOKEN, _PLACE, _TAG = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
 
 
 class HashLM:
-    """A :class:`~chairlift.executor.local.ModelRunner` over the given cache groups."""
+    """A :class:`~chairlift.executor.local.ModelRunner` over the given cache groups.
 
-    def __init__(self, groups: Sequence[CacheGroup], block_size: int, vocab_size: int, max_model_len: int) -> None:
+    ``host_memory`` gives zeroed bytes for the groups' host blocks; without it they are ordinary memory.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        block_size: int,
+        vocab_size: int,
+        max_model_len: int,
+        host_memory: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+    ) -> None:
         self.cache_groups = list(groups)
+        self.block_bytes = [HASHLM_POSITION_BYTES * block_size for _ in groups]
         self.vocab_size = vocab_size
         self._block_size = block_size
         # Per group, two words per KV position: what stands there, and what it saw when it was computed.
         self._words = [np.zeros((2, group.num_blocks * block_size), dtype=np.uint64) for group in groups]
+        counts = [group.num_host_blocks * block_size for group in groups]
+        make = host_memory or (lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
+        self._host_words = [make(HASHLM_POSITION_BYTES * count).view(np.uint64).reshape(2, count) for count in counts]
         self._powers = np.array([pow(_BASE, i + 1, 1 << 64) for i in range(max_model_len + 1)], dtype=np.uint64)
         self._offsets = np.arange(block_size, dtype=np.int64)
 
     def forward(self, batch: FlatBatch) -> list[int]:
         """Write the step's words; returns per row the hash of everything its last token attends to."""
         size = self._block_size
+        for group, block, host in batch.swap_out:
+            _copy(self._words[group], block, self._host_words[group], host, size)
         for group, source, target in batch.copies:
-            words = self._words[group]
-            words[:, target * size : (target + 1) * size] = words[:, source * size : (source + 1) * size]
+            _copy(self._words[group], source, self._words[group], target, size)
+        for group, host, block in batch.swap_in:
+            _copy(self._host_words[group], host, self._words[group], block, size)
         tags = np.array([row.tag & _MASK if row is not None else 0 for row in batch.sampling], dtype=np.uint64)
         lengths = np.diff(batch.cu_seqlens)
         first = _first_words(batch.token_ids, batch.positions, np.repeat(tags, lengths))
@@ -88,6 +107,10 @@ class HashLM:
         gone = np.arange(begin, end) - window - low  # last position, relative to low, that is out of reach
         behind[gone >= 0] = sums[gone[gone >= 0]]
         return np.asarray(upto - behind)
+
+
+def _copy(source: _Words, block: int, target: _Words, to: int, size: int) -> None:
+    target[:, to * size : (to + 1) * size] = source[:, block * size : (block + 1) * size]
 
 
 def _first_words(token_ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], tags: _Words) -> _Words:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from chairlift.config import CacheGroup, EngineConfig
 from chairlift.errors import ConfigError
 from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
-from chairlift.models.hashlm import HashLM
+from chairlift.models.hashlm import HASHLM_POSITION_BYTES, HashLM
 
 __all__ = [
     "HASHLM_EOS",
@@ -81,8 +82,15 @@ class _Logprobs:
 class ServedHashLM(HashLM):
     """HashLM with one full cache group, a fixed time per step, and made-up log-probabilities (:func:`logprobs_of`)."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_model_len: int, delay: float = 0.0) -> None:
-        super().__init__([CacheGroup(num_blocks)], block_size, HASHLM_VOCAB_SIZE, max_model_len)
+    def __init__(
+        self,
+        group: CacheGroup,
+        block_size: int,
+        max_model_len: int,
+        delay: float = 0.0,
+        host_memory: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+    ) -> None:
+        super().__init__([group], block_size, HASHLM_VOCAB_SIZE, max_model_len, host_memory)
         self._delay = delay
 
     def forward(self, batch: FlatBatch) -> list[int]:
@@ -111,17 +119,25 @@ def logprobs_of(token: int, count: int) -> _Logprobs:
     return _Logprobs(np.array([token, *ids], np.int32), np.concatenate((logprobs[:1], logprobs[: len(ids)])), 1)
 
 
-def hashlm_runner(config: EngineConfig, delay: float) -> HashLMServed:
-    """HashLM as the settings want it. ``max_model_len`` and ``num_kv_blocks`` are 4,096 where they say nothing."""
+def hashlm_runner(
+    config: EngineConfig, delay: float, host_memory: Callable[[int], npt.NDArray[np.uint8]] | None = None
+) -> HashLMServed:
+    """HashLM as the settings want it. ``max_model_len`` and ``num_kv_blocks`` are 4,096 where they say nothing, and a
+    tenth as many blocks, rounded up, are swap space. ``host_memory`` is as in :class:`~chairlift.models.hashlm.HashLM`.
+    """
     length = config.model.max_model_len or _MAX_MODEL_LEN
     blocks, size = config.cache.num_kv_blocks or _NUM_BLOCKS, config.cache.block_size
     tokens = (blocks - 1) * size
     chats = tokens // min(2048, length)
+    swap = config.cache.swap_space_bytes
+    num_host = -(-blocks // 10) if swap is None else swap // (HASHLM_POSITION_BYTES * size)
+    group = CacheGroup(blocks, num_host_blocks=num_host)
     return HashLMServed(
-        runner=ServedHashLM(blocks, size, length, delay),
+        runner=ServedHashLM(group, size, length, delay, host_memory),
         vocab_size=HASHLM_VOCAB_SIZE,
         max_model_len=length,
         eos_token_ids=(HASHLM_EOS,),
         memory_plan=f"KV cache: {tokens:,} tokens in blocks of {size}; room for about {chats:,} chats of "
-        f"{min(2048, length):,} tokens at once",
+        f"{min(2048, length):,} tokens at once; "
+        + (f"swap space for {num_host * size:,} tokens of preempted requests" if num_host else "no swap space"),
     )

@@ -1,14 +1,28 @@
-"""The waiting line: policy order, a bounded look past those that do not fit, and ageing so that none starves."""
+"""The waiting line: lanes in policy order, and a bounded look past those that do not fit."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
-from chairlift.request import Request
+from chairlift.request import Request, RequestStatus
 from chairlift.scheduler.policy import Policy
 
 __all__ = ["WaitingQueue"]
+
+_Key = tuple[float, ...]
+
+
+class _Lane:
+    """Requests that differ by their standing only, in its order; preempted ones go first."""
+
+    __slots__ = ("keys", "requests", "served_at")
+
+    def __init__(self) -> None:
+        self.keys: list[_Key] = []
+        self.requests: list[Request] = []
+        self.served_at = 0.0
+        """When somebody of this lane was last let in."""
 
 
 class WaitingQueue:
@@ -19,39 +33,76 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: Policy, look_ahead: int = 8, max_times_passed: int = 16) -> None:
-        self._order = policy.order
+        self.policy = policy
         self.look_ahead = look_ahead
         self.max_times_passed = max_times_passed
-        self._keys: list[tuple[int, ...]] = []
-        self._requests: list[Request] = []
+        self._lanes: dict[Hashable, _Lane] = {}
+        self._places: dict[str, tuple[Hashable, _Key]] = {}
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._places)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._places
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+        """All of them, lane by lane."""
+        for lane in self._lanes.values():
+            yield from lane.requests
 
     @property
     def oldest_arrival(self) -> float:
-        return min((request.arrival_time for request in self._requests), default=0.0)
+        return min((request.arrival_time for request in self), default=0.0)
+
+    def heads(self) -> Iterator[Request]:
+        """The first of every lane."""
+        for lane in self._lanes.values():
+            yield lane.requests[0]
 
     def add(self, request: Request) -> None:
-        key = self._order(request)
-        at = bisect.bisect_right(self._keys, key)
-        self._keys.insert(at, key)
-        self._requests.insert(at, request)
+        name = self.policy.lane(request)
+        key = (float(request.status is RequestStatus.WAITING), *self.policy.order(request))
+        lane = self._lanes.setdefault(name, _Lane())
+        at = bisect.bisect_right(lane.keys, key)
+        lane.keys.insert(at, key)
+        lane.requests.insert(at, request)
+        self._places[request.request_id] = (name, key)
 
-    def remove(self, request: Request) -> None:
-        at = bisect.bisect_left(self._keys, self._order(request))
-        while self._requests[at] is not request:
+    def remove(self, request: Request, served_at: float | None = None) -> None:
+        """Take a request out of the line; ``served_at`` is when, if it was let in."""
+        name, key = self._places.pop(request.request_id)
+        lane = self._lanes[name]
+        at = bisect.bisect_left(lane.keys, key)
+        while lane.requests[at] is not request:
             at += 1
-        del self._keys[at]
-        del self._requests[at]
+        del lane.keys[at]
+        del lane.requests[at]
+        if served_at is not None:
+            lane.served_at = served_at
+        if not lane.requests:
+            del self._lanes[name]
 
-    def first(self, count: int) -> list[Request]:
-        """The next ``count`` in line, and those who may be tried when some of them do not fit."""
-        return self._requests[: count + self.look_ahead]
+    def line(self, now: float) -> Iterator[Request]:
+        """Everybody in policy order. Lanes are compared anew at each step of the iteration. The one just yielded may
+        be removed; after any other change, begin again."""
+        passed = dict.fromkeys(self._lanes, 0)
+        while passed:
+            name = next(iter(passed))
+            if len(passed) > 1:
+                name = min(passed, key=lambda name: self._rank(name, passed[name], now))
+            lane, at = self._lanes[name], passed[name]
+            request = lane.requests[at]
+            yield request
+            if at < len(lane.requests) and lane.requests[at] is request:
+                passed[name] = at = at + 1
+            if at >= len(lane.requests):
+                del passed[name]
 
     def may_pass(self, passed: list[Request]) -> bool:
         """Whether somebody behind the last of ``passed``, who did not fit, may be tried."""
         return len(passed) <= self.look_ahead and passed[-1].times_passed < self.max_times_passed
+
+    def _rank(self, name: Hashable, at: int, now: float) -> _Key:
+        lane = self._lanes[name]
+        head = lane.requests[at]
+        return self.policy.rank(head, now - max(head.arrival_time, lane.served_at), now)

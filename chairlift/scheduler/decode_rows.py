@@ -34,6 +34,8 @@ class DecodeRows:
         self._wheel: dict[int, list[Request]] = {}
         self.stale = False
         """Somebody came or went: :meth:`rebuild` before the lists are used."""
+        self.count = 0
+        """Rows that will compute in the next tick; the lists below may still have some that have left."""
         self.requests: list[Request] = []
         self.sampled: list[Request | None] = []
         """The same, with None for held rows, whose tokens nobody wants."""
@@ -58,6 +60,7 @@ class DecodeRows:
     def start(self, requests: list[Request]) -> None:
         """From the next tick on, these advance with the beat."""
         self.requests = self.requests + requests
+        self.count += len(requests)
         self.stale = True
         for request in requests:
             request.join(self._beat)
@@ -65,6 +68,7 @@ class DecodeRows:
 
     def stop(self, request: Request) -> None:
         request.leave()
+        self.count -= 1
         bucket = self._wheel.get(request.due_at)
         if bucket is not None:
             bucket.remove(request)

@@ -62,8 +62,13 @@ class SchedulerOutput:
     joined: list[NewRow] = dataclasses.field(default_factory=list)
     new_blocks: list[tuple[int, NewBlocks]] = dataclasses.field(default_factory=list)
     """(slot, blocks appended to its table)."""
+    swap_out: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    """(group, block, host block) to save in host memory, before anything of this step is written."""
     copies: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, source block, destination block), copied before this step writes anything."""
+    """(group, source block, destination block), copied before this step writes anything else."""
+    swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    """(group, host block, block) to bring back from host memory, before this step computes anything. It comes after
+    ``copies``: a source of theirs may have been given back since, and be where something is brought back to."""
     decode_slots: tuple[int, ...] | None = None
     """Rows that compute their one newest token and sample, from this step on; None when it is as before."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
@@ -71,11 +76,13 @@ class SchedulerOutput:
     num_tokens: int = 0
     """Tokens computed in this step; 0 means there is nothing to execute."""
 
-    # For the step log; the executor does not read what follows.
+    # For the step log and the cost model; an executor that computes does not read what follows.
     decode_rows: tuple[tuple[str, int], ...] = ()
     """(request id, slot) of every decode row."""
     chunk_ids: list[str] = dataclasses.field(default_factory=list)
     preempted: list[str] = dataclasses.field(default_factory=list)
+    context_tokens: int = 0
+    """Positions that the decode rows attend to, together: what the cost of a decode grows with."""
     num_waiting: int = 0
     num_held: int = 0
     """Decode rows that only compute because their batch has not ended (``batching="static"``)."""

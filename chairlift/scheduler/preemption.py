@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from chairlift.request import Request
 from chairlift.scheduler.policy import Policy
 
-__all__ = ["PreemptionRate", "candidates", "is_pinned"]
+__all__ = ["PreemptionRate", "candidates", "is_pinned", "may_be_preempted"]
 
 
 def is_pinned(request: Request, max_preemptions: int) -> bool:
@@ -16,22 +16,27 @@ def is_pinned(request: Request, max_preemptions: int) -> bool:
     return request.num_preemptions >= max_preemptions
 
 
-def candidates(running: Iterable[Request], needy: Request, policy: Policy, max_preemptions: int) -> Iterable[Request]:
-    """Running requests that may be preempted for ``needy`` (itself among them).
+def may_be_preempted(request: Request, max_preemptions: int, step: int) -> bool:
+    """Whether somebody may take a running request's place in ``step``.
 
-    None ahead of it, none preempted before that has not produced a token since it came back, none that is pinned or
+    Not if it joined in this very step, has not produced a token since it came back from a preemption, is pinned or
     already complete. Every request is admitted with blocks for all its known tokens, so one that may not be preempted
     can always produce its next token, and the wait for it is bounded.
     """
-    place = policy.order(needy)
+    return (
+        request.finish_reason is None
+        and request.admitted_at_step < step
+        and (not request.num_preemptions or len(request.token_ids) > request.progress_mark)
+        and not is_pinned(request, max_preemptions)
+    )
+
+
+def candidates(
+    running: Iterable[Request], needy: Request, policy: Policy, max_preemptions: int, step: int
+) -> Iterable[Request]:
+    """Running requests that may be preempted for blocks that ``needy``, itself among them, needs."""
     for request in running:
-        progressed = not request.num_preemptions or len(request.token_ids) > request.progress_mark
-        if (
-            request.finish_reason is None
-            and progressed
-            and not is_pinned(request, max_preemptions)
-            and policy.order(request) >= place
-        ):
+        if may_be_preempted(request, max_preemptions, step) and (request is needy or policy.yields(request, needy)):
             yield request
 
 

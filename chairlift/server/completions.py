@@ -315,7 +315,8 @@ class _TextChunks(ChunkWriter):
         self._begun: set[int] = set()
 
     def chunk(self, prompt: int, output: RequestOutput) -> bytes:
-        failed = any(answer.finish_reason in (FinishReason.ERROR, FinishReason.ABORT) for answer in output.outputs)
+        good = (None, FinishReason.STOP, FinishReason.LENGTH)
+        failed = any(answer.finish_reason not in good for answer in output.outputs)
         return super().chunk(prompt, output if failed else _delivered(self._asked, output))
 
     def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> list[bytes]:

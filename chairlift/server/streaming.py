@@ -211,6 +211,8 @@ def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
     if answer.finish_reason is FinishReason.ERROR:
         reason = output.error or "its logits could not be used"
         raise ApiError(500, f"the answer could not be generated: {reason}", code="generation_failed")
+    if answer.finish_reason is FinishReason.DEADLINE:
+        raise ApiError(503, output.error or "the deadline has passed", code="deadline_exceeded")
     if answer.finish_reason is FinishReason.ABORT:
         raise EngineDeadError("the request was cut off before its answer was complete; send it again")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 
 from chairlift.sim.minimise import failure_of, minimise
 from chairlift.sim.simulator import Violation, run_world
 from chairlift.sim.world import make_world
 
-__all__ = ["main", "report"]
+__all__ = ["main", "report", "run_seeds"]
 
 
 def report(seed: int) -> str | None:
@@ -30,13 +31,8 @@ def report(seed: int) -> str | None:
     return "\n".join([*lines, f"replay: python -m chairlift.sim --seed {seed}"])
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chairlift.sim", description=__doc__)
-    parser.add_argument("--seed", type=int, help="run this one seed, and show how it fails")
-    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run (default 1000)")
-    parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
-    args = parser.parse_args(argv)
-    seeds = [args.seed] if args.seed is not None else range(args.first, args.first + args.seeds)
+def run_seeds(seeds: Sequence[int]) -> int:
+    """Run the worlds of ``seeds``, and print what came of it; 1 at the first that does not hold, else 0."""
     start, steps = time.perf_counter(), 0
     for seed in seeds:
         try:
@@ -46,6 +42,15 @@ def main(argv: list[str] | None = None) -> int:
             return 1
     print(f"{len(seeds)} seeds, {steps} steps, no violation, {time.perf_counter() - start:.1f} s")
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chairlift.sim", description=__doc__)
+    parser.add_argument("--seed", type=int, help="run this one seed, and show how it fails")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run (default 1000)")
+    parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
+    args = parser.parse_args(argv)
+    return run_seeds([args.seed] if args.seed is not None else range(args.first, args.first + args.seeds))
 
 
 if __name__ == "__main__":

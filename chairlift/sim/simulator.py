@@ -136,7 +136,7 @@ class Simulation:
         )
         self.engine = Engine(
             self.executor,
-            ModelLimits(VOCAB_SIZE, world.max_model_len, (EOS,)),
+            ModelLimits(VOCAB_SIZE, world.max_model_len, (EOS,), config.promises),
             config,
             tokenizer=byte_tokenizer() if world.with_text else None,
             clock=self.clock,
@@ -146,7 +146,7 @@ class Simulation:
         self.pending: dict[str, _Submitted] = {}
         self.ended: set[str] = set()
         self.num_steps = 0
-        self.num_cached_tokens = self.num_failed = self.num_passed = 0
+        self.num_cached_tokens = self.num_failed = self.num_passed = self.num_dropped = 0
         """How often the paths were taken that the simulation is there for."""
         self._trace = hashlib.sha256()
         self._records = 0
@@ -225,12 +225,21 @@ class Simulation:
             stop_token_ids=args["stop_token_ids"],
             stop=args.get("stop"),
             include_stop_str_in_output=args.get("include_stop_str_in_output", False),
+            priority=args.get("priority"),
+            service_tier=args.get("service_tier"),
+            ttft_ms=args.get("ttft_ms"),
+            deadline_ms=args.get("deadline_ms"),
         )
         need = len(args["prompt"]) + args["max_tokens"] - 1
         fits = self.engine.kv.fits_when_empty(need)
         try:
             self.engine.add_request(
-                args["prompt"], params, request_id=name, stream=args["stream"], cache_salt=args["salt"]
+                args["prompt"],
+                params,
+                request_id=name,
+                stream=args["stream"],
+                cache_salt=args["salt"],
+                tenant=args.get("tenant", ""),
             )
         except PromptTooLongError:
             if fits and need <= self.engine.kv.capacity_tokens:
@@ -255,9 +264,18 @@ class Simulation:
 
     def _step(self) -> None:
         self.num_steps += 1
+        scheduler = self.engine.scheduler
+        stuck = {
+            name: request.num_preemptions
+            for name, request in scheduler.running.items()
+            if request.num_preemptions and len(request.token_ids) <= request.progress_mark
+        }
         try:
             outputs = self.engine.step()
             self.engine.check_invariants()
+            for name, count in [] if self.faults.active else stuck.items():
+                if name in scheduler.requests and scheduler.requests[name].num_preemptions > count:
+                    raise InvariantError(f"{name} was preempted again without a token in between")
         except (InvariantError, ArithmeticError, LookupError, TypeError, ValueError, ChairliftError) as error:
             raise Violation(f"step {self.num_steps}: {type(error).__name__}: {error}") from error
         self.clock.advance(_STEP_SECONDS)
@@ -305,6 +323,7 @@ class Simulation:
         self._trace.update(repr(output).encode())
         if output.finished:
             self.num_cached_tokens += output.num_cached_tokens
+            self.num_dropped += any(answer.finish_reason is FinishReason.DEADLINE for answer in output.outputs)
             self.num_failed += any(answer.finish_reason is FinishReason.ERROR for answer in output.outputs)
             if any(answer.finish_reason is None for answer in output.outputs):
                 raise Violation(f"{output.request_id} is finished, but one of its answers is not")
@@ -320,6 +339,10 @@ class Simulation:
             raise Violation(f"{where}: {len(given)} tokens after {submitted.seen[answer.index]}")
         submitted.seen[answer.index] = len(given)
         if answer.finish_reason is FinishReason.ERROR:
+            return
+        if answer.finish_reason is FinishReason.DEADLINE:
+            if self.world.scheduler.get("late_requests") != "drop" or not _has_deadline(submitted.args):
+                raise Violation(f"{where}: dropped for a deadline it does not have")
             return
         if answer.finish_reason is None:
             if not expected.text.startswith(answer.text):
@@ -341,6 +364,10 @@ def run_world(world: World) -> Simulation:
     simulation = Simulation(world)
     simulation.run()
     return simulation
+
+
+def _has_deadline(args: dict[str, Any]) -> bool:
+    return bool(args["ttft_ms"] or args["deadline_ms"] or args["service_tier"] == "chat")
 
 
 def _weak_hash(bits: int | None) -> Any:

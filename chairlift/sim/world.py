@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from typing import Any
 
@@ -46,6 +47,14 @@ class World:
     events: tuple[Event, ...]
 
 
+CLASSES = {
+    "priority": {"min_seqs": 1},
+    "chat": {"priority": -3, "min_blocks": 3, "ttft_ms": 300.0},
+    "batch": {"priority": 4, "min_step_tokens": 1},
+}
+"""Classes of service of the worlds that have any; no more reserved than the smallest of them can give."""
+
+
 def make_world(seed: int) -> World:
     """The world of a seed. Each feature is off half of the time, so that few features meet in any one world."""
     rng = random.Random(seed)
@@ -72,7 +81,16 @@ def make_world(seed: int) -> World:
         "admission_watermark": maybe(0.0, 0.1),
     }
     with_text = maybe(True, False)
+    # What was added later draws from a generator of its own, so that the worlds found before stay what they were.
+    later = random.Random(seed ^ 0x5E12)
     events = _arrivals(rng, block_size, max_model_len, with_text)
+    if later.random() < 0.5:
+        scheduler |= _service(later, scheduler)
+        tiers = CLASSES if scheduler["service_classes"] else ("default", "priority", "flex")
+        for event in events:
+            event.args.update(_promise(later, [None, *tiers]))
+    if later.random() < 0.3:
+        scheduler["prefill_mode"] = later.choice(["prefill_first", "decode_first", "separate"])
     count = len(events)
     if rng.random() < 0.5:
         events += _faults(rng, count, max(event.at for event in events) + 20)
@@ -88,6 +106,27 @@ def make_world(seed: int) -> World:
         with_text=with_text,
         events=tuple(sorted(events, key=lambda event: event.at)),
     )
+
+
+def _service(rng: random.Random, scheduler: dict[str, Any]) -> dict[str, Any]:
+    reserving = min(scheduler["max_num_seqs"], scheduler["max_num_batched_tokens"]) > 1 and rng.random() < 0.5
+    return {
+        "scheduling_policy": "priority",
+        "service_classes": json.dumps(CLASSES) if reserving else "",
+        "tenant_weights": rng.choice(["", '{"b": 3}']),
+        "ageing_seconds": rng.choice([0.02, 0.2, 30.0]),
+        "late_requests": rng.choice(["downgrade", "drop"]),
+    }
+
+
+def _promise(rng: random.Random, tiers: list[str | None]) -> dict[str, Any]:
+    return {
+        "priority": rng.choice([None, None, 0, -5, 5]),
+        "service_tier": rng.choice(tiers),
+        "ttft_ms": rng.choice([None, None, 20.0, 500.0]),
+        "deadline_ms": rng.choice([None, None, None, 100.0, 2000.0]),
+        "tenant": rng.choice(["", "a", "b"]),
+    }
 
 
 def _arrivals(rng: random.Random, block_size: int, max_model_len: int, with_text: bool) -> list[Event]:

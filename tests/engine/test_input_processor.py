@@ -10,8 +10,10 @@ import pytest
 
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest
 from chairlift.errors import PromptTooLongError, RequestError
+from chairlift.request import Service
 from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
+from chairlift.service_class import parse_service_classes
 from chairlift.sim.oracle import byte_tokenizer
 
 VOCAB, LENGTH, EOS = 20, 32, 19
@@ -25,7 +27,7 @@ class _Room:
 def door(
     *, capacity: int = 1000, text: bool = False, seed: int | None = None, priority: bool = False
 ) -> InputProcessor:
-    limits = ModelLimits(VOCAB, LENGTH, (EOS,), accepts_priority=priority)
+    limits = ModelLimits(VOCAB, LENGTH, (EOS,), parse_service_classes("") if priority else None)
     return InputProcessor(limits, byte_tokenizer() if text else None, _Room(capacity), seed)
 
 
@@ -155,6 +157,25 @@ def test_priority_is_refused_where_nobody_looks_at_it() -> None:
     assert prepare(door(priority=True), priority=-3).make_sequences()[0].priority == -3
     with pytest.raises(RequestError, match="priority is -3"):
         prepare(door(), priority=-3)
+    for name in ("ttft_ms", "tpot_ms", "deadline_ms"):
+        with pytest.raises(RequestError, match=f"{name} is 5"):
+            prepare(door(), **{name: 5})
+    assert prepare(door(), service_tier="flex", priority=0).service.service_class == "default"
+
+
+def test_promises_are_the_callers_else_those_of_the_class() -> None:
+    classes = parse_service_classes({"chat": {"priority": -3, "ttft_ms": 500, "deadline_ms": 4000, "retention": 2}})
+    at = InputProcessor(ModelLimits(VOCAB, LENGTH, (EOS,), classes), None, _Room())
+    arrival = 1.5
+    prepared = prepare(at, service_tier="chat", deadline_ms=1000, tpot_ms=20)
+    assert prepared.priority == -3
+    assert prepared.service == Service("chat", "", arrival + 0.5, arrival + 1.0, 0.02, 2)
+    assert prepare(at, service_tier="chat", priority=7).make_sequences()[0].priority == 7
+    assert prepare(at, service_tier="flex").priority == 10
+    for tier in (None, "auto", "default"):
+        assert prepare(at, service_tier=tier).service == Service(retention=1)
+    with pytest.raises(RequestError, match="one of auto, priority, default, flex, chat; got 'gold'"):
+        prepare(at, service_tier="gold")
 
 
 def test_seeds_are_the_callers_or_drawn_reproducibly() -> None:

@@ -28,6 +28,7 @@ from chairlift.engine.messages import (
 from chairlift.errors import RequestError
 from chairlift.metrics.stats import EngineStats
 from chairlift.outputs import FinishReason
+from chairlift.request import Service
 from chairlift.sampling_params import SamplingParams
 
 STEP = Step(
@@ -68,7 +69,10 @@ def test_a_request_crosses_whole() -> None:
         logprobs=2,
         prompt_logprobs=0,
     )
-    request = PreparedRequest("id", None, [1, 2, 3], params, params.seed or 0, 7, (4, 5), ((1, 2), (3,)), "salt", 2.5)
+    service = Service("chat", "team", 3.0, retention=2)  # the other times are infinite
+    request = PreparedRequest(
+        "id", None, [1, 2, 3], params, params.seed or 0, 7, (4, 5), ((1, 2), (3,)), "salt", 2.5, -4, service
+    )
     (message,) = FrameReader().feed(encode(Add.of(request)))
     assert isinstance(message, Add) and message.request() == request
 
@@ -78,7 +82,7 @@ def test_only_parameters_that_say_something_cross() -> None:
 
 
 def test_parameters_are_checked_on_the_other_side_too() -> None:
-    bad = Add("id", [1], {"temperature": "hot"}, 1, 16, (), (), "", 0.0)
+    bad = Add("id", [1], {"temperature": "hot"}, 1, 16, (), (), "", 0.0, 0, Service())
     with pytest.raises(RequestError, match="temperature"):
         bad.request()
 

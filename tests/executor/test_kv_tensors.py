@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from chairlift.errors import ConfigError
-from chairlift.executor.kv_tensors import KVPlan, available_memory, make_kv_caches, plan_kv_cache
+from chairlift.executor.kv_tensors import KVPlan, available_memory, make_host_blocks, make_kv_caches, plan_kv_cache
 from chairlift.models.context import LayerCache
 
 
@@ -78,6 +79,53 @@ def test_the_tensors_are_as_planned_and_zero() -> None:
         assert key.data_ptr() != value.data_ptr()
         key.fill_(1)
         assert not value.any()
+
+
+# -- swap space --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("blocks", "hosts"), [(2, 1), (10, 1), (11, 2), (513, 52)])
+def test_a_tenth_of_the_blocks_rounded_up_is_swap_space_unless_asked(blocks: int, hosts: int) -> None:
+    made = plan(spec(None, 8), num_blocks=blocks, swap_bytes=None)
+    assert [group.num_host_blocks for group in made.groups] == [hosts, hosts]
+
+
+def test_swap_space_is_as_many_whole_blocks_as_fit() -> None:
+    layers = [LayerCache(2, 8, None), LayerCache(1, 16, 8), LayerCache(4, 8, None)]
+    made = plan(layers, num_blocks=9, swap_bytes=99_999)
+    assert made.block_bytes == [2 * 16 * 6 * 8 * 4, 2 * 16 * 16 * 4]
+    assert sum(made.block_bytes) == made.bytes_per_token * 16
+    hosts = 99_999 // sum(made.block_bytes)
+    assert hosts == 12 and [group.num_host_blocks for group in made.groups] == [hosts, hosts]
+    assert made.host_bytes == hosts * sum(made.block_bytes)
+
+
+def test_none_when_nothing_is_asked_for_or_not_even_a_block_fits() -> None:
+    for size in (0, 2_047):
+        made = plan(spec(None), swap_bytes=size)
+        assert (made.host_bytes, made.groups[0].num_host_blocks) == (0, 0)
+        assert made.describe(512).endswith("; no swap space")
+
+
+def test_the_plan_says_where_preempted_requests_go() -> None:
+    made = plan(spec(None), num_blocks=513, swap_bytes=3 << 19)
+    assert made.describe(512).endswith("swap space for 12,288 tokens of preempted requests: 0.00 GiB of host memory")
+    made = plan(spec(None), num_blocks=513, swap_bytes=3 << 19, swap_directory="/fast")
+    assert made.describe(512).endswith("0.00 GiB of a file in /fast")
+
+
+def test_host_blocks_are_as_planned_zero_and_apart(tmp_path: Path) -> None:
+    layers = spec(None, 8, None)
+    for directory in (None, str(tmp_path)):
+        made = plan(layers, num_blocks=9, swap_bytes=1 << 16, swap_directory=directory)
+        hosts = make_host_blocks(layers, made, torch.float32)
+        size, count = 2 * 8 * 4 * 16, made.groups[0].num_host_blocks
+        assert [[array.shape for array in group] for group in hosts] == [[(count, size)] * 4, [(count, size)] * 2]
+        arrays = [array for group in hosts for array in group]
+        assert not any(array.any() for array in arrays)
+        for value, array in enumerate(arrays, start=1):
+            array[:] = value
+        assert all((array == value).all() for value, array in enumerate(arrays, start=1))
 
 
 def test_memory_of_this_machine_is_found() -> None:

@@ -14,8 +14,8 @@ __all__ = ["BLOCK", "admit", "compute", "manager", "request"]
 BLOCK = 4
 
 
-def manager(num_blocks: int = 33, *windows: int | None, **settings: Any) -> KVCacheManager:
-    groups = [CacheGroup(num_blocks, window) for window in windows or (None,)]
+def manager(num_blocks: int = 33, *windows: int | None, num_host_blocks: int = 0, **settings: Any) -> KVCacheManager:
+    groups = [CacheGroup(num_blocks, window, num_host_blocks) for window in windows or (None,)]
     return KVCacheManager(groups, BLOCK, **{"max_step_tokens": 8, **settings})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from chairlift.errors import ConfigError, InvariantError
@@ -93,3 +95,118 @@ def test_the_audit_sees_a_lost_reference() -> None:
     for wrong in ({}, {block: 2}, {block: 1, block + 1: 1}):
         with pytest.raises(InvariantError):
             pool.check_invariants(wrong)
+
+
+# -- retention ---------------------------------------------------------------------------------------------------------
+
+
+def cached(pool: BlockPool, level: int) -> int:
+    """A used block with known content that goes back with a retention level."""
+    block = pool.allocate()[0]
+    pool.attach(block, node())
+    pool.retain(block, level)
+    pool.release(block)
+    return block
+
+
+def pool_of(*levels: int) -> tuple[BlockPool, list[int]]:
+    """A pool without a plain free block, and the cached block of each level in the order of their release."""
+    pool = BlockPool(1 + len(levels))
+    blocks = take(pool, len(levels))
+    for block, level in zip(blocks, levels, strict=True):
+        pool.attach(block, node())
+        pool.retain(block, level)
+        pool.release(block)
+        pool.check_invariants({other: 1 for other in blocks if pool.ref_counts[other]})
+    return pool, blocks
+
+
+def test_lower_levels_are_evicted_first_and_the_oldest_within_a_level() -> None:
+    pool, (high, mid, *low) = pool_of(2, 1, 0, 0, 0, 0)
+    assert (pool.num_free, pool.num_cached, pool.num_protected) == (6, 6, 2)
+    assert take(pool, 6) == [*low, mid, high]
+    assert (pool.num_free, pool.num_cached, pool.num_protected) == (0, 0, 0)
+
+
+def test_blocks_without_content_go_before_cached_ones_of_any_level() -> None:
+    pool = BlockPool(6)
+    first = cached(pool, 0)
+    assert take(pool, 5)[-1] == first
+    pool = BlockPool(6)
+    first = cached(pool, 2)
+    assert take(pool, 5)[-1] == first
+
+
+def test_at_most_half_is_protected_and_the_oldest_falls_back() -> None:
+    pool, blocks = pool_of(2, 1, 1, 2, 0, 1)
+    # Room for three: the first two, of whatever level, count as level 0 from when there were too many.
+    assert pool.num_protected == 3
+    assert take(pool, 6) == [blocks[0], blocks[4], blocks[1], blocks[2], blocks[5], blocks[3]]
+
+
+def test_a_block_keeps_its_highest_level_until_it_is_given_out_anew() -> None:
+    pool = BlockPool(5)
+    block = cached(pool, 2)
+    pool.share(block)
+    pool.retain(block, 1)
+    pool.release(block)
+    assert pool.num_protected == 1
+    assert take(pool, 4)[-1] == block
+    pool.attach(block, node())
+    pool.release(block)
+    assert (pool.num_protected, pool.num_cached) == (0, 1)
+
+
+def test_protected_blocks_can_be_shared_and_forgotten() -> None:
+    pool = BlockPool(7)
+    first, second = cached(pool, 2), cached(pool, 1)
+    pool.share(first)
+    pool.detach(second)
+    assert (pool.num_protected, pool.num_cached, pool.num_free) == (0, 0, 5)
+    pool.check_invariants({first: 1})
+    assert pool.allocate() == (second, None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_of_eviction_is_that_of_a_sorted_list(seed: int) -> None:
+    """Against a list of (level, block), sorted anew for each question."""
+    rng = random.Random(seed)
+    pool = BlockPool(rng.randint(2, 12))
+    used: list[int] = []
+    plain, kept = list(range(pool.capacity, 0, -1)), []  # kept: (level, block), least recently released first
+    levels = dict.fromkeys(range(1, pool.num_blocks), 0)
+    for _ in range(400):
+        action = rng.choice(["allocate", "release", "release", "share", "detach"])
+        if action == "allocate" and pool.num_free:
+            block, evicted = pool.allocate()
+            expected = plain.pop() if plain else min(kept, key=lambda entry: entry[0])[1]
+            assert (block, evicted is not None) == (expected, any(entry[1] == expected for entry in kept))
+            kept = [entry for entry in kept if entry[1] != block]
+            levels[block] = 0
+            used.append(block)
+            if rng.random() < 0.8:
+                pool.attach(block, node())
+        elif action == "release" and used:
+            block = used.pop(rng.randrange(len(used)))
+            level = rng.randint(0, 2)
+            pool.retain(block, level)
+            pool.release(block)
+            if pool.nodes[block] is None:
+                plain.append(block)
+                continue
+            levels[block] = max(levels[block], level)
+            kept.append((levels[block], block))
+            protected = [entry for entry in kept if entry[0]]
+            if len(protected) > pool.capacity // 2:
+                kept.remove(protected[0])
+                kept.append((0, protected[0][1]))
+                levels[protected[0][1]] = 0
+        elif kept:
+            entry = kept.pop(rng.randrange(len(kept)))
+            if action == "share":
+                pool.share(entry[1])
+                used.append(entry[1])
+            else:
+                pool.detach(entry[1])
+                plain.append(entry[1])
+        pool.check_invariants(dict.fromkeys(used, 1))

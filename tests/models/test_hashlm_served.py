@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +76,19 @@ def test_limits_are_4096_unless_the_settings_say_otherwise() -> None:
     assert (served.max_model_len, group.num_blocks, group.window) == (4096, 4096, None)
     small = hashlm_runner(EngineConfig.from_flat({"max_model_len": 64, "num_kv_blocks": 9, "block_size": 8}), 0.0)
     assert (small.max_model_len, small.runner.cache_groups[0].num_blocks) == (64, 9)
+    assert (group.num_host_blocks, small.runner.cache_groups[0].num_host_blocks) == (410, 1)
+    assert "swap space for 8 tokens of preempted requests" in small.memory_plan
+    none = hashlm_runner(EngineConfig.from_flat({"swap_space_bytes": 0}), 0.0)
+    assert none.runner.cache_groups[0].num_host_blocks == 0 and "no swap space" in none.memory_plan
+    some = hashlm_runner(EngineConfig.from_flat({"swap_space_bytes": 10_000}), 0.0)
+    assert some.runner.cache_groups[0].num_host_blocks == 10_000 // (16 * 16)
     assert "64 tokens in blocks of 8" in small.memory_plan and "about 1 chats of 64 tokens" in small.memory_plan
+
+
+def test_a_swap_directory_must_be_there(tmp_path: Path) -> None:
+    load_executor(EngineConfig.from_flat({"model": "hashlm", "swap_directory": tmp_path}))
+    with pytest.raises(ConfigError, match="swap_directory"):
+        load_executor(EngineConfig.from_flat({"model": "hashlm", "swap_directory": tmp_path / "none"}))
 
 
 @settings(max_examples=100, deadline=None)

@@ -30,7 +30,7 @@ def test_the_queue_keeps_policy_order_and_finds_what_it_removes() -> None:
     assert ids(list(queue)) == ["b", "a", "d", "c", "e"]
     queue.remove(requests[0])
     assert ids(list(queue)) == ["b", "d", "c", "e"]
-    assert ids(queue.first(2)) == ["b", "d", "c"]
+    assert ids(list(queue.line(0.0))) == ["b", "d", "c", "e"]
 
 
 @pytest.mark.parametrize(("look_ahead", "admitted"), [(0, []), (1, []), (2, ["s"]), (8, ["s"])])

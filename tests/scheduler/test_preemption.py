@@ -88,14 +88,15 @@ def test_everybody_arrives_however_short_the_blocks(num_blocks: int, depth: int,
 
 
 def test_who_may_be_preempted() -> None:
-    requests = [request(name, 4) for name in "abcdef"]
+    requests = [request(name, 4) for name in "abcdefg"]
     for sequence, one in enumerate(requests):
         one.sequence = sequence
-    ahead, needy, fresh, stuck, back, pinned = requests
+    ahead, needy, fresh, stuck, back, pinned, joining = requests
+    joining.admitted_at_step = 7
     stuck.num_preemptions, stuck.progress_mark = 1, 4
     back.num_preemptions, back.progress_mark = 1, 3
     pinned.num_preemptions = 5
-    assert list(candidates(requests, needy, FCFS, 5)) == [needy, fresh, back]
+    assert list(candidates(requests, needy, FCFS, 5, step=7)) == [needy, fresh, back]
     assert FCFS.victim([ahead, back, fresh]) is back
     assert FCFS.victim([]) is None
 

@@ -391,6 +391,9 @@ def _without(original: Callable[..., Any], attribute: str, method: str) -> Calla
         def __getattr__(self, name: str) -> Any:
             return (lambda *args: None) if name == method else getattr(self._part, name)
 
+        def __contains__(self, item: Any) -> bool:
+            return item in self._part
+
     def called(self: Any, *args: Any) -> Any:
         part = getattr(self, attribute)
         setattr(self, attribute, _Deaf(part))

@@ -1,0 +1,313 @@
+"""``chairlift sim``: what would these settings do to that traffic?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import chairlift
+from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
+from chairlift.config import BUNDLED_MODEL, EngineConfig, Flag, flat_fields
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.scheduler.cost_model import StepFeatures
+    from chairlift.sim.machines import Deployment, ModelShape
+    from chairlift.sim.replay import SimReport
+    from chairlift.workload.trace import TracedRequest
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "replay traffic through the engine on a simulated machine"
+DESCRIPTION: Final = """Replay traffic through the real scheduler on a simulated machine, much faster than it would run.
+
+The traffic is a kind of workload with arrivals, or a trace on file. The machine is one of a table (--machine, modelled
+from data sheets and never validated), a cost model on file (--cost-model), or this one: --fit runs a model here for a
+moment, and --step-log learns from steps that were recorded. All settings of scheduler and KV cache count.
+
+  chairlift sim --machine h100-sxm --model llama-3-8b --workload chat --arrivals poisson:20
+  chairlift sim --fit MODEL --save here.json
+  chairlift sim --cost-model here.json --trace trace.jsonl --compare max_num_seqs=8,16,32"""
+
+_SEEDS: Final = """Run the engine in seeded worlds with faults, and check every invariant after every step.
+
+One seed is one execution; a world that fails is cut down to the events it needs."""
+_NOT_SIMULATED: Final = {
+    "model",
+    "revision",
+    "tokenizer",
+    "skip_tokenizer_init",
+    "dtype",
+    "device",
+    "threads",
+    "kernels",
+    "seed",
+    "swap_directory",
+}
+_MOST_REQUESTS: Final = 1_000_000
+_MOST_FITTED_ROWS: Final = 64
+_BUSY: Final = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``chairlift sim``, and its other simulations."""
+    parser.set_defaults(simulation=None)
+    traffic = parser.add_argument_group("traffic")
+    source = traffic.add_mutually_exclusive_group()
+    source.add_argument("--workload", metavar="NAME", default="chat", help="chat, assistant, summarize or write")
+    source.add_argument("--trace", metavar="FILE", type=Path, help="JSON lines in Mooncake's format, or BurstGPT's CSV")
+    traffic.add_argument("--num-prompts", metavar="N", type=int, help="requests (default: 256; of a trace: all)")
+    traffic.add_argument(
+        "--arrivals",
+        metavar="FORM",
+        default="all",
+        help="of a workload: all, poisson:RATE, gamma:RATE:BURSTINESS, constant:RATE, onoff:RATE:ON_S:OFF_S or "
+        "ramp:START:END:SECONDS, rates in requests per second (default: all at once)",
+    )
+    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="of the workload (default: 0)")
+    machine = parser.add_argument_group("machine")
+    chosen = machine.add_mutually_exclusive_group()
+    chosen.add_argument("--machine", metavar="NAME", help="one of the table, such as h100-sxm or turin-9755")
+    chosen.add_argument("--cost-model", metavar="FILE", type=Path, help="what --save wrote")
+    chosen.add_argument("--fit", metavar="MODEL", help="run this model here for a moment, and time its steps")
+    chosen.add_argument("--step-log", metavar="FILE", type=Path, help="learn from recorded steps, one JSON object each")
+    machine.add_argument(
+        "--model",
+        metavar="NAME",
+        default="llama-3-8b",
+        help="with --machine or --step-log: a known model, or a directory with a config.json (default: llama-3-8b)",
+    )
+    machine.add_argument("--save", metavar="FILE", type=Path, help="write the cost model there")
+    machine.add_argument("--save-steps", metavar="FILE", type=Path, help="with --fit: write the steps it timed there")
+    results = parser.add_argument_group("results")
+    results.add_argument("--compare", metavar="SETTING=A,B,...", help="one simulation, and one row, for each value")
+    results.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")
+    add_engine_flags(parser, leave_out=_NOT_SIMULATED)
+    others = parser.add_subparsers(title="other simulations", metavar="[NAME]", dest="simulation")
+    seeds = others.add_parser(
+        "seeds",
+        help="random worlds with faults, every invariant checked",
+        description=_SEEDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    seeds.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run this one, and show how it fails")
+    seeds.add_argument("--seeds", metavar="N", type=int, default=1000, help="how many to run (default: 1000)")
+    seeds.add_argument("--first", metavar="N", type=int, default=0, help="the first of them (default: 0)")
+    seeds.set_defaults(parser=seeds)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate; 0. What keeps it from running raises ChairliftError."""
+    if args.simulation == "seeds":
+        from chairlift.sim.__main__ import run_seeds
+
+        one = args.one_seed
+        return run_seeds(range(args.first, args.first + args.seeds) if one is None else [one])
+    settings, _ = read_settings(args, sampling=False)
+    refused = sorted(_NOT_SIMULATED & settings.keys())
+    if refused:
+        raise ConfigError(f"{refused[0]} in {args.config} means nothing to a simulation; leave it out")
+    configs = _configs(settings, args.compare)
+    trace, traffic = _trace(args)
+    deployment = _deployment(args, configs[0][1])
+    if args.save is not None:
+        from chairlift.sim.machines import write_deployment
+
+        write_deployment(args.save, deployment)
+    from chairlift.sim.replay import replay
+
+    reports = [(value, replay(trace, config, deployment)) for value, config in configs]
+    print(f"{traffic}\n{deployment.model} on {deployment.machine} ({deployment.validity})\n")
+    print("\n".join(_report_lines(reports[0][1]) if args.compare is None else _comparison_lines(args.compare, reports)))
+    if args.json is not None:
+        record = {
+            "chairlift": chairlift.__version__,
+            "benchmark": "sim",
+            "machine": deployment.machine,
+            "model": deployment.model,
+            "validity": deployment.validity,
+            "traffic": traffic,
+            "results": [
+                {"setting": value, "settings": dataclasses.asdict(config), **report.to_dict()}
+                for (value, config), (_, report) in zip(configs, reports, strict=True)
+            ],
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+# --- what is simulated -----------------------------------------------------------------------------------------------
+
+
+def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, EngineConfig]]:
+    """The settings of each simulation, with the value that tells it from the others."""
+    if compare is None:
+        return [("", EngineConfig.from_flat(settings))]
+    name, _, values = compare.partition("=")
+    flags = {flag.name: flag for flag in flat_fields() if flag.name not in _NOT_SIMULATED}
+    flag = flags.get(name.replace("-", "_"))
+    if flag is None or not values:
+        raise ConfigError(f"compare must be SETTING=A,B,... with one of {', '.join(flags)}; got {compare!r}")
+    return [(text, EngineConfig.from_flat(settings | {flag.name: _value(flag, text)})) for text in values.split(",")]
+
+
+def _value(flag: Flag, text: str) -> Any:
+    try:
+        return {"true": True, "false": False}[text.lower()] if flag.kind is bool else flag.kind(text)
+    except (ValueError, KeyError):
+        raise ConfigError(f"compare: {flag.name} must be of type {flag.kind.__name__}, got {text!r}") from None
+
+
+def _trace(args: argparse.Namespace) -> tuple[list[TracedRequest], str]:
+    """The requests, and what they are in words."""
+    from chairlift.workload.arrivals import parse_arrivals
+    from chairlift.workload.trace import draw_trace, read_trace
+
+    if args.num_prompts is not None and not 1 <= args.num_prompts <= _MOST_REQUESTS:
+        raise ConfigError(f"num_prompts must be from 1 to {_MOST_REQUESTS:,}, got {args.num_prompts}")
+    if args.seed < 0:
+        raise ConfigError(f"seed must be 0 or more, got {args.seed}")
+    if args.trace is not None:
+        trace = read_trace(args.trace)[: args.num_prompts]
+        return trace, f"trace {args.trace}, {len(trace):,} requests"
+    count = args.num_prompts or 256
+    trace = draw_trace(args.workload, parse_arrivals(args.arrivals), count, args.seed)
+    return trace, f"workload {args.workload}, {count:,} requests, arrivals {args.arrivals}, seed {args.seed}"
+
+
+def _deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
+    from chairlift.sim.machines import MACHINES, deploy, read_deployment, shape_from_name
+
+    if args.save_steps is not None and args.fit is None:
+        raise ConfigError("save_steps goes with --fit, which times the steps; leave it out")
+    if args.cost_model is not None:
+        return read_deployment(args.cost_model)
+    if args.fit is not None:
+        return _fitted_here(args)
+    if args.step_log is not None:
+        return _fitted_on_log(args, config)
+    if args.machine is None:
+        names = ", ".join(MACHINES)
+        raise ConfigError(f"say on what: --machine (one of {names}), --cost-model FILE, --fit MODEL or --step-log FILE")
+    return deploy(args.machine, shape_from_name(args.model))
+
+
+def _fitted_here(args: argparse.Namespace) -> Deployment:
+    from chairlift.bench.machine import describe_machine
+    from chairlift.engine.input_processor import ModelLimits
+    from chairlift.models.hf_config import read_config
+    from chairlift.models.loader import resolve_dtype, resolve_model_dir
+    from chairlift.sim.calibrate import calibrate
+    from chairlift.sim.machines import ModelShape
+
+    settings, _ = read_settings(args, sampling=False)
+    model_dir = Path(chairlift.__file__).parent / "assets" if args.fit == BUNDLED_MODEL else resolve_model_dir(args.fit)
+    network = read_config(model_dir)
+    llm = load_llm(settings | {"model": str(model_dir), "skip_tokenizer_init": True}, quiet=True)
+    shape = ModelShape.of(args.fit, network, resolve_dtype(network, llm.config.model.dtype).itemsize)
+    machine = describe_machine()
+    if machine.busy > _BUSY:
+        print(
+            f"chairlift: warning: others use {machine.busy:.0%} of this machine; its times will vary", file=sys.stderr
+        )
+    core, rows = llm.engine.core, llm.config.scheduler.max_num_seqs
+    limits = ModelLimits(network.vocab_size, llm.max_model_len)
+    print(f"timing steps of {args.fit} on this machine ({machine.cpu})", file=sys.stderr)
+    times = calibrate(core, limits, min(rows, _MOST_FITTED_ROWS))
+    if args.save_steps is not None:
+        args.save_steps.write_text("\n".join(times.lines) + "\n")
+    memory = core.executor.cache_groups[0].num_blocks * core.executor.block_size * shape.kv_bytes
+    return _fitted(machine.cpu, shape, times.steps, memory, llm.max_model_len)
+
+
+def _fitted_on_log(args: argparse.Namespace, config: EngineConfig) -> Deployment:
+    from chairlift.sim.calibrate import read_steps
+    from chairlift.sim.machines import shape_from_name
+
+    steps, shape, memory = read_steps(args.step_log), shape_from_name(args.model), config.cache.kv_cache_memory_bytes
+    if memory is None and config.cache.num_kv_blocks is None:
+        raise ConfigError("a step log does not say how much memory there is; give --kv-cache-memory-bytes")
+    return _fitted(f"the machine of {args.step_log}", shape, steps, memory or 1 << 30, shape.max_model_len)
+
+
+def _fitted(
+    machine: str, shape: ModelShape, steps: list[tuple[StepFeatures, float]], memory: int, max_model_len: int
+) -> Deployment:
+    from chairlift.sim.calibrate import describe_fit, fit_steps
+    from chairlift.sim.machines import Deployment
+
+    cost = fit_steps(steps, shape)
+    return Deployment(
+        machine=machine,
+        model=shape.name,
+        cost=cost,
+        kv_bytes_per_token=shape.kv_bytes,
+        kv_memory_bytes=memory,
+        max_model_len=max_model_len,
+        validity=describe_fit(cost, steps),
+    )
+
+
+# --- what is printed -------------------------------------------------------------------------------------------------
+
+
+def _report_lines(report: SimReport) -> list[str]:
+    served = report.served
+    lines = [
+        f"requests        {served.requests:,} served, {served.refused:,} refused at the door,"
+        f" {served.dropped:,} dropped at their deadline",
+        f"tokens          {served.prompt_tokens:,} of prompts, {served.cached_tokens:,} of them from the prefix cache;"
+        f" {served.output_tokens:,} of answers",
+        f"throughput      {served.requests_per_second:.2f} requests/s, {served.output_tokens_per_second:,.1f} output"
+        f" tokens/s, over {_seconds(served.seconds)}",
+        f"steps           {served.steps:,} with {served.mean_rows:.1f} requests on average, running"
+        f" {served.utilisation:.0%} of the time",
+        f"preemptions     {served.preemptions:,}; {served.preemption_rate:.1%} of the requests were preempted",
+    ]
+    if served.goodput is not None:
+        lines.append(f"promises        kept in full for {served.goodput:.1%} of the requests that had any")
+    table = [["", "mean", "p50", "p90", "p99"]]
+    for label, times in (
+        ("in the queue", served.queue),
+        ("time to first token", served.ttft),
+        ("time per output token", served.tpot),
+        ("between tokens", served.itl),
+        ("whole request", served.e2e),
+    ):
+        table.append([label, *map(_seconds, (times.mean, times.p50, times.p90, times.p99))])
+    return [*lines, "", *_aligned(table)]
+
+
+def _comparison_lines(compare: str, reports: list[tuple[str, SimReport]]) -> list[str]:
+    name = compare.partition("=")[0]
+    table = [
+        [name, "requests/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "p99", "rows", "preempted"]
+    ]
+    for value, report in reports:
+        served = report.served
+        row = [value, f"{served.requests_per_second:.2f}", f"{served.output_tokens_per_second:,.0f}"]
+        for times in (served.ttft, served.tpot, served.e2e):
+            row += [_seconds(times.p50), _seconds(times.p99)]
+        table.append([*row, f"{served.mean_rows:.1f}", f"{served.preemption_rate:.1%}"])
+    return _aligned(table)
+
+
+def _aligned(table: list[list[str]]) -> list[str]:
+    """The first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for first, *others in table:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(cells))
+    return lines
+
+
+def _seconds(value: float) -> str:
+    """In the unit that people would say it in."""
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s" if value < 100 else f"{value:,.0f} s"

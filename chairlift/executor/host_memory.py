@@ -1,0 +1,88 @@
+"""Host memory for the KV of preempted requests, and how blocks move there and back. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.errors import ConfigError
+
+__all__ = ["HostBlocks", "HostMoves", "host_memory", "host_moves"]
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+def host_memory(nbytes: int, directory: str | None = None) -> npt.NDArray[np.uint8]:
+    """uint8 [nbytes], zero. Memory comes from the system page by page, as it is touched.
+
+    With a ``directory`` it is a file there, which has no name and vanishes with the process; its space is reserved now,
+    because a full disk is no error that a write to mapped memory could report. Raises ConfigError when that fails.
+    """
+    if directory is None or nbytes == 0:
+        return np.zeros(nbytes, dtype=np.uint8)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return np.asarray(np.memmap(file, dtype=np.uint8, mode="r+", shape=(nbytes,)))
+    except OSError as error:
+        raise ConfigError(
+            f"swap_directory is {str(directory)!r}, but no file of {nbytes:,} bytes can be made there:"
+            f" {error.strerror}; name another directory, lower swap_space_bytes, or leave swap_directory out"
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostMoves:
+    """Blocks of one cache group and where they lie in host memory, in the order of the latter."""
+
+    group: int
+    hosts: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+
+    def runs(self) -> list[tuple[slice, slice]]:
+        """The fewest (entries of ``blocks``, host blocks) such that the host blocks of each lie side by side."""
+        cuts = [0, *(np.flatnonzero(np.diff(self.hosts) != 1) + 1).tolist(), len(self.hosts)]
+        return [
+            (slice(begin, end), slice(int(self.hosts[begin]), int(self.hosts[begin]) + end - begin))
+            for begin, end in itertools.pairwise(cuts)
+        ]
+
+
+def host_moves(triples: Iterable[tuple[int, int, int]]) -> list[HostMoves]:
+    """(group, host block, block) in any order, no host block twice -> all moves of a group together."""
+    ordered = sorted(triples)
+    return [
+        HostMoves(group, *np.array([entry[1:] for entry in entries], dtype=np.int64).T)
+        for group, entries in itertools.groupby(ordered, key=lambda entry: entry[0])
+    ]
+
+
+class HostBlocks:
+    """Copies between KV in memory and its host blocks. Both: per group, arrays [number of blocks, bytes of a block]."""
+
+    def __init__(self, caches: Sequence[Sequence[_Bytes]], hosts: Sequence[Sequence[_Bytes]]) -> None:
+        self._pairs = [list(zip(*arrays, strict=True)) for arrays in zip(caches, hosts, strict=True)]
+
+    def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
+        """(group, block, host block) to save in host memory."""
+        for moves in host_moves((group, host, block) for group, block, host in saved):
+            runs = moves.runs()
+            for cache, host in self._pairs[moves.group]:
+                if len(runs) == 1:
+                    # mode: "raise" would go through a temporary array. The block ids are the brain's own.
+                    np.take(cache, moves.blocks, axis=0, out=host[runs[0][1]], mode="clip")
+                else:
+                    host[moves.hosts] = cache[moves.blocks]
+
+    def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
+        """(group, host block, block) to bring back."""
+        for moves in host_moves(wanted):
+            runs = moves.runs()
+            for cache, host in self._pairs[moves.group]:
+                cache[moves.blocks] = host[runs[0][1]] if len(runs) == 1 else host[moves.hosts]

@@ -1,0 +1,97 @@
+"""Host memory for the blocks of PyTorch's KV tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from chairlift.errors import ConfigError
+from chairlift.executor.host_memory import HostBlocks, host_moves
+from chairlift.executor.kv_tensors import KVPlan, make_host_blocks
+from chairlift.models.context import LayerCache
+
+__all__ = ["CudaHostBlocks", "make_swap_space"]
+
+
+def make_swap_space(
+    kv_caches: list[tuple[Tensor, Tensor]], spec: list[LayerCache], plan: KVPlan
+) -> HostBlocks | CudaHostBlocks:
+    """Host memory for ``kv_caches`` as planned, and the copies between them.
+
+    Raises ConfigError when the planned file or pinned memory cannot be had.
+    """
+    caches: list[list[Tensor]] = [[] for _ in plan.groups]
+    for pair, group in zip(kv_caches, plan.layer_groups, strict=True):
+        caches[group] += pair
+    if kv_caches[0][0].device.type == "cpu":
+        arrays = [[cache.view(torch.uint8).view(len(cache), -1).numpy() for cache in group] for group in caches]
+        return HostBlocks(arrays, make_host_blocks(spec, plan, kv_caches[0][0].dtype))
+    if plan.swap_directory is None:
+        return CudaHostBlocks(caches, _pinned(caches, plan))
+    hosts = [
+        [
+            torch.from_numpy(array.reshape(-1)).view(cache.dtype).view(len(array), *cache.shape[1:])
+            for cache, array in zip(tensors, arrays, strict=True)
+        ]
+        for tensors, arrays in zip(caches, make_host_blocks(spec, plan, kv_caches[0][0].dtype), strict=True)
+    ]
+    return CudaHostBlocks(caches, hosts)
+
+
+def _pinned(caches: list[list[Tensor]], plan: KVPlan) -> list[list[Tensor]]:
+    """Memory that the device reads and writes by itself. All of it is taken at once: such pages cannot come later."""
+    hosts: list[list[Tensor]] = []
+    try:
+        for tensors, group in zip(caches, plan.groups, strict=True):
+            shapes = [(group.num_host_blocks, *cache.shape[1:]) for cache in tensors]
+            hosts.append([torch.empty(shape, dtype=tensors[0].dtype, pin_memory=True) for shape in shapes])
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the swap space needs {plan.host_bytes:,} bytes of host memory that the device can read, and this machine"
+            f" does not give so much; lower swap_space_bytes ({error})"
+        ) from error
+    return hosts
+
+
+class CudaHostBlocks:
+    """Copies between KV on a CUDA device and its host blocks: per group, tensors [number of blocks, ...].
+
+    They run on a stream of their own. What is saved is gathered on the step's stream, so that the step may overwrite
+    the blocks at once; the way to the host runs beside the step. What is brought back, the step waits for.
+    """
+
+    def __init__(self, caches: list[list[Tensor]], hosts: list[list[Tensor]]) -> None:
+        self._pairs = [list(zip(*tensors, strict=True)) for tensors in zip(caches, hosts, strict=True)]
+        self._device = caches[0][0].device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
+        """(group, block, host block) to save, as the steps before this one left them."""
+        for moves in host_moves((group, host, block) for group, block, host in saved):
+            blocks, pairs = torch.from_numpy(moves.blocks).to(self._device), self._pairs[moves.group]
+            gathered = [cache.index_select(0, blocks) for cache, _ in pairs]
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                for staged, (_, host) in zip(gathered, pairs, strict=True):
+                    for entries, hosts in moves.runs():
+                        host[hosts].copy_(staged[entries], non_blocking=True)
+                    staged.record_stream(self._stream)  # its memory is not given out again before the copy is done
+
+    def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
+        """(group, host block, block) to bring back before anything of this step is computed."""
+        current = torch.cuda.current_stream(self._device)
+        brought: list[tuple[Tensor, Tensor, Tensor]] = []
+        for moves in host_moves(wanted):
+            blocks = torch.from_numpy(moves.blocks).to(self._device)
+            with torch.cuda.stream(self._stream):  # behind every save, so that it reads what was saved
+                for cache, host in self._pairs[moves.group]:
+                    staged = torch.empty((len(blocks), *cache.shape[1:]), dtype=cache.dtype, device=self._device)
+                    for entries, hosts in moves.runs():
+                        staged[entries].copy_(host[hosts], non_blocking=True)
+                    brought.append((cache, blocks, staged))
+        current.wait_stream(self._stream)
+        for cache, blocks, staged in brought:
+            cache.index_copy_(0, blocks, staged)
+            staged.record_stream(current)

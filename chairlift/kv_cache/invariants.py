@@ -1,0 +1,59 @@
+"""What must hold of the block tables between any two steps. For tests and simulation, not for production."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from chairlift.errors import InvariantError
+from chairlift.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from chairlift.request import Request
+
+if TYPE_CHECKING:
+    from chairlift.kv_cache.manager import KVCacheManager
+
+__all__ = ["check_manager"]
+
+
+def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
+    """Compare every count with the tables of the live requests; raises InvariantError on the first that differs."""
+    references: list[dict[int, int]] = [{} for _ in kv.pools]
+    held = 0
+    for request in requests:
+        if request.request_id in kv.swapped and request.block_ids:
+            raise InvariantError(f"{request!r} holds blocks, and is swapped out")
+        for group, table in enumerate(request.block_ids):
+            held += len(table)
+            _check_table(kv, group, request)
+            for block in table:
+                if block != NULL_BLOCK:
+                    references[group][block] = references[group].get(block, 0) + 1
+    for _, group, blocks in kv._deferred:
+        for block in blocks:
+            references[group][block] = references[group].get(block, 0) + 1
+    for pool, named in zip(kv.pools, references, strict=True):
+        pool.check_invariants(named)
+    kv.swap_pool.check_invariants(kv.swapped.values())
+    if held != kv.held_blocks:
+        raise InvariantError(f"block tables hold {held} entries, but {kv.held_blocks} are counted")
+    if kv.prefix_cache is not None:
+        kv.prefix_cache.check_invariants()
+
+
+def _check_table(kv: KVCacheManager, group: int, request: Request) -> None:
+    table = request.block_ids[group]
+    if len(table) * kv.block_size < request.num_computed_tokens:
+        raise InvariantError(f"{request!r} computed beyond its {len(table)} blocks in group {group}")
+    first = kv._first_in_reach(group, request.num_computed_tokens)
+    if any(block == NULL_BLOCK for block in table[first:]):
+        raise InvariantError(f"{request!r} has the null block within reach in group {group}")
+    if any(table[: min(request.num_out_of_reach[group], len(table))]):
+        raise InvariantError(f"{request!r} still holds blocks that group {group} counts as left behind")
+    _check_writable(kv.pools[group], group, request, table[request.num_computed_tokens // kv.block_size :])
+
+
+def _check_writable(pool: BlockPool, group: int, request: Request, tail: list[int]) -> None:
+    """What a request is still going to write must be its own and unknown to the prefix cache."""
+    for block in tail:
+        if pool.ref_counts[block] != 1 or pool.nodes[block] is not None:
+            raise InvariantError(f"{request!r} is about to write block {block} of group {group}, which others can read")

@@ -1,0 +1,296 @@
+"""How long a step will take, learnt from the steps that ran.
+
+The form is a roofline without overlap between its phases: a step reads the weights or computes with them, whichever
+takes longer, then its decode rows read their KV and its prompt chunks attend, each at a price per position. Kernels
+have more corners than one (tiles, caches, launches), so the first phase is not one corner but a rising line through
+knots, one knot per doubling of the number of tokens on both sides of the ridge, where computing takes over. All of it
+is linear in coefficients that must not be negative, which makes every prediction positive and rising in every feature.
+
+Fitting is online, with memory and time per step that do not grow: each stretch between two knots keeps the normal
+equations of the steps that fell into it, and every few steps all stretches together are solved by coordinate descent
+(non-negative least squares). Each stretch forgets only as new steps fall into it, so that an hour of pure decoding does
+not erase what is known about prompts; one recursion over all steps would. Errors are relative, and a step that is far
+off counts as if it were near (Huber, 1964), so descheduled and first steps do little harm. Where nothing was observed,
+the caller's prior holds, scaled by what was seen elsewhere.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.scheduler.output import Chunk
+
+__all__ = ["CostModel", "Roofline", "StepFeatures"]
+
+_KNOTS_BELOW, _KNOTS_ABOVE = 3, 7
+_NUM_KNOTS = _KNOTS_BELOW + _KNOTS_ABOVE + 1
+_NUM_LOCAL = 6
+"""Of a stretch: 1, the share of the stretch covered, decode rows, prompt tokens, context, prompt context."""
+_PAIRS = tuple((one, other) for one in range(_NUM_LOCAL) for other in range(one, _NUM_LOCAL))
+_FORGET = 0.995
+_REFIT_EVERY = 64
+_SWEEPS = 30
+_LEAST_SECONDS = 1e-9
+_OUTLIER = 2.0
+"""In typical errors."""
+
+
+class StepFeatures(NamedTuple):
+    """What the cost of a step depends on."""
+
+    num_decodes: int = 0
+    """Rows that compute one token."""
+    context_tokens: int = 0
+    """Positions that these rows attend to, together."""
+    prefill_tokens: int = 0
+    """Tokens of prompt chunks, recomputed ones included."""
+    prefill_context: float = 0.0
+    """Positions that these tokens attend to, together: the sum over chunks of tokens times their mean context."""
+
+    @classmethod
+    def of(cls, num_decodes: int, context_tokens: int, chunks: Iterable[Chunk]) -> StepFeatures:
+        """The features of a step as the scheduler describes it."""
+        tokens, context = 0, 0.0
+        for chunk in chunks:
+            tokens += chunk.num_tokens
+            context += chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2)
+        return cls(num_decodes, context_tokens, tokens, context)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Prices to start from, in seconds."""
+
+    weight_seconds: float = 0.02
+    """To read all weights once."""
+    token_seconds: float = 0.001
+    """To compute one token that is sampled from."""
+    prompt_share: float = 1.0
+    """What a token that is not sampled from costs of that: it skips the output head."""
+    context_seconds: float = 3e-7
+    """For a decode row to attend to one position."""
+    pair_seconds: float = 1e-7
+    """For a prompt token to attend to one position."""
+    step_seconds: float = 0.0005
+    """Everything that does not depend on what is in the step."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
+                raise ConfigError(f"{field.name} of a cost model must be above 0 and below a million, got {value!r}")
+        if self.prompt_share > 1:
+            raise ConfigError(f"prompt_share of a cost model must be at most 1, got {self.prompt_share!r}")
+
+    @property
+    def ridge(self) -> float:
+        """Tokens in a step from which on computing takes longer than reading the weights."""
+        return self.weight_seconds / self.token_seconds
+
+
+class CostModel:
+    """Seconds of steps, prompts and copies. Not thread-safe.
+
+    ``prior`` holds until there are observations, ``copy_bandwidth`` (bytes per second) until there are copies.
+    """
+
+    def __init__(self, prior: Roofline | None = None, copy_bandwidth: float = 5e9) -> None:
+        self.prior = prior or Roofline()
+        if not 0 < copy_bandwidth < 1e15:
+            raise ConfigError(f"copy_bandwidth must be in bytes per second and above 0, got {copy_bandwidth!r}")
+        self.copy_bandwidth = copy_bandwidth
+        self.num_observed = 0
+        ridge = self.prior.ridge
+        self._ends = [ridge * 2.0**power for power in range(-_KNOTS_BELOW, _KNOTS_ABOVE + 1)]
+        self._begins = [0.0, *self._ends[:-1]]
+        self._prior = self._prior_coefficients()
+        self._clear()
+        self._error = 1.0
+        """Typical relative error: a running median."""
+        self._log_scale = 0.0
+        """How much slower than the prior everything was, as a running mean of logarithms."""
+        self._set(list(self._prior))
+
+    # -- predictions ---------------------------------------------------------------------------------------------
+
+    def step_seconds(self, step: StepFeatures) -> float:
+        """Seconds of one step: above 0, and no less when any feature grows."""
+        tokens = step.num_decodes + self.prior.prompt_share * step.prefill_tokens
+        at = min(bisect.bisect_left(self._ends, tokens), _NUM_KNOTS - 1)
+        seconds = self._levels[at] + self._slopes[at] * (tokens - self._begins[at])
+        row, prompt, context, pair = self._prices
+        seconds += row * step.num_decodes + prompt * step.prefill_tokens
+        return seconds + context * step.context_tokens + pair * step.prefill_context
+
+    def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
+        """Seconds to compute ``num_tokens`` prompt tokens behind ``context`` others, in a step of their own."""
+        return self.step_seconds(StepFeatures(0, 0, num_tokens, num_tokens * (context + (num_tokens + 1) / 2)))
+
+    def copy_seconds(self, num_bytes: int) -> float:
+        """Seconds to copy KV from one memory to another."""
+        return num_bytes / self.copy_bandwidth
+
+    # -- observations --------------------------------------------------------------------------------------------
+
+    def observe(self, step: StepFeatures, seconds: float) -> None:
+        """Learn from a step that took ``seconds``; what is not above 0 is ignored."""
+        self._observe(step, seconds, _FORGET)
+
+    def _observe(self, step: StepFeatures, seconds: float, forget: float) -> None:
+        if not 0 < seconds < math.inf:
+            return
+        self.num_observed += 1
+        predicted = self.step_seconds(step)
+        error = abs(seconds - predicted) / predicted
+        weight = min(1.0, _OUTLIER * self._error / error) if error else 1.0
+        self._error = max(0.01, self._error * (1.05 if error > self._error else 1 / 1.05))
+        share = max(1 - forget, 1 / self.num_observed)
+        off = math.log(seconds / self._scaled_prior(step)) if self.num_observed > 1 else 0.0
+        first = math.log(seconds / self._prior_seconds(step)) if self.num_observed == 1 else 0.0
+        self._log_scale += first + share * max(-1.0, min(1.0, off))
+        # Errors count relative to the prediction, and less so above it, where the tail of the noise is.
+        self._accumulate(step, seconds, weight / (predicted * max(seconds, predicted)), forget)
+        if self.num_observed % _REFIT_EVERY == 0 or self.num_observed in (1, 2, 4, 8, 16, 32):
+            self._set(self._solve(self._coefficients, _SWEEPS))
+
+    def observe_copy(self, num_bytes: int, seconds: float) -> None:
+        """Learn from a copy. One that is far off moves the bandwidth by 7 % at most."""
+        if num_bytes > 0 and seconds > 0:
+            off = math.log(num_bytes / seconds / self.copy_bandwidth)
+            self.copy_bandwidth *= math.exp(0.1 * max(-0.7, min(0.7, off)))
+
+    def fit(self, steps: Sequence[tuple[StepFeatures, float]], passes: int = 4) -> None:
+        """Learn from many steps at once, all counted alike, and from nothing before them.
+
+        Each pass knows better than the one before which of them are far off.
+        """
+        for _ in range(passes):
+            self._clear()
+            for step, seconds in steps:
+                self._observe(step, seconds, forget=1.0)
+            self._set(self._solve(self._coefficients, 40 * _SWEEPS))
+
+    def errors(self, steps: Iterable[tuple[StepFeatures, float]]) -> list[float]:
+        """Relative errors of the predictions, smallest first."""
+        return sorted(abs(self.step_seconds(step) / seconds - 1) for step, seconds in steps)
+
+    # -- inside: coefficients are [base, rise per stretch, row, prompt token, context, pair] --------------------------
+
+    def _prior_coefficients(self) -> list[float]:
+        prior = self.prior
+        base = prior.step_seconds + prior.weight_seconds
+        levels = [max(0.0, end * prior.token_seconds - prior.weight_seconds) for end in self._ends]
+        rises = [high - low for low, high in zip([0.0, *levels], levels, strict=False)]
+        return [base, *rises, 0.0, 0.0, prior.context_seconds, prior.pair_seconds]
+
+    def _clear(self) -> None:
+        self._gram = [[0.0] * len(_PAIRS) for _ in range(_NUM_KNOTS)]
+        self._target = [[0.0] * _NUM_LOCAL for _ in range(_NUM_KNOTS)]
+
+    def _set(self, coefficients: list[float]) -> None:
+        self._coefficients = coefficients
+        level = max(coefficients[0], _LEAST_SECONDS)
+        self._levels, self._slopes = [], []
+        for begin, end, rise in zip(self._begins, self._ends, coefficients[1:], strict=False):
+            self._levels.append(level)
+            self._slopes.append(rise / (end - begin))
+            level += rise
+        self._prices = tuple(coefficients[-4:])
+
+    def _prior_seconds(self, step: StepFeatures) -> float:
+        prior = self.prior
+        tokens = step.num_decodes + prior.prompt_share * step.prefill_tokens
+        seconds = prior.step_seconds + max(prior.weight_seconds, prior.token_seconds * tokens)
+        return seconds + prior.context_seconds * step.context_tokens + prior.pair_seconds * step.prefill_context
+
+    def _scaled_prior(self, step: StepFeatures) -> float:
+        return self._prior_seconds(step) * math.exp(self._log_scale)
+
+    def _accumulate(self, step: StepFeatures, seconds: float, weight: float, forget: float) -> None:
+        tokens = step.num_decodes + self.prior.prompt_share * step.prefill_tokens
+        at = min(bisect.bisect_left(self._ends, tokens), _NUM_KNOTS - 1)
+        covered = (tokens - self._begins[at]) / (self._ends[at] - self._begins[at])
+        local = (1.0, covered, *map(float, (step.num_decodes, step.prefill_tokens)), *map(float, step[1::2]))
+        gram, target = self._gram[at], self._target[at]
+        for place, (one, other) in enumerate(_PAIRS):
+            gram[place] = forget * gram[place] + weight * local[one] * local[other]
+        for one, value in enumerate(local):
+            target[one] = forget * target[one] + weight * value * seconds
+
+    def _solve(self, start: list[float], sweeps: int) -> list[float]:
+        """Non-negative least squares over all stretches and the prior, by coordinate descent from ``start``."""
+        size = len(start)
+        gram = [[0.0] * size for _ in range(size)]
+        target = [0.0] * size
+        for at in range(_NUM_KNOTS):
+            if not self._gram[at][0]:
+                continue
+            # A step in this stretch has the whole rise of those before it, and a share of its own.
+            spread = [list(range(at + 1)), [at + 1], *([size - 4 + price] for price in range(4))]
+            for one, value in enumerate(self._target[at]):
+                for i in spread[one]:
+                    target[i] += value
+            for (one, other), value in zip(_PAIRS, self._gram[at], strict=True):
+                for i in spread[one]:
+                    for j in spread[other]:
+                        gram[i][j] += value
+                        if one != other:
+                            gram[j][i] += value
+        scale, level = math.exp(self._log_scale), 0.0
+        for i, prior in enumerate(self._prior):
+            level += prior if i <= _NUM_KNOTS else 0.0
+            usual = prior or (0.2 * level if i <= _NUM_KNOTS else 0.2 * self.prior.token_seconds)
+            weight = (self._error / (usual * scale)) ** 2  # the prior may be off by all of itself, a step by its error
+            gram[i][i] += weight
+            target[i] += weight * prior * scale
+        found = list(start)
+        for _ in range(sweeps):
+            for i, row in enumerate(gram):
+                rest = target[i] - sum(map(float.__mul__, row, found))
+                found[i] = max(0.0, found[i] + rest / row[i])
+        return found
+
+    # -- JSON ----------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: :meth:`from_dict` makes a model that goes on learning from there."""
+        return {
+            "prior": dataclasses.asdict(self.prior),
+            "copy_bandwidth": self.copy_bandwidth,
+            "num_observed": self.num_observed,
+            "error": self._error,
+            "log_scale": self._log_scale,
+            "coefficients": self._coefficients,
+            "gram": self._gram,
+            "target": self._target,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> CostModel:
+        """The model that :meth:`to_dict` described. Raises ConfigError when it did not."""
+        try:
+            model = cls(Roofline(**fields["prior"]), float(fields["copy_bandwidth"]))
+            model.num_observed = int(fields["num_observed"])
+            model._error, model._log_scale = float(fields["error"]), float(fields["log_scale"])
+            coefficients = [float(value) for value in fields["coefficients"]]
+            grams = [[float(value) for value in row] for row in fields["gram"]]
+            targets = [[float(value) for value in row] for row in fields["target"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"this is not a cost model: {error}; make one with chairlift sim --fit") from None
+        shapes = [len(coefficients), len(grams), len(targets), *{len(row) for row in grams}]
+        expected = [len(model._prior), _NUM_KNOTS, _NUM_KNOTS, len(_PAIRS)]
+        numbers = [value for row in [coefficients, *grams, *targets] for value in row]
+        if shapes != expected or {len(row) for row in targets} != {_NUM_LOCAL}:
+            raise ConfigError("this cost model was made by another version; make it again with chairlift sim --fit")
+        if not all(map(math.isfinite, [*numbers, model._error, model._log_scale])) or min(coefficients) < 0:
+            raise ConfigError("this cost model has numbers out of range; make it again with chairlift sim --fit")
+        model._gram, model._target = grams, targets
+        model._set(coefficients)
+        return model

@@ -1,0 +1,51 @@
+"""From settings to a policy."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from chairlift.config import SchedulerConfig
+from chairlift.errors import ConfigError
+from chairlift.scheduler.policy import FCFS, Policy
+from chairlift.scheduler.precedence import Precedence, ServiceTime
+from chairlift.service_class import parse_service_classes, parse_tenant_weights
+
+__all__ = ["load_policy", "policy_from_config"]
+
+
+def policy_from_config(config: SchedulerConfig, service_time: ServiceTime | None = None) -> Policy:
+    """A fresh policy. Raises ConfigError for a class of one's own that cannot be used."""
+    if config.scheduling_policy == "fcfs":
+        return FCFS
+    if config.scheduling_policy == "priority":
+        return Precedence(
+            parse_service_classes(config.service_classes),
+            max_running=config.most_running,
+            ageing_seconds=config.ageing_seconds,
+            tenant_weights=parse_tenant_weights(config.tenant_weights),
+            service_time=service_time,
+        )
+    return load_policy(config.scheduling_policy)
+
+
+def load_policy(path: str) -> Policy:
+    """``module:Class``, imported and made without arguments. Raises ConfigError naming what is missing."""
+    module_name, _, class_name = path.partition(":")
+    try:
+        owner: Any = getattr(importlib.import_module(module_name), class_name)
+        policy = owner()
+    except Exception as error:
+        raise ConfigError(f"scheduling_policy {path!r} cannot be made: {type(error).__name__}: {error}") from error
+    missing = [name for name in _members() if not hasattr(policy, name)]
+    if missing:
+        raise ConfigError(
+            f"scheduling_policy {path!r} has no {', '.join(missing)}; start from"
+            " chairlift.scheduler.policy.FirstComeFirstServed"
+        )
+    made: Policy = policy
+    return made
+
+
+def _members() -> list[str]:
+    return [name for name in dir(type(FCFS)) if not name.startswith("_")]

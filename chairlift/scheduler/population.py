@@ -1,0 +1,267 @@
+"""Who is where: every live request waits, runs, or hangs on a sibling, and this is where it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from chairlift.errors import PromptTooLongError, RequestError
+from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.outputs import FinishReason
+from chairlift.request import Request, RequestStatus
+from chairlift.scheduler.admission import WaitingQueue
+from chairlift.scheduler.decode_rows import DecodeRows
+from chairlift.scheduler.membership import Membership
+from chairlift.scheduler.output import FAILED_ROW, Chunk, NewRow, SchedulerOutput
+from chairlift.scheduler.policy import Policy
+from chairlift.scheduler.preemption import PreemptionRate, is_pinned, may_be_preempted
+
+__all__ = ["InFlight", "Population"]
+
+
+@dataclasses.dataclass(slots=True)
+class InFlight:
+    """What must be known of a step that was scheduled when its tokens come."""
+
+    runs_decodes: bool = False
+    sampled: Sequence[Request | None] = ()
+    appends: Sequence[Callable[[int], Any]] = ()
+    chunks: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
+    finals: list[Request] = dataclasses.field(default_factory=list)
+    """Requests whose last token this step samples."""
+    epoch: int = 0
+
+
+class Population:
+    """All requests of a scheduler, their rows and their blocks. The step loop on top is :class:`Scheduler`."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        policy: Policy,
+        membership: Membership,
+        waiting: WaitingQueue,
+        *,
+        max_running: int,
+        watermark: float,
+        max_preemptions: int,
+    ) -> None:
+        self.kv = kv
+        self.policy = policy
+        self.membership = membership
+        self.max_running = max_running
+        self.watermark = watermark
+        self.max_preemptions = max_preemptions
+        self.waiting = waiting
+        self.running: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}
+        self.step = 0
+        """Number of the last step that had something to execute."""
+        self.now = 0.0
+        """When the newest step was scheduled."""
+        self.num_preemptions = 0
+        self.preemption_rate = PreemptionRate()
+        self.free_slots = list(range(max_running - 1, -1, -1))
+        self.decodes = DecodeRows(kv.block_size)
+        """Rows that take one token in every step."""
+        self.num_computed_tokens = 0
+        """Positions computed of all running requests."""
+        self._arrivals = 0
+        self._left: list[int] = []
+        self._catching_up: list[Request] = []
+        self._stops: Counter[int] = Counter({FAILED_ROW: 1})
+        self._epoch = 0
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError for a known id, PromptTooLongError for what could never fit."""
+        if request.request_id in self.requests:
+            raise RequestError(f"request id {request.request_id!r} is already in use; choose another")
+        if not self.kv.fits_when_empty(request.limit):
+            raise PromptTooLongError(
+                f"the request needs KV room for {request.limit} tokens ({request.num_prompt_tokens} of the prompt and"
+                f" {request.limit - request.num_prompt_tokens} generated), but the whole cache holds"
+                f" {self.kv.capacity_tokens}; shorten the prompt, lower max_tokens, or raise kv_cache_memory_bytes"
+            )
+        self.requests[request.request_id] = request
+        self._arrivals += 1
+        request.sequence = self._arrivals
+        source = None if self.membership.closed else request.source  # a closed batch takes all answers together
+        if source is not None and not source.is_finished and source.num_computed_tokens < source.num_prompt_tokens:
+            source.siblings.append(request)
+        else:
+            self._wait(request, request.arrival_time)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def has_prefill_work(self) -> bool:
+        """Whether a prompt is under way, or could be begun as far as rows go."""
+        prompts = any(request.num_computed_tokens < request.progress_mark for request in self._catching_up)
+        return prompts or bool(self.waiting and self.free_slots)
+
+    def _wait(self, request: Request, now: float) -> None:
+        self.policy.queued(request, now)
+        self.waiting.add(request)
+
+    def _try_admit(self, request: Request, out: SchedulerOutput) -> bool:
+        """Give a waiting request a row and blocks, or nothing."""
+        pinned = is_pinned(request, self.max_preemptions)
+        if pinned and not self.policy.may_stay(request):
+            return False
+        watermark = self.watermark if self.running else 0.0
+        admission = self.kv.admit(request, self._reserve(request), watermark, share=not pinned)
+        if admission is None:
+            return False
+        self.waiting.remove(request, self.now)
+        if not request.num_preemptions:
+            request.num_cached_tokens = admission.num_computed_tokens
+        request.move_to(RequestStatus.RUNNING)
+        request.slot = self.free_slots.pop()
+        request.admitted_at_step = out.step
+        request.progress_mark = len(request.token_ids)
+        request.num_computed_tokens = admission.num_computed_tokens
+        self.num_computed_tokens += admission.num_computed_tokens
+        self.running[request.request_id] = request
+        self._stops.update(request.stop_token_ids)
+        self._catching_up.append(request)
+        self.policy.joined(request)
+        out.copies += admission.copies
+        tokens, tables = list(request.token_ids), [list(table) for table in request.block_ids]
+        computed = admission.num_computed_tokens
+        out.joined.append(
+            NewRow(
+                request.slot, request.request_id, tokens, request.num_prompt_tokens, computed, tables, request.sampling
+            )
+        )
+        return True
+
+    def _reserve(self, request: Request) -> int:
+        """Positions that must have blocks before the request may join."""
+        return request.limit if is_pinned(request, self.max_preemptions) else self.membership.reserve(request)
+
+    # -- out, for now --------------------------------------------------------------------------------------------
+
+    def preempt(self, request_id: str) -> bool:
+        """Preempt by recompute between two steps, as if blocks had run short. False when it may not be preempted."""
+        request = self.running.get(request_id)
+        if request is None or self.membership.held:
+            return False
+        if not may_be_preempted(request, self.max_preemptions, self.step + 1):
+            return False
+        self._preempt(request, None, None)
+        return True
+
+    def _preempt(self, request: Request, out: SchedulerOutput | None, flight: InFlight | None) -> None:
+        if out is not None and flight is not None:
+            out.new_blocks = [entry for entry in out.new_blocks if entry[0] != request.slot]
+            out.chunks = [chunk for chunk in out.chunks if chunk.slot != request.slot]
+            flight.chunks = [entry for entry in flight.chunks if entry[0] is not request]
+            flight.finals = [other for other in flight.finals if other is not request]
+            out.preempted.append(request.request_id)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._vacate(request)
+        request.move_to(RequestStatus.PREEMPTED)
+        self._wait(request, self.now)
+
+    def _put_back(self, request: Request) -> None:
+        """Undo an admission before anything was computed for it."""
+        self._vacate(request)
+        request.move_to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
+        self._wait(request, self.now)
+
+    def _break_stall(self) -> None:
+        """Everybody waits for blocks that prefix sharing keeps taken: the last in line gives its own back."""
+        able = [r for r in self.running.values() if r.finish_reason is None and not is_pinned(r, self.max_preemptions)]
+        if able:
+            progressed = [r for r in able if may_be_preempted(r, self.max_preemptions, self.step + 1)]
+            self._preempt(max(progressed or able, key=self.policy.order), None, None)
+
+    def _vacate(self, request: Request) -> None:
+        """Give up row and blocks. Blocks stay taken until the last step in flight that may touch them has run."""
+        if request.finish_reason is not FinishReason.ERROR:
+            self._publish_confirmed(request)
+        self.policy.left(request)
+        self.num_computed_tokens -= request.num_computed_tokens
+        if request.decoding:
+            self.decodes.stop(request)
+        elif request in self._catching_up:
+            self._catching_up.remove(request)
+        request.num_computed_tokens = 0
+        self.kv.free(request, self.step)
+        self.free_slots.append(request.slot)
+        self._left.append(request.slot)
+        request.slot = -1
+        del self.running[request.request_id]
+        for token in request.stop_token_ids:
+            self._stops[token] -= 1
+            if not self._stops[token]:
+                del self._stops[token]
+        self._epoch += 1
+
+    # -- out, for good -------------------------------------------------------------------------------------------
+
+    def finish(
+        self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None, now: float = 0.0
+    ) -> list[Request]:
+        """End a request for a reason found outside: its caller left, a stop string, an error.
+
+        Returns the requests that have now left for good: none when the id is unknown, has ended already, or belongs
+        to a static batch that has not; several when this was the last one such a batch waited for.
+        """
+        request = self.requests.get(request_id)
+        if request is None or (request.finish_reason is not None and reason is not FinishReason.ABORT):
+            return []
+        return self._end(request, reason, stop_reason, now)
+
+    def abort(self, request_id: str, now: float = 0.0) -> list[Request]:
+        """End a request in any state, at once; nothing happens when the id is unknown or has ended."""
+        return self.finish(request_id, FinishReason.ABORT, None, now)
+
+    def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None, now: float) -> list[Request]:
+        """Finish a request; in a held batch it stays until all its mates are finished too."""
+        if request.finish_reason is None:
+            request.finish_reason, request.stop_reason = reason, stop_reason
+        leaving = [request]
+        if self.membership.held and request.slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._epoch += 1
+            self.decodes.stale = True
+            leaving = []
+        for leaver in leaving:
+            self._remove(leaver, now)
+        if self.membership.held and all(mate.finish_reason is not None for mate in self.running.values()):
+            mates = list(self.running.values())
+            for mate in mates:
+                self._remove(mate, now)
+            leaving += mates
+        return leaving
+
+    def _remove(self, request: Request, now: float) -> None:
+        if request.slot >= 0:
+            self._vacate(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        elif request.source is not None:
+            request.source.siblings.remove(request)
+        request.move_to(RequestStatus.FINISHED)
+        del self.requests[request.request_id]
+        self.policy.forgotten(request)
+        self.preemption_rate.finished(request, now)
+        self._release_siblings(request, now)
+
+    def _publish_confirmed(self, request: Request) -> None:
+        """Offer what steps that have landed computed: all but the newest token, once there is one since admission."""
+        if len(request.token_ids) > request.progress_mark:
+            self.kv.publish(request, len(request.token_ids) - 1)
+
+    def _release_siblings(self, request: Request, now: float) -> None:
+        """Let the other samples of the prompt in: its KV is there to fork from, or never will be."""
+        for sibling in request.siblings:
+            self._wait(sibling, now)
+        request.siblings = []

@@ -1,0 +1,236 @@
+"""One order of precedence: reservation, then deadline, then priority, then fairness, then arrival."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+
+from chairlift.outputs import FinishReason
+from chairlift.request import Request, Service
+from chairlift.scheduler.fairness import VirtualTokenCounters
+from chairlift.scheduler.policy import FirstComeFirstServed, Resource
+from chairlift.service_class import ServiceClass
+
+__all__ = ["Precedence", "ServiceTime"]
+
+ServiceTime = Callable[[int, int], tuple[float, float]]
+"""(prompt tokens, answer tokens) -> seconds that a request like that takes to its first token, and to its end."""
+
+_STARVING = 8
+"""Ageing periods after which a lane that got nothing goes before deadlines as well."""
+_URGENT_SHARE = 0.5
+"""A request takes a row from running work for its deadline's sake once this share of its slack is gone."""
+_MEMORY = 0.05
+"""Weight of the newest answer in the mean length of a class's answers."""
+
+
+class Precedence(FirstComeFirstServed):
+    """The policy ``priority``.
+
+    * A class below its reserved rows, blocks or step tokens takes them back from whoever borrowed them.
+    * Requests with a deadline go by least slack: by when they must start at the latest, as far as ``service_time`` can
+      tell. Those that cannot make it are reported by :meth:`late`, once.
+    * Lower ``priority`` displaces running work of higher number. Waiting lowers it by one per ``ageing_seconds`` in
+      which nobody of the same lane was let in, for the order of the line only: age takes nobody's row away.
+    * Between tenants of one priority, virtual token counters decide; then the order of arrival.
+    """
+
+    name = "priority"
+    preemptive = True
+
+    def __init__(
+        self,
+        classes: Mapping[str, ServiceClass],
+        *,
+        max_running: int,
+        ageing_seconds: float = 30.0,
+        tenant_weights: Mapping[str, float] | None = None,
+        service_time: ServiceTime | None = None,
+    ) -> None:
+        self.counters = VirtualTokenCounters(tenant_weights)
+        self._classes = dict(classes)
+        self._no_class = ServiceClass()
+        self._max_running = max_running
+        self._ageing = ageing_seconds
+        self._service_time = service_time or (lambda prompt, answer: (0.0, 0.0))
+        self._rows: Counter[str] = Counter()
+        """Running requests per class."""
+        self._running: Iterable[Request] = ()
+        self._settled = self._counted = True
+        self._blocks: Counter[str] = Counter()
+        """Blocks per class, in its fullest cache group; see :meth:`_used`."""
+        self._reserves_blocks = any(each.min_blocks for each in classes.values())
+        self._mean_answer: dict[str, float] = {}
+        self._known: set[str] = set()
+        self._due: list[tuple[float, int, Request]] = []
+
+    # -- the order -----------------------------------------------------------------------------------------------
+
+    def order(self, request: Request) -> tuple[float, ...]:
+        return (request.start_by == math.inf, request.priority, request.start_by, request.sequence)
+
+    def lane(self, request: Request) -> Hashable:
+        service = request.service
+        return (service.service_class, request.priority, service.tenant, request.start_by < math.inf)
+
+    def rank(self, head: Request, waited: float, now: float) -> tuple[float, ...]:
+        if not self._settled:
+            self.counters.settle(self._running)
+            self._settled = True
+        periods = int(waited / self._ageing)
+        fair = self.counters[head.service.tenant]
+        claim = not (self._claims(head, "slots") or self._claims(head, "blocks"))
+        if periods >= _STARVING:
+            return (claim, 0, -periods, head.priority, fair, head.sequence)
+        if head.start_by < math.inf:
+            return (claim, 1, head.start_by, head.priority, fair, head.sequence)
+        return (claim, 2, 0.0, head.priority - periods, fair, head.sequence)
+
+    def outranks(self, request: Request, running: Request, resource: Resource, now: float) -> bool:
+        if request.service.service_class != running.service.service_class:
+            within = self._within(running, resource)
+            if within or self._claims(request, resource):
+                return not within
+        if request.start_by < math.inf and (resource == "tokens" or self._is_urgent(request, now)):
+            return request.start_by < running.start_by if resource == "tokens" else running.start_by == math.inf
+        return request.priority < running.priority and running.start_by == math.inf
+
+    def yields(self, running: Request, needy: Request) -> bool:
+        if running.service.service_class != needy.service.service_class and self._reserves_blocks:
+            within = self._within(running, "blocks")
+            if within != self._within(needy, "blocks"):
+                return not within
+        return super().yields(running, needy)
+
+    def victim(self, candidates: Iterable[Request]) -> Request | None:
+        # Of equal standing, the tenant that has had most gives way, and the work that is soonest done again.
+        return max(candidates, key=self._weakness, default=None)
+
+    def _weakness(self, request: Request) -> tuple[float, ...]:
+        borrowed = not (self._within(request, "slots") or self._within(request, "blocks"))
+        deadline = request.start_by == math.inf
+        return (borrowed, deadline, request.priority, self.counters[request.service.tenant], request.sequence)
+
+    def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
+        if len(needs) == 1:
+            return super().share(needs, budget)
+        wanted: Counter[str] = Counter()
+        for request, num_tokens in needs:
+            wanted[request.service.service_class] += num_tokens
+        floors = {name: min(self._class(name).min_step_tokens, wanted[name]) for name in wanted}
+        shares, open_to_all = [], budget - sum(floors.values())
+        for request, num_tokens in sorted(needs, key=self._chunk_order):
+            name = request.service.service_class
+            given = min(num_tokens, floors[name] + max(0, open_to_all), budget)
+            budget -= given
+            own = min(given, floors[name])
+            floors[name] -= own
+            open_to_all -= given - own
+            shares.append((request, given))
+        return shares
+
+    def _chunk_order(self, need: tuple[Request, int]) -> tuple[float, ...]:
+        request = need[0]
+        stalled = request.num_computed_tokens >= request.progress_mark
+        return (not stalled, request.start_by, request.priority, request.admitted_at_step)
+
+    # -- reservations --------------------------------------------------------------------------------------------
+
+    def _class(self, name: str) -> ServiceClass:
+        return self._classes.get(name, self._no_class)
+
+    def _claims(self, request: Request, resource: Resource) -> bool:
+        """Whether the request's class has less than what is reserved for it."""
+        name = request.service.service_class
+        own = self._class(name)
+        if resource == "slots":
+            return self._rows[name] < own.min_seqs
+        if resource == "blocks":
+            return own.min_blocks > 0 and self._used(name) < own.min_blocks
+        return own.min_step_tokens > 0
+
+    def _within(self, request: Request, resource: Resource) -> bool:
+        """Whether all that the request's class has is reserved for it."""
+        name = request.service.service_class
+        own = self._class(name)
+        if resource == "slots":
+            return 0 < own.min_seqs >= self._rows[name]
+        if resource == "blocks":
+            return own.min_blocks > 0 and self._used(name) <= own.min_blocks
+        return own.min_step_tokens > 0
+
+    def _used(self, name: str) -> int:
+        if not self._counted:
+            self._counted = True
+            self._blocks.clear()
+            for request in self._running:
+                self._blocks[request.service.service_class] += max(map(len, request.block_ids), default=0)
+        return self._blocks[name]
+
+    def may_stay(self, request: Request) -> bool:
+        name = request.service.service_class
+        kept = sum(max(0, own.min_seqs - self._rows[other]) for other, own in self._classes.items() if other != name)
+        return self._rows[name] < self._class(name).min_seqs or self._rows.total() + kept < self._max_running
+
+    # -- deadlines -----------------------------------------------------------------------------------------------
+
+    def late(self, now: float) -> Iterable[Request]:
+        while self._due and self._due[0][0] < now:
+            _, _, request = heapq.heappop(self._due)
+            service = request.service
+            if request.is_finished or not service.has_deadline:
+                continue
+            started = request.slot >= 0 or request.num_output_tokens
+            first = service.first_token_by if not request.num_output_tokens else math.inf
+            due = min(first, service.finish_by) if started else request.start_by
+            if due < now:
+                request.service = dataclasses.replace(service, first_token_by=math.inf, finish_by=math.inf)
+                request.start_by = math.inf
+                yield request
+            elif due < math.inf:
+                heapq.heappush(self._due, (due, request.sequence, request))
+
+    def _is_urgent(self, request: Request, now: float) -> bool:
+        return now >= request.start_by - _URGENT_SHARE * (request.start_by - request.arrival_time)
+
+    def _latest_start(self, request: Request) -> float:
+        service: Service = request.service
+        most = request.max_total_tokens - request.num_prompt_tokens
+        answer = min(float(most), self._mean_answer.get(service.service_class, math.inf))
+        to_first, to_end = self._service_time(request.num_prompt_tokens, int(answer))
+        return min(service.first_token_by - to_first, service.finish_by - to_end)
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def observe(self, running: Iterable[Request], now: float) -> None:
+        self._running = running
+        self._settled = self._counted = False
+
+    def queued(self, request: Request, now: float) -> None:
+        if request.request_id not in self._known:
+            self._known.add(request.request_id)
+            self.counters.arrived(request.service.tenant)
+            if request.service.has_deadline:
+                request.start_by = self._latest_start(request)
+                heapq.heappush(self._due, (request.start_by, request.sequence, request))
+
+    def joined(self, request: Request) -> None:
+        self._rows[request.service.service_class] += 1
+        self.counters.joined(request)
+        self._counted = False
+
+    def left(self, request: Request) -> None:
+        self._rows[request.service.service_class] -= 1
+        self.counters.left(request)
+        self._counted = False
+
+    def forgotten(self, request: Request) -> None:
+        name, length = request.service.service_class, float(request.num_output_tokens)
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._mean_answer[name] = self._mean_answer.get(name, length) * (1 - _MEMORY) + length * _MEMORY
+        if request.request_id in self._known:  # and not one that only hung on a sibling
+            self._known.remove(request.request_id)
+            self.counters.ended(request.service.tenant)

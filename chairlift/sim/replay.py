@@ -1,0 +1,362 @@
+"""A trace through the real engine on a virtual clock: what these settings would do to that traffic, in seconds.
+
+Scheduler, KV cache and engine core are the ones that serve. Only the executor is another: it computes nothing, and a
+step takes as long as the cost model says. Requests arrive at their times, also in the middle of a step, and are seen at
+the next one, as in an engine whose loop is busy. The same :func:`serve_trace` drives a real engine on the system's
+clock, so that measured and simulated figures mean the same. Simulating a deployment from a profile of its steps is
+Vidur's idea (MLSys 2024).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from chairlift.config import CacheGroup, EngineConfig
+from chairlift.engine.clock import Clock, VirtualClock
+from chairlift.engine.core import CoreOutputs, EngineCore
+from chairlift.engine.input_processor import InputProcessor, ModelLimits
+from chairlift.errors import ConfigError, InvariantError, RequestError
+from chairlift.models.flat_batch import SampledTokens
+from chairlift.outputs import FinishReason
+from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.cost_model import CostModel, StepFeatures
+from chairlift.scheduler.output import SchedulerOutput
+from chairlift.sim.machines import Deployment
+from chairlift.workload.trace import TracedRequest, prompt_token_ids
+
+__all__ = ["Percentiles", "ServedTrace", "SimExecutor", "SimReport", "replay", "serve_trace", "simulated_core"]
+
+_VOCAB_SIZE: Final = 2**31 - 1
+"""Of simulated models: large, so that prompts that differ do not begin alike."""
+_TOKEN: Final = 1
+
+
+class _Pending:
+    """Tokens that are there when the clock says so."""
+
+    __slots__ = ("_clock", "_ready_at", "_tokens")
+
+    def __init__(self, tokens: SampledTokens, clock: Clock, ready_at: float) -> None:
+        self._tokens, self._clock, self._ready_at = tokens, clock, ready_at
+
+    def result(self) -> SampledTokens:
+        self._clock.wait_until(self._ready_at)
+        return self._tokens
+
+
+class SimExecutor:
+    """Takes the time that the cost model predicts, one step after the other, and returns a dummy token per row.
+
+    Copies to and from host memory come on top, at the cost model's bandwidth. On the system's clock it sleeps so long.
+    """
+
+    def __init__(
+        self, cost: CostModel, clock: Clock, *, group: CacheGroup, block_size: int, bytes_per_token: int
+    ) -> None:
+        self.cache_groups = [group]
+        self.block_size = block_size
+        self.block_bytes = [block_size * bytes_per_token]
+        self._cost = cost
+        self._clock = clock
+        self._free_at = 0.0
+
+    def execute(self, out: SchedulerOutput) -> SchedulerOutput:
+        seconds = self._cost.step_seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
+        if out.swap_out or out.swap_in:
+            seconds += self._cost.copy_seconds((len(out.swap_out) + len(out.swap_in)) * self.block_bytes[0])
+        self._free_at = max(self._free_at, self._clock.now()) + seconds
+        return out
+
+    def sample(self, handle: SchedulerOutput, masks: Any = None) -> _Pending:
+        count = handle.num_decodes + sum(chunk.samples for chunk in handle.chunks)
+        return _Pending(SampledTokens([_TOKEN] * count), self._clock, self._free_at)
+
+    def shutdown(self) -> None:
+        """Nothing outlives the object."""
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of times in seconds; zeros where there were none."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles:
+        """Interpolated between the nearest values."""
+        if not len(values):
+            return cls(0.0, 0.0, 0.0, 0.0)
+        p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
+        return cls(float(np.mean(values)), p50, p90, p99)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedTrace:
+    """What became of a trace. Times in seconds."""
+
+    requests: int
+    """Served to their end."""
+    refused: int
+    """Turned away at the door, because they could never fit or asked for what the settings do not have."""
+    dropped: int
+    """Ended because they could not keep their deadline any more."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Of these, read from the prefix cache."""
+    output_tokens: int
+    seconds: float
+    """From the first arrival to the last token."""
+    requests_per_second: float
+    output_tokens_per_second: float
+    ttft: Percentiles
+    """Time to the first token, from arrival. The others per request too, but for the gaps between tokens."""
+    tpot: Percentiles
+    """Time per output token after the first."""
+    itl: Percentiles
+    """Gaps between tokens, over all tokens."""
+    e2e: Percentiles
+    queue: Percentiles
+    """From arrival to the first step."""
+    steps: int
+    mean_rows: float
+    """Requests in a step."""
+    utilisation: float
+    """Share of the seconds in which a step ran."""
+    preemptions: int
+    preemption_rate: float
+    """Requests preempted at least once / requests that ended."""
+    goodput: float | None
+    """Share of the requests with a promise (ttft_ms, tpot_ms, deadline_ms) that was kept in full; None without any."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SimReport:
+    """A served trace, and what the figures are worth."""
+
+    machine: str
+    model: str
+    validity: str
+    """``modelled, unvalidated`` unless the cost model was fitted on real steps."""
+    served: ServedTrace
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(slots=True)
+class _Timing:
+    """One request on its way."""
+
+    request: TracedRequest
+    started: float = -1.0
+    first: float = -1.0
+    last: float = -1.0
+    tokens: int = 0
+    ended: bool = False
+    dropped: bool = False
+
+    @property
+    def tpot(self) -> float:
+        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+    @property
+    def kept(self) -> bool | None:
+        """Whether what was promised was kept; None when nothing was."""
+        if self.dropped:
+            return False
+        request, arrival = self.request, self.request.arrival
+        promised = [
+            (request.ttft_ms, self.first - arrival),
+            (request.tpot_ms, self.tpot),
+            (request.deadline_ms, self.last - arrival),
+        ]
+        met = [seconds * 1000 <= limit for limit, seconds in promised if limit is not None]
+        return all(met) if met else None
+
+
+class _Collector:
+    """Reads what steps bring, and nothing twice: at many rows it is the most expensive part of a simulated step."""
+
+    def __init__(self) -> None:
+        self.timings: dict[str, _Timing] = {}
+        self.gaps = array("d")
+        self.cached_tokens = self.steps = self.rows = 0
+        self.busy = self.busy_until = 0.0
+        self._last_step = 0
+
+    def take(self, outputs: CoreOutputs, now: float) -> None:
+        timings, gaps = self.timings, self.gaps
+        for name, cached, when in outputs.joined:
+            timings[name].started = when
+            self.cached_tokens += cached
+        for name in outputs.sequence_ids:
+            timing = timings[name]
+            if timing.tokens:
+                gaps.append(now - timing.last)
+            else:
+                timing.first = now
+            timing.tokens += 1
+            timing.last = now
+        for ended in outputs.finished:
+            timing = timings[ended.sequence_id]
+            timing.ended = ended.finish_reason is FinishReason.LENGTH
+            timing.dropped = ended.finish_reason is FinishReason.DEADLINE
+            if not timing.ended and not timing.dropped:
+                raise RequestError(
+                    f"request {ended.sequence_id} of the trace failed: {ended.error or ended.finish_reason}"
+                )
+
+    def step(self, core: EngineCore) -> None:
+        record = core.step_log[-1] if len(core.step_log) else None
+        if record is None or record.step == self._last_step:  # it only told of requests that came too late
+            return
+        self._last_step = record.step
+        self.steps += 1
+        self.rows += len(record.decodes) + len(record.chunks)
+        self.busy += record.end - max(record.start, self.busy_until)
+        self.busy_until = record.end
+
+    def served(self, refused: int, core: EngineCore, preemptions: int) -> ServedTrace:
+        done = [timing for timing in self.timings.values() if timing.ended]
+        begin = min((timing.request.arrival for timing in self.timings.values()), default=0.0)
+        seconds = max((timing.last for timing in done), default=begin) - begin
+        tokens = sum(timing.tokens for timing in done)
+        over = [timing.kept for timing in self.timings.values() if timing.ended or timing.dropped]
+        kept = [each for each in over if each is not None]
+        per_second = 1 / seconds if seconds > 0 else 0.0
+        return ServedTrace(
+            requests=len(done),
+            refused=refused,
+            dropped=sum(timing.dropped for timing in self.timings.values()),
+            prompt_tokens=sum(timing.request.prompt_tokens for timing in done),
+            cached_tokens=self.cached_tokens,
+            output_tokens=tokens,
+            seconds=seconds,
+            requests_per_second=len(done) * per_second,
+            output_tokens_per_second=tokens * per_second,
+            ttft=Percentiles.of([timing.first - timing.request.arrival for timing in done]),
+            tpot=Percentiles.of([timing.tpot for timing in done if timing.tokens > 1]),
+            itl=Percentiles.of(self.gaps),
+            e2e=Percentiles.of([timing.last - timing.request.arrival for timing in done]),
+            queue=Percentiles.of([timing.started - timing.request.arrival for timing in done]),
+            steps=self.steps,
+            mean_rows=self.rows / self.steps if self.steps else 0.0,
+            utilisation=min(1.0, self.busy * per_second),
+            preemptions=core.scheduler.num_preemptions - preemptions,
+            preemption_rate=core.scheduler.preemption_rate.total,
+            goodput=sum(kept) / len(kept) if kept else None,
+        )
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+def serve_trace(core: EngineCore, trace: Sequence[TracedRequest], limits: ModelLimits) -> ServedTrace:
+    """Serve a trace to its end, greedily and to exactly its lengths; arrivals count from now on the core's clock.
+
+    Works for simulated and real cores alike; the core must be idle. Raises RequestError when a request that was let in
+    fails; those that the door refuses, and those dropped at their deadline, are counted.
+    """
+    clock, door, collector = core.clock, InputProcessor(limits, None, core.kv, seed=0), _Collector()
+    begin, refused, upcoming, preemptions = clock.now(), 0, 0, core.scheduler.num_preemptions
+    while upcoming < len(trace) or core.has_work:
+        now = clock.now()
+        while upcoming < len(trace) and begin + trace[upcoming].arrival <= now:
+            refused += not _enter(core, door, trace[upcoming], upcoming, begin, collector)
+            upcoming += 1
+        arrival = begin + trace[upcoming].arrival if upcoming < len(trace) else None
+        if not core.has_work:
+            if arrival is not None:
+                clock.wait_until(arrival)
+            continue
+        outputs = core.step()
+        if outputs is not None:
+            collector.take(outputs, clock.now())
+            collector.step(core)
+        elif not core.num_in_flight:
+            events = [when for when in (core.next_event(), arrival) if when is not None]
+            if not events:
+                raise InvariantError("requests wait, but no step and no arrival will ever come")
+            clock.wait_until(min(events))
+    return collector.served(refused, core, preemptions)
+
+
+def _enter(
+    core: EngineCore, door: InputProcessor, request: TracedRequest, index: int, begin: float, collector: _Collector
+) -> bool:
+    """Let a request in; False when the door refuses it. Policies that look at no promises are told of none."""
+    arrival = begin + request.arrival
+    asked: dict[str, Any] = {}
+    if door.limits.service_classes is not None:
+        names = ("priority", "service_tier", "ttft_ms", "tpot_ms", "deadline_ms")
+        asked = {name: getattr(request, name) or None for name in names}
+    params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True, seed=0, **asked)
+    prompt = prompt_token_ids(request, index, door.limits.vocab_size)
+    name = str(index)
+    try:
+        core.add(door.prepare(name, prompt, params, arrival, tenant=request.tenant))
+    except RequestError:
+        return False
+    collector.timings[name] = _Timing(dataclasses.replace(request, arrival=arrival))
+    return True
+
+
+def simulated_core(
+    deployment: Deployment, config: EngineConfig, clock: Clock | None = None
+) -> tuple[EngineCore, ModelLimits]:
+    """An engine core, on a virtual clock of its own unless one is given, and the limits of its model.
+
+    Raises ConfigError for settings that the deployment has no room for.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    longest = config.model.max_model_len or deployment.max_model_len
+    if longest > deployment.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {longest}, but {deployment.model} takes {deployment.max_model_len}; lower it"
+        )
+    num_blocks = cache.num_kv_blocks
+    if num_blocks is None:
+        memory = cache.kv_cache_memory_bytes or deployment.kv_memory_bytes
+        most = -(-scheduler.max_num_seqs * longest // cache.block_size) + 1
+        num_blocks = min(memory // (deployment.kv_bytes_per_token * cache.block_size), most)
+    if num_blocks < 2:
+        raise ConfigError("the KV cache has no room for two blocks; raise kv_cache_memory_bytes or lower block_size")
+    clock = clock or VirtualClock()
+    host_bytes, block_bytes = cache.swap_space_bytes, deployment.kv_bytes_per_token * cache.block_size
+    executor = SimExecutor(
+        deployment.cost,
+        clock,
+        group=CacheGroup(num_blocks, None, -(-num_blocks // 10) if host_bytes is None else host_bytes // block_bytes),
+        block_size=cache.block_size,
+        bytes_per_token=deployment.kv_bytes_per_token,
+    )
+    core = EngineCore(
+        executor,
+        scheduler,
+        max_model_len=longest,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        clock=clock,
+    )
+    return core, ModelLimits(_VOCAB_SIZE, longest, (), scheduler.promises)
+
+
+def replay(trace: Sequence[TracedRequest], config: EngineConfig, deployment: Deployment) -> SimReport:
+    """Simulate a trace. The same trace, settings and cost model give the same report, bit for bit.
+
+    Raises ConfigError for settings that the deployment has no room for.
+    """
+    core, limits = simulated_core(deployment, config)
+    served = serve_trace(core, trace, limits)
+    return SimReport(deployment.machine, deployment.model, deployment.validity, served)

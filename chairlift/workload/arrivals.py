@@ -1,0 +1,145 @@
+"""When requests arrive: arrival processes as values. The same value and seed give the same times, on any machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.errors import ConfigError
+
+__all__ = ["ARRIVAL_FORMS", "AllAtOnce", "Arrivals", "Constant", "Gamma", "OnOff", "Ramp", "parse_arrivals"]
+
+_Times = npt.NDArray[np.float64]
+
+
+class Arrivals(Protocol):
+    """An arrival process."""
+
+    def times(self, count: int, seed: int = 0) -> list[float]:
+        """When ``count`` requests arrive, in seconds from the start, ascending."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllAtOnce:
+    """Offline: everybody is there at the start."""
+
+    def times(self, count: int, seed: int = 0) -> list[float]:
+        return [0.0] * count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant:
+    """One request every ``1 / rate`` seconds, the first at once."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        _positive("rate", self.rate)
+
+    def times(self, count: int, seed: int = 0) -> list[float]:
+        return [index / self.rate for index in range(count)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gamma:
+    """Independent gaps with a gamma distribution of mean ``1 / rate`` seconds.
+
+    ``burstiness`` is its shape, as in vLLM's benchmarks: 1 is a Poisson process, less comes in bursts, more is regular.
+    """
+
+    rate: float
+    burstiness: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive("rate", self.rate)
+        _positive("burstiness", self.burstiness)
+
+    def times(self, count: int, seed: int = 0) -> list[float]:
+        gaps = _generator(seed).gamma(self.burstiness, 1 / (self.rate * self.burstiness), count)
+        return _listed(np.cumsum(gaps))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnOff:
+    """Poisson arrivals with ``rate`` for ``on_seconds``, then none for ``off_seconds``, and again."""
+
+    rate: float
+    on_seconds: float
+    off_seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "on_seconds", "off_seconds"):
+            _positive(name, getattr(self, name))
+
+    def times(self, count: int, seed: int = 0) -> list[float]:
+        busy = _unit_poisson(count, seed) / self.rate
+        return _listed(busy + np.floor(busy / self.on_seconds) * self.off_seconds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ramp:
+    """Poisson arrivals whose rate goes from ``start`` to ``end`` within ``seconds``, then stays."""
+
+    start: float
+    end: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end", "seconds"):
+            _positive(name, getattr(self, name))
+
+    def times(self, count: int, seed: int = 0) -> list[float]:
+        # When start t + growth t^2 / 2, the number of arrivals expected until t, reaches those of a unit process.
+        wanted = _unit_poisson(count, seed)
+        growth = (self.end - self.start) / self.seconds
+        within = (self.start + self.end) / 2 * self.seconds
+        root = np.sqrt(np.maximum(self.start**2 + 2 * growth * np.minimum(wanted, within), 0.0))
+        ramp = 2 * np.minimum(wanted, within) / (self.start + root)
+        return _listed(ramp + np.maximum(wanted - within, 0.0) / self.end)
+
+
+ARRIVAL_FORMS: Final = {
+    "all": (AllAtOnce, ()),
+    "constant": (Constant, ("RATE",)),
+    "poisson": (Gamma, ("RATE",)),
+    "gamma": (Gamma, ("RATE", "BURSTINESS")),
+    "onoff": (OnOff, ("RATE", "ON_SECONDS", "OFF_SECONDS")),
+    "ramp": (Ramp, ("START_RATE", "END_RATE", "SECONDS")),
+}
+"""How :func:`parse_arrivals` spells each process; rates are in requests per second."""
+
+
+def parse_arrivals(text: str) -> Arrivals:
+    """``poisson:4`` and the like (:data:`ARRIVAL_FORMS`). Raises ConfigError that lists the forms."""
+    name, *parts = text.split(":")
+    forms = ", ".join(":".join((form, *names)) for form, (_, names) in ARRIVAL_FORMS.items())
+    if name not in ARRIVAL_FORMS or len(parts) != len(ARRIVAL_FORMS[name][1]):
+        raise ConfigError(f"arrivals must be one of {forms}; got {text!r}")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        raise ConfigError(f"arrivals must be one of {forms}, with numbers; got {text!r}") from None
+    arrivals: Arrivals = ARRIVAL_FORMS[name][0](*numbers)
+    return arrivals
+
+
+def _unit_poisson(count: int, seed: int) -> _Times:
+    return np.cumsum(_generator(seed).exponential(1.0, count))
+
+
+def _generator(seed: int) -> np.random.Generator:
+    return np.random.default_rng([seed, 1])  # not the stream that lengths are drawn from
+
+
+def _listed(times: _Times) -> list[float]:
+    return [float(time) for time in times]
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name} of arrivals must be above 0, got {value!r}")

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+MODELLED = "modelled, unvalidated"
+ON_A_GPU = ("sim", "--machine", "l4", "--model", "llama-3-8b", "--num-prompts", "20")
+
+
+def test_a_workload_on_a_machine_of_the_table(chairlift: Run, tmp_path: Path) -> None:
+    record = tmp_path / "r.json"
+    code, out, err = chairlift(*ON_A_GPU, "--arrivals", "poisson:2", "--json", record)
+    assert (code, err) == (0, [])
+    assert out[0] == "workload chat, 20 requests, arrivals poisson:2, seed 0"
+    assert out[1] == f"llama-3-8b on l4 ({MODELLED})"
+    assert any(line.startswith("throughput ") for line in out)
+    assert [line.split("  ")[0] for line in out[-5:]] == [
+        "in the queue",
+        "time to first token",
+        "time per output token",
+        "between tokens",
+        "whole request",
+    ]
+    written = json.loads(record.read_text())
+    assert written["validity"] == written["results"][0]["validity"] == MODELLED
+    assert written["results"][0]["served"]["requests"] == 20
+    assert chairlift(*ON_A_GPU, "--arrivals", "poisson:2")[1] == out, "one seed, one result"
+    assert chairlift(*ON_A_GPU, "--arrivals", "poisson:2", "--seed", "1")[1] != out
+
+
+def test_comparing_a_setting(chairlift: Run, tmp_path: Path) -> None:
+    record = tmp_path / "r.json"
+    code, out, _ = chairlift(*ON_A_GPU, "--compare", "max_num_seqs=1,4,16", "--json", record)
+    assert code == 0
+    assert out[1].endswith(f"({MODELLED})")
+    rates = [float(line.split()[1]) for line in out[-3:]]
+    assert [line.split()[0] for line in out[-3:]] == ["1", "4", "16"]
+    assert rates[0] < rates[1] < rates[2]
+    results = json.loads(record.read_text())["results"]
+    assert [each["settings"]["scheduler"]["max_num_seqs"] for each in results] == [1, 4, 16]
+    off, on = chairlift(*ON_A_GPU, "--workload", "assistant", "--compare", "enable-prefix-caching=false,true")[1][-2:]
+    assert float(off.split()[1]) < float(on.split()[1])
+
+
+def test_a_trace_and_engine_flags(chairlift: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    lines = [{"timestamp": 100 * i, "input_length": 600, "output_length": 4, "hash_ids": [7]} for i in range(9)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    code, out, _ = chairlift("sim", "--machine", "l4", "--trace", trace, "--num-prompts", "8", "--max-num-seqs", "1")
+    assert code == 0
+    assert out[0] == f"trace {trace}, 8 requests"
+    assert "of them from the prefix cache" in out[4]
+    assert "3,584 of them" in out[4]
+    assert "with 1.0 requests on average" in "\n".join(out)
+
+
+def test_fit_on_this_machine_then_use_what_was_saved(chairlift: Run, tmp_path: Path, model_dir: Path) -> None:
+    saved, steps = tmp_path / "cost.json", tmp_path / "steps.jsonl"
+    flags = ("--num-prompts", "12", "--max-num-seqs", "8")
+    code, out, err = chairlift("sim", "--fit", model_dir, "--save", saved, "--save-steps", steps, *flags)
+    assert code == 0, err
+    assert "real steps, half of them within" in out[1]
+    assert MODELLED not in "\n".join(out)
+    again = chairlift("sim", "--cost-model", saved, *flags)
+    assert again[1] == out
+    fields = json.loads(steps.read_text().splitlines()[0])
+    assert {"start", "end", "num_decodes", "context_tokens", "prefill_tokens", "prefill_context"} <= set(fields)
+    code, out, err = chairlift("sim", "--step-log", steps, "--model", model_dir, "--num-kv-blocks", "64", *flags)
+    assert (code, err) == (0, [])
+    assert f"the machine of {steps}" in out[1]
+    assert "real steps" in out[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ((), "say on what: --machine"),
+        (("--machine", "h1000"), "machine must be one of"),
+        (("--machine", "l4", "--model", "gpt-5"), "model must be a directory with a config.json or one of"),
+        (("--machine", "l4", "--model", "llama-3-70b"), "take a larger machine"),
+        (("--machine", "l4", "--workload", "chats"), "workload must be one of chat"),
+        (("--machine", "l4", "--arrivals", "poison:3"), "poisson:RATE"),
+        (("--machine", "l4", "--num-prompts", "0"), "num_prompts must be from 1"),
+        (("--machine", "l4", "--seed", "-1"), "seed must be 0 or more"),
+        (("--machine", "l4", "--compare", "speed=1,2"), "compare must be SETTING=A,B"),
+        (("--machine", "l4", "--compare", "max_num_seqs"), "compare must be SETTING=A,B"),
+        (("--machine", "l4", "--compare", "max_num_seqs=1,many"), "max_num_seqs must be of type int, got 'many'"),
+        (("--machine", "l4", "--compare", "max_num_seqs=1,0"), "max_num_seqs must be"),
+        (("--machine", "l4", "--compare", "enable_prefix_caching=1"), "must be of type bool"),
+        (("--machine", "l4", "--cost-model", "x"), "not allowed with argument --machine"),
+        (("--machine", "l4", "--max-model-len", "9000"), "takes 8192"),
+        (("--machine", "l4", "--save-steps", "x"), "save_steps goes with --fit"),
+        (("--cost-model", "/nowhere.json"), "cannot read the cost model"),
+        (("--step-log", "/nowhere.jsonl", "--num-kv-blocks", "9"), "cannot read the step log"),
+        (("--trace", "/nowhere.jsonl", "--machine", "l4"), "cannot read the trace"),
+        (("--machine", "l4", "--threads"), "unknown flag '--threads'"),
+        (("seeds", "--seedz", "2"), "unknown flag '--seedz'; did you mean --seed"),
+    ],
+)
+def test_wrong_usage_is_one_line(chairlift: Run, argv: tuple[str, ...], complaint: str) -> None:
+    code, out, err = chairlift("sim", *argv)
+    assert (code, out) == (2, [])
+    assert len(err) == 1
+    assert complaint in err[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "is not a cost model"),
+        ("{}", "not a cost model: machine is None"),
+        ('{"machine": "m", "model": "x", "validity": "v", "kv_bytes_per_token": 0}', "kv_bytes_per_token is 0"),
+    ],
+)
+def test_damaged_cost_models(chairlift: Run, tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "c.json").write_text(text)
+    code, _, err = chairlift("sim", "--cost-model", tmp_path / "c.json")
+    assert code == 2
+    assert complaint in err[0]
+
+
+@pytest.mark.parametrize("line", ["{", "{}", '{"start": 2, "end": 1}', "[]", "3"])
+def test_damaged_step_logs(chairlift: Run, tmp_path: Path, line: str) -> None:
+    good = {"start": 0, "end": 1, "num_decodes": 1, "context_tokens": 1, "prefill_tokens": 0, "prefill_context": 0}
+    line = json.dumps(good | {"start": 2}) if line.startswith('{"start') else line
+    (tmp_path / "s.jsonl").write_text(json.dumps(good) + "\n" + line + "\n")
+    code, _, err = chairlift("sim", "--step-log", tmp_path / "s.jsonl", "--num-kv-blocks", "9")
+    assert code == 2
+    assert "line 2 of" in err[0]
+
+
+def test_a_step_log_needs_a_memory_and_enough_steps(chairlift: Run, tmp_path: Path) -> None:
+    good = {"start": 0, "end": 1, "num_decodes": 1, "context_tokens": 1, "prefill_tokens": 0, "prefill_context": 0}
+    (tmp_path / "s.jsonl").write_text(json.dumps(good) + "\n")
+    assert "give --kv-cache-memory-bytes" in chairlift("sim", "--step-log", tmp_path / "s.jsonl")[2][0]
+    assert "at least 16 steps" in chairlift("sim", "--step-log", tmp_path / "s.jsonl", "--num-kv-blocks", "9")[2][0]
+
+
+def test_seeds(chairlift: Run) -> None:
+    code, out, err = chairlift("sim", "seeds", "--seeds", "3", "--first", "40")
+    assert (code, err) == (0, [])
+    assert out[0].startswith("3 seeds, ")
+    assert chairlift("sim", "seeds", "--seed", "17")[1][0].startswith("1 seeds, ")

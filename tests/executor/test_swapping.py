@@ -1,0 +1,159 @@
+"""KV that went to host memory and came back is what it was, for every runner, in memory and in a file."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chairlift.config import CacheGroup
+from chairlift.executor.executor import Executor
+from chairlift.executor.host_memory import host_memory
+from chairlift.executor.kv_tensors import make_kv_caches, plan_kv_cache
+from chairlift.executor.local import LocalExecutor, ModelRunner
+from chairlift.executor.model_runner import TorchModelRunner
+from chairlift.executor.native_kv import NativeKV
+from chairlift.executor.native_runner import NativeModelRunner
+from chairlift.executor.swap_space import make_swap_space
+from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.models.context import LayerCache
+from chairlift.models.hashlm import HashLM, reference_tokens
+from chairlift.models.loader import WeightLayout, load_model, read_config
+from tests.executor.swapping import TURN, Turns, sampling_row
+from tests.kernels.cpu.models import tiny_model
+from tests.native import needs_kernels
+
+BLOCK, VOCAB, LENGTH, TURNS = 16, 97, 128, 3
+ROOM = 6
+"""Blocks of the longest of the two requests below, and the null block: never enough for both."""
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(2, VOCAB) for _ in range(length)] for length in (60, 33)]
+
+
+def where(tmp_path: Path, place: str) -> str | None:
+    return str(tmp_path) if place == "file" else None
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+@pytest.mark.parametrize("windows", [(None,), (20,), (None, 7, 20)])
+def test_hashlm_answers_as_if_nothing_had_moved(windows: tuple[int | None, ...], place: str, tmp_path: Path) -> None:
+    groups = [CacheGroup(ROOM, window, 12) for window in windows]
+    directory = where(tmp_path, place)
+    model = HashLM(groups, BLOCK, VOCAB, LENGTH, lambda nbytes: host_memory(nbytes, directory))
+    turns = Turns(LocalExecutor(model, num_slots=2, max_model_len=LENGTH, block_size=BLOCK), swaps=True)
+    answers = turns.run(prompts(), TURNS)
+    assert answers == [
+        reference_tokens(prompt, sampling_row(index, prompt), windows, VOCAB, TURN * TURNS)
+        for index, prompt in enumerate(prompts())
+    ]
+    away = sum(len(blocks) for saved in turns.kv.swapped.values() for blocks in saved.blocks)
+    assert turns.num_brought == turns.num_saved - away > 0
+    assert model.block_bytes == [16 * BLOCK] * len(windows) == turns.executor.block_bytes
+
+
+@pytest.mark.parametrize("part", ["swap_out", "swap_in"])
+def test_a_copy_left_out_changes_the_answer(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = HashLM.forward
+
+    def forward(self: HashLM, batch: Any) -> Any:
+        del getattr(batch, part)[-1:]
+        return original(self, batch)
+
+    monkeypatch.setattr(HashLM, "forward", forward)
+    with pytest.raises(AssertionError, match="At index"):
+        test_hashlm_answers_as_if_nothing_had_moved((None,), "memory", Path())
+
+
+def make_executor(kind: str, model_dir: Path, blocks: int, directory: str | None) -> Executor:
+    layout = WeightLayout.ONEDNN if kind == "torch" else WeightLayout.NATIVE
+    model = load_model(model_dir, read_config(model_dir), "float32", layout=layout)
+    plan = plan_kv_cache(
+        model.kv_cache_spec(),
+        dtype=torch.float32,
+        block_size=BLOCK,
+        memory_bytes=0,
+        num_blocks=blocks,
+        most_tokens=0,
+        swap_bytes=1 << 20,
+        swap_directory=directory,
+    )
+    runner: ModelRunner
+    if kind == "torch":
+        runner = TorchModelRunner(model, plan, torch.float32, torch.device("cpu"))
+    else:
+        pool = Pool(1, pin=False)
+        runner = NativeModelRunner(model, plan, torch.float32, pool, isa=supported_isas()[-1], max_tokens=LENGTH)
+    return LocalExecutor(runner, num_slots=2, max_model_len=LENGTH, block_size=BLOCK)
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", ["torch", pytest.param("native", marks=needs_kernels)])
+def test_real_models_answer_bit_for_bit_as_if_nothing_had_moved(
+    kind: str, family: str, place: str, tmp_path: Path
+) -> None:
+    model_dir = tiny_model(tmp_path, family)
+    there = Turns(make_executor(kind, model_dir, 2 * ROOM, None), swaps=False)
+    back = Turns(make_executor(kind, model_dir, ROOM, where(tmp_path, place)), swaps=True)
+    assert back.run(prompts(), TURNS, logprobs=8) == there.run(prompts(), TURNS, logprobs=8)
+    assert back.num_brought > 0
+    for found, truth in zip(back.results, there.results, strict=True):
+        (one,), (other,) = found.logprobs, truth.logprobs
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+# -- many blocks at once, in any order ---------------------------------------------------------------------------------
+
+SPEC = [LayerCache(2, 16, None), LayerCache(4, 16, 8), LayerCache(1, 32, None)]
+
+
+@pytest.mark.parametrize("kind", ["torch", pytest.param("native", marks=needs_kernels)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_every_block_goes_where_it_is_sent(kind: str, dtype: torch.dtype, side_by_side: bool) -> None:
+    plan = plan_kv_cache(
+        SPEC, dtype=dtype, block_size=BLOCK, memory_bytes=0, num_blocks=40, most_tokens=0, swap_bytes=1 << 19
+    )
+    rng = np.random.default_rng(3)
+    space: Any
+    if kind == "torch":
+        caches = make_kv_caches(SPEC, plan, dtype, torch.device("cpu"))
+        space = make_swap_space(caches, SPEC, plan)
+        grouped: list[list[Any]] = [[], []]
+        for group, pair in zip(plan.layer_groups, caches, strict=True):
+            grouped[group] += [cache.view(torch.uint8).numpy() for cache in pair]
+    else:
+        native = NativeKV(SPEC, plan, dtype)
+        space, grouped = native.host, native._caches
+    for cache in [cache for group in grouped for cache in group]:
+        cache[:] = rng.integers(0, 256, cache.shape, dtype=np.uint8)
+    before = [[cache.copy() for cache in group] for group in grouped]
+    count = plan.groups[0].num_host_blocks
+    assert count >= 20
+    moves = [(group, block, host) for group in (0, 1) for block, host in _pairs(rng, count, side_by_side)]
+    space.swap_out(moves)
+    for cache in [cache for group in grouped for cache in group]:
+        cache[:] = 0
+    targets = {group: rng.permutation(40)[:20].tolist() for group in (0, 1)}
+    wanted = [(group, host, targets[group].pop()) for group, _, host in moves]
+    space.swap_in(wanted)
+    sources = {(group, host): block for group, block, host in moves}
+    for group in (0, 1):
+        filled = {block: sources[group, host] for g, host, block in wanted if g == group}
+        for cache, old in zip(grouped[group], before[group], strict=True):
+            for block in range(40):
+                expected = old[filled[block]] if block in filled else np.zeros_like(old[0])
+                np.testing.assert_array_equal(cache[block], expected)
+
+
+def _pairs(rng: np.random.Generator, count: int, side_by_side: bool) -> list[tuple[int, int]]:
+    blocks, hosts = rng.permutation(40)[:20].tolist(), rng.permutation(20 if side_by_side else count)[:20].tolist()
+    return list(zip(blocks, hosts, strict=True))

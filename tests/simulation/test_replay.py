@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chairlift.config import EngineConfig
+from chairlift.errors import ConfigError
+from chairlift.scheduler.cost_model import CostModel, Roofline, StepFeatures
+from chairlift.sim.calibrate import calibrate, describe_fit, fit_steps
+from chairlift.sim.machines import (
+    MACHINES,
+    MODELLED,
+    MODELS,
+    Deployment,
+    deploy,
+    shape_from_name,
+)
+from chairlift.sim.replay import ServedTrace, SimReport, replay, serve_trace, simulated_core
+from chairlift.workload.arrivals import Gamma, parse_arrivals
+from chairlift.workload.trace import TracedRequest, draw_trace
+
+STEP = Roofline(
+    weight_seconds=0.02,
+    token_seconds=0.001,
+    prompt_share=0.7,
+    context_seconds=1e-6,
+    pair_seconds=1e-7,
+    step_seconds=0.001,
+)
+FLAT = Roofline(weight_seconds=0.1, token_seconds=1e-9, context_seconds=1e-15, pair_seconds=1e-15, step_seconds=1e-12)
+"""A step takes 0.1 s, whatever is in it."""
+
+
+def deployment(cost: Roofline = STEP, **changes: Any) -> Deployment:
+    return dataclasses.replace(
+        Deployment(
+            machine="m",
+            model="x",
+            cost=CostModel(cost),
+            kv_bytes_per_token=1000,
+            kv_memory_bytes=10**9,
+            max_model_len=16_384,
+        ),
+        **changes,
+    )
+
+
+def served(trace: list[TracedRequest], cost: Roofline = STEP, **settings: Any) -> ServedTrace:
+    return replay(trace, EngineConfig.from_flat(settings), deployment(cost)).served
+
+
+def one(arrival: float, prompt: int = 10, output: int = 3, **fields: Any) -> TracedRequest:
+    return TracedRequest(arrival=arrival, prompt_tokens=prompt, output_tokens=output, **fields)
+
+
+def test_times_of_a_request_alone() -> None:
+    figures = served([one(5.0, output=4)], FLAT)
+    assert (figures.requests, figures.steps, figures.output_tokens) == (1, 4, 4)
+    assert [figures.ttft.p50, figures.tpot.p50, figures.itl.p99] == pytest.approx([0.1] * 3)
+    assert figures.e2e.mean == figures.seconds == pytest.approx(0.4)
+    assert figures.queue.mean == 0
+    assert figures.output_tokens_per_second == pytest.approx(10)
+    assert figures.utilisation == pytest.approx(1)
+
+
+def test_a_step_takes_what_the_cost_model_says_of_it() -> None:
+    """A prompt of 100 in two chunks beside a decode."""
+    trace = [one(0.0, prompt=40, output=3), one(0.01, prompt=100, output=1)]
+    figures = served(trace, max_num_batched_tokens=64)
+    cost = CostModel(STEP)
+    steps = [StepFeatures(0, 0, 40, 40 * 20.5), StepFeatures(1, 41, 63, 63 * 32)]
+    steps += [StepFeatures(1, 42, 37, 37 * (63 + 19))]
+    assert figures.seconds == pytest.approx(sum(map(cost.step_seconds, steps)))
+    assert figures.steps == 3
+
+
+def test_who_comes_in_the_middle_of_a_step_is_seen_at_the_next() -> None:
+    figures = served([one(0.0, output=3), one(0.15, output=1)], FLAT)
+    assert figures.queue.mean == pytest.approx(0.05 / 2)
+    assert figures.ttft.mean == pytest.approx((0.1 + 0.15) / 2)
+    assert figures.steps == 3
+
+
+def test_the_clock_jumps_over_times_without_requests() -> None:
+    figures = served([one(0.0, output=1), one(1000.0, output=1)], FLAT)
+    assert figures.seconds == pytest.approx(1000.1)
+    assert figures.utilisation == pytest.approx(0.2 / 1000.1)
+    assert figures.steps == 2
+
+
+def test_one_seed_is_one_result() -> None:
+    trace = draw_trace("chat", Gamma(6.0, 0.5), 120, seed=4)
+    config = EngineConfig.from_flat({"max_num_seqs": 16, "num_kv_blocks": 200})
+    first = replay(trace, config, deployment())
+    assert first.served.preemptions > 0
+    assert replay(trace, config, deployment()) == first
+    other = draw_trace("chat", Gamma(6.0, 0.5), 120, seed=5)
+    assert replay(other, config, deployment()) != first
+
+
+def test_the_result_does_not_depend_on_the_hash_seed() -> None:
+    code = (
+        "import json; from chairlift.config import EngineConfig; from chairlift.sim.machines import *\n"
+        "from chairlift.sim.replay import replay; from chairlift.workload.trace import draw_trace\n"
+        "trace = draw_trace('assistant', count=40)\n"
+        "print(json.dumps(replay(trace, EngineConfig(), deploy('l4', MODELS['llama-3-8b'])).to_dict()))"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": salt}, capture_output=True, check=True)
+        for salt in ("1", "2")
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    assert json.loads(runs[0].stdout)["served"]["requests"] == 40
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_one_slot_with_poisson_arrivals_is_an_m_d_1_queue(load: float) -> None:
+    """Exactly Lindley's recursion on these arrivals, and nearly Pollaczek and Khinchine's mean over many of them."""
+    count = 12_000
+    times = Gamma(load / 0.1).times(count, seed=1)
+    figures = served([one(time, prompt=1, output=1) for time in times], FLAT, max_num_seqs=1)
+    waits, wait = [0.0], 0.0
+    for gap in np.diff(times):
+        wait = max(0.0, wait + 0.1 - float(gap))
+        waits.append(wait)
+    assert figures.queue.mean == pytest.approx(np.mean(waits), rel=1e-6)
+    assert figures.queue.p99 == pytest.approx(np.percentile(waits, 99), rel=1e-6)
+    assert figures.queue.mean == pytest.approx(load * 0.1 / (2 * (1 - load)), rel=0.12)
+    assert figures.utilisation == pytest.approx(load, rel=0.05)
+
+
+def test_littles_law() -> None:
+    """Requests in the system = rate of arrival x time in the system, whatever the scheduler does."""
+    trace = draw_trace("chat", parse_arrivals("poisson:3"), 400, seed=2)
+    figures = served(trace, max_num_seqs=32)
+    inside = figures.requests_per_second * (figures.e2e.mean - figures.queue.mean)
+    assert figures.mean_rows == pytest.approx(inside, rel=0.25)
+
+
+def test_continuous_batching_beats_static_and_more_rows_beat_fewer() -> None:
+    trace = draw_trace("chat", count=100)
+    rates = {
+        batching: served(trace, batching=batching, max_num_seqs=16).output_tokens_per_second
+        for batching in ("continuous", "dynamic", "static")
+    }
+    assert rates["continuous"] > 1.5 * rates["static"]
+    assert rates["dynamic"] == pytest.approx(rates["static"], rel=0.3)
+    assert served(trace, max_num_seqs=4).output_tokens_per_second < rates["continuous"]
+
+
+def test_equal_prefixes_are_computed_once() -> None:
+    trace = draw_trace("assistant", parse_arrivals("poisson:2"), 40)
+    shared, alone = served(trace), served(trace, enable_prefix_caching=False)
+    assert shared.cached_tokens == 39 * 1024
+    assert alone.cached_tokens == 0
+    assert shared.ttft.mean < 0.7 * alone.ttft.mean
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_looking_ahead_changes_no_work_and_little_time(depth: int) -> None:
+    trace = draw_trace("chat", parse_arrivals("poisson:3"), 60)
+    plain, ahead = served(trace), served(trace, num_lookahead_steps=depth)
+    assert ahead.output_tokens == plain.output_tokens
+    assert ahead.seconds == pytest.approx(plain.seconds, rel=0.05)
+
+
+def test_promises() -> None:
+    trace = [one(0.0, ttft_ms=150.0, tpot_ms=100.001), one(0.0, ttft_ms=99.0), one(0.0, deadline_ms=299.0), one(0.0)]
+    assert served(trace, FLAT).goodput == pytest.approx(1 / 3)
+    assert served([one(0.0)], FLAT).goodput is None
+
+
+def test_promises_reach_the_policy() -> None:
+    """One slot: the urgent request that came last goes first, where the policy looks, and one too late is dropped."""
+    trace = [one(0.0, output=5), one(0.01, output=5), one(0.02, output=5, priority=-5, tenant="t")]
+    plain = served(trace, FLAT, max_num_seqs=1)
+    urgent = [*trace[:2], dataclasses.replace(trace[2], ttft_ms=600.0)]
+    assert served(urgent, FLAT, max_num_seqs=1).goodput == 0.0
+    assert served(urgent, FLAT, max_num_seqs=1, scheduling_policy="priority").goodput == 1.0
+    assert plain.goodput is None
+    late = [*trace[:2], one(0.02, output=5, deadline_ms=1.0)]
+    figures = served(late, FLAT, max_num_seqs=1, scheduling_policy="priority", late_requests="drop")
+    assert (figures.requests, figures.dropped, figures.goodput) == (2, 1, 0.0)
+    unknown = [one(0.0), one(0.0, service_tier="gold")]
+    assert served(unknown, FLAT, scheduling_policy="priority").refused == 1
+    assert served(unknown, FLAT).refused == 0
+
+
+def test_what_can_never_fit_is_refused_and_the_others_are_served() -> None:
+    trace = [one(0.0), one(0.0, prompt=20_000), one(0.0, prompt=600), one(0.1)]
+    figures = served(trace, num_kv_blocks=33)
+    assert (figures.requests, figures.refused) == (2, 2)
+
+
+def test_settings_that_do_not_fit_the_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match="takes 16384"):
+        served([one(0.0)], max_model_len=20_000)
+    with pytest.raises(ConfigError, match="no room for two blocks"):
+        served([one(0.0)], kv_cache_memory_bytes=17_000)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"prefill_mode": "separate"}, {"prefill_mode": "prefill_first", "scheduling_policy": "priority"}],
+    ids=str,
+)
+def test_the_context_of_decodes_is_exact(settings: dict[str, Any]) -> None:
+    """What the scheduler says of each step, against the rows of that step."""
+    few = {"max_num_seqs": 8, "num_kv_blocks": 120, "max_num_batched_tokens": 128, **settings}
+    core, limits = simulated_core(deployment(), EngineConfig.from_flat(few))
+    trace = draw_trace("chat", parse_arrivals("poisson:4"), 60)
+    computed: dict[str, int] = {}
+    seen = []
+
+    def check(record: Any) -> None:
+        for name in record.preempted:
+            computed.pop(name, None)
+        for name, chunk in record.chunks:
+            computed[name] = chunk.end
+        for name, _ in record.decodes:
+            computed[name] += 1
+        assert record.context_tokens == sum(computed[name] for name, _ in record.decodes)
+        seen.append(record)
+
+    core.step_log.listener = check
+    figures = serve_trace(core, trace, limits)
+    assert figures.preemptions > 0
+    assert len(seen) == figures.steps > 100
+
+
+def test_every_model_on_every_machine_it_fits_on_is_marked_as_modelled() -> None:
+    fitting = 0
+    for machine in MACHINES:
+        for shape in MODELS.values():
+            if shape.weight_bytes > 0.4 * MACHINES[machine].memory:
+                with contextlib.suppress(ConfigError):
+                    deploy(machine, shape)
+                continue
+            modelled = deploy(machine, shape)
+            fitting += 1
+            assert modelled.validity == MODELLED
+            assert Deployment.from_dict(json.loads(json.dumps(modelled.to_dict()))).to_dict() == modelled.to_dict()
+    assert fitting > 100
+    with pytest.raises(ConfigError, match=r"141 GB of weights, but h100-sxm has 72 GB .* take a larger machine"):
+        deploy("h100-sxm", MODELS["llama-3-70b"])
+    report = replay([one(0.0)], EngineConfig(), deploy("h100-sxm", MODELS["llama-3-8b"]))
+    assert isinstance(report, SimReport)
+    assert report.to_dict()["validity"] == "modelled, unvalidated"
+
+
+def test_the_shapes_are_those_of_the_models() -> None:
+    """Weights in billions, and KV bytes per token, as the models' cards have them."""
+    known = {"qwen2.5-0.5b": (0.494, 12_288), "llama-3-8b": (8.03, 131_072), "llama-3-70b": (70.6, 327_680)}
+    known |= {"qwen3-0.6b": (0.596, 114_688), "llama-3.2-1b": (1.236, 32_768), "smollm-135m": (0.1345, 46_080 // 2)}
+    known |= {"mistral-7b": (7.25, 131_072), "qwen2.5-7b": (7.62, 57_344), "qwen2.5-32b": (32.8, 262_144)}
+    for name, (billions, kv_bytes) in known.items():
+        shape = MODELS[name]
+        assert shape.weight_bytes / 2e9 == pytest.approx(billions, rel=0.01), name
+        assert shape.kv_bytes == kv_bytes, name
+
+
+def test_a_floor_of_the_table_by_hand() -> None:
+    """Qwen2.5-0.5B, 32 rows of 512 tokens: 0.988 GB of weights and 0.201 GB of KV."""
+    roofline = MODELS["qwen2.5-0.5b"].on(
+        dataclasses.replace(MACHINES["h100-sxm"], bandwidth_share=1, step_seconds=1e-9)
+    )
+    seconds = CostModel(roofline).step_seconds(StepFeatures(32, 32 * 512))
+    assert seconds == pytest.approx((0.988e9 + 0.2013e9) / 3.35e12, rel=0.01)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ConfigError, match="h100-sxm"):
+        deploy("h1000", MODELS["llama-3-8b"])
+    with pytest.raises(ConfigError, match="llama-3-8b"):
+        shape_from_name("gpt-5")
+    with pytest.raises(ConfigError, match="not a cost model"):
+        Deployment.from_dict({"machine": "x"})
+
+
+def test_calibration_finds_the_machine_it_runs_on() -> None:
+    """On a simulated machine, whose times are known."""
+    core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 64}))
+    times = calibrate(core, limits, 64)
+    assert 150 < len(times.steps) < 400
+    assert len(times.lines) == len(times.steps)
+    assert core.step_log.listener is None
+    assert not any(record.preempted for record in core.step_log)
+    truth, fitted = CostModel(STEP), fit_steps(times.steps, MODELS["qwen2.5-0.5b"])
+    assert "half of them within 0%" in describe_fit(fitted, times.steps)
+    unseen = [StepFeatures(rows, rows * 200, 0, 0.0) for rows in range(1, 65)]
+    unseen += [StepFeatures(rows, rows * 200, 300, 300 * 150) for rows in (0, 1, 20, 40)]
+    errors = fitted.errors([(step, truth.step_seconds(step)) for step in unseen])
+    assert errors[len(errors) // 2] < 0.03
+    assert errors[-1] < 0.15
+    trace = draw_trace("chat", parse_arrivals("poisson:4"), 100)
+    figures = served(trace)
+    simulated = replay(trace, EngineConfig(), dataclasses.replace(deployment(), cost=fitted)).served
+    for name in ("ttft", "tpot", "e2e"):
+        assert getattr(simulated, name).p50 == pytest.approx(getattr(figures, name).p50, rel=0.05)
+        assert getattr(simulated, name).p99 == pytest.approx(getattr(figures, name).p99, rel=0.1)
+
+
+def test_a_model_without_room_is_calibrated_with_what_fits() -> None:
+    core, limits = simulated_core(
+        deployment(max_model_len=48), EngineConfig.from_flat({"max_num_seqs": 2, "num_kv_blocks": 4})
+    )
+    times = calibrate(core, limits, 2)
+    assert max(step.prefill_tokens for step, _ in times.steps) <= 2 * 48
+    with pytest.raises(ConfigError, match="at least 16 steps"):
+        fit_steps(times.steps[:15])
