@@ -31,7 +31,8 @@ LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     # From RUNNING back to WAITING where an admission is undone before its first step.
     RequestStatus.RUNNING: frozenset(set(RequestStatus) - {RequestStatus.RUNNING}),
     RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
-    RequestStatus.SWAPPED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    # From SWAPPED to PREEMPTED where the saved KV turned out to be lost.
+    RequestStatus.SWAPPED: frozenset({RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
     RequestStatus.FINISHED: frozenset(),
 }
 
@@ -94,6 +95,7 @@ class Request:
         "may_share",
         "num_cached_tokens",
         "num_charged_tokens",
+        "num_ever_computed",
         "num_out_of_reach",
         "num_preemptions",
         "num_prompt_tokens",
@@ -103,10 +105,12 @@ class Request:
         "progress_mark",
         "refused_at",
         "request_id",
+        "resumed_at_step",
         "retention",
         "sampling",
         "sequence",
         "service",
+        "short_of_blocks",
         "siblings",
         "slot",
         "source",
@@ -185,6 +189,13 @@ class Request:
         self.progress_mark = -1
         """Number of known tokens at the last admission; a victim must have more."""
         self.admitted_at_step = -1
+        """Step in which it was given its row."""
+        self.resumed_at_step = -1
+        """What steps before this one sample for it is out of date."""
+        self.short_of_blocks = False
+        """It runs, but gave blocks of its end away, and waits for as many."""
+        self.num_ever_computed = 0
+        """Most positions it had computed before it lost some."""
         self.due_at = -1
         """Beat at which a decoding request next needs the scheduler's attention."""
         self.refused_at = (-1, -1)

@@ -108,6 +108,9 @@ def run(args: argparse.Namespace) -> int:
 
         one = args.one_seed
         return run_seeds(range(args.first, args.first + args.seeds) if one is None else [one])
+    for path in (args.save, args.save_steps, args.json):
+        if path is not None and not path.parent.is_dir():  # found before anything is measured
+            raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
     settings, _ = read_settings(args, sampling=False)
     refused = sorted(_NOT_SIMULATED & settings.keys())
     if refused:

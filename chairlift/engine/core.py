@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,16 +24,20 @@ from chairlift.metrics.stats import EngineStats
 from chairlift.models.flat_batch import SampledTokens
 from chairlift.outputs import FinishReason
 from chairlift.request import Request
+from chairlift.scheduler.costs import Costs
+from chairlift.scheduler.fairness import VirtualTokenCounters
 from chairlift.scheduler.membership import membership_from_name
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput, StepResult
 from chairlift.scheduler.policies import policy_from_config
 from chairlift.scheduler.policy import Policy
+from chairlift.scheduler.preemption import PreemptionMode
 from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.scheduler import Scheduler
 
 __all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "TokenRecord"]
 
 _log = logging.getLogger(__name__)
+_SHARES_SECONDS = 1.0
 _TOO_LATE = "the request could not be answered by its deadline"
 
 
@@ -126,18 +131,21 @@ class EngineCore(EngineClient):
             enable_prefix_caching=enable_prefix_caching,
             secret=cache_secret,
         )
+        self.costs = Costs(executor.block_bytes)
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
-            policy=policy or policy_from_config(config),
+            policy=policy or policy_from_config(config, self.costs.service_seconds),
             prefill_mode=prefill_mode_from_name(config.prefill_mode),
             membership=membership_from_name(config.batching, config.batch_wait_ms),
             watermark=config.admission_watermark,
             look_ahead=config.admission_look_ahead,
             max_times_passed=config.max_times_passed,
             max_preemptions=config.max_preemptions,
+            preemption=PreemptionMode(config.preemption_mode, self.costs),
+            costs=self.costs,
             drop_late=config.late_requests == "drop",
         )
         self.step_log = StepLog()
@@ -145,7 +153,12 @@ class EngineCore(EngineClient):
         self._depth = config.num_lookahead_steps
         self._joined: list[tuple[str, int, float]] = []
         self._flights: deque[tuple[SchedulerOutput, PendingTokens | Exception, float]] = deque()
+        self._landed_at = 0.0
         self._counted = EngineStats()
+        self._reserved = [name for name, each in (config.promises or {}).items() if each.min_seqs]
+        self._shares_noted = -math.inf
+        self._rows_by_class: dict[str, int] = {}
+        self._tenant_gap = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -197,7 +210,8 @@ class EngineCore(EngineClient):
         return self.clock.now() if self._flights else self.scheduler.next_event(self.clock.now())
 
     def stats(self) -> EngineStats:
-        """The state after the newest step."""
+        """The state after the newest step; who has how much of it, as it was at most a second ago."""
+        self._note_shares()
         scheduler, counts = self.scheduler, self.kv.counts()
         rate = scheduler.preemption_rate
         return dataclasses.replace(
@@ -212,7 +226,25 @@ class EngineCore(EngineClient):
             num_finished_sequences=rate.num_finished,
             num_preempted_sequences=rate.num_preempted,
             preemption_rate=rate.recent(self.clock.now()),
+            num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
+            num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,
+            rows_by_class=self._rows_by_class,
+            tenant_gap=self._tenant_gap,
         )
+
+    def _note_shares(self) -> None:
+        """Look through all running requests and tenants; not in every step, which steady decode keeps free of that."""
+        now, running = self.clock.now(), self.scheduler.running
+        if running and now < self._shares_noted + _SHARES_SECONDS:
+            return
+        self._shares_noted = now
+        if self._reserved:
+            rows = Counter(request.service.service_class for request in running.values())
+            self._rows_by_class = {name: rows[name] for name in self._reserved}
+        counters = getattr(self.scheduler.policy, "counters", None)
+        if isinstance(counters, VirtualTokenCounters):
+            service = [counters[tenant] for tenant in counters.active()]
+            self._tenant_gap = max(service, default=0.0) - min(service, default=0.0)
 
     def shutdown(self) -> None:
         """End every request without an output, and free the executor."""
@@ -259,11 +291,15 @@ class EngineCore(EngineClient):
         else:
             result = self._update(out, tokens, outputs)
         end = self.clock.now()
-        self.step_log.record(out, result, start, end)
+        record = self.step_log.record(out, result, start, end)
+        if result.sampled and self.costs.wants(out):
+            # With look-ahead a step begins when the one before it has ended, however early it was scheduled.
+            self.costs.observe(record.features, end - max(start, self._landed_at), len(out.swap_out) + len(out.swap_in))
+        self._landed_at = end
         counted = self._counted
         counted.step_tokens = out.num_tokens
         counted.num_computed_tokens += out.num_tokens
-        counted.num_recomputed_tokens += sum(chunk.num_tokens for chunk in out.chunks if chunk.why == "recompute")
+        counted.num_recomputed_tokens += out.num_recomputed
         return outputs
 
     def _update(self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs) -> StepResult:

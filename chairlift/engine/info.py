@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+
+from chairlift.service_class import ServiceClass
 
 __all__ = ["EngineInfo"]
 
@@ -40,3 +43,18 @@ class EngineInfo:
     """Whether an answer's bits are independent of the batch."""
     fingerprint: str
     """``fp_`` and ten hexadecimal digits of model, precision, kernels and version."""
+    block_bytes: int = 0
+    """Bytes of a block, K and V of all layers in its cache group (their mean, where groups differ); 0 if unknown."""
+
+    def too_much_reserved(self, classes: Mapping[str, ServiceClass] | None) -> str:
+        """Why the blocks that the classes reserve cannot be kept for them; empty when they can."""
+        reserved = {name: each.min_blocks for name, each in (classes or {}).items() if each.min_blocks}
+        pool = self.capacity_tokens // self.block_size
+        if sum(reserved.values()) < pool:
+            return ""
+        listed = ", ".join(f"{name} {count:,}" for name, count in reserved.items())
+        return (
+            f"service classes reserve {sum(reserved.values()):,} KV blocks ({listed}), but there are {pool:,}; the"
+            " reservations cannot all hold, and nothing is left for others: lower min_blocks, or raise"
+            " kv_cache_memory_bytes"
+        )

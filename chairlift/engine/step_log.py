@@ -88,7 +88,7 @@ class StepLog:
     def __getitem__(self, index: int) -> StepRecord:
         return self._records[index]
 
-    def record(self, out: SchedulerOutput, result: StepResult, start: float, end: float) -> None:
+    def record(self, out: SchedulerOutput, result: StepResult, start: float, end: float) -> StepRecord:
         record = StepRecord(
             step=out.step,
             start=start,
@@ -108,3 +108,4 @@ class StepLog:
         self._records.append(record)
         if self.listener is not None:
             self.listener(record)
+        return record

@@ -186,13 +186,15 @@ class KVCacheManager:
                 grown.append(NewBlocks(group, first, table[first:]))
         return grown
 
-    def missing(self, request: Request, num_tokens: int) -> bool:
-        """Whether :meth:`extend` will still fail when every deferred release has happened."""
-        return any(
-            -(-num_tokens // self.block_size) - len(request.block_ids[group])
-            > pool.num_free + self._num_deferred[group]
+    def num_missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks, in the shortest pool, for want of which :meth:`extend` will still fail when every deferred release
+        has happened; 0 when it will not."""
+        want = -(-num_tokens // self.block_size)
+        gaps = [
+            want - len(request.block_ids[group]) - pool.num_free - self._num_deferred[group]
             for group, pool in enumerate(self.pools)
-        )
+        ]
+        return max(0, *gaps)
 
     def free(self, request: Request, in_flight: int) -> None:
         """Take all blocks of the request back, after step ``in_flight``, the last one that may read or write them.

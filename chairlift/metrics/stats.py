@@ -7,7 +7,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["EngineStats", "FinishedRequest", "Histogram", "RequestStats"]
+__all__ = ["DEADLINE_KINDS", "EngineStats", "FinishedRequest", "Histogram", "RequestStats"]
+
+DEADLINE_KINDS = ("ttft", "tpot", "deadline")
+"""To the first token, per token after it, to the end."""
 
 _FINE = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 TTFT_BUCKETS = (*_FINE, 80.0, 160.0, 640.0, 2560.0)
@@ -59,6 +62,20 @@ class EngineStats:
     """Of those, tokens computed again after a preemption."""
     step_tokens: int = 0
     """Tokens computed by this step."""
+    num_swap_preemptions: int = 0
+    """Of the preemptions, those that kept the KV in host memory."""
+    num_tail_preemptions: int = 0
+    """And those that dropped only its end."""
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_late_dropped: int = 0
+    """Sequences that were ended because they could not keep their deadline any more."""
+    num_late_downgraded: int = 0
+    """Sequences that went on without their deadline."""
+    rows_by_class: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Running sequences per class of service; only of classes with reserved rows."""
+    tenant_gap: float = 0.0
+    """Largest difference in service between tenants with live requests: weighted tokens over the tenant's share."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -66,7 +83,7 @@ class FinishedRequest:
     """One request that has left, whatever the reason. Times in seconds."""
 
     reason: str
-    """stop, length, abort or error."""
+    """stop, length, abort, error or deadline."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
@@ -82,6 +99,18 @@ class FinishedRequest:
     """From the first step to the first token."""
     decode_seconds: float | None
     """From the first token to the end."""
+    service_class: str = "default"
+    promised: bool = False
+    """Whether it had a deadline of any kind."""
+    misses: tuple[str, ...] = ()
+    """The kinds it did not keep: of :data:`DEADLINE_KINDS`."""
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean time per token after the first; None when there was none."""
+        if self.decode_seconds is None or self.generation_tokens <= self.n:
+            return None
+        return self.decode_seconds * self.n / (self.generation_tokens - self.n)
 
 
 class RequestStats:
@@ -101,6 +130,14 @@ class RequestStats:
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         """By reason: queue_requests, queue_tokens, queue_timeout, draining, unavailable, connections."""
+        self.classes: Counter[str] = Counter()
+        """Requests that have ended, by class of service."""
+        self.with_deadline: Counter[str] = Counter()
+        """Of those, by class, the ones with a deadline: answered, dropped, or cut off after they had missed it."""
+        self.within_deadline: Counter[str] = Counter()
+        """Of those, the ones that kept all that was promised: the goodput."""
+        self.deadline_misses: Counter[tuple[str, str]] = Counter()
+        """By class and kind."""
         self.ttft = Histogram(TTFT_BUCKETS)
         self.inter_token = Histogram(TOKEN_BUCKETS)
         self.time_per_output_token = Histogram(TOKEN_BUCKETS)
@@ -146,6 +183,11 @@ class RequestStats:
 
     def request_finished(self, request: FinishedRequest) -> None:
         self.finished[request.reason] += 1
+        self.classes[request.service_class] += 1
+        self.deadline_misses.update((request.service_class, kind) for kind in request.misses)
+        if request.promised and (request.misses or request.reason in ("stop", "length", "deadline")):
+            self.with_deadline[request.service_class] += 1
+            self.within_deadline[request.service_class] += not request.misses
         self.e2e.observe(request.e2e_seconds)
         self.request_prompt_tokens.observe(request.prompt_tokens)
         self.request_generation_tokens.observe(request.generation_tokens)
@@ -160,9 +202,8 @@ class RequestStats:
             self.prefill.observe(request.prefill_seconds)
         if request.decode_seconds is not None:
             self.decode.observe(request.decode_seconds)
-            if request.generation_tokens > request.n:
-                per_token = request.decode_seconds * request.n / (request.generation_tokens - request.n)
-                self.time_per_output_token.observe(per_token)
+            if request.seconds_per_token is not None:
+                self.time_per_output_token.observe(request.seconds_per_token)
 
 
 _COUNTERS = tuple(

@@ -75,6 +75,8 @@ class SchedulerOutput:
     num_decodes: int = 0
     num_tokens: int = 0
     """Tokens computed in this step; 0 means there is nothing to execute."""
+    num_recomputed: int = 0
+    """Of those, tokens that had been computed before and were lost to a preemption."""
 
     # For the step log and the cost model; an executor that computes does not read what follows.
     decode_rows: tuple[tuple[str, int], ...] = ()

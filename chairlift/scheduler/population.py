@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from chairlift.scheduler.decode_rows import DecodeRows
 from chairlift.scheduler.membership import Membership
 from chairlift.scheduler.output import FAILED_ROW, Chunk, NewRow, SchedulerOutput
 from chairlift.scheduler.policy import Policy
-from chairlift.scheduler.preemption import PreemptionRate, is_pinned, may_be_preempted
+from chairlift.scheduler.preemption import PreemptionMode, PreemptionRate, is_pinned
 
 __all__ = ["InFlight", "Population"]
 
@@ -47,13 +48,15 @@ class Population:
         max_running: int,
         watermark: float,
         max_preemptions: int,
+        preemption: PreemptionMode,
     ) -> None:
         self.kv = kv
         self.policy = policy
         self.membership = membership
         self.max_running = max_running
         self.watermark = watermark
-        self.max_preemptions = max_preemptions
+        self.preemption = preemption
+        self.max_preemptions = 0 if preemption.never else max_preemptions
         self.waiting = waiting
         self.running: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
@@ -62,7 +65,11 @@ class Population:
         self.now = 0.0
         """When the newest step was scheduled."""
         self.num_preemptions = 0
+        self.num_swaps = self.num_tails = 0
+        """Of the preemptions, those that kept the KV in host memory, and those that dropped only its end."""
         self.preemption_rate = PreemptionRate()
+        self.paced: dict[str, float] = {}
+        """Seconds per token that running requests were promised, of those that were."""
         self.free_slots = list(range(max_running - 1, -1, -1))
         self.decodes = DecodeRows(kv.block_size)
         """Rows that take one token in every step."""
@@ -70,6 +77,7 @@ class Population:
         """Positions computed of all running requests."""
         self._arrivals = 0
         self._left: list[int] = []
+        self._swap_out: list[tuple[int, int, int]] = []
         self._catching_up: list[Request] = []
         self._stops: Counter[int] = Counter({FAILED_ROW: 1})
         self._epoch = 0
@@ -115,7 +123,11 @@ class Population:
         if pinned and not self.policy.may_stay(request):
             return False
         watermark = self.watermark if self.running else 0.0
-        admission = self.kv.admit(request, self._reserve(request), watermark, share=not pinned)
+        reserve, share = self._reserve(request), not pinned or self.preemption.never
+        if request.status is RequestStatus.SWAPPED:
+            admission = self.kv.swap_in(request, reserve, watermark, out.step, share=share)
+        else:
+            admission = self.kv.admit(request, reserve, watermark, share=share)
         if admission is None:
             return False
         self.waiting.remove(request, self.now)
@@ -123,15 +135,18 @@ class Population:
             request.num_cached_tokens = admission.num_computed_tokens
         request.move_to(RequestStatus.RUNNING)
         request.slot = self.free_slots.pop()
-        request.admitted_at_step = out.step
+        request.admitted_at_step = request.resumed_at_step = out.step
         request.progress_mark = len(request.token_ids)
         request.num_computed_tokens = admission.num_computed_tokens
         self.num_computed_tokens += admission.num_computed_tokens
         self.running[request.request_id] = request
         self._stops.update(request.stop_token_ids)
+        if request.service.seconds_per_token < math.inf:
+            self.paced[request.request_id] = request.service.seconds_per_token
         self._catching_up.append(request)
         self.policy.joined(request)
         out.copies += admission.copies
+        out.swap_in += admission.swap_in
         tokens, tables = list(request.token_ids), [list(table) for table in request.block_ids]
         computed = admission.num_computed_tokens
         out.joined.append(
@@ -145,43 +160,7 @@ class Population:
         """Positions that must have blocks before the request may join."""
         return request.limit if is_pinned(request, self.max_preemptions) else self.membership.reserve(request)
 
-    # -- out, for now --------------------------------------------------------------------------------------------
-
-    def preempt(self, request_id: str) -> bool:
-        """Preempt by recompute between two steps, as if blocks had run short. False when it may not be preempted."""
-        request = self.running.get(request_id)
-        if request is None or self.membership.held:
-            return False
-        if not may_be_preempted(request, self.max_preemptions, self.step + 1):
-            return False
-        self._preempt(request, None, None)
-        return True
-
-    def _preempt(self, request: Request, out: SchedulerOutput | None, flight: InFlight | None) -> None:
-        if out is not None and flight is not None:
-            out.new_blocks = [entry for entry in out.new_blocks if entry[0] != request.slot]
-            out.chunks = [chunk for chunk in out.chunks if chunk.slot != request.slot]
-            flight.chunks = [entry for entry in flight.chunks if entry[0] is not request]
-            flight.finals = [other for other in flight.finals if other is not request]
-            out.preempted.append(request.request_id)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._vacate(request)
-        request.move_to(RequestStatus.PREEMPTED)
-        self._wait(request, self.now)
-
-    def _put_back(self, request: Request) -> None:
-        """Undo an admission before anything was computed for it."""
-        self._vacate(request)
-        request.move_to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
-        self._wait(request, self.now)
-
-    def _break_stall(self) -> None:
-        """Everybody waits for blocks that prefix sharing keeps taken: the last in line gives its own back."""
-        able = [r for r in self.running.values() if r.finish_reason is None and not is_pinned(r, self.max_preemptions)]
-        if able:
-            progressed = [r for r in able if may_be_preempted(r, self.max_preemptions, self.step + 1)]
-            self._preempt(max(progressed or able, key=self.policy.order), None, None)
+    # -- out ---------------------------------------------------------------------------------------------------------
 
     def _vacate(self, request: Request) -> None:
         """Give up row and blocks. Blocks stay taken until the last step in flight that may touch them has run."""
@@ -189,6 +168,7 @@ class Population:
             self._publish_confirmed(request)
         self.policy.left(request)
         self.num_computed_tokens -= request.num_computed_tokens
+        request.short_of_blocks = False
         if request.decoding:
             self.decodes.stop(request)
         elif request in self._catching_up:
@@ -199,13 +179,12 @@ class Population:
         self._left.append(request.slot)
         request.slot = -1
         del self.running[request.request_id]
+        self.paced.pop(request.request_id, None)
         for token in request.stop_token_ids:
             self._stops[token] -= 1
             if not self._stops[token]:
                 del self._stops[token]
         self._epoch += 1
-
-    # -- out, for good -------------------------------------------------------------------------------------------
 
     def finish(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None, now: float = 0.0
@@ -249,6 +228,7 @@ class Population:
             self.waiting.remove(request)
         elif request.source is not None:
             request.source.siblings.remove(request)
+        self.kv.drop_swapped(request)
         request.move_to(RequestStatus.FINISHED)
         del self.requests[request.request_id]
         self.policy.forgotten(request)
@@ -257,7 +237,7 @@ class Population:
 
     def _publish_confirmed(self, request: Request) -> None:
         """Offer what steps that have landed computed: all but the newest token, once there is one since admission."""
-        if len(request.token_ids) > request.progress_mark:
+        if request.block_ids and len(request.token_ids) > request.progress_mark:
             self.kv.publish(request, len(request.token_ids) - 1)
 
     def _release_siblings(self, request: Request, now: float) -> None:

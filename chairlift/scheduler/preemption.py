@@ -1,14 +1,64 @@
-"""Who may be preempted, and how often it happens."""
+"""Who may be preempted, how, and how often it happens."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable
+from typing import Protocol
 
 from chairlift.request import Request
 from chairlift.scheduler.policy import Policy
 
-__all__ = ["PreemptionRate", "candidates", "is_pinned", "may_be_preempted"]
+__all__ = [
+    "RECOMPUTE",
+    "PreemptionCosts",
+    "PreemptionMode",
+    "PreemptionRate",
+    "candidates",
+    "is_pinned",
+    "may_be_preempted",
+]
+
+
+class PreemptionCosts(Protocol):
+    """Seconds, as measured."""
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        """To compute so many lost positions of one request again."""
+        ...
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        """To copy so many blocks of every cache group to host memory, and back."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreemptionMode:
+    """How running work gives way, as a value.
+
+    ``recompute`` drops KV: the end of it only where that is enough (running work needs blocks), else all of it.
+    ``swap`` keeps it in host memory as long as there is room. ``auto`` takes what costs less time. With ``none``
+    nobody gives way, and so requests join only with blocks for the longest answer they may give (TGI's rule).
+    """
+
+    name: str = "recompute"
+    costs: PreemptionCosts | None = None
+
+    @property
+    def never(self) -> bool:
+        return self.name == "none"
+
+    @property
+    def drops_tails(self) -> bool:
+        return self.name in ("auto", "recompute")
+
+    def saves(self, request: Request, num_tokens: int) -> bool:
+        """Whether to keep the first ``num_tokens`` positions of a request in host memory rather than drop them."""
+        if self.name != "auto" or self.costs is None:
+            return self.name == "swap"
+        num_blocks = max(map(len, request.block_ids), default=0)
+        return self.costs.swap_seconds(num_blocks) < self.costs.recompute_seconds(num_tokens)
 
 
 def is_pinned(request: Request, max_preemptions: int) -> bool:
@@ -20,14 +70,20 @@ def may_be_preempted(request: Request, max_preemptions: int, step: int) -> bool:
     """Whether somebody may take a running request's place in ``step``.
 
     Not if it joined in this very step, has not produced a token since it came back from a preemption, is pinned or
-    already complete. Every request is admitted with blocks for all its known tokens, so one that may not be preempted
-    can always produce its next token, and the wait for it is bounded.
+    already complete. One that has not come back yet, for want of blocks, may have to give up more. Every request is
+    admitted with blocks for all its known tokens, so one that may not be preempted can always produce its next token,
+    and the wait for it is bounded.
     """
     return (
         request.finish_reason is None
         and request.admitted_at_step < step
-        and (not request.num_preemptions or len(request.token_ids) > request.progress_mark)
-        and not is_pinned(request, max_preemptions)
+        and (
+            request.short_of_blocks
+            or (
+                (not request.num_preemptions or len(request.token_ids) > request.progress_mark)
+                and not is_pinned(request, max_preemptions)
+            )
+        )
     )
 
 
@@ -38,6 +94,9 @@ def candidates(
     for request in running:
         if may_be_preempted(request, max_preemptions, step) and (request is needy or policy.yields(request, needy)):
             yield request
+
+
+RECOMPUTE = PreemptionMode()
 
 
 class PreemptionRate:

@@ -15,21 +15,23 @@ from itertools import islice
 
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.outputs import FinishReason
-from chairlift.request import Request
+from chairlift.request import Request, RequestStatus
 from chairlift.scheduler.admission import WaitingQueue
+from chairlift.scheduler.costs import Costs
 from chairlift.scheduler.decode_rows import DecodeRows, receivers
+from chairlift.scheduler.giving_way import GivingWay
 from chairlift.scheduler.invariants import check_scheduler
 from chairlift.scheduler.membership import Membership, membership_from_name
 from chairlift.scheduler.output import FAILED_ROW, Chunk, SchedulerOutput, StepResult
-from chairlift.scheduler.policy import FCFS, Policy, Resource
-from chairlift.scheduler.population import InFlight, Population
-from chairlift.scheduler.preemption import candidates, may_be_preempted
+from chairlift.scheduler.policy import FCFS, Policy
+from chairlift.scheduler.population import InFlight
+from chairlift.scheduler.preemption import RECOMPUTE, PreemptionMode
 from chairlift.scheduler.prefill_mode import MIXED, PrefillMode, Turn
 
 __all__ = ["Scheduler"]
 
 
-class Scheduler(Population):
+class Scheduler(GivingWay):
     """``add`` and ``abort`` requests; ``schedule`` a step, run it, and ``update`` with the tokens it sampled.
 
     ``schedule`` may be called again before ``update`` (look-ahead): positions advance when they are scheduled, and a
@@ -51,6 +53,8 @@ class Scheduler(Population):
         max_times_passed: int = 16,
         max_preemptions: int = 8,
         drop_late: bool = False,
+        preemption: PreemptionMode = RECOMPUTE,
+        costs: Costs | None = None,
     ) -> None:
         super().__init__(
             kv,
@@ -61,11 +65,13 @@ class Scheduler(Population):
             max_running=min(max_num_seqs, max_num_batched_tokens),
             watermark=watermark,
             max_preemptions=max_preemptions,
+            preemption=preemption,
         )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.prefill_mode = prefill_mode
         self.drop_late = drop_late
+        self.costs = costs
         self.num_late = 0
         self.num_past_deadline = 0
         """Requests that could not keep their deadline any more."""
@@ -104,6 +110,9 @@ class Scheduler(Population):
         if turn is Turn.DECODE and not self.decodes.count:  # all of them had to give way
             turn = Turn.MIXED
         budget = self.max_num_batched_tokens - out.num_decodes
+        if self.paced and self.costs is not None and budget > 1:
+            limit = min(self.paced.values())
+            budget = self.costs.chunk_budget(out.num_decodes, self.num_computed_tokens, limit, budget)
         ahead = self.policy.preemptive and turn is not Turn.DECODE and not self.membership.closed
         if ahead and self.waiting and not out.preempted:
             self._admit_ahead(out, flight, budget)
@@ -167,7 +176,9 @@ class Scheduler(Population):
             num_tokens = min(num_tokens, budget)
             if num_tokens <= 0 or request.slot < 0:  # preempted a moment ago, for the one before it
                 continue
-            if self._make_room(request, request.num_computed_tokens + num_tokens, out, flight):
+            # Who gave blocks away resumes with all it will need, as if it joined anew.
+            upto = request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
+            if self._make_room(request, upto, out, flight):
                 budget -= num_tokens
                 self._take_chunk(request, num_tokens, out, flight)
         return budget
@@ -183,28 +194,6 @@ class Scheduler(Population):
             let_in = bool(self.free_slots) and self._try_admit(head, out)
             if not let_in and not (self._displace(head, out, flight) and self._try_admit(head, out)):
                 return
-
-    def _displace(self, head: Request, out: SchedulerOutput, flight: InFlight) -> bool:
-        """Preempt running work for one that waits; only if that lets it in once steps in flight have landed."""
-        running = [r for r in self.running.values() if may_be_preempted(r, self.max_preemptions, out.step)]
-
-        def able(resource: Resource) -> list[Request]:
-            return [r for r in running if r.slot >= 0 and self.policy.outranks(head, r, resource, self.now)]
-
-        reserve = self._reserve(head)
-        if self.kv.lacks(head, reserve, self.watermark, able("blocks")):
-            return False
-        if not self.free_slots:
-            victim = self.policy.victim(able("slots"))
-            if victim is None:
-                return False
-            self._preempt(victim, out, flight)
-        while self.kv.lacks(head, reserve, self.watermark):
-            victim = self.policy.victim(able("blocks"))
-            if victim is None:
-                return False
-            self._preempt(victim, out, flight)
-        return True
 
     def _admit(self, out: SchedulerOutput, flight: InFlight, budget: int) -> None:
         waiting = self.waiting
@@ -241,28 +230,13 @@ class Scheduler(Population):
         out.chunks.append(chunk)
         flight.chunks.append((request, chunk))
         request.num_computed_tokens = end
+        request.short_of_blocks = False
+        out.num_recomputed += max(0, min(end, request.num_ever_computed) - start)
         self.num_computed_tokens += num_tokens
         if samples:
             self._catching_up.remove(request)
             if end == request.max_total_tokens - 1:
                 flight.finals.append(request)
-
-    def _make_room(self, request: Request, num_tokens: int, out: SchedulerOutput, flight: InFlight) -> bool:
-        """Blocks for the request's first ``num_tokens`` positions, preempting others if need be."""
-        while True:
-            grown = self.kv.extend(request, num_tokens, self.step)
-            if grown is not None:
-                out.new_blocks += [(request.slot, blocks) for blocks in grown]
-                return True
-            if not self.kv.missing(request, num_tokens):
-                return False  # steps in flight still hold what was freed; it is there in the next step
-            victims = candidates(self.running.values(), request, self.policy, self.max_preemptions, out.step)
-            victim = self.policy.victim(victims)
-            if victim is None:
-                return False
-            self._preempt(victim, out, flight)
-            if victim is request:
-                return False
 
     def _seal(self, out: SchedulerOutput, flight: InFlight) -> None:
         """Freeze the step's rows, and let those whose chunk ends here join the beat for the next one."""
@@ -279,6 +253,7 @@ class Scheduler(Population):
             return
         self.step = out.step
         out.left, self._left = self._left, []
+        out.swap_out, self._swap_out = self._swap_out, []
         if decodes.slots is not self._sent_slots:
             out.decode_slots = self._sent_slots = decodes.slots
         out.decode_rows, out.num_held = decodes.ids, decodes.num_held
@@ -325,7 +300,7 @@ class Scheduler(Population):
                 self.kv.forget(request)
                 finished += self._end(request, FinishReason.ERROR, None, now)
         for request, chunk in flight.chunks:
-            if request.slot >= 0 and request.admitted_at_step <= out.step:
+            if request.slot >= 0 and request.resumed_at_step <= out.step:
                 # A held row computes beyond what it knows.
                 self.kv.publish(request, min(chunk.end, len(request.token_ids)))
                 if chunk.end >= request.num_prompt_tokens:
@@ -334,7 +309,7 @@ class Scheduler(Population):
             if token in request.stop_token_ids and request.finish_reason is None:
                 finished += self._end(request, FinishReason.STOP, token, now)
         for request in flight.finals:
-            if request.slot >= 0 and request.admitted_at_step <= out.step and request.finish_reason is None:
+            if request.slot >= 0 and request.resumed_at_step <= out.step and request.finish_reason is None:
                 finished += self._end(request, FinishReason.LENGTH, None, now)
         return StepResult(sampled, finished)
 
@@ -344,7 +319,10 @@ class Scheduler(Population):
         self.kv.step_done(out.step)
         rows = [*(r for r in flight.sampled if r is not None), *(request for request, _ in flight.chunks)]
         finished: list[Request] = []
-        for request in rows:
+        for request_id in self.kv.swapped_since(out.step):
+            self.kv.drop_swapped(self.requests[request_id])
+            self.requests[request_id].move_to(RequestStatus.PREEMPTED)
+        for request in rows:  # also those that have given blocks away since: what they kept was computed here
             if request.slot >= 0 and request.admitted_at_step <= out.step and request.finish_reason is None:
                 self.kv.forget(request)
                 finished += self._end(request, FinishReason.ERROR, None, now)
@@ -357,7 +335,7 @@ class Scheduler(Population):
             if request is None or request.finish_reason is not None or request.slot < 0:
                 self.num_late += request is not None
                 accepted.append(None)
-            elif request.admitted_at_step > out.step:
+            elif request.resumed_at_step > out.step:
                 self.num_late += 1
                 accepted.append(None)
             else:

@@ -21,16 +21,15 @@ from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
 from chairlift.request import Request
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.scheduler.policies import policy_from_config
+from chairlift.scheduler.policy import Policy
 from chairlift.sim.oracle import Expected, byte_tokenizer, expected_answer
+from chairlift.sim.policy_watch import PolicyWatch, Violation
 from chairlift.sim.world import EOS, VOCAB_SIZE, Event, World
 
 __all__ = ["Simulation", "Violation", "run_world"]
 
 _STEP_SECONDS = 0.01
-
-
-class Violation(Exception):
-    """A world in which something that must hold did not."""
 
 
 class _Faults:
@@ -110,14 +109,16 @@ class _Submitted:
 
 
 class Simulation:
-    """One execution. ``trace`` digests every step, so that two runs can be compared."""
+    """One execution, with ``policy`` in place of the world's own. ``trace`` digests every step, so that two runs can
+    be compared."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, policy: Policy | None = None) -> None:
         self.world = world
         self.clock = VirtualClock()
         self.faults = _Faults()
-        groups = [CacheGroup(world.num_blocks, window) for window in world.windows]
+        groups = [CacheGroup(world.num_blocks, window, world.num_host_blocks) for window in world.windows]
         config = SchedulerConfig(**world.scheduler)
+        self.policy = PolicyWatch(policy or policy_from_config(config))
         self.model = _FaultyModel(groups, world.block_size, VOCAB_SIZE, world.max_model_len)
         self.model.faults = self.faults
         kv = _FaultyCache(
@@ -140,6 +141,7 @@ class Simulation:
             config,
             tokenizer=byte_tokenizer() if world.with_text else None,
             clock=self.clock,
+            policy=self.policy,
             kv=kv,
             seed=world.seed,
         )
@@ -273,6 +275,7 @@ class Simulation:
         try:
             outputs = self.engine.step()
             self.engine.check_invariants()
+            self.policy.check(scheduler.waiting, scheduler.now)
             for name, count in [] if self.faults.active else stuck.items():
                 if name in scheduler.requests and scheduler.requests[name].num_preemptions > count:
                     raise InvariantError(f"{name} was preempted again without a token in between")
@@ -353,15 +356,16 @@ class Simulation:
     def _check_drained(self) -> None:
         """Nothing is left behind once everybody has gone."""
         kv, scheduler = self.engine.kv, self.engine.scheduler
+        self.policy.check_drained()
         if scheduler.has_unfinished or scheduler.running or len(scheduler.waiting):
             raise Violation("the scheduler still has requests after all of them ended")
         if kv.counts().used or kv.held_blocks:
             raise Violation(f"{kv.counts().used} blocks are still in use after all requests ended")
 
 
-def run_world(world: World) -> Simulation:
+def run_world(world: World, policy: Policy | None = None) -> Simulation:
     """Run a world to its end; raises Violation when something that must hold does not."""
-    simulation = Simulation(world)
+    simulation = Simulation(world, policy)
     simulation.run()
     return simulation
 

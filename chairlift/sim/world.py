@@ -45,6 +45,7 @@ class World:
     with_text: bool
     """Whether there is a tokenizer, and so text and stop strings."""
     events: tuple[Event, ...]
+    num_host_blocks: int = 0
 
 
 CLASSES = {
@@ -89,6 +90,8 @@ def make_world(seed: int) -> World:
         tiers = CLASSES if scheduler["service_classes"] else ("default", "priority", "flex")
         for event in events:
             event.args.update(_promise(later, [None, *tiers]))
+    scheduler["preemption_mode"] = later.choice(["auto", "recompute", "swap", "swap", "none"])
+    num_host_blocks = later.choice([0, 2, 8, 64])
     if later.random() < 0.3:
         scheduler["prefill_mode"] = later.choice(["prefill_first", "decode_first", "separate"])
     count = len(events)
@@ -105,6 +108,7 @@ def make_world(seed: int) -> World:
         hash_bits=maybe(None, rng.choice([3, 8])),
         with_text=with_text,
         events=tuple(sorted(events, key=lambda event: event.at)),
+        num_host_blocks=num_host_blocks,
     )
 
 

@@ -94,6 +94,7 @@ def test_fit_on_this_machine_then_use_what_was_saved(chairlift: Run, tmp_path: P
         (("--machine", "l4", "--cost-model", "x"), "not allowed with argument --machine"),
         (("--machine", "l4", "--max-model-len", "9000"), "takes 8192"),
         (("--machine", "l4", "--save-steps", "x"), "save_steps goes with --fit"),
+        (("--machine", "l4", "--json", "/nowhere/x.json"), "there is no directory /nowhere"),
         (("--cost-model", "/nowhere.json"), "cannot read the cost model"),
         (("--step-log", "/nowhere.jsonl", "--num-kv-blocks", "9"), "cannot read the step log"),
         (("--trace", "/nowhere.jsonl", "--machine", "l4"), "cannot read the trace"),

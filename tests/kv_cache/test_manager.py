@@ -84,10 +84,10 @@ def test_missing_counts_what_is_about_to_come_back() -> None:
     one, two = request("one", 4), request("two", 8)
     admit(kv, one)
     admit(kv, two)
-    assert kv.missing(one, 8)
+    assert kv.num_missing(one, 8) == 1
     kv.free(two, 5)
     assert kv.extend(one, 8, 5) is None
-    assert not kv.missing(one, 8)
+    assert not kv.num_missing(one, 8)
     kv.step_done(5)
     assert kv.extend(one, 8, 5) is not None
 

@@ -31,6 +31,7 @@ class Driver:
         self,
         *,
         num_blocks: int = 65,
+        num_host_blocks: int = 0,
         windows: tuple[int | None, ...] = (None,),
         batching: str = "continuous",
         batch_wait_ms: float = 0.0,
@@ -40,7 +41,7 @@ class Driver:
         **settings: Any,
     ) -> None:
         budget = settings.get("max_num_batched_tokens", 64)
-        groups = [CacheGroup(num_blocks, window) for window in windows]
+        groups = [CacheGroup(num_blocks, window, num_host_blocks) for window in windows]
         self.kv = KVCacheManager(groups, BLOCK, max_step_tokens=budget, enable_prefix_caching=caching)
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": budget, "max_model_len": 128, "watermark": 0.0}
         membership = membership_from_name(batching, batch_wait_ms)

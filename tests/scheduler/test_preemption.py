@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from chairlift.outputs import FinishReason
 from chairlift.request import LEGAL_TRANSITIONS, Request, RequestStatus
+from chairlift.scheduler.output import SchedulerOutput
 from chairlift.scheduler.policy import FCFS
-from chairlift.scheduler.preemption import PreemptionRate, candidates, is_pinned
+from chairlift.scheduler.preemption import PreemptionMode, PreemptionRate, candidates, is_pinned
 from tests.scheduler.driver import BLOCK, Driver, request
 
 
@@ -22,10 +24,110 @@ def test_the_latest_arrival_gives_way_and_comes_back_with_its_tokens(depth: int)
         out = driver.step()
         assert second.token_ids[: len(before)] == before
         seen += [len(before)] * ("b" in out.preempted)
-    assert seen
-    assert (first.num_preemptions, second.num_preemptions) == (0, len(seen))
+        if seen and second.short_of_blocks:  # it keeps its row, and the beginning of what it has
+            assert second.slot >= 0 and len(second.block_ids[0]) > 0
+    assert len(seen) > 1  # it gives up more, but for the same shortage
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert (driver.scheduler.num_preemptions, driver.scheduler.num_tails, driver.scheduler.num_swaps) == (1, 1, 0)
     assert driver.finished == ["a", "b"]
     assert (first.num_output_tokens, second.num_output_tokens) == (10, 10)
+
+
+def lost(out: SchedulerOutput) -> int:
+    return out.num_recomputed
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_dropped_tail_is_all_that_is_computed_again(depth: int) -> None:
+    driver = Driver(num_blocks=7, depth=depth)
+    driver.add(request("a", 2 * BLOCK, max_tokens=10), request("b", 2 * BLOCK, max_tokens=10))
+    outs = driver.run()
+    again = sum(map(lost, outs))
+    assert 0 < again <= 2 * BLOCK
+    chunks = [chunk for out in outs for chunk in out.chunks if chunk.why == "recompute"]
+    assert chunks and all(chunk.start >= BLOCK for chunk in chunks)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_swapped_work_comes_back_without_being_computed_again(depth: int) -> None:
+    driver = Driver(num_blocks=7, num_host_blocks=6, depth=depth, preemption=PreemptionMode("swap"))
+    requests = [request("a", 2 * BLOCK, max_tokens=10), request("b", 2 * BLOCK, max_tokens=10)]
+    driver.add(*requests)
+    outs = driver.run()
+    assert driver.scheduler.num_swaps == driver.scheduler.num_preemptions == requests[1].num_preemptions > 0
+    saved, back = [entry for out in outs for entry in out.swap_out], [entry for out in outs for entry in out.swap_in]
+    assert saved and [(group, host) for group, _, host in saved] == [(group, host) for group, host, _ in back]
+    assert sum(map(lost, outs)) <= driver.scheduler.num_swaps * (1 + depth)  # what steps in flight computed is dropped
+    assert driver.kv.swap_pool.num_used == 0 and not driver.kv.swapped
+
+
+def test_without_room_in_host_memory_swapping_falls_back_to_recomputing() -> None:
+    driver = Driver(num_blocks=7, num_host_blocks=1, preemption=PreemptionMode("swap"))
+    driver.add(request("a", 2 * BLOCK, max_tokens=10), request("b", 2 * BLOCK, max_tokens=10))
+    outs = driver.run()
+    assert (driver.scheduler.num_swaps, driver.scheduler.num_preemptions) == (0, 1)
+    assert sum(map(lost, outs)) > 0
+
+
+@pytest.mark.parametrize("ends", ["abort", "finish"])
+def test_who_ends_while_swapped_leaves_nothing_in_host_memory(ends: str) -> None:
+    driver = Driver(num_host_blocks=8, preemption=PreemptionMode("swap"))
+    driver.add(request("a", 5, max_tokens=9))
+    driver.step()
+    assert driver.scheduler.preempt("a")
+    assert driver.scheduler.requests["a"].status is RequestStatus.SWAPPED
+    driver.scheduler.abort("a") if ends == "abort" else driver.scheduler.finish("a", FinishReason.STOP)
+    driver.add(request("b", 3, max_tokens=2))
+    driver.run()
+    assert driver.kv.swap_pool.num_used == 0
+
+
+class Prices:
+    """So many seconds per token and per block."""
+
+    def __init__(self, token: float, block: float) -> None:
+        self.token, self.block = token, block
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        return self.token * num_tokens
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        return self.block * num_blocks
+
+
+@pytest.mark.parametrize(("block", "swaps"), [(0.1, True), (100.0, False)])
+def test_auto_takes_what_costs_less(block: float, swaps: bool) -> None:
+    mode = PreemptionMode("auto", Prices(1.0, block))
+    driver = Driver(num_blocks=7, num_host_blocks=8, preemption=mode)
+    driver.add(request("a", 2 * BLOCK, max_tokens=10), request("b", 2 * BLOCK, max_tokens=10))
+    driver.run()
+    assert driver.scheduler.num_preemptions > 0
+    assert (driver.scheduler.num_swaps > 0) == swaps
+    assert (driver.scheduler.num_tails > 0) != swaps
+
+
+def test_where_nobody_is_preempted_requests_join_with_room_for_their_longest_answer() -> None:
+    driver = Driver(num_blocks=7, preemption=PreemptionMode("none"))
+    driver.add(request("a", 2 * BLOCK, max_tokens=9), request("b", 2 * BLOCK, max_tokens=9))
+    outs = driver.run()
+    assert [len(out.joined) for out in outs if out.joined] == [1, 1]
+    assert not any(out.preempted for out in outs)
+    assert not driver.scheduler.preempt("a")
+
+
+def test_a_step_that_fails_takes_with_it_what_it_saved_and_what_kept_its_beginning() -> None:
+    driver = Driver(num_host_blocks=8, preemption=PreemptionMode("swap"))
+    one = request("a", 5, max_tokens=9)
+    driver.add(one)
+    driver.step()
+    driver.scheduler.preempt("a")
+    assert one.status is RequestStatus.SWAPPED
+    driver.add(request("b", 3, max_tokens=2))
+    driver.failing = driver.scheduler.step + 1  # the step that copies
+    driver.step()
+    assert not driver.kv.swapped
+    driver.run()
+    assert one.num_output_tokens in (9, 1)  # computed again, or in the step that failed
 
 
 def test_a_recompute_is_called_one_and_takes_all_known_tokens() -> None:

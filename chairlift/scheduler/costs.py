@@ -1,0 +1,65 @@
+"""What things cost in time, as the cost model has learnt it: for whoever has to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chairlift.scheduler.cost_model import CostModel, StepFeatures
+from chairlift.scheduler.output import SchedulerOutput
+
+__all__ = ["Costs"]
+
+_STEADY = 8
+"""Of steps that only decode, which are all alike, one in so many is looked at."""
+_MEMORY = 0.1
+
+
+class Costs:
+    """A cost model and the sizes of blocks; learns from every step. ``block_bytes`` is per cache group."""
+
+    def __init__(self, block_bytes: Sequence[int], model: CostModel | None = None) -> None:
+        self.model = model or CostModel()
+        self._bytes = sum(block_bytes)
+        self._step_seconds = 0.0
+        self._num_seen = 0
+
+    def wants(self, out: SchedulerOutput) -> bool:
+        """Whether there is something to learn from a step."""
+        return bool(out.chunks or out.swap_out) or out.step % _STEADY == 0
+
+    def observe(self, features: StepFeatures, seconds: float, num_copied: int) -> None:
+        """Learn from a step; ``num_copied`` is how many blocks went to host memory or came from there in it."""
+        self._step_seconds += (seconds - self._step_seconds) * (_MEMORY if self._num_seen else 1.0)
+        self._num_seen += 1
+        if num_copied:
+            self.model.observe_copy(num_copied * self._bytes, seconds - self.model.step_seconds(features))
+        else:
+            self.model.observe(features, seconds)
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        """To compute so many lost positions of one request again."""
+        return self.model.prefill_seconds(num_tokens)
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        """To copy so many blocks of every cache group to host memory, and back."""
+        return 2 * self.model.copy_seconds(num_blocks * self._bytes)
+
+    def service_seconds(self, num_prompt_tokens: int, num_answer_tokens: int) -> tuple[float, float]:
+        """From the first step of a request like that to its first token, and to its last, at the present load."""
+        first = self.model.prefill_seconds(num_prompt_tokens)
+        return first, first + max(0, num_answer_tokens - 1) * self._step_seconds
+
+    def chunk_budget(self, num_decodes: int, context_tokens: int, seconds: float, most: int) -> int:
+        """The most prompt tokens, of up to ``most``, with which a step of these decode rows takes at most ``seconds``.
+
+        At least a sixteenth of ``most``: smoothness for some must not stop the others.
+        """
+        low, high = max(1, most // 16), most
+        while low < high:
+            middle = (low + high + 1) // 2
+            features = StepFeatures(num_decodes, context_tokens, middle, middle * (middle + 1) / 2)
+            if self.model.step_seconds(features) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
