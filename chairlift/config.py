@@ -38,7 +38,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BATCHING = ("continuous", "static", "dynamic")
 _LATE = ("downgrade", "drop")
 _PREEMPTION_MODES = ("auto", "recompute", "swap", "none")
-_PREFILL_MODES = ("mixed", "prefill_first", "decode_first", "separate")
+_PREFILL_MODES = ("mixed", "prefill_first", "decode_first", "separate", "auto")
 _KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch")
 _METRICS_PREFIXES = ("chairlift", "vllm")
 _LOG_FORMATS = ("text", "json")
@@ -118,8 +118,8 @@ class SchedulerConfig:
     late_requests: str = "downgrade"
     """What happens to a request that cannot keep its deadline any more: downgrade (it goes on without) or drop."""
     prefill_mode: str = "mixed"
-    """What a step computes: mixed (decodes, and prompts with the rest of the budget), prefill_first, decode_first or
-    separate (steps of one kind)."""
+    """What a step computes: mixed (decodes, and prompts with the rest of the budget), prefill_first, decode_first,
+    separate (steps of one kind), or auto (by what is predicted to take less time)."""
     preemption_mode: str = "auto"
     """How running work gives way: recompute, swap (its KV waits in host memory), auto (what costs less), or none
     (a request joins only with room for its longest answer)."""
@@ -127,6 +127,8 @@ class SchedulerConfig:
     """continuous (rebuilt at every step), or a baseline: static (a batch ends as one), dynamic (fires like it)."""
     batch_wait_ms: float = 0.0
     """How long a static or dynamic batch waits to fill before it fires."""
+    preferred_batch_sizes: str = ""
+    """Sizes, like 4,8, at which a static or dynamic batch fires without waiting to fill."""
     num_lookahead_steps: int = 0
     """Steps scheduled ahead of the newest known tokens: 0 (CPU), 1 or 2."""
     admission_look_ahead: int = 8
@@ -137,6 +139,15 @@ class SchedulerConfig:
     """After this many preemptions a request is resumed with all blocks it may ever need."""
     admission_watermark: float = 0.01
     """Share of the blocks kept free when a request joins a running batch."""
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The preferred batch sizes, ascending. Raises ConfigError."""
+        sizes = self.preferred_batch_sizes
+        given = [part.strip() for part in sizes.split(",")] if isinstance(sizes, str) and sizes.strip() else []
+        if (sizes and not given) or not all(re.fullmatch("[1-9][0-9]{0,4}", part) for part in given):
+            raise ConfigError(f"preferred_batch_sizes must be whole numbers above 0, like 4,8; got {sizes!r}")
+        return tuple(sorted({int(part) for part in given}))
 
     @property
     def most_running(self) -> int:
@@ -191,6 +202,8 @@ class EngineConfig:
         _range("max_preemptions", scheduler.max_preemptions, 1, 2**31)
         _range("admission_watermark", scheduler.admission_watermark, 0, 0.5)
         _policy(scheduler)
+        if scheduler.batch_sizes and scheduler.batching == "continuous":
+            raise ConfigError("preferred_batch_sizes are for batching static or dynamic; continuous never waits")
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> EngineConfig:

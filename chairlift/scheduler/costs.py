@@ -49,6 +49,13 @@ class Costs:
         first = self.model.prefill_seconds(num_prompt_tokens)
         return first, first + max(0, num_answer_tokens - 1) * self._step_seconds
 
+    def mixed_cost(self, num_decodes: int, context_tokens: int, num_tokens: int) -> float:
+        """How long one step of decode rows and prompt tokens takes, as a multiple of two steps of one kind each."""
+        pairs = num_tokens * (num_tokens + 1) / 2
+        both = self.model.step_seconds(StepFeatures(num_decodes, context_tokens, num_tokens, pairs))
+        decode = self.model.step_seconds(StepFeatures(num_decodes, context_tokens))
+        return both / (decode + self.model.step_seconds(StepFeatures(0, 0, num_tokens, pairs)))
+
     def chunk_budget(self, num_decodes: int, context_tokens: int, seconds: float, most: int) -> int:
         """The most prompt tokens, of up to ``most``, with which a step of these decode rows takes at most ``seconds``.
 

@@ -34,6 +34,8 @@ class Membership:
     """A finished row keeps computing, and nothing is delivered, until the whole batch has ended."""
     batch_wait: float = 0.0
     """Seconds a closed batch waits for more requests before it fires unfilled."""
+    preferred_sizes: tuple[int, ...] = ()
+    """Sizes at which a closed batch fires without waiting for more, ascending (Triton's preferred_batch_size)."""
 
     def places(self, waiting: _Waiting, num_running: int, free_slots: int, now: float) -> int:
         """How many waiting requests may join in this step."""
@@ -41,12 +43,20 @@ class Membership:
             return free_slots
         if num_running or not len(waiting):
             return 0
-        return free_slots if now >= self.fires_at(waiting, free_slots) else 0
+        if now >= waiting.oldest_arrival + self.batch_wait:
+            return free_slots
+        return self._ready_size(waiting, free_slots)
 
     def fires_at(self, waiting: _Waiting, free_slots: int) -> float:
         """When the requests in ``waiting`` may join, if nothing runs and nobody else comes."""
-        full = len(waiting) >= free_slots
-        return waiting.oldest_arrival + (self.batch_wait if self.closed and not full else 0.0)
+        ready = not self.closed or self._ready_size(waiting, free_slots)
+        return waiting.oldest_arrival + (0.0 if ready else self.batch_wait)
+
+    def _ready_size(self, waiting: _Waiting, free_slots: int) -> int:
+        """The largest size that need not wait for more: a full batch, else a preferred one; 0 when there is none."""
+        if len(waiting) >= free_slots:
+            return free_slots
+        return max((size for size in self.preferred_sizes if size <= len(waiting)), default=0)
 
     def needs_budget(self) -> int:
         """Tokens of the step's budget that must be left for one more request to join."""
@@ -65,13 +75,13 @@ class Membership:
         return request.limit if self.closed else len(request.token_ids)
 
 
-def membership_from_name(name: str, batch_wait_ms: float = 0.0) -> Membership:
+def membership_from_name(name: str, batch_wait_ms: float = 0.0, preferred_sizes: tuple[int, ...] = ()) -> Membership:
     """``continuous``, ``static`` or ``dynamic``; raises ConfigError for anything else."""
     wait = batch_wait_ms / 1000.0
     known = {
         "continuous": Membership("continuous", closed=False, held=False),
-        "static": Membership("static", closed=True, held=True, batch_wait=wait),
-        "dynamic": Membership("dynamic", closed=True, held=False, batch_wait=wait),
+        "static": Membership("static", closed=True, held=True, batch_wait=wait, preferred_sizes=preferred_sizes),
+        "dynamic": Membership("dynamic", closed=True, held=False, batch_wait=wait, preferred_sizes=preferred_sizes),
     }
     if name not in known:
         raise ConfigError(f"batching must be one of {', '.join(known)}; got {name!r}")

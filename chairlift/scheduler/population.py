@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from chairlift.errors import PromptTooLongError, RequestError
@@ -112,6 +113,16 @@ class Population:
         """Whether a prompt is under way, or could be begun as far as rows go."""
         prompts = any(request.num_computed_tokens < request.progress_mark for request in self._catching_up)
         return prompts or bool(self.waiting and self.free_slots)
+
+    def num_prefill_tokens(self, most: int) -> int:
+        """Known tokens that want to be computed, of prompts under way and of those first in line, up to ``most``."""
+        total = sum(request.num_tokens - request.num_computed_tokens for request in self._catching_up)
+        if self.free_slots and total < most:
+            for request in islice(self.waiting, len(self.free_slots)):
+                total += len(request.token_ids)
+                if total >= most:
+                    break
+        return min(total, most)
 
     def _wait(self, request: Request, now: float) -> None:
         self.policy.queued(request, now)

@@ -6,6 +6,7 @@ import enum
 from typing import TYPE_CHECKING, Protocol
 
 from chairlift.errors import ConfigError
+from chairlift.scheduler.costs import Costs
 
 if TYPE_CHECKING:
     from chairlift.scheduler.population import Population
@@ -84,12 +85,51 @@ class _Separate:
         return self._last
 
 
+class _Auto:
+    """Mixed while a step of both kinds is predicted to take no longer than two of one kind; else apart, and where
+    prompts dominate, prompts first. Decided by the measured ratio of prompt to decode tokens that want to be computed,
+    and by the load, through the cost model; with hysteresis, so that it does not flutter."""
+
+    name = "auto"
+
+    def __init__(self, costs: Costs, max_tokens: int) -> None:
+        self._costs = costs
+        self._max_tokens = max_tokens
+        self._ratio = 1.0
+        """Prompt tokens per decode row, as a running mean."""
+        self._cost = 1.0
+        """Seconds of a mixed step / of two apart, as a running mean."""
+        self._mode: PrefillMode = MIXED
+        self._modes = {mode.name: mode for mode in (MIXED, _PrefillFirst(), _Separate())}
+
+    @property
+    def current(self) -> str:
+        """The mode it is in."""
+        return self._mode.name
+
+    def turn(self, population: Population) -> Turn:
+        rows, tokens = population.decodes.count, population.num_prefill_tokens(self._max_tokens)
+        if rows and tokens:
+            self._ratio += _NEWEST * (tokens / rows - self._ratio)
+            self._cost += _NEWEST * (self._costs.mixed_cost(rows, population.num_computed_tokens, tokens) - self._cost)
+            if self._cost < 1.0 - _HYSTERESIS:
+                self._mode = MIXED
+            elif self._cost > 1.0 + _HYSTERESIS:
+                self._mode = self._modes["prefill_first" if self._ratio > _PROMPTS_DOMINATE else "separate"]
+        return self._mode.turn(population)
+
+
 MIXED: PrefillMode = _Mixed()
+_NEWEST = 0.05
+_HYSTERESIS = 0.03
+_PROMPTS_DOMINATE = 32.0
 
 
-def prefill_mode_from_name(name: str) -> PrefillMode:
-    """``mixed``, ``prefill_first``, ``decode_first`` or ``separate``; raises ConfigError for anything else."""
+def prefill_mode_from_name(name: str, costs: Costs, max_tokens: int) -> PrefillMode:
+    """A fresh mode; ``max_tokens`` is a step's budget. Raises ConfigError for an unknown name."""
+    if name == "auto":
+        return _Auto(costs, max_tokens)
     modes: dict[str, type[PrefillMode]] = {mode.name: mode for mode in (_Mixed, _PrefillFirst, _DecodeFirst, _Separate)}
     if name not in modes:
-        raise ConfigError(f"prefill_mode must be one of {', '.join(modes)}; got {name!r}")
+        raise ConfigError(f"prefill_mode must be one of {', '.join(modes)}, auto; got {name!r}")
     return modes[name]()

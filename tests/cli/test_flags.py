@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from chairlift.cli import flags
 from chairlift.cli.flags import add_engine_flags, add_sampling_flags, read_settings
 from chairlift.config import EngineConfig, flat_fields
 from chairlift.errors import ConfigError
@@ -30,6 +31,9 @@ def test_every_setting_has_a_flag_that_reaches_the_engine() -> None:
             continue
         if flag.name == "scheduling_policy":
             argv += [name, "priority"]
+            continue
+        if flag.name == "preferred_batch_sizes":
+            argv += [name, "2,4"]
             continue
         argv += [name, *(flag.choices[-1:] if flag.choices else values[flag.kind.__name__])]
     settings, _ = read_settings(parse(*argv, sampling=False), sampling=False)
@@ -64,6 +68,49 @@ def test_a_config_file_takes_the_same_names_and_flags_go_first(tmp_path: Path, n
     engine, sampling = read_settings(args, sampling=True)
     assert engine == {"max_num_seqs": 8, "block_size": 8, "admission_watermark": 0.0, "max_model_len": None}
     assert sampling == {"temperature": 0.5, "stop": ["x"], "seed": 3}
+
+
+CLASSES = {"chat": {"priority": -5, "min_seqs": 2}}
+
+
+@pytest.mark.parametrize("way", ["text", "file", "yaml mapping", "yaml text", "json mapping", "yaml file"])
+def test_classes_of_service_are_given_in_any_of_these_ways(tmp_path: Path, way: str) -> None:
+    text = json.dumps(CLASSES)
+    kept = tmp_path / "classes.json"
+    kept.write_text(text)
+    yaml = {"yaml mapping": f"service_classes: {text}", "yaml text": f"service_classes: '{text}'"}
+    yaml |= {"json mapping": json.dumps({"service-classes": CLASSES}), "yaml file": f'service_classes: "@{kept}"'}
+    if way in yaml:
+        config = tmp_path / ("c.json" if way == "json mapping" else "c.yaml")
+        config.write_text(yaml[way])
+        argv = ["--config", str(config)]
+    else:
+        argv = ["--service-classes", text if way == "text" else f"@{kept}"]
+    settings, _ = read_settings(parse(*argv, sampling=False), sampling=False)
+    scheduler = EngineConfig.from_flat(settings | {"scheduling_policy": "priority"}).scheduler
+    assert scheduler.promises is not None
+    assert (scheduler.promises["chat"].priority, scheduler.promises["chat"].min_seqs) == (-5, 2)
+
+
+def test_classes_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the file of --service-classes .*none\.json"):
+        read_settings(parse("--service-classes", f"@{tmp_path}/none.json", sampling=False), sampling=False)
+    (tmp_path / "c.yaml").write_text("tenant_weights: [1]")
+    with pytest.raises(ConfigError, match=r"tenant_weights in .* must be a mapping, JSON text or @FILE, got '\[1\]'"):
+        read_settings(parse("--config", f"{tmp_path}/c.yaml", sampling=False), sampling=False)
+    (tmp_path / "c.yaml").write_text("tenant_weights: {alice: 2020-01-01}")
+    settings, _ = read_settings(parse("--config", f"{tmp_path}/c.yaml", sampling=False), sampling=False)
+    with pytest.raises(ConfigError, match="weight of 'alice' must be from"):
+        EngineConfig.from_flat(settings | {"scheduling_policy": "priority"})
+
+
+def test_the_examples_in_the_help_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    for example in flags._JSON.values():
+        assert example in shown
+    EngineConfig.from_flat({"scheduling_policy": "priority", **flags._JSON})
 
 
 @pytest.mark.parametrize(

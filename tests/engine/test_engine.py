@@ -239,6 +239,24 @@ def test_a_static_batch_delivers_only_at_its_end(batching: str, steps: list[int]
     assert len(delivered["short"]) == (1 if batching == "static" else 2)
 
 
+def test_of_a_static_batch_no_part_of_a_request_is_delivered_when_one_of_its_answers_fails() -> None:
+    class OneRowFails(HashLM):
+        num_calls = 0
+
+        def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
+            tokens = super().sample(hidden, batch, masks)
+            self.num_calls += 1
+            if self.num_calls == 3:
+                tokens.token_ids[0], tokens.errors[0] = -1, "not finite"
+            return tokens
+
+    engine = make_engine(model=OneRowFails, batching="static")
+    engine.add_request([1, 2], greedy(6, n=2), request_id="a", stream=True)
+    outputs = [output for _ in range(12) for output in engine.step()]
+    assert [output.finished for output in outputs] == [True]
+    assert [answer.finish_reason for answer in outputs[0].outputs] == [FinishReason.ERROR, FinishReason.LENGTH]
+
+
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
 def test_step_waits_for_the_batch_on_the_engines_clock(batching: str) -> None:
     engine = make_engine(batching=batching, batch_wait_ms=250.0, max_num_seqs=2)

@@ -35,6 +35,7 @@ class Driver:
         windows: tuple[int | None, ...] = (None,),
         batching: str = "continuous",
         batch_wait_ms: float = 0.0,
+        preferred_sizes: tuple[int, ...] = (),
         depth: int = 0,
         caching: bool = False,
         tokens: Callable[[str], int] = lambda name: 7,
@@ -44,7 +45,7 @@ class Driver:
         groups = [CacheGroup(num_blocks, window, num_host_blocks) for window in windows]
         self.kv = KVCacheManager(groups, BLOCK, max_step_tokens=budget, enable_prefix_caching=caching)
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": budget, "max_model_len": 128, "watermark": 0.0}
-        membership = membership_from_name(batching, batch_wait_ms)
+        membership = membership_from_name(batching, batch_wait_ms, preferred_sizes)
         self.scheduler = Scheduler(self.kv, membership=membership, **{**defaults, **settings})
         self.depth = depth
         self.failing = -1

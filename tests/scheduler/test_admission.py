@@ -119,6 +119,17 @@ def test_a_static_batch_computes_held_rows_to_its_end_and_reserves_the_worst_cas
     assert (long.num_output_tokens, short.num_output_tokens) == (9, 2)
 
 
+@pytest.mark.parametrize(("waiting", "joined"), [(1, 0), (2, 2), (3, 2), (4, 4), (5, 4), (8, 8), (9, 8)])
+def test_a_batch_of_a_preferred_size_does_not_wait_to_fill(waiting: int, joined: int) -> None:
+    driver = Driver(batching="dynamic", batch_wait_ms=500.0, preferred_sizes=(2, 4))
+    driver.add(*(request(f"r{i}", 2) for i in range(waiting)))
+    assert driver.scheduler.next_event(0.0) == (0.0 if joined else 0.5)
+    assert len(driver.step().joined) == joined
+    driver.now = 0.5
+    driver.run()
+    assert len(driver.finished) == waiting
+
+
 def test_a_dynamic_batch_does_not_hold_rows() -> None:
     driver = Driver(batching="dynamic")
     driver.add(request("a", 3, max_tokens=9), request("b", 5, max_tokens=2))

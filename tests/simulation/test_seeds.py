@@ -59,7 +59,8 @@ def test_execution_does_not_depend_on_the_hash_seed() -> None:
 
 def test_worlds_reach_what_they_are_there_for() -> None:
     """A simulator that never preempts, forks, shares or fails would find nothing."""
-    seen = dict.fromkeys(["preempted", "cached", "forked", "late", "held", "failed", "text", "passed"], 0)
+    names = ["preempted", "cached", "forked", "late", "held", "failed", "text", "passed"]
+    seen = dict.fromkeys([*names, "swapped", "tails", "dropped", "past deadline"], 0)
     for seed in range(150):
         simulation = run_world(make_world(seed))
         engine, world = simulation.engine, simulation.world
@@ -71,7 +72,11 @@ def test_worlds_reach_what_they_are_there_for() -> None:
         seen["failed"] += simulation.num_failed
         seen["forked"] += simulation.num_copies
         seen["passed"] += simulation.num_passed
-    assert all(count >= 20 for count in seen.values()), seen
+        seen["swapped"] += engine.scheduler.num_swaps
+        seen["tails"] += engine.scheduler.num_tails
+        seen["dropped"] += simulation.num_dropped
+        seen["past deadline"] += engine.scheduler.num_past_deadline
+    assert all(count >= 5 for count in seen.values()), seen
 
 
 def test_failing_world_is_cut_down_and_replayed(
