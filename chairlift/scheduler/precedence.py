@@ -183,15 +183,21 @@ class Precedence(FirstComeFirstServed):
             service = request.service
             if request.is_finished or not service.has_deadline:
                 continue
-            started = request.slot >= 0 or request.num_output_tokens
-            first = service.first_token_by if not request.num_output_tokens else math.inf
-            due = min(first, service.finish_by) if started else request.start_by
+            due = self._hopeless_at(request)
             if due < now:
                 request.service = dataclasses.replace(service, first_token_by=math.inf, finish_by=math.inf)
                 request.start_by = math.inf
                 yield request
             elif due < math.inf:
                 heapq.heappush(self._due, (due, request.sequence, request))
+
+    def _hopeless_at(self, request: Request) -> float:
+        """From when on it misses a deadline for sure: no guess at the length of its answer is part of this."""
+        service = request.service
+        if request.num_output_tokens:
+            return service.finish_by
+        first = self._service_time(request.num_prompt_tokens, 1)[0] if request.slot < 0 else 0.0
+        return min(service.first_token_by, service.finish_by) - first
 
     def _is_urgent(self, request: Request, now: float) -> bool:
         return now >= request.start_by - _URGENT_SHARE * (request.start_by - request.arrival_time)
@@ -210,12 +216,12 @@ class Precedence(FirstComeFirstServed):
         self._settled = self._counted = False
 
     def queued(self, request: Request, now: float) -> None:
+        self.counters.queued(request)
         if request.request_id not in self._known:
             self._known.add(request.request_id)
-            self.counters.arrived(request.service.tenant)
             if request.service.has_deadline:
                 request.start_by = self._latest_start(request)
-                heapq.heappush(self._due, (request.start_by, request.sequence, request))
+                heapq.heappush(self._due, (self._hopeless_at(request), request.sequence, request))
 
     def joined(self, request: Request) -> None:
         self._rows[request.service.service_class] += 1
@@ -231,6 +237,5 @@ class Precedence(FirstComeFirstServed):
         name, length = request.service.service_class, float(request.num_output_tokens)
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._mean_answer[name] = self._mean_answer.get(name, length) * (1 - _MEMORY) + length * _MEMORY
-        if request.request_id in self._known:  # and not one that only hung on a sibling
-            self._known.remove(request.request_id)
-            self.counters.ended(request.service.tenant)
+        self._known.discard(request.request_id)
+        self.counters.forgotten(request)

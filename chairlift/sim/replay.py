@@ -29,7 +29,16 @@ from chairlift.scheduler.output import SchedulerOutput
 from chairlift.sim.machines import Deployment
 from chairlift.workload.trace import TracedRequest, prompt_token_ids
 
-__all__ = ["Percentiles", "ServedTrace", "SimExecutor", "SimReport", "replay", "serve_trace", "simulated_core"]
+__all__ = [
+    "Percentiles",
+    "RequestTiming",
+    "ServedTrace",
+    "SimExecutor",
+    "SimReport",
+    "replay",
+    "serve_trace",
+    "simulated_core",
+]
 
 _VOCAB_SIZE: Final = 2**31 - 1
 """Of simulated models: large, so that prompts that differ do not begin alike."""
@@ -156,8 +165,8 @@ class SimReport:
 
 
 @dataclasses.dataclass(slots=True)
-class _Timing:
-    """One request on its way."""
+class RequestTiming:
+    """One request on its way. Times are on the core's clock; -1 is not yet."""
 
     request: TracedRequest
     started: float = -1.0
@@ -190,7 +199,7 @@ class _Collector:
     """Reads what steps bring, and nothing twice: at many rows it is the most expensive part of a simulated step."""
 
     def __init__(self) -> None:
-        self.timings: dict[str, _Timing] = {}
+        self.timings: dict[str, RequestTiming] = {}
         self.gaps = array("d")
         self.cached_tokens = self.steps = self.rows = 0
         self.busy = self.busy_until = 0.0
@@ -263,8 +272,15 @@ class _Collector:
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
-def serve_trace(core: EngineCore, trace: Sequence[TracedRequest], limits: ModelLimits) -> ServedTrace:
+def serve_trace(
+    core: EngineCore,
+    trace: Sequence[TracedRequest],
+    limits: ModelLimits,
+    timings: list[RequestTiming] | None = None,
+) -> ServedTrace:
     """Serve a trace to its end, greedily and to exactly its lengths; arrivals count from now on the core's clock.
+
+    ``timings`` is given one entry for every request that was let in.
 
     Works for simulated and real cores alike; the core must be idle. Raises RequestError when a request that was let in
     fails; those that the door refuses, and those dropped at their deadline, are counted.
@@ -290,6 +306,8 @@ def serve_trace(core: EngineCore, trace: Sequence[TracedRequest], limits: ModelL
             if not events:
                 raise InvariantError("requests wait, but no step and no arrival will ever come")
             clock.wait_until(min(events))
+    if timings is not None:
+        timings += collector.timings.values()
     return collector.served(refused, core, preemptions)
 
 
@@ -309,7 +327,7 @@ def _enter(
         core.add(door.prepare(name, prompt, params, arrival, tenant=request.tenant))
     except RequestError:
         return False
-    collector.timings[name] = _Timing(dataclasses.replace(request, arrival=arrival))
+    collector.timings[name] = RequestTiming(dataclasses.replace(request, arrival=arrival))
     return True
 
 

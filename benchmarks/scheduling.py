@@ -1,0 +1,300 @@
+"""What the scheduling promises are worth, and what they cost: paired runs of each policy against the plain one.
+
+    python benchmarks/scheduling.py --simulate                       # on the modelled machine, in seconds
+    python benchmarks/scheduling.py --model /tmp/s135 --rounds 3 --json benchmarks/results/scheduling.json
+
+Scenarios (``--only a c`` picks some):
+
+a. priority: few urgent requests next to a stream of batch work at five times what the engine can do;
+b. tenants: two of them, one sends ten times as much as the other and more than the engine can do;
+c. memory: peak demand is 1.2 times the KV cache, by each way to preempt; and a hopeless case, a permanent backlog;
+d. prompts: three kinds of prompt-dominated traffic in each prefill mode;
+f. deadlines: goodput of least slack first against arrival order, at 0.8, 1.0, 1.2 and 1.5 times the capacity.
+
+Every scenario interleaves its settings within each round, on one trace per round. Printed are figures per setting and
+ratios with a 95 % interval over the rounds (bootstrap). Simulated verdicts carry the simulator's validity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import random
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from chairlift import __version__
+from chairlift.bench.machine import describe_machine
+from chairlift.config import EngineConfig
+from chairlift.engine.core import EngineCore
+from chairlift.engine.input_processor import ModelLimits
+from chairlift.sim.machines import Deployment, deploy, read_deployment, shape_from_name
+from chairlift.sim.replay import RequestTiming, ServedTrace, serve_trace, simulated_core
+from chairlift.workload.arrivals import AllAtOnce, Arrivals, Gamma
+from chairlift.workload.lengths import LogNormal
+from chairlift.workload.trace import TracedRequest
+
+CHAT = (LogNormal(4.6, 0.8, 8, 512), LogNormal(4.2, 0.7, 4, 256))
+PROMPTS = {
+    "documents": (LogNormal(7.6, 0.4, 512, 4096), LogNormal(3.0, 0.3, 8, 40)),
+    "mixed": (LogNormal(6.5, 0.8, 64, 4096), LogNormal(3.5, 0.5, 8, 100)),
+    "bursts": (LogNormal(7.0, 0.5, 256, 3000), LogNormal(3.0, 0.4, 8, 60)),
+}
+Lengths = tuple[LogNormal, LogNormal]
+
+
+@dataclasses.dataclass
+class Run:
+    """One setting on one trace."""
+
+    served: ServedTrace
+    timings: list[RequestTiming]
+    step_p99: float
+    peak_blocks: int
+    """Most KV blocks in use at once."""
+
+    def ttft(self, keep: Callable[[TracedRequest], bool], quantile: float) -> float:
+        """Of the requests that ``keep`` wants, in seconds."""
+        values = sorted(t.first - t.request.arrival for t in self.timings if t.first >= 0 and keep(t.request))
+        return values[min(len(values) - 1, int(quantile * len(values)))] if values else float("nan")
+
+
+class Bench:
+    """Makes engines with given settings, simulated or real, and runs traces on them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.base = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": 512, "max_model_len": 8192}
+        self.deployment: Deployment | None = None
+        if args.model is None:
+            source = args.cost_model
+            self.deployment = (
+                read_deployment(source) if source else deploy(args.machine, shape_from_name("qwen2.5-0.5b"))
+            )
+
+    @property
+    def validity(self) -> str:
+        return "measured" if self.deployment is None else self.deployment.validity
+
+    def run(self, trace: Sequence[TracedRequest], **settings: Any) -> Run:
+        core, limits = self._core({**self.base, **settings})
+        timings: list[RequestTiming] = []
+        served = serve_trace(core, trace, limits, timings)
+        steps = sorted(record.end - record.start for record in core.step_log)
+        core.shutdown()
+        peak = max((record.blocks.used for record in core.step_log), default=0)
+        return Run(served, timings, steps[int(0.99 * len(steps))] if steps else 0.0, peak)
+
+    def _core(self, settings: dict[str, Any]) -> tuple[EngineCore, ModelLimits]:
+        if self.deployment is not None:
+            return simulated_core(self.deployment, EngineConfig.from_flat(settings))
+        import torch
+
+        from chairlift import LLM
+
+        torch.set_num_threads(1)
+        length = min(settings.pop("max_model_len"), self._max_model_len())
+        llm = LLM(self.args.model, skip_tokenizer_init=True, max_model_len=length, **settings)
+        promises = llm.config.scheduler.promises
+        return llm.engine.core, ModelLimits(self._vocab_size(), llm.max_model_len, (), promises)
+
+    def _max_model_len(self) -> int:
+        return int(json.loads((self.args.model / "config.json").read_text())["max_position_embeddings"])
+
+    def _vocab_size(self) -> int:
+        return int(json.loads((self.args.model / "config.json").read_text())["vocab_size"])
+
+    def capacity(self, lengths: Lengths, count: int, **settings: Any) -> float:
+        """Requests per second when there is always work."""
+        return self.run(draw(lengths, AllAtOnce(), count, 99), **settings).served.requests_per_second
+
+
+def draw(lengths: Lengths, arrivals: Arrivals, count: int, seed: int, **fields: Any) -> list[TracedRequest]:
+    """A seeded trace of requests that are alike but for their lengths."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    prompts, outputs = lengths[0].draw(rng, count), lengths[1].draw(rng, count)
+    return [
+        TracedRequest(arrival=at, prompt_tokens=prompt, output_tokens=output, **fields)
+        for at, prompt, output in zip(arrivals.times(count, seed), prompts, outputs, strict=True)
+    ]
+
+
+def merged(*traces: Iterable[TracedRequest]) -> list[TracedRequest]:
+    """One trace of several, by arrival."""
+    return sorted((request for trace in traces for request in trace), key=lambda request: request.arrival)
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean and the 95 % interval of it, by bootstrap."""
+    rng = random.Random(0)
+    means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(2000))
+    return {"mean": statistics.fmean(values), "low": means[50], "high": means[-50]}
+
+
+# --- scenarios -------------------------------------------------------------------------------------------------------
+
+
+def priority(bench: Bench, seed: int) -> dict[str, float]:
+    """(a) p99 TTFT of urgent work at 5x overload, against being alone plus two p99 steps; the price in throughput."""
+    count = bench.args.count
+    rate = bench.capacity(CHAT, count)
+    seconds = count / rate
+    few = max(20, count // 8)
+    urgent = draw(CHAT, Gamma(few / seconds), few, 1000 + seed, priority=-10)
+    flood = draw(CHAT, Gamma(5 * rate), count, seed, priority=5)
+    alone = bench.run(urgent, scheduling_policy="priority")
+    both = merged(urgent, flood)
+    plain = bench.run([dataclasses.replace(request, priority=0) for request in both])
+    ours = bench.run(both, scheduling_policy="priority")
+
+    def is_urgent(request: TracedRequest) -> bool:
+        return request.priority < 0
+
+    lone, p99 = alone.ttft(is_urgent, 0.99), ours.ttft(is_urgent, 0.99)
+    return {
+        "alone p99 TTFT s": lone,
+        "overloaded p99 TTFT s": p99,
+        "bound s": lone + 2 * ours.step_p99,
+        "p99 TTFT / bound": p99 / (lone + 2 * ours.step_p99),
+        "throughput ratio": ours.served.output_tokens_per_second / plain.served.output_tokens_per_second,
+        "preemption rate": ours.served.preemption_rate,
+    }
+
+
+def tenants(bench: Bench, seed: int) -> dict[str, float]:
+    """(b) the small tenant's p99 TTFT next to one that sends ten times as much, and the price in throughput."""
+    count = bench.args.count
+    rate = bench.capacity(CHAT, count)
+    few = max(20, count // 10)
+    large = draw(CHAT, Gamma(1.5 * rate), count, seed, tenant="large")
+    small = draw(CHAT, Gamma(0.15 * rate), few, 2000 + seed, tenant="small")
+    alone = bench.run(small, scheduling_policy="priority")
+    both = merged(large, small)
+    plain, ours = bench.run(both), bench.run(both, scheduling_policy="priority")
+
+    def is_small(request: TracedRequest) -> bool:
+        return request.tenant == "small"
+
+    lone, p99 = alone.ttft(is_small, 0.99), ours.ttft(is_small, 0.99)
+    return {
+        "alone p99 TTFT s": lone,
+        "fcfs p99 TTFT s": plain.ttft(is_small, 0.99),
+        "fair p99 TTFT s": p99,
+        "p99 TTFT / (alone + 3 steps)": p99 / (lone + 3 * ours.step_p99),
+        "throughput ratio": ours.served.output_tokens_per_second / plain.served.output_tokens_per_second,
+    }
+
+
+def memory(bench: Bench, seed: int) -> dict[str, float]:
+    """(c) each way to preempt where peak demand is 1.2 times the KV cache, and under a permanent backlog."""
+    count = bench.args.count
+    lengths = (LogNormal(5.0, 0.5, 32, 512), LogNormal(5.5, 0.4, 64, 512))
+    rate = bench.capacity(lengths, count)
+    figures: dict[str, float] = {}
+    for case, share, arrivals in (("", 1.2, Gamma(rate)), ("hopeless ", 3.0, AllAtOnce())):
+        arrived = draw(lengths, arrivals, count, seed)
+        blocks = int(bench.run(arrived, enable_prefix_caching=False).peak_blocks / share) + 1
+        best = 0.0
+        for mode in ("recompute", "swap", "auto", "none"):
+            swap = {"swap_space_bytes": 1 << 30} if mode in ("swap", "auto") else {"swap_space_bytes": 0}
+            run = bench.run(arrived, preemption_mode=mode, num_kv_blocks=blocks, **swap)
+            rate_now = run.served.output_tokens_per_second
+            figures[f"{case}{mode} tok/s"] = rate_now
+            figures[f"{case}{mode} TPOT p99 ms"] = run.served.tpot.p99 * 1000
+            figures[f"{case}{mode} preempted"] = run.served.preemption_rate
+            best = max(best, rate_now) if mode in ("recompute", "swap") else best
+        figures[f"{case}auto / better of the two"] = figures[f"{case}auto tok/s"] / best
+    return figures
+
+
+def prompts(bench: Bench, seed: int) -> dict[str, float]:
+    """(d) prompt-dominated traffic in each prefill mode: throughput, and how late answers end."""
+    figures: dict[str, float] = {}
+    for kind, lengths in PROMPTS.items():
+        count = max(16, bench.args.count // 4)
+        rate = bench.capacity(lengths, count)
+        arrivals = Gamma(1.1 * rate, 0.2 if kind == "bursts" else 1.0)
+        trace = draw(lengths, arrivals, count, seed)
+        best = 0.0
+        for mode in ("mixed", "prefill_first", "decode_first", "separate", "auto"):
+            run = bench.run(trace, prefill_mode=mode)
+            figures[f"{kind} {mode} tok/s"] = run.served.output_tokens_per_second
+            figures[f"{kind} {mode} E2E p50 s"] = run.served.e2e.p50
+            best = max(best, run.served.output_tokens_per_second) if mode != "auto" else best
+        figures[f"{kind} auto / best fixed"] = figures[f"{kind} auto tok/s"] / best
+    return figures
+
+
+def deadlines(bench: Bench, seed: int) -> dict[str, float]:
+    """(f) share of requests whose deadlines were kept: least slack first, the late dropped or not, against FCFS."""
+    count = bench.args.count
+    rate = bench.capacity(CHAT, count)
+    lone = bench.run(draw(CHAT, Gamma(0.1 * rate), 20, 77)).served
+    figures: dict[str, float] = {}
+    for load in (0.8, 1.0, 1.2, 1.5):
+        rng = random.Random(seed)
+        trace = [
+            dataclasses.replace(request, deadline_ms=1000 * rng.choice([2.0, 4.0, 10.0]) * lone.e2e.p50)
+            for request in draw(CHAT, Gamma(load * rate), count, seed)
+        ]
+        plain = bench.run([dataclasses.replace(request, deadline_ms=None) for request in trace])
+        kept = [
+            timing.last - timing.request.arrival <= asked.deadline_ms / 1000
+            for timing, asked in zip(plain.timings, trace, strict=True)
+            if asked.deadline_ms is not None
+        ]
+        figures[f"{load} fcfs"] = sum(kept) / len(kept)
+        for late in ("downgrade", "drop"):
+            run = bench.run(trace, scheduling_policy="priority", late_requests=late)
+            figures[f"{load} deadline, {late}"] = run.served.goodput or 0.0
+    return figures
+
+
+SCENARIOS = {"a": priority, "b": tenants, "c": memory, "d": prompts, "f": deadlines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="run this model on this machine; otherwise simulate")
+    parser.add_argument("--simulate", action="store_true", help="the default; says so")
+    parser.add_argument("--machine", default="ryzen-9950x", help="modelled machine (see chairlift sim --help)")
+    parser.add_argument("--cost-model", type=Path, help="fitted by chairlift sim --fit, instead of a modelled machine")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--count", type=int, default=200, help="requests per trace")
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    bench = Bench(args)
+    print(f"{bench.validity}, {args.rounds} rounds")
+    results: dict[str, Any] = {}
+    for name in args.only:
+        rounds = [SCENARIOS[name](bench, seed) for seed in range(args.rounds)]
+        results[name] = {figure: interval([row[figure] for row in rounds]) for figure in rounds[0]}
+        print(f"({name}) {(SCENARIOS[name].__doc__ or '').split(') ')[-1].strip()}")
+        for figure, value in results[name].items():
+            print(f"    {figure:34} {value['mean']:10.3f}   [{value['low']:.3f}, {value['high']:.3f}]")
+    if args.json is not None:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        record = {
+            "command": f"scheduling.py --rounds {args.rounds} --count {args.count} --max-num-seqs {args.max_num_seqs}",
+            "validity": bench.validity,
+            "model": "qwen2.5-0.5b" if args.model is None else args.model.name,
+            "commit": commit,
+            "chairlift": __version__,
+            "python": platform.python_version(),
+            "machine": dataclasses.asdict(describe_machine()),
+            "scenarios": results,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
