@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -79,15 +80,19 @@ class AsyncLLM:
         *,
         kind: OutputKind = OutputKind.CUMULATIVE,
         cache_salt: str = "",
+        priority: int | None = None,
+        tenant: str = "",
     ) -> AsyncIterator[RequestOutput]:
         """Answer a prompt (text or token ids); yields the answer as it grows, or what is new, or its end.
 
+        ``priority`` goes before that of the parameters; ``tenant`` is who is charged, where tenants share fairly.
         Leaving the loop, or cancelling its task, ends the request. Raises RequestError for what cannot be served,
         QueueFullError when too much waits, EngineDeadError when the engine dies.
         """
-        stream = await self._started().submit(
-            prompt, sampling_params or SamplingParams(), kind=kind, cache_salt=cache_salt
-        )
+        params = sampling_params or SamplingParams()
+        if priority is not None:
+            params = dataclasses.replace(params, priority=priority)
+        stream = await self._started().submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant)
         try:
             async for output in stream:
                 yield output

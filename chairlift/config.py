@@ -37,6 +37,7 @@ BUNDLED_MODEL = "bundled"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BATCHING = ("continuous", "static", "dynamic")
 _LATE = ("downgrade", "drop")
+_GOVERNORS = ("off", "shadow", "rules", "learned")
 _PREEMPTION_MODES = ("auto", "recompute", "swap", "none")
 _PREFILL_MODES = ("mixed", "prefill_first", "decode_first", "separate", "auto")
 _KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch")
@@ -47,6 +48,7 @@ _CHOICES = {
     "kernels": _KERNELS,
     "batching": _BATCHING,
     "late_requests": _LATE,
+    "governor": _GOVERNORS,
     "preemption_mode": _PREEMPTION_MODES,
     "prefill_mode": _PREFILL_MODES,
     "metrics_prefix": _METRICS_PREFIXES,
@@ -115,6 +117,8 @@ class SchedulerConfig:
     """JSON object of tenants whose share of the engine is not 1, for the policy priority."""
     ageing_seconds: float = 30.0
     """A waiting request gains one level of priority per this time, when nobody like it was let in meanwhile."""
+    shadow_policy: str = ""
+    """A second policy, named alike, that is asked the same questions but decides nothing: how often would it differ?"""
     late_requests: str = "downgrade"
     """What happens to a request that cannot keep its deadline any more: downgrade (it goes on without) or drop."""
     prefill_mode: str = "mixed"
@@ -139,6 +143,13 @@ class SchedulerConfig:
     """After this many preemptions a request is resumed with all blocks it may ever need."""
     admission_watermark: float = 0.01
     """Share of the blocks kept free when a request joins a running batch."""
+    governor: str = "off"
+    """Who moves max_num_seqs, max_num_batched_tokens and admission_watermark at run time, within what is set here: off,
+    rules, learned, or shadow (the rules' decisions are logged and not applied)."""
+    governor_ttft_ms: float | None = None
+    """Time to the first token that the governor aims at. None: as it comes."""
+    governor_tpot_ms: float | None = None
+    """Time per output token that the governor aims at. None: as it comes."""
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -173,7 +184,7 @@ class EngineConfig:
         _one_of("dtype", model.dtype, _DTYPES)
         _one_of("kernels", model.kernels, _KERNELS)
         _one_of("batching", scheduler.batching, _BATCHING)
-        for name in ("late_requests", "preemption_mode", "prefill_mode"):
+        for name in ("late_requests", "preemption_mode", "prefill_mode", "governor"):
             _one_of(name, getattr(scheduler, name), _CHOICES[name])
         _range("ageing_seconds", scheduler.ageing_seconds, 0.001, 10**6)
         texts = {name: getattr(model, name) for name in ("model", "revision", "tokenizer")}
@@ -201,6 +212,8 @@ class EngineConfig:
         _range("max_times_passed", scheduler.max_times_passed, 1, 2**31)
         _range("max_preemptions", scheduler.max_preemptions, 1, 2**31)
         _range("admission_watermark", scheduler.admission_watermark, 0, 0.5)
+        _range("governor_ttft_ms", scheduler.governor_ttft_ms, 0.001, 10**9)
+        _range("governor_tpot_ms", scheduler.governor_tpot_ms, 0.001, 10**9)
         _policy(scheduler)
         if scheduler.batch_sizes and scheduler.batching == "continuous":
             raise ConfigError("preferred_batch_sizes are for batching static or dynamic; continuous never waits")
@@ -373,8 +386,9 @@ def _true_or_false(name: str, value: Any) -> None:
 
 def _policy(scheduler: SchedulerConfig) -> None:
     name = scheduler.scheduling_policy
-    if name not in ("fcfs", "priority") and not (isinstance(name, str) and re.fullmatch(r"[\w.]+:\w+", name)):
-        raise ConfigError(f"scheduling_policy must be fcfs, priority or module:Class; got {name!r}")
+    for setting, value in (("scheduling_policy", name), ("shadow_policy", scheduler.shadow_policy or "fcfs")):
+        if value not in ("fcfs", "priority") and not (isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value)):
+            raise ConfigError(f"{setting} must be fcfs, priority or module:Class; got {value!r}")
     classes = parse_service_classes(scheduler.service_classes)
     weights = parse_tenant_weights(scheduler.tenant_weights)
     if name == "fcfs" and (scheduler.service_classes or weights):
@@ -395,16 +409,16 @@ def _policy(scheduler: SchedulerConfig) -> None:
 
 _MAY_BE_NONE = {"threads", "max_model_len", "seed", "kv_cache_memory_bytes", "num_kv_blocks", "swap_space_bytes"}
 _MAY_BE_NONE |= {"max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout"}
+_MAY_BE_NONE |= {"governor_ttft_ms", "governor_tpot_ms"}
 
 
 def _range(name: str, value: Any, low: float, high: float) -> None:
     if value is None and name in _MAY_BE_NONE:
         return
     whole = name not in (
-        "batch_wait_ms",
         "admission_watermark",
         "status_interval",
         "ageing_seconds",
-    ) and not name.endswith("_timeout")
+    ) and not name.endswith(("_timeout", "_ms"))
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
         raise ConfigError(f"{name} must be a{' whole' if whole else ''} number from {low} to {high}, got {value!r}")

@@ -9,7 +9,7 @@
     │   └── PromptTooLongError            the request needs more tokens than the model or the KV cache has
     ├── EngineDeadError (RuntimeError)    the engine cannot go on: interrupted inside a step, or its process died
     ├── OverloadedError (RuntimeError)    nothing is wrong with the request; there is no room for it now
-    │   ├── QueueFullError                too many requests, or prompt tokens, wait already
+    │   ├── QueueFullError                too many requests, or prompt tokens, wait already, or for too long
     │   └── QueueTimeoutError             the request waited for as long as it may
     ├── TemplateError (ValueError)        a chat template failed, or is not there
     └── InvariantError (AssertionError)   Chairlift itself is broken: a bug, never the caller's fault
@@ -65,7 +65,8 @@ class OverloadedError(ChairliftError, RuntimeError):
 
 
 class QueueFullError(OverloadedError):
-    """As many requests, or prompt tokens, wait as may. ``kind`` is ``requests`` or ``tokens``."""
+    """As many requests, or prompt tokens, wait as may (``kind`` is ``requests`` or ``tokens``), or the request would
+    wait for longer than it may (``forecast``)."""
 
     def __init__(self, message: str, retry_after: float = 1.0, kind: str = "requests") -> None:
         super().__init__(message, retry_after)

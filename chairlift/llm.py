@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -21,6 +23,7 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["LLM"]
 
 ChatMessage = Mapping[str, Any]
+_log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -37,6 +40,8 @@ class LLM:
             settings["model"] = str(model)
         self.config = EngineConfig.from_flat(settings)
         loaded = load_executor(self.config, progress)
+        if problem := loaded.info(self.config).too_much_reserved(self.config.scheduler.promises):
+            _log.warning("%s", problem)
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
             self.tokenizer = read_tokenizer(self.config, loaded.model_dir)
@@ -60,11 +65,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        priority: int | Sequence[int] | None = None,
+        tenant: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Answer prompts (text, lists of token ids, or vLLM's ``{"prompt_token_ids": ...}``), outputs in their order.
 
-        ``sampling_params`` is one for all or one each. All prompts are checked before any is answered; the
-        RequestError for a bad one names its place.
+        ``sampling_params`` is one for all or one each, and so are ``priority``, which goes before that of the
+        parameters, and ``tenant``, who is charged where tenants share fairly. All prompts are checked before any is
+        answered; the RequestError for a bad one names its place.
         """
         if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Set)):
             raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
@@ -74,19 +82,17 @@ class LLM:
             )
         alone = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
         listed: list[Any] = [prompts] if alone else list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(listed)
-        else:
-            params = list(sampling_params)
-        if len(params) != len(listed):
-            raise RequestError(
-                f"{len(listed)} prompts but {len(params)} sampling parameters; give one for all or one each"
-            )
+        count = len(listed)
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling parameters", given, count)
+        priorities, tenants = _one_each("priorities", priority, count), _one_each("tenants", tenant, count)
         ids: list[str] = []
         try:
-            for index, (prompt, param) in enumerate(zip(listed, params, strict=True)):
+            for index, (prompt, param, level) in enumerate(zip(listed, params, priorities, strict=True)):
                 try:
-                    ids.append(self.engine.add_request(prompt, param, stream=False))
+                    if level is not None and isinstance(param, SamplingParams):
+                        param = dataclasses.replace(param, priority=level)
+                    ids.append(self.engine.add_request(prompt, param, stream=False, tenant=tenants[index]))
                 except RequestError as error:
                     raise type(error)(f"prompt {index}: {error}") if len(listed) > 1 else error from None
             done = self._run(ids, use_tqdm)
@@ -147,6 +153,15 @@ class LLM:
         if bar is not None:
             bar.close()
         return done
+
+
+def _one_each(what: str, given: Any, count: int) -> list[Any]:
+    """One for every prompt, of one for all or one each."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(f"{count} prompts but {len(given)} {what}; give one for all or one each")
+    return list(given)
 
 
 def _is_token_ids(prompts: Any) -> bool:

@@ -35,6 +35,8 @@ class LoadedExecutor:
     dtype: str
     kernels: str
     threads: int
+    block_bytes: int = 0
+    """Of a KV block, over its layers; the mean of the cache groups."""
 
     def info(self, config: EngineConfig) -> EngineInfo:
         """What others may know. The capacity is that of the executor's smallest pool."""
@@ -59,6 +61,7 @@ class LoadedExecutor:
             held=config.scheduler.batching == "static",
             deterministic=native or self.kernels == "hashlm",
             fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels),
+            block_bytes=self.block_bytes,
         )
 
 
@@ -128,6 +131,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         dtype=str(dtype).removeprefix("torch."),
         kernels=isa or "torch",
         threads=_threads(config, isa),
+        block_bytes=sum(plan.block_bytes) // len(plan.block_bytes),
     )
 
 

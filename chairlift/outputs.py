@@ -68,6 +68,10 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    causes: dict[str, float] | None = None
+    """Seconds from arrival to the end, by what they went on: docs/why-slow.md. Of ``n`` answers, of the last to end."""
+    preempted_by: list[str] = dataclasses.field(default_factory=list)
+    """Sequences that it had to give way to: the last three at most, the newest at the end."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -171,6 +171,10 @@ class Request:
         """Permanent row in the executor's InputBatch while running; -1 otherwise."""
         self.limit = self.max_total_tokens - 1
         """KV positions after which this row stops computing (the last token sampled is never an input)."""
+        self._begin_books()
+
+    def _begin_books(self) -> None:
+        """What scheduler and KV cache write down about a request."""
         self.block_ids: list[list[int]] = []
         """The block table, one list per cache group."""
         self.num_out_of_reach: list[int] = []
@@ -179,7 +183,7 @@ class Request:
         """Leading full blocks already offered to the prefix cache."""
         self.last_node: PrefixNode | None = None
         """The prefix-cache node of the last published block."""
-        self.retention = service.retention
+        self.retention = self.service.retention
         """How long its blocks stay in the prefix cache when it leaves: 0, or 1 or 2 to outlast those below."""
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""

@@ -70,6 +70,27 @@ def test_what_is_wrong_is_said_where_it_is_asked(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
+def test_priority_and_tenant_reach_the_engine() -> None:
+    async def test() -> None:
+        async with AsyncLLM("hashlm", scheduling_policy="priority", tenant_weights={"alice": 2}) as llm:
+            params = SamplingParams(max_tokens=3, priority=9)
+            outputs = [o async for o in llm.generate([1, 2, 3], params, priority=-2, tenant="alice")]
+            assert outputs[-1].finished
+            for wrong, words in (({"priority": 0.5}, "priority must be"), ({"tenant": 5}, "tenant must be")):
+                with pytest.raises(RequestError, match=words):
+                    async for _ in llm.generate([1, 2, 3], params, **wrong):  # type: ignore[arg-type]
+                        pass
+            with pytest.raises(RequestError, match="tenant must be"):  # it could not cross to the engine
+                async for _ in llm.generate([1, 2, 3], params, tenant="\udc80"):
+                    pass
+        async with AsyncLLM("hashlm") as llm:
+            with pytest.raises(RequestError, match="priority is -2"):
+                async for _ in llm.generate([1, 2, 3], priority=-2):
+                    pass
+
+    asyncio.run(test())
+
+
 def test_shutdown_ends_the_process_and_its_requests() -> None:
     async def test() -> None:
         llm = AsyncLLM("hashlm:1ms")

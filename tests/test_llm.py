@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, ConfigError, RequestError, SamplingParams
-from chairlift.engine.input_processor import Prompt
+from chairlift.engine.input_processor import PreparedRequest, Prompt
 from chairlift.errors import TemplateError
 from chairlift.executor.local import LocalExecutor
 from chairlift.models.flat_batch import FlatBatch
@@ -314,3 +314,60 @@ def test_prompts_may_have_the_names_that_vllm_gives_them(llm: LLM) -> None:
     assert tokens(llm.generate({"prompt_token_ids": [8, 9]}, greedy())) == plain[1:]
     with pytest.raises(RequestError, match="'prompt_token_ids' and no more, got 'ids'"):
         llm.generate({"ids": [1]})
+
+
+# -- promises ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, list[tuple[int, str]]]:
+    """An LLM with the policy priority, and the priority and tenant of what reaches its core."""
+    llm = make(model_dir, scheduling_policy="priority")
+    seen: list[tuple[int, str]] = []
+    add = llm.engine.core.add
+
+    def watched(request: PreparedRequest) -> None:
+        seen.append((request.priority, request.service.tenant))
+        add(request)
+
+    monkeypatch.setattr(llm.engine.core, "add", watched)
+    return llm, seen
+
+
+def test_priority_and_tenant_are_one_for_all_or_one_each(served: tuple[LLM, list[tuple[int, str]]]) -> None:
+    llm, seen = served
+    prompts = [PROMPT, PROMPT[:5]]
+    llm.generate(prompts, greedy(priority=4))
+    llm.generate(prompts, greedy(priority=4), priority=-1, tenant="alice")
+    llm.generate(prompts, [greedy(), greedy(priority=2)], priority=[3, 0], tenant=["alice", "bob"])
+    assert seen == [(4, ""), (4, ""), (-1, "alice"), (-1, "alice"), (3, "alice"), (0, "bob")]
+    assert drained(llm)
+
+
+def test_as_many_as_there_are_prompts(served: tuple[LLM, list[tuple[int, str]]]) -> None:
+    llm, seen = served
+    for wrong, words in (
+        ({"priority": [1]}, "2 prompts but 1 priorities"),
+        ({"tenant": ["a", "b", "c"]}, "2 prompts but 3 tenants"),
+        ({"sampling_params": []}, "2 prompts but 0 sampling parameters"),
+        ({"priority": [0, "high"]}, "prompt 1: priority must be a whole number"),
+        ({"tenant": ["a", "b\n"]}, "prompt 1: tenant must be a text of at most 256 printable"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.generate([PROMPT, PROMPT], **wrong)  # type: ignore[arg-type]
+    assert drained(llm) and len(seen) == 2
+
+
+def test_without_the_policy_a_priority_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="priority is 1, but the scheduling policy does not look at it"):
+        llm.generate(PROMPT, greedy(), priority=1)
+    assert tokens(llm.generate(PROMPT, greedy(), priority=0, tenant="alice")) == tokens(llm.generate(PROMPT, greedy()))
+
+
+@pytest.mark.parametrize(("min_blocks", "warned"), [(49, False), (100, True)])
+def test_reservations_that_cannot_hold_are_told(
+    model_dir: Path, caplog: pytest.LogCaptureFixture, min_blocks: int, warned: bool
+) -> None:
+    classes = {"chat": {"min_blocks": min_blocks}, "batch": {"min_blocks": 100}}
+    make(model_dir, num_kv_blocks=201, scheduling_policy="priority", service_classes=classes)
+    assert ("reserve 200 KV blocks (chat 100, batch 100), but there are 200" in caplog.text) == warned

@@ -50,6 +50,13 @@ _SAMPLING_FLAGS: Final[tuple[tuple[str, type, str], ...]] = (
 )
 
 
+_JSON: Final = {
+    "service_classes": '{"chat": {"priority": -5, "min_seqs": 8, "ttft_ms": 500}}',
+    "tenant_weights": '{"alice": 2}',
+}
+"""Settings that are JSON objects, with an example each: a mapping in a config file, text or @FILE as a flag."""
+
+
 def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
     """One flag per engine setting, grouped as in :class:`~chairlift.config.EngineConfig`, and ``--config``.
 
@@ -75,6 +82,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
     options: dict[str, Any] = {"dest": prefix + flag.name, "default": argparse.SUPPRESS}
     note = "" if flag.default is None or flag.default == () else f" (default: {flag.default})"
+    if flag.name in _JSON:
+        note = f" As text, or @FILE.json. Example: '{_JSON[flag.name]}'"
     options["help"] = (flag.help + note).replace("%", "%%")
     if flag.kind is bool:
         options["action"] = argparse.BooleanOptionalAction
@@ -84,7 +93,7 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
         options |= {"action": "append", "metavar": "TEXT"}
     else:
         options["type"] = flag.kind
-        options["metavar"] = {int: "N", float: "X"}.get(flag.kind, "TEXT")
+        options["metavar"] = "JSON" if flag.name in _JSON else {int: "N", float: "X"}.get(flag.kind, "TEXT")
     group.add_argument(_spelled(flag.name), **options)
 
 
@@ -134,12 +143,7 @@ def _read_file(path: Path | None, more: Mapping[str, tuple[type, bool]]) -> dict
     """
     if path is None:
         return {}
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the config file {path}: {reason}") from None
-    content = _parse(path, text)
+    content = _parse(path, _read_text("the config file", path))
     if not isinstance(content, dict):
         raise ConfigError(f"the config file {path} must hold names and values, got {type(content).__name__}")
     kinds: dict[str, tuple[type, bool]] = {flag.name: (flag.kind, flag.default is None) for flag in flat_fields()}
@@ -173,7 +177,23 @@ def _spelled(name: str) -> str:
 
 
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+    given = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+    return {name: _json_text(name, value) if name in _JSON else value for name, value in given.items()}
+
+
+def _json_text(name: str, value: str) -> str:
+    """The text of a setting that is JSON; ``@FILE`` stands for what is in the file. Raises ConfigError."""
+    if not value.startswith("@"):
+        return value
+    return _read_text(f"the file of {_spelled(name)}", Path(value[1:]))
+
+
+def _read_text(what: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read {what} {path}: {reason}") from None
 
 
 def _parse(path: Path, text: str) -> Any:
@@ -196,6 +216,12 @@ def _checked(path: Path, name: str, value: Any, kind: type, optional: bool) -> A
     """A value of the type the flag has; a number may be written without its fraction."""
     if value is None and optional:
         return value
+    if name in _JSON and isinstance(value, dict):
+        return json.dumps(value, default=str)
+    if name in _JSON and isinstance(value, str):
+        return _json_text(name, value)
+    if name in _JSON:
+        raise ConfigError(f"{name} in {path} must be a mapping, JSON text or @FILE, got {str(value)[:40]!r}")
     if kind is list and isinstance(value, str):
         return [value]
     if kind is float and type(value) is int:

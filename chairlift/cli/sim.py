@@ -36,6 +36,9 @@ moment, and --step-log learns from steps that were recorded. All settings of sch
 _SEEDS: Final = """Run the engine in seeded worlds with faults, and check every invariant after every step.
 
 One seed is one execution; a world that fails is cut down to the events it needs."""
+_GATE: Final = """Run a policy of one's own in seeded worlds with faults, and check what it and the engine promise.
+
+A policy that passes may meet traffic; one that fails is shown the promise it broke, and how to see it again."""
 _NOT_SIMULATED: Final = {
     "model",
     "revision",
@@ -99,15 +102,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seeds.add_argument("--seeds", metavar="N", type=int, default=1000, help="how many to run (default: 1000)")
     seeds.add_argument("--first", metavar="N", type=int, default=0, help="the first of them (default: 0)")
     seeds.set_defaults(parser=seeds)
+    gate = others.add_parser(
+        "gate",
+        help="fuzzed worlds for a policy of one's own",
+        description=_GATE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    gate.add_argument("policy", metavar="module:Class", help="the policy; made without arguments")
+    gate.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run this one world only")
+    gate.add_argument("--seeds", metavar="N", type=int, default=300, help="how many worlds to run (default: 300)")
+    gate.add_argument("--first", metavar="N", type=int, default=0, help="the first of them (default: 0)")
+    gate.set_defaults(parser=gate)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate; 0. What keeps it from running raises ChairliftError."""
-    if args.simulation == "seeds":
+    if args.simulation is not None:
         from chairlift.sim.__main__ import run_seeds
+        from chairlift.sim.gate import run_gate
 
-        one = args.one_seed
-        return run_seeds(range(args.first, args.first + args.seeds) if one is None else [one])
+        chosen = range(args.first, args.first + args.seeds) if args.one_seed is None else [args.one_seed]
+        if not chosen:
+            raise ConfigError(f"--seeds must be at least 1, got {args.seeds}")
+        return run_gate(args.policy, chosen) if args.simulation == "gate" else run_seeds(chosen)
     for path in (args.save, args.save_steps, args.json):
         if path is not None and not path.parent.is_dir():  # found before anything is measured
             raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from chairlift.config import EngineConfig, flat_fields
+from chairlift.engine.calibration import Calibration
 from chairlift.engine.core import FinishedSequence
 from chairlift.engine.info import EngineInfo
-from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prompt
-from chairlift.engine.intake import Intake
+from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt
+from chairlift.engine.intake import Intake, Place
 from chairlift.engine.messages import Refused, Step
 from chairlift.engine.output_processor import OutputProcessor
 from chairlift.engine.output_stream import OutputStream
@@ -31,6 +32,7 @@ from chairlift.errors import (
     EngineDeadError,
     OverloadedError,
     PromptTooLongError,
+    QueueFullError,
     QueueTimeoutError,
     RequestError,
     TemplateError,
@@ -38,6 +40,7 @@ from chairlift.errors import (
 from chairlift.metrics.stats import RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
+from chairlift.service_class import DEFAULT_CLASS
 from chairlift.tokenizer.template_worker import TemplateWorker
 from chairlift.tokenizer.tokenizer import Tokenizer
 
@@ -85,6 +88,8 @@ class AsyncEngine:
     ) -> None:
         scheduler = config.scheduler
         self.config = config
+        self.service_classes = scheduler.promises
+        """What classes of service promise; None where the scheduling policy does not look at promises."""
         self.state = EngineState.LOADING
         self.failure = ""
         """Why the engine is down or stopped, in words."""
@@ -95,6 +100,8 @@ class AsyncEngine:
         self.intake = Intake(
             max(64, 4 * scheduler.max_num_seqs) if max_queued_requests is None else max_queued_requests,
             32 * scheduler.max_num_batched_tokens if max_queued_tokens is None else max_queued_tokens,
+            self.service_classes,
+            Calibration(self.stats.forecast_error),
         )
         self._read_tokenizer = read_tokenizer
         self._on_progress = on_progress
@@ -158,15 +165,40 @@ class AsyncEngine:
             return f"the engine has not finished a step for {silent:.0f} s, and {len(self._streams)} requests wait"
         return ""
 
+    def expected_wait(self, service_class: str = DEFAULT_CLASS, tenant: str = "") -> float | None:
+        """Seconds until a request of a class and tenant that came now would be in its first step; None while nobody
+        knows. It is one with the priority of its class and without a deadline."""
+        stats = self.stats.engine
+        if self.state is not EngineState.READY:
+            return None
+        if not self.intake and not stats.num_waiting and self._free_rows:
+            return 0.0
+        return self.intake.expected_wait(service_class, time.monotonic(), self._free_rows, tenant)
+
+    def line(self) -> list[tuple[OutputStream, Place]]:
+        """Requests that wait for their first step, in the order in which they are expected to start."""
+        return [
+            (self._streams[place.request_id], place) for place in self.intake.line(time.monotonic(), self._free_rows)
+        ]
+
+    def named(self, name: str) -> list[OutputStream]:
+        """Requests that have not ended, by the name that :meth:`submit` was given."""
+        return [stream for stream in self._streams.values() if stream.name == name]
+
+    @property
+    def _free_rows(self) -> int:
+        rows = self.stats.engine.running_limit or self.config.scheduler.max_num_seqs
+        return max(0, rows - self.stats.engine.num_running)
+
     def retry_after(self) -> float:
         """Seconds, 1 to 60, after which there should be room in the queue."""
         return self.intake.retry_after(time.monotonic())
 
-    def check_room(self, num_requests: int = 1) -> None:
-        """Raise QueueFullError or EngineDeadError when so many requests would not be taken now."""
+    def check_room(self, num_requests: int = 1, service_class: str = DEFAULT_CLASS) -> None:
+        """Raise QueueFullError or EngineDeadError when so many requests of a class would not be taken now."""
         self._ready()
         try:
-            self.intake.check(time.monotonic(), num_requests)
+            self.intake.check(time.monotonic(), num_requests, 0, service_class)
         except OverloadedError:
             self.stats.rejected["queue_requests"] += 1
             raise
@@ -216,11 +248,14 @@ class AsyncEngine:
         tenant: str = "",
         queue_timeout: float | None = None,
         timeout: float | None = None,
+        name: str = "",
     ) -> OutputStream:
-        """Queue a request; ``kind`` says what its stream yields.
+        """Queue a request; ``kind`` says what its stream yields, ``tenant`` who is charged for it, ``name`` how its
+        caller calls it.
 
         Timeouts are in seconds, instead of the engine's own. Raises RequestError for what cannot be served,
-        QueueFullError when too much waits, EngineDeadError when there is no engine.
+        QueueFullError when too much waits, or the request would, by the forecast, wait for longer than its timeouts
+        allow; EngineDeadError when there is no engine.
         """
         arrival = time.monotonic()
         if isinstance(prompt, str) and prompt:
@@ -229,27 +264,41 @@ class AsyncEngine:
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
         prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, arrival, cache_salt, tenant)
-        num_tokens = len(prepared.prompt_token_ids)
+        num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
+        foreseeable = self._is_foreseeable(prepared)
+        patience = self._queue_timeout if queue_timeout is None else queue_timeout
+        limit = self._request_timeout if timeout is None else timeout
+        now = time.monotonic()
+        predicted = self.expected_wait(service_class, tenant) if foreseeable else None
         try:
-            self.intake.check(arrival, 1, num_tokens)
-        except OverloadedError as full:
-            self.stats.rejected[f"queue_{getattr(full, 'kind', 'requests')}"] += 1
+            self.intake.check(now, 1, num_tokens, service_class, tenant)
+            for setting, allowed in (("queue_timeout", patience), ("timeout", limit)):
+                if allowed is not None:
+                    self.intake.check_wait(predicted, allowed, setting)
+        except QueueFullError as full:
+            self.stats.rejected["forecast" if full.kind == "forecast" else f"queue_{full.kind}"] += 1
             raise
         self._client.add(prepared)
         if not self._streams:
             self._busy_since = arrival
         state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
-        stream = OutputStream(state, kind, self.abort)
+        stream = OutputStream(state, kind, self.abort, name)
         self._streams[stream.request_id] = stream
-        self.intake.enter(stream.request_id, num_tokens)
-        patience = self._queue_timeout if queue_timeout is None else queue_timeout
-        limit = self._request_timeout if timeout is None else timeout
+        lane = tenant if foreseeable else None
+        self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, lane)
         if patience is not None:
             stream.set_timer(patience, self._queued_too_long)
         if limit is not None:
             stream.set_timer(limit, self._took_too_long)
         _log.debug("request %s: %d prompt tokens, seed %d", stream.request_id, num_tokens, prepared.seed)
         return stream
+
+    def _is_foreseeable(self, request: PreparedRequest) -> bool:
+        """Whether it is of the kind that is forecast: a deadline, or a priority of its own, takes a request to another
+        place in the line. (Whether a deadline can be kept the scheduler itself knows best.)"""
+        service, classes = request.service, self.service_classes
+        usual = 0 if classes is None else classes[service.service_class].priority
+        return request.priority == usual and not service.has_deadline
 
     def abort(self, request_id: str) -> None:
         """End a request in any state, at once. Unknown ids, and those that have ended, are ignored."""
@@ -299,10 +348,12 @@ class AsyncEngine:
             return
         core = step.outputs
         stopped = outputs.take(core, now)
-        for sequence_id, _, _ in core.joined:
+        for sequence_id, _, when in core.joined:
             state = outputs.state_of(sequence_id)
             if state is not None:
-                self.intake.leave(state.request_id, now, started=True)
+                self.intake.leave(state.request_id, when, started=True)
+        if step.forecast is not None:
+            self.intake.foreseen(step.forecast)
         finished = core.finished
         if stopped and self._client is not None:
             self._client.stop(stopped)
@@ -341,7 +392,9 @@ class AsyncEngine:
     def _queued_too_long(self, request_id: str) -> None:
         if request_id in self.intake:
             self.stats.rejected["queue_timeout"] += 1
-            retry = self.retry_after()
+            stream = self._streams.get(request_id)
+            whose = () if stream is None else (stream.service_class, stream.tenant)
+            retry = self.intake.retry_after(time.monotonic(), *whose)
             self._fail(request_id, QueueTimeoutError("the request was not started within its queue_timeout", retry))
 
     def _took_too_long(self, request_id: str) -> None:
@@ -399,10 +452,11 @@ class AsyncEngine:
             template = self._chat_template or self.tokenizer.chat_template
             self._templates = TemplateWorker(template, self.tokenizer.named_tokens)
             await self._templates.start()
+        if self.info is None and (problem := info.too_much_reserved(self.service_classes)):
+            _log.warning("%s", problem)
         eos = set(info.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
         self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))
-        promises = self.config.scheduler.promises
-        limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids, promises)
+        limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids, self.service_classes)
         self._inputs = InputProcessor(limits, self.tokenizer, info, self.config.model.seed)
         self._outputs = OutputProcessor(self.tokenizer, info.eos_token_ids, self.stats)
         self.failure = ""

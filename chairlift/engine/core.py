@@ -10,10 +10,11 @@ import dataclasses
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from chairlift.config import SchedulerConfig
+from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.step_log import StepLog
@@ -26,6 +27,8 @@ from chairlift.outputs import FinishReason
 from chairlift.request import Request
 from chairlift.scheduler.costs import Costs
 from chairlift.scheduler.fairness import VirtualTokenCounters
+from chairlift.scheduler.forecast import AnswerLengths
+from chairlift.scheduler.governor_loop import governor_from_config
 from chairlift.scheduler.membership import membership_from_name
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput, StepResult
 from chairlift.scheduler.policies import policy_from_config
@@ -39,6 +42,7 @@ __all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Tok
 _log = logging.getLogger(__name__)
 _SHARES_SECONDS = 1.0
 _TOO_LATE = "the request could not be answered by its deadline"
+_NO_ERRORS: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +64,10 @@ class FinishedSequence:
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     error: str | None = None
+    causes: dict[str, float] | None = None
+    """Seconds from its arrival to its end, by cause; None where somebody other than the core ended it."""
+    preempted_by: list[str] = dataclasses.field(default_factory=list)
+    """Sequences it was preempted for: the last three at most, the newest at the end."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,6 +83,10 @@ class CoreOutputs:
     prompt_logprobs: list[tuple[str, int, list[TokenRecord]]] = dataclasses.field(default_factory=list)
     """(sequence, position of the first, one per position); a recompute may bring the same again."""
     finished: list[FinishedSequence] = dataclasses.field(default_factory=list)
+    decoding: list[tuple[str, dict[str, float], DecodeSeconds]] = dataclasses.field(default_factory=list)
+    """See :attr:`CauseLedger.decoding`."""
+    decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
+    """The ledger's totals when the tokens were known."""
 
     def merge(self, later: CoreOutputs) -> None:
         """Append what came later, when nobody could take this one yet."""
@@ -86,6 +98,8 @@ class CoreOutputs:
         self.joined += later.joined
         self.prompt_logprobs += later.prompt_logprobs
         self.finished += later.finished
+        self.decoding += later.decoding
+        self.decode_seconds = max(self.decode_seconds, later.decode_seconds)
 
 
 class EngineClient(Protocol):
@@ -148,7 +162,10 @@ class EngineCore(EngineClient):
             costs=self.costs,
             drop_late=config.late_requests == "drop",
         )
+        self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
+        self.causes = CauseLedger(self.costs.model, self.clock.now())
         self.step_log = StepLog()
+        self.answer_lengths = AnswerLengths()
         self.executor = executor
         self._depth = config.num_lookahead_steps
         self._joined: list[tuple[str, int, float]] = []
@@ -180,6 +197,9 @@ class EngineCore(EngineClient):
                 for queued in sequences[:index]:
                     self.scheduler.abort(queued.request_id)
                 raise
+        now = self.clock.now()
+        for sequence in sequences:
+            self.causes.added(sequence, now)
 
     def abort(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
         """End sequences in any state. Returns mates in a static batch, which only waited for them and leave too."""
@@ -193,7 +213,10 @@ class EngineCore(EngineClient):
     def step(self) -> CoreOutputs | None:
         """Schedule and launch a step, and land the oldest one in flight; None when none had to land."""
         now = self.clock.now()
+        if self.governor is not None:
+            self.governor.govern(now)
         out = self.scheduler.schedule(now)
+        self.causes.scheduled(out, now)
         if out.num_tokens:
             self._launch(out, now)
         outputs = None
@@ -201,7 +224,7 @@ class EngineCore(EngineClient):
             outputs = self._land()
         if self.scheduler.dropped:
             outputs = outputs or CoreOutputs()
-            outputs.finished += [_finished(request, _TOO_LATE) for request in self.scheduler.dropped]
+            outputs.finished += self._finished(self.scheduler.dropped, self.clock.now(), _TOO_LATE)
             self.scheduler.dropped = []
         return outputs
 
@@ -226,10 +249,16 @@ class EngineCore(EngineClient):
             num_finished_sequences=rate.num_finished,
             num_preempted_sequences=rate.num_preempted,
             preemption_rate=rate.recent(self.clock.now()),
+            num_swap_preemptions=scheduler.num_swaps,
+            num_tail_preemptions=scheduler.num_tails,
             num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
             num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,
             rows_by_class=self._rows_by_class,
             tenant_gap=self._tenant_gap,
+            running_limit=scheduler.running_limit,
+            token_budget=scheduler.token_budget,
+            watermark=scheduler.watermark,
+            num_governor_decisions=0 if self.governor is None else self.governor.num_decisions,
         )
 
     def _note_shares(self) -> None:
@@ -237,7 +266,7 @@ class EngineCore(EngineClient):
         now, running = self.clock.now(), self.scheduler.running
         if running and now < self._shares_noted + _SHARES_SECONDS:
             return
-        self._shares_noted = now
+        self._shares_noted = now if running else -math.inf
         if self._reserved:
             rows = Counter(request.service.service_class for request in running.values())
             self._rows_by_class = {name: rows[name] for name in self._reserved}
@@ -258,7 +287,7 @@ class EngineCore(EngineClient):
         ended: list[Request] = []
         for sequence_id in sequence_ids:
             ended += self.scheduler.finish(sequence_id, reason, None, now)
-        return [_finished(request) for request in ended]
+        return self._finished(ended, now)
 
     def _launch(self, out: SchedulerOutput, now: float) -> None:
         for row in out.joined:
@@ -268,6 +297,8 @@ class EngineCore(EngineClient):
                 if request.source is None:
                     self._counted.prefix_cache_queries += row.num_prompt_tokens
                     self._counted.prefix_cache_hits += request.num_cached_tokens
+        if not self._flights:
+            self.causes.began(out, self.clock.now())
         try:
             pending: PendingTokens | Exception = self.executor.sample(self.executor.execute(out))
         except Exception as error:
@@ -285,13 +316,17 @@ class EngineCore(EngineClient):
             tokens = pending.result()
         except Exception as failure:
             _log.exception("step %d failed; its requests end with an error, the others go on", out.step)
-            result = self.scheduler.fail_step(out, self.clock.now())
-            reason = f"the step failed: {type(failure).__name__}"
-            outputs.finished = [_finished(request, reason) for request in result.finished]
+            now = self._landed(out)
+            result = self.scheduler.fail_step(out, now)
+            outputs.finished = self._finished(result.finished, now, f"the step failed: {type(failure).__name__}")
         else:
-            result = self._update(out, tokens, outputs)
+            result = self._update(out, tokens, outputs, self._landed(out))
+        outputs.decode_seconds, outputs.decoding = self.causes.decode_seconds, self.causes.decoding
+        self.causes.decoding = []
         end = self.clock.now()
         record = self.step_log.record(out, result, start, end)
+        if self.governor is not None:
+            self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
         if result.sampled and self.costs.wants(out):
             # With look-ahead a step begins when the one before it has ended, however early it was scheduled.
             self.costs.observe(record.features, end - max(start, self._landed_at), len(out.swap_out) + len(out.swap_in))
@@ -300,9 +335,19 @@ class EngineCore(EngineClient):
         counted.step_tokens = out.num_tokens
         counted.num_computed_tokens += out.num_tokens
         counted.num_recomputed_tokens += out.num_recomputed
+        counted.num_swapped_out_blocks += len(out.swap_out)
+        counted.num_swapped_in_blocks += len(out.swap_in)
         return outputs
 
-    def _update(self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs) -> StepResult:
+    def _landed(self, out: SchedulerOutput) -> float:
+        """When a step has landed, and with that the next one in flight has begun: now."""
+        now = self.clock.now()
+        self.causes.landed(out, now)
+        if self._flights:
+            self.causes.began(self._flights[0][0], now)
+        return now
+
+    def _update(self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs, now: float) -> StepResult:
         names = {chunk.slot: name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)}
         for report in tokens.prompt_logprobs:
             request = self.scheduler.running.get(names[report.slot])
@@ -310,7 +355,7 @@ class EngineCore(EngineClient):
             if request is not None and request.admitted_at_step <= out.step:
                 records = [_record(entry) for entry in report.entries]
                 outputs.prompt_logprobs.append((request.request_id, report.first, records))
-        result = self.scheduler.update(out, tokens.token_ids, self.clock.now())
+        result = self.scheduler.update(out, tokens.token_ids, now)
         rows = [row for row, request in enumerate(result.sampled) if request is not None]
         rows = [row for row in rows if tokens.token_ids[row] != FAILED_ROW]
         outputs.sequence_ids = [result.sampled[row].request_id for row in rows]  # type: ignore[union-attr]
@@ -320,13 +365,27 @@ class EngineCore(EngineClient):
             outputs.logprobs = [None if entry is None else _record(entry) for entry in entries]
         failed = ((result.sampled[row], reason) for row, reason in tokens.errors.items())
         errors = {request.request_id: reason for request, reason in failed if request is not None}
-        outputs.finished = [_finished(request, errors.get(request.request_id)) for request in result.finished]
+        outputs.finished = self._finished(result.finished, now, errors=errors)
         return result
 
-
-def _finished(request: Request, error: str | None = None) -> FinishedSequence:
-    reason = request.finish_reason or FinishReason.ABORT
-    return FinishedSequence(request.request_id, reason, request.stop_reason, request.num_preemptions, error)
+    def _finished(
+        self, ended: Sequence[Request], now: float, error: str | None = None, errors: Mapping[str, str] = _NO_ERRORS
+    ) -> list[FinishedSequence]:
+        """For requests that left at ``now``; ``error`` holds for all of them, ``errors`` for those it names."""
+        for request in ended:
+            if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.answer_lengths.add(request.num_output_tokens)
+        return [
+            FinishedSequence(
+                request.request_id,
+                request.finish_reason or FinishReason.ABORT,
+                request.stop_reason,
+                request.num_preemptions,
+                errors.get(request.request_id, error),
+                *self.causes.ended(request, now),
+            )
+            for request in ended
+        ]
 
 
 def _record(entry: Any) -> TokenRecord:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from chairlift.engine.core import CoreOutputs, EngineCore
+from chairlift.engine.forecaster import Forecaster
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.messages import Add, FrameReader, Leave, Log, Message, Ready, Refused, Step, encode
 from chairlift.errors import PromptTooLongError, RequestError
 from chairlift.metrics.stats import EngineStats
+from chairlift.scheduler.forecast import Forecast
+from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 
 __all__ = ["Connection", "CoreProcess", "FrameLogHandler"]
 
@@ -91,10 +94,16 @@ class FrameLogHandler(logging.Handler):
 class CoreProcess:
     """A core behind a connection."""
 
-    def __init__(self, connection: Connection, core: EngineCore, info: EngineInfo) -> None:
+    def __init__(
+        self, connection: Connection, core: EngineCore, info: EngineInfo, classes: Mapping[str, ServiceClass] | None
+    ) -> None:
         self._connection = connection
         self._core = core
         self._info = info
+        priorities = {name: each.priority for name, each in (classes or {DEFAULT_CLASS: ServiceClass()}).items()}
+        self._forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities)
+        self._forecast: Forecast | None = None
+        """The newest, until it is delivered."""
         self._pending: CoreOutputs | None = None
         """What steps brought and the socket had no room for."""
 
@@ -107,6 +116,8 @@ class CoreProcess:
                 self._obey(message)
             if core.has_work:
                 outputs = core.step()
+                made = self._forecaster.advance(core.clock.now())
+                self._forecast = made or self._forecast
                 if outputs is not None:
                     self._deliver(outputs)
             if self._pending is not None and not connection.backlog:
@@ -143,4 +154,5 @@ class CoreProcess:
             return
         self._pending = None
         stats: EngineStats = self._core.stats()
-        self._connection.send(Step(outputs, stats))
+        self._connection.send(Step(outputs, stats, self._forecast))
+        self._forecast = None

@@ -133,6 +133,8 @@ class InputProcessor:
             raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
         if not isinstance(cache_salt, str) or not _SALT.fullmatch(cache_salt):
             raise RequestError("cache_salt must be at most 64 characters from A-Z, a-z, 0-9, '_' and '-'")
+        if not isinstance(tenant, str) or len(tenant) > _MAX_ID_LENGTH or not tenant.isprintable():
+            raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
         prompt = _unnamed(prompt)
         token_ids = self._token_ids(prompt)
         self._check_params(params)

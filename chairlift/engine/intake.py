@@ -1,84 +1,286 @@
-"""How much may wait in front of the engine, and when to come again, from the rate at which the queue drains."""
+"""How much may wait in front of the engine, for how long, and when to come again."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Final
 
+from chairlift.engine.calibration import SHORTEST_WAIT, Calibration
 from chairlift.errors import QueueFullError
+from chairlift.scheduler.forecast import Forecast
+from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 
-__all__ = ["Intake"]
+__all__ = ["Intake", "Place"]
 
 _WINDOW: Final = 30.0
 _LEAST, _MOST = 1.0, 60.0
+_LAST_SHARE: Final = 0.5
+"""Of the queue, for the class that comes last."""
+_WRONG_REFUSALS: Final = 0.1
+"""Share of the requests refused for their forecast that would have started in time after all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request stands in the queue. Times in seconds."""
+
+    request_id: str
+    position: int
+    """1 for the one that starts next."""
+    waited: float
+    expected_start: float | None
+    """From now; None while nobody knows."""
+
+
+_Lane = tuple[str, str]
+"""Class of service and tenant."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Waiting:
+    num_tokens: int
+    service_class: str
+    level: int
+    lane: _Lane | None
+    since: float
+    predicted: float | None
+
+
+class _Crowd:
+    """How many there are per level and per lane."""
+
+    def __init__(self) -> None:
+        self.levels: Counter[int] = Counter()
+        self.lanes: Counter[_Lane | None] = Counter()
+
+    def add(self, each: _Waiting, count: int = 1) -> None:
+        self.levels[each.level] += count
+        self.lanes[each.lane] += count
+
+    def before(self, level: int) -> int:
+        """Of this level and of those that go before it."""
+        return sum(count for each, count in self.levels.items() if each <= level)
 
 
 class Intake:
     """Requests that were let in and have not been in a step yet. A bounded queue, so that waiting times are bounded.
 
     Refusing at once with a time to come again beats letting everybody wait too long (load shedding). Times are seconds
-    on any one clock.
+    on the engine's clock, or where there are no forecasts on any one. The time to come again is that of the forecast;
+    without one it comes from the rate at which the queue drains.
+
+    Classes of service have different bounds, so that those who can wait do not lock out those who cannot: the class
+    with the lowest priority number may fill the whole queue, the one with the highest enters only while the queue is
+    less than half full, and those in between are spread evenly. Without ``classes`` everybody may fill it.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        max_tokens: int,
+        classes: Mapping[str, ServiceClass] | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.calibration = Calibration() if calibration is None else calibration
+        self.forecast: Forecast | None = None
+        """The engine's newest."""
         self.max_requests = max(1, max_requests)
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self._waiting: dict[str, int] = {}
+        levels = sorted({each.priority for each in (classes or {}).values()})
+        self._levels = {name: levels.index(each.priority) for name, each in (classes or {}).items()}
+        self._last_level = max(1, len(levels) - 1)
+        self._waiting: dict[str, _Waiting] = {}
+        self._crowd = _Crowd()
+        self._starts: dict[str, float] = {}
+        """Of the forecast, by request."""
+        self._unforeseen = _Crowd()
+        """Requests that wait and are not in the forecast: they came since."""
+        self._lane_ends: dict[_Lane, tuple[float, float]] = {}
+        """By the forecast: the start of the last in a lane, and the time from one start to the next."""
         self._started: deque[float] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def check(self, now: float, num_requests: int = 1, num_tokens: int = 0) -> None:
+    def share(self, service_class: str = DEFAULT_CLASS) -> float:
+        """How much of the queue may be full before a class is refused, 0.5 to 1."""
+        return 1 - (1 - _LAST_SHARE) * self._levels.get(service_class, 0) / self._last_level
+
+    def check(
+        self,
+        now: float,
+        num_requests: int = 1,
+        num_tokens: int = 0,
+        service_class: str = DEFAULT_CLASS,
+        tenant: str = "",
+    ) -> None:
         """Raise QueueFullError when so much more would be too much. A prompt of any length may wait alone."""
-        if len(self._waiting) + num_requests > self.max_requests:
+        share = self.share(service_class)
+        who = "may" if share == 1 else f"may before one of class {service_class} is taken"
+        most_requests, most_tokens = max(1, int(self.max_requests * share)), int(self.max_tokens * share)
+        if len(self._waiting) + num_requests > most_requests:
             raise QueueFullError(
-                f"{len(self._waiting)} requests wait already, and {self.max_requests} may; try again later",
-                self.retry_after(now),
+                f"{len(self._waiting)} requests wait already, and {most_requests} {who}; try again later",
+                self.retry_after(now, service_class, tenant),
                 "requests",
             )
-        if self._waiting and self.num_tokens + num_tokens > self.max_tokens:
+        if self._waiting and self.num_tokens + num_tokens > most_tokens:
             raise QueueFullError(
-                f"requests with {self.num_tokens} prompt tokens wait already, and {self.max_tokens} tokens may; this"
+                f"requests with {self.num_tokens} prompt tokens wait already, and {most_tokens} tokens {who}; this"
                 f" one has {num_tokens}; try again later",
-                self.retry_after(now),
+                self.retry_after(now, service_class, tenant),
                 "tokens",
             )
 
-    def enter(self, request_id: str, num_tokens: int) -> None:
-        self._waiting[request_id] = num_tokens
+    def check_wait(self, predicted: float | None, allowed: float, setting: str) -> None:
+        """Raise QueueFullError when a request that may wait ``allowed`` seconds, which ``setting`` says, would do so in
+        vain: the forecast says so, and 9 of 10 like it were no further off. Without enough of them nobody is refused.
+        """
+        shortest = self.calibration.quantile(_WRONG_REFUSALS)
+        if predicted is None or shortest is None or predicted < SHORTEST_WAIT:
+            return
+        if predicted * min(1.0, shortest) > allowed:
+            raise QueueFullError(
+                f"the request would start in about {predicted:.3g} s, but its {setting} allows {allowed:.3g} s; try"
+                " again later, or allow more",
+                predicted - allowed,
+                "forecast",
+            )
+
+    def enter(
+        self,
+        request_id: str,
+        num_tokens: int,
+        service_class: str = DEFAULT_CLASS,
+        now: float = 0.0,
+        predicted: float | None = None,
+        tenant: str | None = "",
+    ) -> None:
+        """Let a request in. ``predicted`` is its expected wait from ``now`` on, where that is to be judged later. One
+        that is not in the line of its class and tenant, for it has a priority of its own, has no ``tenant`` here."""
+        lane = None if tenant is None else (service_class, tenant)
+        waiting = _Waiting(num_tokens, service_class, self._levels.get(service_class, 0), lane, now, predicted)
+        self._waiting[request_id] = waiting
+        self._crowd.add(waiting)
+        self._unforeseen.add(waiting)
         self.num_tokens += num_tokens
 
     def leave(self, request_id: str, now: float, *, started: bool) -> None:
-        """The request has been in a step, or has left without. Unknown ones are ignored."""
-        tokens = self._waiting.pop(request_id, None)
-        if tokens is None:
+        """The request has been in a step, at ``now``, or has left without. Unknown ones are ignored."""
+        found = self._waiting.pop(request_id, None)
+        if found is None:
             return
-        self.num_tokens -= tokens
+        self.num_tokens -= found.num_tokens
+        self._crowd.add(found, -1)
+        if request_id not in self._starts:
+            self._unforeseen.add(found, -1)
         if started:
             self._started.append(now)
             self._forget(now)
+            if found.predicted is not None:
+                self.calibration.add(found.predicted, now - found.since)
 
     def clear(self) -> None:
-        """Everybody has left."""
+        """Everybody has left, and the engine with them."""
         self._waiting.clear()
+        self._crowd, self._unforeseen = _Crowd(), _Crowd()
+        self._starts.clear()
+        self._lane_ends.clear()
+        self.forecast = None
+        self.calibration.clear()
         self.num_tokens = 0
+
+    # -- the forecast ----------------------------------------------------------------------------------------------
+
+    def foreseen(self, forecast: Forecast) -> None:
+        """Take the newest forecast of the engine."""
+        self.forecast = forecast
+        self._starts, self._unforeseen = {}, _Crowd()
+        for sequence_id, start in forecast.starts.items():  # a request starts with the first of its answers
+            self._starts.setdefault(sequence_id.partition("#")[0], start)
+        lanes: dict[_Lane, list[float]] = {}
+        for name, each in self._waiting.items():
+            if name not in self._starts:
+                self._unforeseen.add(each)
+            elif each.lane is not None and self._levels:  # without classes the engine knows no lanes either
+                lanes.setdefault(each.lane, []).append(self._starts[name])
+        made = forecast.made_at
+        self._lane_ends = {lane: (max(all_), max(0.0, max(all_) - made) / len(all_)) for lane, all_ in lanes.items()}
+
+    def expected_wait(
+        self, service_class: str, now: float, free_rows: int = 0, tenant: str | None = ""
+    ) -> float | None:
+        """Seconds that a request of a class and tenant would wait that came now; None while nobody knows.
+
+        ``free_rows`` says how many more may run; a tenant of None is one that has nothing waiting.
+        """
+        lane = None if tenant is None else (service_class, tenant)
+        return self._wait(service_class, lane, now, self._unforeseen, free_rows)
+
+    def _wait(self, service_class: str, lane: _Lane | None, now: float, since: _Crowd, free_rows: int) -> float | None:
+        """Of one behind those that came ``since`` the forecast was made."""
+        forecast = self.forecast
+        if forecast is None:
+            return None
+        if lane in self._lane_ends:  # those of a lane go one after the other, whatever is fair between lanes
+            last, gap = self._lane_ends[lane]
+            return max(0.0, last + gap * (1 + since.lanes[lane]) - now)
+        ahead = since.before(self._levels.get(service_class, 0))
+        if ahead >= max(1, free_rows) and not forecast.seconds_per_start:
+            return None  # there was no line yet when it was made
+        return forecast.wait_of(service_class, now, ahead)
+
+    def line(self, now: float, free_rows: int = 0) -> list[Place]:
+        """Everybody who waits, in the order in which they are expected to start; without a forecast as they came."""
+        found: list[tuple[float, str, _Waiting]] = []
+        since = _Crowd()
+        for name, each in self._waiting.items():
+            if name in self._starts:
+                wait: float | None = max(0.0, self._starts[name] - now)
+            else:
+                wait = self._wait(each.service_class, each.lane, now, since, free_rows)
+                since.add(each)
+            found.append((math.inf if wait is None else wait, name, each))
+        found.sort(key=lambda item: item[0])
+        return [
+            Place(name, position, max(0.0, now - each.since), None if seconds == math.inf else seconds)
+            for position, (seconds, name, each) in enumerate(found, start=1)
+        ]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
-    def retry_after(self, now: float) -> float:
-        """Whole seconds, 1 to 60, until what waits now will have started at the rate of the last half minute."""
+    def retry_after(self, now: float, service_class: str | None = None, tenant: str = "") -> float:
+        """Whole seconds, 1 to 60, until what waits now will have started; for a class and tenant, what goes before
+        another of them. By the forecast, else at the rate of the last half minute."""
+        wait = self._last_start(now) if service_class is None else self.expected_wait(service_class, now, 0, tenant)
+        if wait is not None:
+            return _whole(wait)
         self._forget(now)
-        if not self._waiting:
+        ahead = len(self._waiting)
+        if service_class in self._levels:
+            ahead = self._crowd.before(self._levels[service_class])
+        if not ahead:
             return _LEAST
         if not self._started:
             return _WINDOW
-        rate = len(self._started) / max(1.0, now - self._started[0])
-        return min(_MOST, max(_LEAST, float(math.ceil(len(self._waiting) / rate))))
+        return _whole(ahead * max(1.0, now - self._started[0]) / len(self._started))
+
+    def _last_start(self, now: float) -> float | None:
+        if self.forecast is None or not self.forecast.newcomers:
+            return None
+        waits = [self.expected_wait(name, now, 0, tenant) for name, tenant in self._lane_ends]
+        waits += [self.expected_wait(name, now, 0, None) for name in self.forecast.newcomers]
+        return max((wait for wait in waits if wait is not None), default=None)
 
     def _forget(self, now: float) -> None:
         while self._started and self._started[0] < now - _WINDOW:
             self._started.popleft()
+
+
+def _whole(seconds: float) -> float:
+    return min(_MOST, max(_LEAST, float(math.ceil(seconds))))

@@ -19,6 +19,7 @@ from chairlift.errors import RequestError
 from chairlift.metrics.stats import EngineStats
 from chairlift.request import Service
 from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.forecast import Forecast
 
 __all__ = [
     "Add",
@@ -153,6 +154,8 @@ class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):
 
     outputs: CoreOutputs
     stats: EngineStats
+    forecast: Forecast | None = None
+    """A new one, when there is one."""
 
 
 Message = Hello | Start | Loading | Ready | NotLoaded | Log | Add | Leave | Refused | Step

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
+from chairlift.engine.causes import DecodeSeconds, causes_until
 from chairlift.engine.core import CoreOutputs, FinishedSequence, TokenRecord
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.metrics.stats import FinishedRequest, RequestStats
+from chairlift.metrics.stats import DEADLINE_KINDS, FinishedRequest, RequestStats
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from chairlift.tokenizer.tokenizer import Tokenizer
 
@@ -37,6 +40,8 @@ class _Answer:
         self.last_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.decodes_since: tuple[dict[str, float], DecodeSeconds] | None = None
+        """What it had been charged when it began to decode, if it may be ended by a stop string."""
         self._taken = 0
         """Tokens already delivered as deltas."""
         self._told_end = False
@@ -164,9 +169,9 @@ class RequestState:
         """What the statistics keep of it."""
         metrics, reasons = self.metrics, [answer.finish_reason for answer in self.answers]
         first, token = metrics.first_scheduled_time, metrics.first_token_time
-        reason = FinishReason.ERROR if FinishReason.ERROR in reasons else reasons[0] or FinishReason.ABORT
-        return FinishedRequest(
-            reason=FinishReason.ABORT if aborted else reason,
+        worst = [reason for reason in (FinishReason.ERROR, FinishReason.DEADLINE) if reason in reasons]
+        record = FinishedRequest(
+            reason=FinishReason.ABORT if aborted else worst[0] if worst else reasons[0] or FinishReason.ABORT,
             prompt_tokens=len(self.prepared.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
             generation_tokens=sum(len(answer.token_ids[: answer.num_tokens]) for answer in self.answers),
@@ -177,7 +182,26 @@ class RequestState:
             queue_seconds=None if first is None else first - metrics.arrival_time,
             prefill_seconds=None if first is None or token is None else token - first,
             decode_seconds=None if token is None else now - token,
+            service_class=self.prepared.service.service_class,
         )
+        return self._against_promise(record, now)
+
+    def _against_promise(self, record: FinishedRequest, now: float) -> FinishedRequest:
+        """The record, with what was promised and what was not kept of it."""
+        service, token = self.prepared.service, self.metrics.first_token_time
+        per_token = record.seconds_per_token
+        dropped = record.reason == FinishReason.DEADLINE
+        misses = {
+            "ttft": service.first_token_by < (now if token is None else token) or (dropped and token is None),
+            "tpot": per_token is not None and per_token > service.seconds_per_token,
+            "deadline": service.finish_by < now or dropped,
+        }
+        bounds = (service.first_token_by, service.seconds_per_token, service.finish_by)
+        kinds = [kind for kind, bound in zip(DEADLINE_KINDS, bounds, strict=True) if bound < math.inf]
+        missed = tuple(kind for kind in kinds if misses[kind])
+        if dropped and not missed:  # one of several answers was late to begin
+            missed = ("ttft",)
+        return dataclasses.replace(record, promised=bool(kinds), misses=missed)
 
 
 class OutputProcessor:
@@ -194,6 +218,7 @@ class OutputProcessor:
         self._stats = stats
         self._states: dict[str, RequestState] = {}
         self._answers: dict[str, tuple[RequestState, _Answer]] = {}
+        self._decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
@@ -238,6 +263,10 @@ class OutputProcessor:
             if found is not None and found[0].prompt_logprobs is not None:
                 known = found[0].prompt_logprobs
                 known[first : first + len(records)] = [self._logprob_dict(record) for record in records]
+        for sequence_id, causes, totals in step.decoding:
+            if sequence_id in self._answers:
+                self._answers[sequence_id][1].decodes_since = (causes, totals)
+        self._decode_seconds = step.decode_seconds
         stopped = []
         for row, sequence_id in enumerate(step.sequence_ids):
             found = self._answers.get(sequence_id)
@@ -274,21 +303,35 @@ class OutputProcessor:
         """Close sequences that have ended; returns their requests, each once."""
         states: dict[str, RequestState] = {}
         for ended in finished:
+            if self._stats is not None and ended.causes is not None:  # also of those whose caller has left
+                self._stats.charge(ended.causes)
             found = self._answers.pop(ended.sequence_id, None)
             if found is None:
                 continue
             state, answer = found
+            causes = ended.causes
+            if causes is None and answer.decodes_since is not None:
+                causes = causes_until(*answer.decodes_since, self._decode_seconds)
+            state.metrics.causes, state.metrics.preempted_by = causes, ended.preempted_by
             answer.close(ended, self._eos)
             state.error = state.error or ended.error
             state.metrics.num_preemptions += ended.num_preemptions
             states[state.request_id] = state
         for state in states.values():
             if state.finished:
-                state.metrics.finished_time = now
+                self._note_end(state.metrics, now)
                 del self._states[state.request_id]
                 if self._stats is not None:
                     self._stats.request_finished(state.record(now))
         return list(states.values())
+
+    def _note_end(self, metrics: RequestMetrics, now: float) -> None:
+        metrics.finished_time = now
+        if metrics.causes is not None:
+            rest = max(0.0, now - metrics.arrival_time - sum(metrics.causes.values()))
+            metrics.causes = {**metrics.causes, "delivery": rest}
+            if self._stats is not None:
+                self._stats.charge({"delivery": rest})
 
     @staticmethod
     def _time(stats: RequestStats, state: RequestState, answer: _Answer, now: float) -> None:

@@ -15,9 +15,13 @@ __all__ = ["OutputStream"]
 class OutputStream:
     """The outputs of one request, an async iterator. Whoever stops reading early must call :meth:`abort`."""
 
-    def __init__(self, state: RequestState, kind: OutputKind, abort: Callable[[str], None]) -> None:
+    def __init__(self, state: RequestState, kind: OutputKind, abort: Callable[[str], None], name: str = "") -> None:
         self.request_id = state.request_id
+        self.name = name
+        """What its caller calls it; several may have the same."""
+        self.tenant = state.prepared.service.tenant
         self.prompt_token_ids = state.prepared.prompt_token_ids
+        self.service_class = state.prepared.service.service_class
         self._abort = abort
         self._state = state
         self._kind = kind

@@ -42,6 +42,8 @@ class StepRecord:
     context_tokens: int
     """Positions that the decode rows attended to, together."""
     num_waiting: int
+    held_up_by: str
+    """What the first in line that was not let in waited for; empty when nobody waited."""
     num_held: int
     finished: tuple[str, ...]
     preempted: tuple[str, ...]
@@ -98,6 +100,7 @@ class StepLog:
             num_tokens=out.num_tokens,
             context_tokens=out.context_tokens,
             num_waiting=out.num_waiting,
+            held_up_by=out.held_up_by,
             num_held=out.num_held,
             finished=tuple([request.request_id for request in result.finished]),
             preempted=tuple(out.preempted),

@@ -7,7 +7,8 @@ its dashboards and autoscalers read them (prefix ``chairlift`` or ``vllm``); wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final, Protocol
 
@@ -15,7 +16,7 @@ from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from chairlift.metrics.stats import Histogram, RequestStats
+from chairlift.metrics.stats import DEADLINE_KINDS, FORECAST_RATIOS, Histogram, RequestStats
 
 __all__ = ["CONTENT_TYPE", "FINISH_REASONS", "REJECTION_REASONS", "CacheInfo", "render"]
 
@@ -23,7 +24,9 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """The text format that every version of Prometheus reads."""
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "deadline")
-REJECTION_REASONS: Final = ("queue_requests", "queue_tokens", "queue_timeout", "draining", "unavailable", "connections")
+REJECTION_REASONS: Final = (
+    *("queue_requests", "queue_tokens", "queue_timeout", "forecast", "draining", "unavailable", "connections"),
+)
 
 _ENGINE: Final = "0"
 _OURS: Final = "chairlift"
@@ -60,6 +63,8 @@ class CacheInfo(Protocol):
     def num_blocks(self) -> int: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def block_bytes(self) -> int: ...
 
 
 def render(
@@ -72,16 +77,25 @@ def render(
     num_waiting: int,
     now: float,
     num_tasks: int = 0,
+    classes: Mapping[str, int] | None = None,
+    forecast_within: Mapping[float, float | None] | None = None,
 ) -> bytes:
     """All metrics in the text exposition format, UTF-8; its content type is :data:`CONTENT_TYPE`.
 
     ``info`` is None until the engine is ready. ``up`` tells whether it serves now; one that does not runs nothing.
     ``num_waiting`` counts requests that have been taken and wait for a step. ``now`` is on the clock of
-    ``stats.last_token_time``, in seconds. ``num_tasks`` counts tasks of the server's event loop.
+    ``stats.last_token_time``, in seconds. ``num_tasks`` counts tasks of the server's event loop. ``classes`` are the
+    classes of service that there are, with the rows reserved for each. ``forecast_within`` has, for each of
+    FORECAST_RATIOS, the share of requests that waited no longer than that times what was predicted.
     """
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
-    families += _ours(_Names(_OURS, model_name), stats, up, now, num_tasks)
+    ours = _Names(_OURS, model_name)
+    families += _ours(ours, stats, up, now, num_tasks)
+    families += _giving_way(ours, stats, info)
+    families += _governor(ours, stats, up)
+    families += _promises(ours, stats, {"default": 0} if classes is None else classes, up)
+    families += _forecasts(ours, stats, forecast_within or {})
     # The process here is the server's; the engine has one of its own.
     families += ProcessCollector(registry=None).collect()
     return generate_latest(_Families(families))
@@ -134,6 +148,15 @@ class _Names:
         for key in known:
             family.add_metric((*self._values, key), values.get(key, 0))
         family.add_metric((*self._values, "other"), sum(n for key, n in values.items() if key not in known))
+        return family
+
+    def counter_of(
+        self, name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]
+    ) -> CounterMetricFamily:
+        """One line per tuple of label values."""
+        family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *labels))
+        for key, value in values:
+            family.add_metric((*self._values, *key), value)
         return family
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
@@ -202,6 +225,68 @@ def _ours(names: _Names, stats: RequestStats, up: bool, now: float, num_tasks: i
     if stats.last_token_time is not None:
         age = max(0.0, now - stats.last_token_time)
         yield names.gauge("seconds_since_last_token", "Age of the newest token delivered.", age)
+    seconds = {(cause,): spent for cause, spent in stats.cause_seconds.items()}
+    yield names.counter_of("request_seconds", "Time of answers that have ended, by cause.", ("cause",), seconds.items())
+
+
+def _giving_way(names: _Names, stats: RequestStats, info: CacheInfo | None) -> Iterator[Metric]:
+    """What memory pressure costs."""
+    engine = stats.engine
+    swaps, tails = engine.num_swap_preemptions, engine.num_tail_preemptions
+    methods = {"recompute": max(0, engine.num_preemptions - swaps - tails), "swap": swaps, "tail": tails}
+    text = "Preemptions: all KV dropped and computed again, kept in host memory, or only its end dropped."
+    by_method = {(method,): count for method, count in methods.items()}
+    yield names.counter_of("preemptions_by_method", text, ("method",), by_method.items())
+    blocks = {("out",): engine.num_swapped_out_blocks, ("in",): engine.num_swapped_in_blocks}
+    text = "KV blocks copied to host memory and back."
+    yield names.counter_of("swapped_blocks", text, ("direction",), blocks.items())
+    if info is not None and info.block_bytes:
+        moved = {way: count * info.block_bytes for way, count in blocks.items()}
+        yield names.counter_of("swapped_bytes", "The same in bytes.", ("direction",), moved.items())
+
+
+def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
+    """The settings that a governor moves, as they are now."""
+    engine = stats.engine
+    yield names.gauge("running_limit", "Most sequences that may run.", engine.running_limit if up else 0)
+    yield names.gauge("token_budget", "Tokens of a step.", engine.token_budget if up else 0)
+    text = "Share of the KV blocks kept free when a sequence joins."
+    yield names.gauge("admission_watermark", text, engine.watermark if up else 0.0)
+    text = "Changes that the governor made, or in shadow mode would have made."
+    yield names.counter("governor_decisions", text, engine.num_governor_decisions)
+
+
+def _promises(names: _Names, stats: RequestStats, classes: Mapping[str, int], up: bool) -> Iterator[Metric]:
+    """What was promised and what was kept."""
+    engine, known = stats.engine, tuple(classes)
+    for name, text, values in (
+        ("requests_by_class", "Requests that have ended, by class of service.", stats.classes),
+        ("requests_with_deadline", "Of those, the ones that had a deadline.", stats.with_deadline),
+        ("requests_within_deadline", "Of those, the ones that kept every one they had.", stats.within_deadline),
+    ):
+        yield names.counter_by(name, text, "service_class", known, values)
+    text = "Deadlines not kept: to the first token, per token after it, to the end."
+    misses = {(name, kind): stats.deadline_misses[name, kind] for name in known for kind in DEADLINE_KINDS}
+    yield names.counter_of("deadline_misses", text, ("service_class", "kind"), misses.items())
+    late = {("dropped",): engine.num_late_dropped, ("downgraded",): engine.num_late_downgraded}
+    text = "Sequences that could not keep their deadline any more: ended, or gone on without it."
+    yield names.counter_of("late_requests", text, ("outcome",), late.items())
+    reserved = {name: float(rows) for name, rows in classes.items()}
+    yield names.gauge_by("reserved_rows", "Rows of the batch reserved for a class.", "service_class", reserved)
+    used = {name: min(rows, float(engine.rows_by_class.get(name, 0) if up else 0)) for name, rows in reserved.items()}
+    yield names.gauge_by("reserved_rows_in_use", "Of those, the ones the class uses.", "service_class", used)
+    text = "Largest difference between tenants that have requests waiting: weighted tokens computed, over their shares."
+    yield names.gauge("tenant_gap", text, engine.tenant_gap if up else 0.0)
+
+
+def _forecasts(names: _Names, stats: RequestStats, within: Mapping[float, float | None]) -> Iterator[Metric]:
+    """How good forecasts of waits have been."""
+    text = "Between the wait predicted for a request and the one it had."
+    yield names.histogram("forecast_wait_error_seconds", text, stats.forecast_error)
+    shares = {f"{ratio:g}": within.get(ratio) for ratio in FORECAST_RATIOS}
+    known = {ratio: math.nan if share is None else share for ratio, share in shares.items()}
+    text = "Share of the last requests that waited no longer than the ratio times what was predicted; NaN: too few."
+    yield names.gauge_by("forecast_within_ratio", text, "ratio", known)
 
 
 def _share(part: int, whole: int) -> float:

@@ -5,12 +5,29 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-__all__ = ["DEADLINE_KINDS", "EngineStats", "FinishedRequest", "Histogram", "RequestStats"]
+__all__ = [
+    "CAUSES",
+    "DEADLINE_KINDS",
+    "FORECAST_RATIOS",
+    "EngineStats",
+    "FinishedRequest",
+    "Histogram",
+    "RequestStats",
+]
 
 DEADLINE_KINDS = ("ttft", "tpot", "deadline")
 """To the first token, per token after it, to the end."""
+
+FORECAST_RATIOS = (1.0, 1.25, 2.0)
+"""Times what was predicted: how much longer a wait may have become for its forecast to count as kept."""
+
+CAUSES = (
+    *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
+    *("waiting_batch", "preempted", "prefill", "decode", "stretched", "host", "delivery"),
+)
+"""Where the time of a request can go; docs/why-slow.md explains each."""
 
 _FINE = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 TTFT_BUCKETS = (*_FINE, 80.0, 160.0, 640.0, 2560.0)
@@ -75,7 +92,15 @@ class EngineStats:
     rows_by_class: dict[str, int] = dataclasses.field(default_factory=dict)
     """Running sequences per class of service; only of classes with reserved rows."""
     tenant_gap: float = 0.0
-    """Largest difference in service between tenants with live requests: weighted tokens over the tenant's share."""
+    """Largest difference in service between tenants that have requests waiting: weighted tokens over their shares."""
+    running_limit: int = 0
+    """Most sequences that may run, as it is now; so are the next two. A governor moves them."""
+    token_budget: int = 0
+    """Tokens of a step."""
+    watermark: float = 0.0
+    """Share of the KV blocks kept free when a sequence joins."""
+    num_governor_decisions: int = 0
+    """Changes that the governor made, or in shadow mode would have made."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -129,7 +154,7 @@ class RequestStats:
         """Tokens computed past a stop string or a cancellation, and thrown away."""
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
-        """By reason: queue_requests, queue_tokens, queue_timeout, draining, unavailable, connections."""
+        """By reason: queue_requests, queue_tokens, queue_timeout, forecast, draining, unavailable, connections."""
         self.classes: Counter[str] = Counter()
         """Requests that have ended, by class of service."""
         self.with_deadline: Counter[str] = Counter()
@@ -138,6 +163,8 @@ class RequestStats:
         """Of those, the ones that kept all that was promised: the goodput."""
         self.deadline_misses: Counter[tuple[str, str]] = Counter()
         """By class and kind."""
+        self.cause_seconds = dict.fromkeys(CAUSES, 0.0)
+        """Seconds of all answers that have ended, however they did, by cause."""
         self.ttft = Histogram(TTFT_BUCKETS)
         self.inter_token = Histogram(TOKEN_BUCKETS)
         self.time_per_output_token = Histogram(TOKEN_BUCKETS)
@@ -148,6 +175,8 @@ class RequestStats:
         self.request_n = Histogram((1.0, 2.0, 5.0, 10.0, 20.0))
         self.request_preemptions = Histogram((0.0, 1.0, 2.0, 4.0, 8.0))
         self.step_tokens = Histogram(COUNT_BUCKETS[:15])
+        self.forecast_error = Histogram(LATENCY_BUCKETS)
+        """Seconds between the wait that was predicted for a request and the one it had."""
         self._base = EngineStats()
 
     def step(self, stats: EngineStats) -> None:
@@ -180,6 +209,11 @@ class RequestStats:
         self.inter_token.observe(seconds / count, count)
         self.generation_tokens += count
         self.last_token_time = now
+
+    def charge(self, causes: Mapping[str, float]) -> None:
+        """An answer has ended: its seconds by cause, or what came on top of them."""
+        for cause in CAUSES:
+            self.cause_seconds[cause] += causes.get(cause, 0.0)
 
     def request_finished(self, request: FinishedRequest) -> None:
         self.finished[request.reason] += 1

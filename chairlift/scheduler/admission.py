@@ -98,6 +98,12 @@ class WaitingQueue:
             if at >= len(lane.requests):
                 del passed[name]
 
+    def catch_up(self, original: WaitingQueue) -> None:
+        """Lanes age as those of the original, of which this queue holds a copy."""
+        for name, lane in self._lanes.items():
+            if name in original._lanes:
+                lane.served_at = original._lanes[name].served_at
+
     def may_pass(self, passed: list[Request]) -> bool:
         """Whether somebody behind the last of ``passed``, who did not fit, may be tried."""
         return len(passed) <= self.look_ahead and passed[-1].times_passed < self.max_times_passed

@@ -7,7 +7,6 @@ nothing idle while anybody has work.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from chairlift.request import Request
@@ -23,43 +22,58 @@ _MOST_IDLE = 10_000
 
 class VirtualTokenCounters:
     """Service per tenant, in weighted tokens. A request is charged for its prompt when it joins, for its answer as it
-    grows; what it leaves uncomputed is given back."""
+    grows; what it leaves uncomputed is given back.
+
+    Between two tenants that both have requests waiting all the time, service grows apart by no more than
+    ``2 * max(PREFILL_WEIGHT * L, DECODE_WEIGHT * M)`` (the paper's theorem), divided by the smaller of their shares
+    and 1, with L the longest request and M the most tokens that all running requests together have. It takes a line
+    in which the lowest counter goes first and nobody is looked past.
+    """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._counters: dict[str, float] = {}
-        self._active: Counter[str] = Counter()
-        """Live requests per tenant."""
-        self._last = 0.0
-        """Counter of the tenant that went idle last."""
+        self._waiting: dict[str, set[str]] = {}
+        """Ids of waiting requests per tenant."""
+        self._last = ""
+        """Tenant that was the last to have requests waiting."""
 
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
+    def catch_up(self, original: VirtualTokenCounters) -> None:
+        """Take over weights and counters; who waits is known already."""
+        self._weights, self._last = original._weights, original._last
+        self._counters = dict(original._counters)
+
     def active(self) -> list[str]:
-        """Tenants with live requests."""
-        return list(self._active)
+        """Tenants with requests that wait."""
+        return list(self._waiting)
 
-    def arrived(self, tenant: str) -> None:
-        """One more live request. A tenant that comes back from idleness is lifted to those who are here: time it did
-        not use is not saved up."""
-        if not self._active[tenant]:
-            del self._active[tenant]
-            floor = min((self[other] for other in self._active), default=self._last)
+    def queued(self, request: Request) -> None:
+        """It begins to wait. A tenant of which nobody waited is lifted to those of which somebody does: what it did
+        not ask for is not saved up."""
+        tenant = request.service.tenant
+        if tenant not in self._waiting:
+            floor = min((self[other] for other in self._waiting), default=self[self._last])
             self._counters[tenant] = max(self[tenant], floor)
-        self._active[tenant] += 1
+            self._waiting[tenant] = set()
+        self._waiting[tenant].add(request.request_id)
 
-    def ended(self, tenant: str) -> None:
-        """One live request less."""
-        self._active[tenant] -= 1
-        if not self._active[tenant]:
-            del self._active[tenant]
-            self._last = self[tenant]
-            if len(self._counters) > _MOST_IDLE + len(self._active):
-                self._counters = {name: self[name] for name in self._active}
+    def forgotten(self, request: Request) -> None:
+        """It has ended; nothing happens unless it waited."""
+        tenant = request.service.tenant
+        waiting = self._waiting.get(tenant, set())
+        waiting.discard(request.request_id)
+        if tenant in self._waiting and not waiting:
+            del self._waiting[tenant]
+            self._last = tenant
+            if len(self._counters) > _MOST_IDLE + len(self._waiting):
+                self._counters = {name: self[name] for name in [*self._waiting, tenant]}
 
     def joined(self, request: Request) -> None:
         """Charge the chunks it is about to compute."""
+        self.forgotten(request)
         request.num_charged_tokens = len(request.token_ids)
         self._charge(request, PREFILL_WEIGHT * (len(request.token_ids) - request.num_computed_tokens))
 

@@ -27,6 +27,7 @@ class GivingWay(Population):
             victim = self.policy.victim(victims)
             if victim is None or victim is request:  # the last in line waits, and keeps what it has
                 return False
+            self._preempted_for[victim.request_id] = request.request_id
             num_blocks = self.kv.num_missing(request, num_tokens)
             if self._rather_saves(victim, num_blocks) or not self._drop_tail(victim, num_blocks, out, flight):
                 self._preempt(victim, out, flight)
@@ -38,18 +39,22 @@ class GivingWay(Population):
         def able(resource: Resource) -> list[Request]:
             return [r for r in running if r.slot >= 0 and self.policy.outranks(head, r, resource, self.now)]
 
-        reserve = self._reserve(head)
-        if self.kv.lacks(head, reserve, self.watermark, able("blocks")):
-            return False
-        if not self.free_slots:
-            victim = self.policy.victim(able("slots"))
-            if victim is None:
+        reserve, leaving, evicted = self._reserve(head), able("blocks"), None
+        if not self.free_rows:
+            evicted = self.policy.victim(able("slots"))
+            if evicted is None:
                 return False
-            self._preempt(victim, out, flight)
+            leaving += [evicted] if evicted not in leaving else []  # its blocks come free with its row
+        if self.kv.lacks(head, reserve, self.watermark, leaving):
+            return False
+        if evicted is not None:
+            self._preempted_for[evicted.request_id] = head.request_id
+            self._preempt(evicted, out, flight)
         while self.kv.lacks(head, reserve, self.watermark):
             victim = self.policy.victim(able("blocks"))
             if victim is None:
                 return False
+            self._preempted_for[victim.request_id] = head.request_id
             self._preempt(victim, out, flight)
         return True
 
@@ -64,10 +69,11 @@ class GivingWay(Population):
         return True
 
     def _preempt(self, request: Request, out: SchedulerOutput | None, flight: InFlight | None) -> None:
+        self._preempted_for.setdefault(request.request_id, "")
         done = self._computed_before(request, flight)
         if out is not None and flight is not None:
             out.new_blocks = [entry for entry in out.new_blocks if entry[0] != request.slot]
-            self._take_from(request, out, flight)
+            self._take_from(request, out, flight, done)
         self._count_preemption(request, done)
         saved = self._swap(request, done)
         self._vacate(request)
@@ -89,12 +95,19 @@ class GivingWay(Population):
             request.num_preemptions += 1
             self.num_preemptions += 1
 
-    def _take_from(self, request: Request, out: SchedulerOutput, flight: InFlight) -> None:
-        """The step that is being put together computes nothing for the request."""
+    def _take_from(self, request: Request, out: SchedulerOutput, flight: InFlight, done: int) -> None:
+        """The step that is being put together computes nothing for the request, which has computed ``done`` before."""
+        idle = request.decoding or any(other is request and chunk.samples for other, chunk in flight.chunks)
         out.chunks = [chunk for chunk in out.chunks if chunk.slot != request.slot]
         flight.chunks = [entry for entry in flight.chunks if entry[0] is not request]
         flight.finals = [other for other in flight.finals if other is not request]
         out.preempted.append(request.request_id)
+        if request.decoding:
+            self.decodes.stop(request)
+        if idle:  # it was not among those that have tokens to compute, but is now
+            self._catching_up.append(request)
+        self.num_computed_tokens -= request.num_computed_tokens - done
+        request.num_computed_tokens = done
 
     def _rather_saves(self, request: Request, num_blocks: int) -> bool:
         """Whether to keep all of a request's KV in host memory costs less than to drop so many blocks of its end."""
@@ -130,13 +143,10 @@ class GivingWay(Population):
         self._publish_confirmed(request)
         if not self.kv.shrink(request, kept, self.step):
             return False
-        self._take_from(request, out, flight)
+        self._take_from(request, out, flight, done)
         self.num_tails += not request.short_of_blocks
         self._count_preemption(request, done)
         self.policy.left(request)
-        if request.decoding:
-            self.decodes.stop(request)
-            self._catching_up.append(request)
         self.num_computed_tokens -= request.num_computed_tokens - kept
         request.num_computed_tokens = kept
         request.progress_mark = len(request.token_ids)

@@ -58,6 +58,10 @@ class Membership:
             return free_slots
         return max((size for size in self.preferred_sizes if size <= len(waiting)), default=0)
 
+    def lacks(self, places: int) -> str:
+        """What the next in line waits for, when so many may join and it does not."""
+        return "tokens" if places else "batch" if self.closed else "slots"
+
     def needs_budget(self) -> int:
         """Tokens of the step's budget that must be left for one more request to join."""
         return 0 if self.closed else 1

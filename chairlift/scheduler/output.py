@@ -83,6 +83,13 @@ class SchedulerOutput:
     """(request id, slot) of every decode row."""
     chunk_ids: list[str] = dataclasses.field(default_factory=list)
     preempted: list[str] = dataclasses.field(default_factory=list)
+    preempted_for: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Requests preempted since the step before -> who needed what they had; empty where nobody in particular did."""
+    stalled: tuple[str, ...] = ()
+    """Decodes that rest from this step on, for want of a block."""
+    held_up_by: str = ""
+    """What the first in line that was not let in waits for: ``slots``, ``blocks``, ``tokens``, ``reservation`` (rows
+    kept for another class) or ``batch``; empty when nobody waits. Set also where there is nothing to execute."""
     context_tokens: int = 0
     """Positions that the decode rows attend to, together: what the cost of a decode grows with."""
     num_waiting: int = 0

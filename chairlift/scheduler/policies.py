@@ -9,6 +9,7 @@ from chairlift.config import SchedulerConfig
 from chairlift.errors import ConfigError
 from chairlift.scheduler.policy import FCFS, Policy
 from chairlift.scheduler.precedence import Precedence, ServiceTime
+from chairlift.scheduler.shadow import ShadowPolicy
 from chairlift.service_class import parse_service_classes, parse_tenant_weights
 
 __all__ = ["load_policy", "policy_from_config"]
@@ -16,9 +17,15 @@ __all__ = ["load_policy", "policy_from_config"]
 
 def policy_from_config(config: SchedulerConfig, service_time: ServiceTime | None = None) -> Policy:
     """A fresh policy. Raises ConfigError for a class of one's own that cannot be used."""
-    if config.scheduling_policy == "fcfs":
+    policy = _policy_from(config, "scheduling_policy", service_time)
+    return ShadowPolicy(policy, _policy_from(config, "shadow_policy", service_time)) if config.shadow_policy else policy
+
+
+def _policy_from(config: SchedulerConfig, setting: str, service_time: ServiceTime | None) -> Policy:
+    name: str = getattr(config, setting)
+    if name == "fcfs":
         return FCFS
-    if config.scheduling_policy == "priority":
+    if name == "priority":
         return Precedence(
             parse_service_classes(config.service_classes),
             max_running=config.most_running,
@@ -26,21 +33,21 @@ def policy_from_config(config: SchedulerConfig, service_time: ServiceTime | None
             tenant_weights=parse_tenant_weights(config.tenant_weights),
             service_time=service_time,
         )
-    return load_policy(config.scheduling_policy)
+    return load_policy(name, setting)
 
 
-def load_policy(path: str) -> Policy:
+def load_policy(path: str, setting: str = "scheduling_policy") -> Policy:
     """``module:Class``, imported and made without arguments. Raises ConfigError naming what is missing."""
     module_name, _, class_name = path.partition(":")
     try:
         owner: Any = getattr(importlib.import_module(module_name), class_name)
         policy = owner()
     except Exception as error:
-        raise ConfigError(f"scheduling_policy {path!r} cannot be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{setting} {path!r} cannot be made: {type(error).__name__}: {error}") from error
     missing = [name for name in _members() if not hasattr(policy, name)]
     if missing:
         raise ConfigError(
-            f"scheduling_policy {path!r} has no {', '.join(missing)}; start from"
+            f"{setting} {path!r} has no {', '.join(missing)}; start from"
             " chairlift.scheduler.policy.FirstComeFirstServed"
         )
     made: Policy = policy

@@ -30,6 +30,14 @@ class Policy(Protocol):
     """Whether :meth:`outranks` is ever true. If not, nobody asks, and running work is only preempted for blocks that
     running work needs."""
 
+    def fork(self) -> Policy:
+        """A policy of the same opinion that has seen no request yet, for looking ahead on a copy of the state."""
+        ...
+
+    def catch_up(self, original: Policy) -> None:
+        """Called on a fork once it was told of all requests: what the original knows of the past, it knows too."""
+        ...
+
     def order(self, request: Request) -> tuple[float, ...]:
         """Standing, as a sort key: who is smaller goes first within a lane, and keeps its blocks when running work is
         short of them. Must not change while the request waits in one place."""
@@ -96,6 +104,12 @@ class FirstComeFirstServed:
 
     name = "fcfs"
     preemptive = False
+
+    def fork(self) -> Policy:
+        return type(self)()
+
+    def catch_up(self, original: Policy) -> None:
+        pass
 
     def order(self, request: Request) -> tuple[float, ...]:
         return (request.sequence,)

@@ -55,6 +55,9 @@ class Population:
         self.policy = policy
         self.membership = membership
         self.max_running = max_running
+        """Rows."""
+        self.running_limit = max_running
+        """Of these, how many may be taken; may be changed between steps, and nobody leaves for a lower one."""
         self.watermark = watermark
         self.preemption = preemption
         self.max_preemptions = 0 if preemption.never else max_preemptions
@@ -79,6 +82,7 @@ class Population:
         self._arrivals = 0
         self._left: list[int] = []
         self._swap_out: list[tuple[int, int, int]] = []
+        self._preempted_for: dict[str, str] = {}
         self._catching_up: list[Request] = []
         self._stops: Counter[int] = Counter({FAILED_ROW: 1})
         self._epoch = 0
@@ -97,7 +101,7 @@ class Population:
             )
         self.requests[request.request_id] = request
         self._arrivals += 1
-        request.sequence = self._arrivals
+        request.sequence = request.sequence or self._arrivals  # a copy stands where its original does
         source = None if self.membership.closed else request.source  # a closed batch takes all answers together
         if source is not None and not source.is_finished and source.num_computed_tokens < source.num_prompt_tokens:
             source.siblings.append(request)
@@ -109,16 +113,21 @@ class Population:
         return bool(self.requests)
 
     @property
+    def free_rows(self) -> int:
+        """How many more may run."""
+        return max(0, self.running_limit - len(self.running))
+
+    @property
     def has_prefill_work(self) -> bool:
         """Whether a prompt is under way, or could be begun as far as rows go."""
         prompts = any(request.num_computed_tokens < request.progress_mark for request in self._catching_up)
-        return prompts or bool(self.waiting and self.free_slots)
+        return prompts or bool(self.waiting and self.free_rows)
 
     def num_prefill_tokens(self, most: int) -> int:
         """Known tokens that want to be computed, of prompts under way and of those first in line, up to ``most``."""
         total = sum(request.num_tokens - request.num_computed_tokens for request in self._catching_up)
-        if self.free_slots and total < most:
-            for request in islice(self.waiting, len(self.free_slots)):
+        if self.free_rows and total < most:
+            for request in islice(self.waiting, self.free_rows):
                 total += len(request.token_ids)
                 if total >= most:
                     break
@@ -132,6 +141,7 @@ class Population:
         """Give a waiting request a row and blocks, or nothing."""
         pinned = is_pinned(request, self.max_preemptions)
         if pinned and not self.policy.may_stay(request):
+            out.held_up_by = out.held_up_by or "reservation"
             return False
         watermark = self.watermark if self.running else 0.0
         reserve, share = self._reserve(request), not pinned or self.preemption.never
@@ -166,6 +176,19 @@ class Population:
             )
         )
         return True
+
+    def adopt(self, request: Request, original: Request, now: float) -> None:
+        """Take in the copy of a request that runs in another scheduler, as far as it is there."""
+        self.now = now
+        self.add(request)
+        if self._try_admit(request, SchedulerOutput(self.step)):
+            self.num_computed_tokens += original.num_computed_tokens - request.num_computed_tokens
+            request.num_computed_tokens = original.num_computed_tokens
+            request.num_charged_tokens = original.num_charged_tokens
+            request.progress_mark = original.progress_mark
+            if original.decoding:
+                self._catching_up.remove(request)
+                self.decodes.start([request])
 
     def _reserve(self, request: Request) -> int:
         """Positions that must have blocks before the request may join."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from chairlift.outputs import FinishReason
 from chairlift.request import Request, Service
 from chairlift.scheduler.fairness import VirtualTokenCounters
-from chairlift.scheduler.policy import FirstComeFirstServed, Resource
+from chairlift.scheduler.policy import FirstComeFirstServed, Policy, Resource
 from chairlift.service_class import ServiceClass
 
 __all__ = ["Precedence", "ServiceTime"]
@@ -36,6 +36,18 @@ class Precedence(FirstComeFirstServed):
     * Lower ``priority`` displaces running work of higher number. Waiting lowers it by one per ``ageing_seconds`` in
       which nobody of the same lane was let in, for the order of the line only: age takes nobody's row away.
     * Between tenants of one priority, virtual token counters decide; then the order of arrival.
+
+    What it comes to in steps, for R rows, budget T and requests of at most L positions, with continuous batching and
+    mixed steps. Prompts under way are computed after ``P = ceil(R * L / (T - R + 1))`` steps, and what may not be
+    preempted has ended ``L`` steps later; D is the look-ahead, W is ``max_times_passed``.
+
+    * A class below its reserved rows gets one back within ``P + D + 1`` steps of asking, where blocks suffice for all
+      rows; one below its reserved blocks is let in within ``(W + 1) * (P + L + D + 1)``. Reserved step tokens are there
+      in every step, as far as decodes leave any.
+    * Of N lanes, the head of one that everybody goes before starts after ``8 * ageing_seconds``, and within
+      ``N * (W + 1) * (P + L + D + 1)`` steps from then.
+    * For :class:`~chairlift.scheduler.fairness.VirtualTokenCounters` see there. Age goes before fair shares: their
+      bound holds as long as nobody waits for ``ageing_seconds``.
     """
 
     name = "priority"
@@ -66,6 +78,21 @@ class Precedence(FirstComeFirstServed):
         self._mean_answer: dict[str, float] = {}
         self._known: set[str] = set()
         self._due: list[tuple[float, int, Request]] = []
+
+    def fork(self) -> Precedence:
+        twin = Precedence(
+            self._classes,
+            max_running=self._max_running,
+            ageing_seconds=self._ageing,
+            service_time=self._service_time,
+        )
+        twin._mean_answer = dict(self._mean_answer)
+        return twin
+
+    def catch_up(self, original: Policy) -> None:
+        counters = getattr(original, "counters", None)
+        if isinstance(counters, VirtualTokenCounters):
+            self.counters.catch_up(counters)
 
     # -- the order -----------------------------------------------------------------------------------------------
 

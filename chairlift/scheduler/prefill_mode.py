@@ -61,7 +61,7 @@ class _DecodeFirst:
         self._skipped = 0
 
     def turn(self, population: Population) -> Turn:
-        enough = population.decodes.count >= max(1.0, self._share * population.max_running)
+        enough = population.decodes.count >= max(1.0, self._share * population.running_limit)
         self._skipped = self._skipped + 1 if enough and population.has_prefill_work else 0
         if not enough or self._skipped > self._patience:
             self._skipped = 0

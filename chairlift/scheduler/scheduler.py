@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.outputs import FinishReason
@@ -56,6 +57,17 @@ class Scheduler(GivingWay):
         preemption: PreemptionMode = RECOMPUTE,
         costs: Costs | None = None,
     ) -> None:
+        self._settings: dict[str, Any] = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_model_len": max_model_len,
+            "membership": membership,
+            "look_ahead": look_ahead,
+            "max_times_passed": max_times_passed,
+            "max_preemptions": max_preemptions,
+            "drop_late": drop_late,
+            "costs": costs,
+        }
         super().__init__(
             kv,
             policy,
@@ -67,7 +79,8 @@ class Scheduler(GivingWay):
             max_preemptions=max_preemptions,
             preemption=preemption,
         )
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.token_budget = max_num_batched_tokens
+        """Tokens of a step; may be lowered between steps. Every running request gets its one token in any case."""
         self.max_model_len = max_model_len
         self.prefill_mode = prefill_mode
         self.drop_late = drop_late
@@ -83,6 +96,14 @@ class Scheduler(GivingWay):
         self._sent_slots: tuple[int, ...] = ()
         self._flights: dict[int, InFlight] = {}
 
+    def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
+        """An empty scheduler with the settings of this one as they are now, over another memory. It swaps nothing, and
+        prefills as ``mixed`` does."""
+        twin = Scheduler(kv, policy=policy, watermark=self.watermark, **self._settings)
+        twin._arrivals = self._arrivals
+        twin.running_limit, twin.token_budget = self.running_limit, self.token_budget
+        return twin
+
     # -- schedule ------------------------------------------------------------------------------------------------
 
     def next_event(self, now: float) -> float | None:
@@ -91,7 +112,7 @@ class Scheduler(GivingWay):
             return now
         if not self.waiting:
             return None
-        return self.membership.fires_at(self.waiting, len(self.free_slots))
+        return self.membership.fires_at(self.waiting, self.free_rows)
 
     def schedule(self, now: float) -> SchedulerOutput:
         """The next step. An output with ``num_tokens == 0`` must not be executed or updated."""
@@ -109,7 +130,7 @@ class Scheduler(GivingWay):
             self._run_decodes(out, flight)
         if turn is Turn.DECODE and not self.decodes.count:  # all of them had to give way
             turn = Turn.MIXED
-        budget = self.max_num_batched_tokens - out.num_decodes
+        budget = max(self.token_budget, len(self.running)) - out.num_decodes
         if self.paced and self.costs is not None and budget > 1:
             limit = min(self.paced.values())
             budget = self.costs.chunk_budget(out.num_decodes, self.num_computed_tokens, limit, budget)
@@ -122,6 +143,10 @@ class Scheduler(GivingWay):
         if turn is Turn.PREFILL and not out.chunks:  # nobody could be let in
             self._run_decodes(out, flight)
         self._seal(out, flight)
+        if self.waiting and not out.held_up_by:
+            out.held_up_by = "slots" if not self.free_rows else "blocks" if out.preempted else "tokens"
+        if self._preempted_for:
+            out.preempted_for, self._preempted_for = self._preempted_for, {}
         return out
 
     def _is_late(self, request: Request) -> None:
@@ -137,6 +162,8 @@ class Scheduler(GivingWay):
     def _run_decodes(self, out: SchedulerOutput, flight: InFlight) -> None:
         stalled = [request for request in self.decodes.due() if not self._attend(request, out, flight)]
         self._catching_up[:0] = [request for request in stalled if request.slot >= 0]
+        if stalled:
+            out.stalled = tuple([request.request_id for request in stalled])
         if self.decodes.stale:
             self.decodes.rebuild()
         if self.decodes.requests:
@@ -191,14 +218,15 @@ class Scheduler(GivingWay):
             ahead = [r for r in self._catching_up if not self.policy.outranks(head, r, "tokens", self.now)]
             if sum(request.num_tokens - request.num_computed_tokens for request in ahead) >= budget:
                 return
-            let_in = bool(self.free_slots) and self._try_admit(head, out)
+            let_in = self.free_rows > 0 and self._try_admit(head, out)
             if not let_in and not (self._displace(head, out, flight) and self._try_admit(head, out)):
                 return
 
     def _admit(self, out: SchedulerOutput, flight: InFlight, budget: int) -> None:
         waiting = self.waiting
-        places = self.membership.places(waiting, len(self.running), len(self.free_slots), self.now)
+        places = self.membership.places(waiting, len(self.running), self.free_rows, self.now)
         if not places or budget < self.membership.needs_budget():
+            out.held_up_by = out.held_up_by or self.membership.lacks(places)
             return
         batch: Iterable[Request] = islice(waiting.line(self.now), places + waiting.look_ahead)
         if self.membership.closed:
@@ -207,8 +235,10 @@ class Scheduler(GivingWay):
         passed: list[Request] = []
         for request in batch:
             if not places or budget < self.membership.needs_budget():
+                out.held_up_by = out.held_up_by or self.membership.lacks(places)
                 break
             if not self._try_admit(request, out):
+                out.held_up_by = out.held_up_by or "blocks"
                 passed.append(request)
                 if not waiting.may_pass(passed):
                     break

@@ -7,6 +7,7 @@ check to a bug in an endpoint, leaves as an OpenAI error object.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import re
 import secrets
@@ -23,7 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.engine.async_engine import EngineState
 from chairlift.metrics import prometheus
-from chairlift.server import chat, completions, models, openapi, pages, tokens
+from chairlift.metrics.stats import FORECAST_RATIOS
+from chairlift.server import chat, completions, models, openapi, pages, queue, tokens
 from chairlift.server.auth import Auth, HostCheck
 from chairlift.server.errors import ApiError, error_response, to_api_error
 from chairlift.server.logs import log_event
@@ -40,7 +42,7 @@ _DRAIN_RETRY_SECONDS: Final = 5
 def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
     """The application around ``state``, with all endpoints, or with the ``routes`` given instead."""
     if routes is None:
-        endpoints = (chat, completions, tokens, models, openapi, pages)
+        endpoints = (chat, completions, tokens, models, queue, openapi, pages)
         routes = [*_routes, *(route for module in endpoints for route in module.routes)]
     return _App(state, routes)
 
@@ -92,7 +94,8 @@ class _App:
         self._hosts.check(hosts)
         path = scope["path"]
         raw_path = scope.get("raw_path") or path.encode("utf-8", "replace")
-        scope["state"]["holder"] = self._auth.check(path, raw_path, authorization)
+        caller = self._auth.check(path, raw_path, authorization)
+        scope["state"]["caller"] = dataclasses.replace(caller, request_id=scope["state"]["request_id"])
         if self._state.draining and scope["method"] == "POST":
             self._state.engine.stats.rejected["draining"] += 1
             retry = {"retry-after": str(_DRAIN_RETRY_SECONDS), "connection": "close"}
@@ -189,6 +192,7 @@ async def _load(request: Request) -> Response:
 async def _metrics(request: Request) -> Response:
     state: ServerState = request.app.state.server
     engine = state.engine
+    classes = engine.service_classes
     body = prometheus.render(
         engine.stats,
         engine.info,
@@ -198,6 +202,8 @@ async def _metrics(request: Request) -> Response:
         num_waiting=engine.num_queued,
         now=time.monotonic(),
         num_tasks=len(asyncio.all_tasks()),
+        classes=None if classes is None else {name: each.min_seqs for name, each in classes.items()},
+        forecast_within={ratio: engine.intake.calibration.within(ratio) for ratio in FORECAST_RATIOS},
     )
     return Response(body, media_type=prometheus.CONTENT_TYPE)
 

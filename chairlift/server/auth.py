@@ -8,12 +8,13 @@ this machine (DNS rebinding).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,7 @@ from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
 from chairlift.server.errors import ApiError
 
-__all__ = ["OPEN_PATHS", "Auth", "HostCheck", "check_exposure", "is_loopback", "load_keys", "salt_for"]
+__all__ = ["OPEN_PATHS", "Auth", "Caller", "HostCheck", "check_exposure", "is_loopback", "load_keys", "salt_for"]
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
 """Served without a key: two answers for probes, and a page that has no data in it."""
@@ -29,28 +30,45 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 _HOST: Final = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_-][A-Za-z0-9._-]{0,252})(?::[0-9]{1,5})?")
 _KEY: Final = re.compile(r"[!-~]{1,512}")
+_NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
-def load_keys(config: ServerConfig) -> tuple[str, ...]:
-    """The API keys of the settings and of the key file, each once. Raises ConfigError."""
-    keys = list(config.api_key)
+def load_keys(config: ServerConfig) -> dict[str, str]:
+    """The API keys of the settings and of the key file, and the tenant that each stands for. Raises ConfigError.
+
+    In the file a name may stand before the key, and several keys may have the same. The tenant of a key without a name
+    is ``key-`` and twelve hexadecimal digits of its hash, from which nobody gets the key back.
+    """
+    lines = []
     if config.api_key_file is not None:
         try:
             lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(f"cannot read the API key file {config.api_key_file}: {reason}") from None
-        found = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-        if not found:
+        lines = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+        if not lines:
             raise ConfigError(f"the API key file {config.api_key_file} has no key; write one key per line")
-        keys += found
-    for number, key in enumerate(keys, start=1):
+    names: dict[str, str] = {}
+    for number, line in enumerate([*config.api_key, *lines], start=1):
+        name, key = _named_key(line) if number > len(config.api_key) else ("", line)
         if not _KEY.fullmatch(key):
             raise ConfigError(
                 f"API key number {number} has {len(key)} characters, or others than visible ASCII; "
-                "a key is 1 to 512 visible ASCII characters without spaces"
+                "a key is 1 to 512 visible ASCII characters without spaces, and in a file a name and a space may stand "
+                "before it"
             )
-    return tuple(dict.fromkeys(keys))
+        before = names.get(key, "")
+        if name and before and name != before:
+            raise ConfigError(f"API key number {number} is there as {before!r} and as {name!r}; give each key one name")
+        names[key] = name or before
+    return {key: name or f"key-{_digest(b'tenant ' + key.encode()).hex()[:12]}" for key, name in names.items()}
+
+
+def _named_key(line: str) -> tuple[str, str]:
+    """Name and key of a line; what has another form is all key, and no good one."""
+    name, *rest = line.split()
+    return (name, rest[0]) if len(rest) == 1 and _NAME.fullmatch(name) else ("", line)
 
 
 def is_loopback(address: str) -> bool:
@@ -61,7 +79,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def check_exposure(address: str, keys: Sequence[str], insecure: bool) -> None:
+def check_exposure(address: str, keys: Collection[str], insecure: bool) -> None:
     """Raise ConfigError when a socket on this numeric address would serve strangers without a key."""
     if not keys and not insecure and not is_loopback(address):
         raise ConfigError(
@@ -70,22 +88,34 @@ def check_exposure(address: str, keys: Sequence[str], insecure: bool) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request."""
+
+    holder: str = ""
+    """Whose KV cache it shares: made from its API key where there are several, else empty."""
+    tenant: str = ""
+    """Who is charged: the name of its API key, or its ``user`` where there are no keys."""
+    request_id: str = ""
+    """The X-Request-Id of the request."""
+
+
 class Auth:
-    """Checks bearer tokens against keys; without keys everything is allowed."""
+    """Checks bearer tokens against keys, given with the tenant of each; without keys everything is allowed."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._tenants = {_digest(key.encode()): tenant for key, tenant in keys.items()}
 
-    def check(self, path: str, raw_path: bytes, authorization: Sequence[bytes]) -> str:
-        """Whose request it is: a name made from its key where there are several keys, else empty.
+    def check(self, path: str, raw_path: bytes, authorization: Sequence[bytes]) -> Caller:
+        """Whose request it is; nobody's, where that does not matter.
 
         Raises ApiError 401 unless the path is open or one of the keys was sent.
 
         ``path`` and ``raw_path`` are the decoded path and the bytes it came as, ``authorization`` the values of all
         Authorization headers. Takes the same time whichever key is right, or how much of a wrong one.
         """
-        if not self._digests or (path in OPEN_PATHS and raw_path == path.encode()):
-            return ""
+        if not self._tenants or (path in OPEN_PATHS and raw_path == path.encode()):
+            return Caller()
         if len(authorization) != 1:
             raise _unauthorized(
                 "no API key was sent" if not authorization else "several Authorization headers were sent"
@@ -93,17 +123,17 @@ class Auth:
         scheme, _, token = authorization[0].partition(b" ")
         sent = _digest(token.strip())
         matches = 0
-        for digest in self._digests:
+        for digest in self._tenants:
             matches += hmac.compare_digest(digest, sent)
         if scheme.lower() != b"bearer" or not matches:
             raise _unauthorized("the API key that was sent is not one of this server's")
-        return sent.hex() if len(self._digests) > 1 else ""
+        return Caller(sent.hex() if len(self._tenants) > 1 else "", self._tenants[sent])
 
 
 def salt_for(holder: str, salt: str) -> str:
     """What keeps the KV that one key's requests computed from being found, by its speed, with another key.
 
-    ``holder`` is what :meth:`Auth.check` said, ``salt`` the request's own ``cache_salt``.
+    ``holder`` is the :class:`Caller`'s, ``salt`` the request's own ``cache_salt``.
     """
     return hashlib.sha256(f"{holder} {salt}".encode()).hexdigest() if holder else salt
 

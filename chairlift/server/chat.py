@@ -17,6 +17,7 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json
 from chairlift.server.models import check_model, engine_info
+from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
     ChatRequest,
     Message,
@@ -32,6 +33,7 @@ from chairlift.server.streaming import (
     ChunkWriter,
     Meter,
     PromptLogprobs,
+    Timing,
     TokenTexts,
     Usage,
     collect,
@@ -41,6 +43,7 @@ from chairlift.server.streaming import (
     reply_head,
     start_stream,
     submit_all,
+    timing,
     truncate,
 )
 
@@ -102,10 +105,13 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: str
+    """The class of service that the request had."""
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timing: Timing | UnsetType = UNSET
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -113,13 +119,13 @@ async def create_chat_completion(request: Request) -> Response:
     state: ServerState = request.app.state.server
     chat, ignored = parse(ChatRequest, await read_json(request))
     model = check_model(state, chat.model)
+    caller = read_promises(request, chat, ignored)
     params = _params(chat)
-    holder = getattr(request.state, "holder", "")
-    state.engine.check_room()
+    state.engine.check_room(1, class_of(params))
     info = engine_info(state)
     prompt = truncate(await encode_messages(state, chat), chat.truncate_prompt_tokens, info, params.max_tokens)
-    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), holder=holder)
-    head = reply_head("chatcmpl", model, info)
+    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
+    head = reply_head("chatcmpl", model, info, streams)
     texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
     headers = warning_headers(ignored)
     if chat.stream:
@@ -133,6 +139,7 @@ async def create_chat_completion(request: Request) -> Response:
         usage=meter.usage(),
         prompt_logprobs=UNSET if chat.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs, texts),
         prompt_token_ids=prompt if chat.return_token_ids else UNSET,
+        timing=timing([output], chat.return_timing),
     )
     return json_response(reply, headers)
 
@@ -225,7 +232,7 @@ class _ChatChunks(ChunkWriter):
     def __init__(
         self, head: Mapping[str, Any], chat: ChatRequest, streams: Sequence[OutputStream], texts: TokenTexts
     ) -> None:
-        super().__init__({**head, "object": "chat.completion.chunk"}, chat.stream_options, streams)
+        super().__init__({**head, "object": "chat.completion.chunk"}, chat, streams)
         self._num_choices = chat.n or 1
         self._top = chat.top_logprobs or 0
         self._texts = texts

@@ -19,6 +19,7 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json
 from chairlift.server.models import check_model, engine_info
+from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
     CompletionRequest,
     no_prompt_logprobs_in_stream,
@@ -31,6 +32,7 @@ from chairlift.server.streaming import (
     ChunkWriter,
     Meter,
     PromptLogprobs,
+    Timing,
     TokenTexts,
     Usage,
     collect,
@@ -40,6 +42,7 @@ from chairlift.server.streaming import (
     reply_head,
     start_stream,
     submit_all,
+    timing,
     truncate,
 )
 from chairlift.tokenizer.tokenizer import Tokenizer
@@ -83,8 +86,12 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: str
+    """The class of service that the request had."""
     choices: list[TextChoice]
     usage: Usage
+    timing: Timing | UnsetType = UNSET
+    """Of the prompt that took longest."""
 
 
 async def create_completion(request: Request) -> Response:
@@ -93,27 +100,29 @@ async def create_completion(request: Request) -> Response:
     asked, ignored = parse(CompletionRequest, await read_json(request))
     model = check_model(state, asked.model)
     given = asked.prompts()
+    caller = read_promises(request, asked, ignored)
     params = _params(asked)
-    holder = getattr(request.state, "holder", "")
-    state.engine.check_room(len(given))
+    state.engine.check_room(len(given), class_of(params))
     info = engine_info(state)
     prompts = [
         truncate(await _encode_prompt(state, asked, prompt), asked.truncate_prompt_tokens, info, params.max_tokens)
         for prompt in given
     ]
     writer = _Writer(asked, given, prompts, state.engine.tokenizer)
-    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), holder=holder)
-    head = reply_head("cmpl", model, info)
+    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), caller=caller)
+    head = reply_head("cmpl", model, info, streams)
     headers = warning_headers(ignored)
     if asked.stream:
         return await start_stream(state, streams, _TextChunks(head, asked, streams, writer), headers)
     meter = Meter(streams)
     choices: list[TextChoice] = []
-    for index, output in enumerate(await collect(streams)):
+    outputs = await collect(streams)
+    for index, output in enumerate(outputs):
         delivered = _delivered(asked, output)
         meter.note(index, delivered)
         choices += [writer.whole(index, delivered, answer) for answer in delivered.outputs]
-    return json_response(TextCompletion(**head, choices=choices, usage=meter.usage()), headers)
+    told = timing(outputs, asked.return_timing)
+    return json_response(TextCompletion(**head, choices=choices, usage=meter.usage(), timing=told), headers)
 
 
 def _params(asked: CompletionRequest) -> SamplingParams:
@@ -308,7 +317,7 @@ class _TextChunks(ChunkWriter):
     def __init__(
         self, head: Mapping[str, Any], asked: CompletionRequest, streams: Sequence[OutputStream], writer: _Writer
     ) -> None:
-        super().__init__({**head, "object": "text_completion"}, asked.stream_options, streams)
+        super().__init__({**head, "object": "text_completion"}, asked, streams)
         self._asked = asked
         self._writer = writer
         self._ids = bool(asked.return_token_ids)

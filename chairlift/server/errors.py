@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -20,10 +22,13 @@ from chairlift.errors import (
     RequestError,
     TemplateError,
 )
+from chairlift.sampling_params import SamplingParams
 from chairlift.server.state import ServerState
 
 __all__ = ["ApiError", "error_body", "error_response", "to_api_error"]
 
+_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_PROMPT_NUMBER = re.compile(r"^prompt [0-9]+: ")
 _log = logging.getLogger("chairlift.server")
 
 
@@ -71,17 +76,20 @@ def error_body(error: ApiError) -> dict[str, object]:
 def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiError:
     """How a client is told about ``error``. What is not meant for it gets a generic text, and is logged."""
     if isinstance(error, ApiError):
+        if error.status == 503:
+            error.headers.setdefault("retry-after", _whole_seconds(state.engine.retry_after()))
         return error
     if isinstance(error, HTTPException):
         return _routing_error(error)
     if isinstance(error, PromptTooLongError):
         return ApiError(400, str(error) + _context_length(state), code="context_length_exceeded")
     if isinstance(error, (RequestError, TemplateError)):
-        return ApiError(400, str(error), code="invalid_value")
+        return ApiError(400, str(error), code="invalid_value", param=_field(str(error)))
     if isinstance(error, OverloadedError):
         retry = {"retry-after": _whole_seconds(error.retry_after)}
         if isinstance(error, QueueFullError):
-            return ApiError(429, str(error), code="rate_limit_exceeded", headers=retry)
+            code = "queue_too_long" if error.kind == "forecast" else "rate_limit_exceeded"
+            return ApiError(429, str(error), code=code, headers=retry)
         code = "queue_timeout" if isinstance(error, QueueTimeoutError) else "timeout"
         return ApiError(503, str(error), code=code, headers=retry)
     if isinstance(error, EngineDeadError):
@@ -94,6 +102,12 @@ def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiEr
     _log.error("request %s failed", request_id, exc_info=error)
     message = f"the server made a mistake; its log says more under request id {request_id}"
     return ApiError(500, message, code="internal_error")
+
+
+def _field(message: str) -> str | None:
+    """The field that a refusal is about, where it begins with its name: ``ttft_ms is 5.0, but ...``."""
+    first = _PROMPT_NUMBER.sub("", message).partition(" ")[0]
+    return first if first in _FIELDS else None
 
 
 def _context_length(state: ServerState) -> str:

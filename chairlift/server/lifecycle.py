@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from chairlift.server.app import make_app
 from chairlift.server.auth import check_exposure, load_keys
 from chairlift.server.http_protocol import HttpLimits, HttpServer
 from chairlift.server.state import ServerState
-from chairlift.server.status_line import StatusLine
+from chairlift.server.status_line import PreemptionAlarm, StatusLine
 
 __all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names", "start_engine"]
 
@@ -35,6 +35,7 @@ _logger: Final = logging.getLogger("chairlift.server")
 _LAST_WORDS_SECONDS: Final = 1.0
 """For requests that were cut off to be told so."""
 _FLUSH_SECONDS: Final = 2.0
+_WATCH_SECONDS: Final = 5.0
 _CHAT_TOKENS: Final = 2048
 _OTHER_FILES: Final = 256
 
@@ -188,7 +189,7 @@ async def drain(state: ServerState, server: HttpServer, stop: Stop) -> int:
     return sum(not task.done() for task in pending)
 
 
-def bind(config: ServerConfig, keys: tuple[str, ...]) -> socket.socket:
+def bind(config: ServerConfig, keys: Collection[str]) -> socket.socket:
     """A socket bound to the host and port of the settings. Raises ConfigError when that is impossible, or unsafe."""
     host = config.host if config.host != "*" else "0.0.0.0"
     try:
@@ -328,12 +329,14 @@ async def _finished(tasks: set[asyncio.Task[None]], timeout: float) -> None:
 
 @contextlib.contextmanager
 def _reporting(state: ServerState) -> Iterator[None]:
-    """Status lines in the log, as long as the block runs."""
-    task = asyncio.create_task(_report(state)) if state.config.status_interval else None
+    """Status lines and warnings in the log, as long as the block runs."""
+    tasks = [asyncio.create_task(_watch_preemption(state))]
+    if state.config.status_interval:
+        tasks.append(asyncio.create_task(_report(state)))
     try:
         yield
     finally:
-        if task is not None:
+        for task in tasks:
             task.cancel()
 
 
@@ -344,7 +347,15 @@ async def _report(state: ServerState) -> None:
         await asyncio.sleep(state.config.status_interval)
         line = status.next(engine.stats, num_waiting=engine.num_queued, now=time.monotonic())
         if line is not None:
-            _logger.log(*line)
+            _logger.info("%s", line)
+
+
+async def _watch_preemption(state: ServerState) -> None:
+    engine, alarm = state.engine, PreemptionAlarm()
+    while True:
+        await asyncio.sleep(_WATCH_SECONDS)
+        if engine.info is not None and (warning := alarm.next(engine.stats, engine.info, now=time.monotonic())):
+            _logger.warning("%s", warning)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,9 @@ from starlette.routing import Route
 from chairlift.server.chat import ChatCompletion
 from chairlift.server.completions import TextCompletion
 from chairlift.server.models import ModelCard, ModelList
+from chairlift.server.promises import TTFT_HEADER
 from chairlift.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from chairlift.server.queue import QueueReply
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 from chairlift.server.tokens import DetokenizeReply, TokenizeReply
@@ -61,7 +63,7 @@ class LoadReply(msgspec.Struct, kw_only=True):
 _STATUSES: Final = {
     400: "The request is not valid; the message says what to change",
     401: "The API key is missing or wrong",
-    404: "There is no such model",
+    404: "There is no such model, or no such request",
     408: "The body took too long",
     413: "The body is too long",
     415: "The body is not JSON",
@@ -75,6 +77,7 @@ _WITH_BODY: Final = (404, 408, 413, 415)
 _TYPES: Final = (
     *(ChatRequest, ChatCompletion, CompletionRequest, TextCompletion, TokenizeRequest, TokenizeReply),
     *(DetokenizeRequest, DetokenizeReply, ModelList, ModelCard, ErrorReply, StatusReply, VersionReply, LoadReply),
+    QueueReply,
 )
 
 
@@ -88,6 +91,7 @@ def document(state: ServerState) -> dict[str, Any]:
         "/detokenize": _post("The text of token ids", DetokenizeRequest, DetokenizeReply),
         "/v1/models": _get("The names of the model", ModelList),
         "/v1/models/{name}": _get("One of them", ModelCard, (404,), [_NAME_PARAMETER]),
+        "/v1/queue": _get("What waits, and when it is expected to start", QueueReply, (404,), [_ID_PARAMETER]),
         "/health": _status("Whether requests make progress"),
         "/ping": _status("The same"),
         "/ready": _status("Whether new requests are taken"),
@@ -114,7 +118,21 @@ def document(state: ServerState) -> dict[str, Any]:
     return out
 
 
+_ID_PARAMETER: Final = {
+    "name": "request_id",
+    "in": "query",
+    "description": "The X-Request-Id of one request that has not ended",
+    "schema": {"type": "string"},
+}
 _NAME_PARAMETER: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+_TTFT_PARAMETER: Final = {
+    "name": TTFT_HEADER,
+    "in": "header",
+    "description": "The field ttft_ms, which goes before it",
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 999_999_999},
+}
 
 
 def _ref(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
@@ -135,6 +153,8 @@ def _post(
     if streams:
         content["text/event-stream"] = {}  # each event is a chunk of the reply; OpenAPI 3.1 cannot say so
     operation = _operation(summary, content, (*_WITH_BODY, 429))
+    if streams:
+        operation["parameters"] = [_TTFT_PARAMETER]
     operation["requestBody"] = {"required": True, "content": _ref(body)}
     return {"post": operation}
 

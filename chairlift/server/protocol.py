@@ -4,7 +4,13 @@ The rule for fields that are known but not served: a value that asks for what ha
 or object, the values named below) is accepted. Of the others, a hint is ignored, because the answer is still an answer
 to what was asked, and the reply says so in a header (``Warning: 299 chairlift "ignored: user"``). A value without which
 the answer would be an answer to another question is refused with status 400. Fields that nobody knows are ignored like
-hints. ``user`` and ``request_id`` are never keys of anything.
+hints. ``request_id`` is never the key of anything, and ``user`` of nothing but the share of the engine that its
+requests get: without API keys, and where the scheduling policy shares fairly; elsewhere it is ignored.
+
+``service_tier`` is ``auto``, ``default``, ``flex``, ``priority``, ``scale`` (which is ``auto``: nothing is paid for in
+advance) or a class that the server was given; others are refused. Where the scheduling policy is ``fcfs`` it means
+nothing, the reply says ``default``, and a ``priority`` other than 0 and the deadlines are refused. The header
+``x-slo-ttft-ms`` is the field ``ttft_ms``, which goes before it.
 
 ===================  ================================================================================================
 What happens         Fields
@@ -15,18 +21,19 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      ``min_tokens``, ``ignore_eos``, ``stop_token_ids``, ``bad_words``, ``allowed_token_ids``,
                      ``include_stop_str_in_output``, ``skip_special_tokens``, ``prompt_logprobs`` (not with
                      ``stream``), ``truncate_prompt_tokens``, ``return_token_ids``, ``return_tokens_as_token_ids``,
-                     ``priority``, ``cache_salt``, ``queue_timeout`` (ours: seconds)
+                     ``priority``, ``cache_salt``, ``service_tier``, ``user``, and ours: ``queue_timeout``
+                     (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
                      ``continue_final_message``, ``chat_template_kwargs``
 supported, texts     ``prompt``, ``echo``, ``best_of`` (not with ``stream``), ``add_special_tokens``
-ignored              ``user``, ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
+ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
                      ``parallel_tool_calls``, ``reasoning_effort``, ``verbosity``, ``prediction``,
                      ``prompt_cache_key``, ``prompt_cache_retention``, ``separate_reasoning``, ``include_reasoning``,
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
 refused              ``tools``, ``functions``, ``tool_choice`` and ``function_call`` but ``none``, ``response_format``
                      but type ``text``, ``structured_outputs``, ``guided_json``, ``guided_regex``, ``guided_choice``,
                      ``guided_grammar``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
-                     ``service_tier`` but ``auto`` and ``default``, ``chat_template``, ``documents``, ``lora_path``,
+                     ``chat_template``, ``documents``, ``lora_path``,
                      ``kv_transfer_params``, ``prompt_embeds``, ``logits_processors``, ``use_beam_search``,
                      ``length_penalty`` but 1, ``thinking_token_budget``, ``suffix``; and where the other endpoint has
                      the field: ``echo``, ``best_of``, ``add_special_tokens``, ``max_completion_tokens``,
@@ -78,6 +85,7 @@ TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 PromptItem = str | TokenId | list[TokenId]
 StopString = Annotated[str, Meta(min_length=1, max_length=_LIMITS.max_stop_length)]
 ModelName = Annotated[str, Meta(max_length=256)]
+Milliseconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 CacheSalt = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{0,64}$")]
 Scalar = (
     Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -138,6 +146,18 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Only requests with the same salt share cached prompts."""
     queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
     """Seconds to wait for the first step before giving up."""
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None
+    """Class of service; the reply says which one it was."""
+    user: Annotated[str, Meta(max_length=256)] | None = None
+    """Who asks; without API keys, whose share of the engine it is."""
+    ttft_ms: Milliseconds | None = None
+    """The first token is due this long after arrival."""
+    tpot_ms: Milliseconds | None = None
+    """Longest time per token after the first."""
+    deadline_ms: Milliseconds | None = None
+    """The whole answer is due this long after arrival."""
+    return_timing: bool | None = None
+    """Say where the time went: ``timing`` in the reply, or in the last chunk of each prompt's answers."""
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -241,7 +261,6 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "audio": ((), "answers are text; leave it out"),
     "web_search_options": ((), "the server looks nothing up; leave it out"),
     "store": ((), "nothing is stored; leave it out"),
-    "service_tier": (("auto", "default"), "there is one tier; leave it out or send auto"),
     "chat_template": ((), "templates come from the model or the operator, not from requests; leave it out"),
     "documents": ((), "put the documents into the messages"),
     "lora_path": ((), "adapters are not supported yet; leave it out"),
@@ -265,7 +284,8 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
 _SAMPLING: Final = (
     *("n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids"),
-    *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs", "priority"),
+    *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs", "priority", "service_tier"),
+    *("ttft_ms", "tpot_ms", "deadline_ms"),
 )
 """Fields that mean the same in SamplingParams."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from chairlift.config import ServerConfig
@@ -21,7 +22,8 @@ class ServerState:
     engine: AsyncEngine
     model_names: tuple[str, ...]
     """Names clients may ask for; the first is the one that answers carry."""
-    api_keys: tuple[str, ...] = ()
+    api_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Key -> the tenant that is charged for its requests."""
     started_at: int = 0
     """Unix time, for ``created`` in /v1/models."""
     draining: bool = False

@@ -1,18 +1,23 @@
-"""One line per interval about how the server is doing, and none when it has nothing to do."""
+"""One line per interval about how the server is doing, and none when it has nothing to do; and a warning when work is
+done twice."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
+import math
 from typing import Final
 
-from chairlift.metrics.stats import RequestStats
+from chairlift.engine.info import EngineInfo
+from chairlift.metrics.stats import EngineStats, RequestStats
 
-__all__ = ["StatusLine"]
+__all__ = ["PreemptionAlarm", "StatusLine"]
 
 _WATCH: Final = 0.02
 _TOO_MANY: Final = 0.05
 """Shares of finished sequences that were preempted."""
+_QUIET_SECONDS: Final = 60.0
+_MARGIN: Final = 0.9
+"""Sequences grow while they run: not all that fit now will fit later."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,11 +55,11 @@ class StatusLine:
         self._before = _Counts.of(stats)
         self._time = now
 
-    def next(self, stats: RequestStats, *, num_waiting: int, now: float) -> tuple[int, str] | None:
-        """The logging level and the line for the interval that ends ``now`` (seconds); None when nothing happened.
+    def next(self, stats: RequestStats, *, num_waiting: int, now: float) -> str | None:
+        """The line for the interval that ends ``now`` (seconds); None when nothing happened.
 
-        ``num_waiting`` counts requests that wait for a step. The level is WARNING when more than 5 % of the sequences
-        that finished in the last 60 s were preempted, else INFO.
+        ``num_waiting`` counts requests that wait for a step. The line bears a mark when 2 % or more of the sequences
+        that finished in the last 60 s were preempted.
         """
         counts, before = _Counts.of(stats), self._before
         seconds = max(now - self._time, 1e-3)
@@ -77,8 +82,7 @@ class StatusLine:
             parts.append(f"{rejected} rejected")
         if restarts := counts.restarts - before.restarts:
             parts.append(f"engine restarted {'once' if restarts == 1 else f'{restarts} times'}")
-        level = logging.WARNING if engine.preemption_rate > _TOO_MANY else logging.INFO
-        return level, "; ".join(parts)
+        return "; ".join(parts)
 
 
 def _mark(rate: float) -> str:
@@ -86,4 +90,40 @@ def _mark(rate: float) -> str:
         return "healthy"
     if rate <= _TOO_MANY:
         return "watch"
-    return "too many: raise --kv-cache-memory-bytes or lower --max-num-seqs"
+    return "too many"
+
+
+class PreemptionAlarm:
+    """Says that too much is preempted, and what to do about it; once a minute at most."""
+
+    def __init__(self) -> None:
+        self._quiet_until = -math.inf
+        self._num_steps = 0
+
+    def next(self, stats: RequestStats, info: EngineInfo, *, now: float) -> str | None:
+        """The warning, when more than 5 % of the sequences that finished in the last 60 s were preempted."""
+        engine = stats.engine
+        stands_still, self._num_steps = engine.num_steps == self._num_steps, engine.num_steps
+        if stands_still or engine.preemption_rate <= _TOO_MANY or now < self._quiet_until:
+            return None
+        self._quiet_until = now + _QUIET_SECONDS
+        return (
+            f"{engine.preemption_rate:.1%} of the sequences that finished in the last minute were preempted, and work"
+            f" is done twice; {_remedy(engine, info)}"
+        )
+
+
+def _remedy(engine: EngineStats, info: EngineInfo) -> str:
+    """Which setting to change, from how many sequences of the size they have now fit into the KV cache."""
+    most = info.max_num_seqs
+    if not engine.num_running or not engine.used_blocks:
+        return "raise --kv-cache-memory-bytes, or lower --max-num-seqs"
+    fits = min(most, info.num_blocks * engine.num_running / engine.used_blocks)
+    fewer = max(1, int(_MARGIN * fits))
+    lower = f"lower --max-num-seqs from {most:,} to {fewer:,}"
+    raise_ = f"raise --kv-cache-memory-bytes to {most / fewer:.1f} times what it is"
+    first, second = (lower, raise_) if fewer * 2 >= most else (raise_, lower)
+    return (
+        f"about {fits:,.0f} sequences of {engine.used_blocks / engine.num_running:,.0f} blocks fit into the KV cache,"
+        f" and {most:,} may run: best {first}, or else {second}"
+    )

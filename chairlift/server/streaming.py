@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,7 +26,7 @@ from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
-from chairlift.server.auth import salt_for
+from chairlift.server.auth import Caller, salt_for
 from chairlift.server.errors import ApiError, error_body, to_api_error
 from chairlift.server.protocol import GenerationRequest, StreamOptions
 from chairlift.server.state import ServerState
@@ -38,6 +39,7 @@ __all__ = [
     "PromptLogprob",
     "PromptLogprobs",
     "PromptTokensDetails",
+    "Timing",
     "TokenTexts",
     "Usage",
     "abort_all",
@@ -49,6 +51,7 @@ __all__ = [
     "reply_head",
     "start_stream",
     "submit_all",
+    "timing",
     "truncate",
 ]
 
@@ -72,6 +75,15 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class Timing(msgspec.Struct):
+    """Where the time of a request went, from its arrival to its end."""
+
+    causes_ms: dict[str, float]
+    """Milliseconds by cause; docs/why-slow.md explains them."""
+    preempted_by: list[str]
+    """The last that it had to give way to, by the ids they have in the engine."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -122,20 +134,26 @@ async def submit_all(
     request: GenerationRequest,
     *,
     stream: bool,
-    holder: str = "",
+    caller: Caller,
 ) -> list[OutputStream]:
     """One stream per prompt: all of them, or what is wrong with one, which is named when there are several.
 
-    ``holder`` says whose API key it is, where there are several: they share no cache.
+    ``caller`` is charged for them, and those with different API keys share no cache.
     """
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
-    salt = salt_for(holder, request.cache_salt or "")
+    salt = salt_for(caller.holder, request.cache_salt or "")
     try:
         for index, prompt in enumerate(prompts):
             try:
                 opened = await state.engine.submit(
-                    prompt, params, kind=kind, cache_salt=salt, queue_timeout=request.queue_timeout
+                    prompt,
+                    params,
+                    kind=kind,
+                    cache_salt=salt,
+                    tenant=caller.tenant,
+                    queue_timeout=request.queue_timeout,
+                    name=caller.request_id,
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None
@@ -220,13 +238,14 @@ def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
 # --- what replies are made of -----------------------------------------------------------------------------------------
 
 
-def reply_head(prefix: str, model: str, info: EngineInfo) -> dict[str, Any]:
-    """The fields that replies and chunks begin with."""
+def reply_head(prefix: str, model: str, info: EngineInfo, streams: Sequence[OutputStream]) -> dict[str, Any]:
+    """The fields that replies and chunks begin with. The answers of one reply are of one class of service."""
     return {
         "id": f"{prefix}-{secrets.token_hex(16)}",
         "created": int(time.time()),
         "model": model,
         "system_fingerprint": info.fingerprint,
+        "service_tier": streams[0].service_class,
     }
 
 
@@ -238,6 +257,15 @@ def json_response(content: Any, headers: Mapping[str, str] | None = None) -> Res
 def finite(logprob: float) -> float:
     """A log-probability that JSON can hold."""
     return max(logprob, _LOWEST_LOGPROB)
+
+
+def timing(outputs: Sequence[RequestOutput], wanted: bool | None) -> Timing | UnsetType:
+    """Of the output that took longest, if it is wanted; of whose end the engine knows nothing there is none."""
+    charged = [(m.causes, m.preempted_by) for output in outputs if (m := output.metrics) is not None and m.causes]
+    if not wanted or not charged:
+        return UNSET
+    causes, preempted_by = max(charged, key=lambda each: sum(each[0].values()))
+    return Timing({cause: round(seconds * 1000, 3) for cause, seconds in causes.items()}, preempted_by)
 
 
 class TokenTexts:
@@ -289,8 +317,9 @@ class ChunkWriter:
     ``head`` has the fields that all chunks share. Subclasses say what the choices are.
     """
 
-    def __init__(self, head: Mapping[str, Any], options: StreamOptions | None, streams: Sequence[OutputStream]) -> None:
-        options = options or StreamOptions()
+    def __init__(self, head: Mapping[str, Any], asked: GenerationRequest, streams: Sequence[OutputStream]) -> None:
+        options = asked.stream_options or StreamOptions()
+        self._timing = asked.return_timing
         self.meter = Meter(streams)
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._continuous = bool(options.continuous_usage_stats)
@@ -306,12 +335,15 @@ class ChunkWriter:
 
     def chunk(self, prompt: int, output: RequestOutput) -> bytes:
         self.meter.note(prompt, output)
-        events = []
+        choices: list[bytes] = []
         for answer in output.outputs:
             if answer.finish_reason is not None:
                 _check_end(output, answer)
-            events += [self.event(choice) for choice in self.choices(prompt, output, answer)]
-        return b"".join(events)
+            choices += self.choices(prompt, output, answer)
+        if not choices or not output.finished or (told := timing([output], self._timing)) is UNSET:
+            return b"".join([self.event(choice) for choice in choices])
+        last = self.event(choices.pop(), b',"timing":' + _encode(told))
+        return b"".join([self.event(choice) for choice in choices]) + last
 
     def event(self, choice: bytes, more: bytes = b"") -> bytes:
         """One server-sent event; ``more`` is JSON that goes behind the choices."""

@@ -9,6 +9,7 @@ from collections import deque
 from typing import Any
 
 from chairlift.config import CacheGroup, SchedulerConfig
+from chairlift.engine.causes import CAUSES
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits
@@ -148,10 +149,12 @@ class Simulation:
         self.pending: dict[str, _Submitted] = {}
         self.ended: set[str] = set()
         self.num_steps = 0
-        self.num_cached_tokens = self.num_failed = self.num_passed = self.num_dropped = 0
+        self.num_cached_tokens = self.num_failed = self.num_passed = self.num_dropped = self.num_limits = 0
         """How often the paths were taken that the simulation is there for."""
         self._trace = hashlib.sha256()
         self._records = 0
+        self._budgets: dict[int, int] = {}
+        """Of steps in flight: the most tokens that they may compute."""
 
     @property
     def num_copies(self) -> int:
@@ -204,6 +207,11 @@ class Simulation:
                 self._refused(name)
         elif event.kind == "evict":
             self._evict(event.target)
+        elif event.kind == "limits":
+            scheduler, args = self.engine.scheduler, event.args
+            scheduler.running_limit, scheduler.token_budget = args["running"], args["tokens"]
+            scheduler.watermark = args["watermark"]
+            self.num_limits += 1
         elif event.kind == "stall":
             self.clock.advance(3600.0 * event.target)
         else:
@@ -272,6 +280,8 @@ class Simulation:
             for name, request in scheduler.running.items()
             if request.num_preemptions and len(request.token_ids) <= request.progress_mark
         }
+        most = max(len(scheduler.running), scheduler.running_limit)
+        last, budget = scheduler.step, max(most, scheduler.token_budget)
         try:
             outputs = self.engine.step()
             self.engine.check_invariants()
@@ -281,6 +291,10 @@ class Simulation:
                     raise InvariantError(f"{name} was preempted again without a token in between")
         except (InvariantError, ArithmeticError, LookupError, TypeError, ValueError, ChairliftError) as error:
             raise Violation(f"step {self.num_steps}: {type(error).__name__}: {error}") from error
+        if len(scheduler.running) > most:
+            raise Violation(f"step {self.num_steps}: {len(scheduler.running)} requests run, and {most} may")
+        if scheduler.step > last:
+            self._budgets[scheduler.step] = budget
         self.clock.advance(_STEP_SECONDS)
         self.num_passed += sum(request.times_passed > 0 for request in self.engine.scheduler.waiting)
         self._check_in_flight()
@@ -304,7 +318,7 @@ class Simulation:
         for record in [record for record in log if record.step > self._records]:
             self._records = record.step
             rows = record.rows
-            if record.num_tokens > scheduler["max_num_batched_tokens"]:
+            if record.num_tokens > min(self._budgets.pop(record.step), scheduler["max_num_batched_tokens"]):
                 raise Violation(f"step {record.step} computed {record.num_tokens} tokens, above its budget")
             if len(rows) > scheduler["max_num_seqs"] or len({row.request_id for row in rows}) != len(rows):
                 raise Violation(f"step {record.step} has a row too many: {rows}")
@@ -330,8 +344,18 @@ class Simulation:
             self.num_failed += any(answer.finish_reason is FinishReason.ERROR for answer in output.outputs)
             if any(answer.finish_reason is None for answer in output.outputs):
                 raise Violation(f"{output.request_id} is finished, but one of its answers is not")
+            self._check_causes(output)
             self.ended.add(output.request_id)
             del self.pending[output.request_id]
+
+    def _check_causes(self, output: RequestOutput) -> None:
+        """Every second of the request has one cause."""
+        metrics = output.metrics
+        if metrics is None or metrics.causes is None or metrics.finished_time is None:
+            raise Violation(f"{output.request_id} has ended, but nobody knows where its time went")
+        unknown, spent = set(metrics.causes) - set(CAUSES), metrics.finished_time - metrics.arrival_time
+        if unknown or min(metrics.causes.values()) < 0 or abs(sum(metrics.causes.values()) - spent) > 1e-6:
+            raise Violation(f"{output.request_id} took {spent} s, but was charged {metrics.causes}")
 
     def _check_answer(self, name: str, answer: CompletionOutput, expected: Expected, submitted: _Submitted) -> None:
         where = f"{name}, answer {answer.index}"
@@ -359,6 +383,8 @@ class Simulation:
         self.policy.check_drained()
         if scheduler.has_unfinished or scheduler.running or len(scheduler.waiting):
             raise Violation("the scheduler still has requests after all of them ended")
+        if len(self.engine.core.causes):
+            raise Violation(f"{len(self.engine.core.causes)} requests that have ended are still charged for time")
         if kv.counts().used or kv.held_blocks:
             raise Violation(f"{kv.counts().used} blocks are still in use after all requests ended")
 

@@ -22,7 +22,7 @@ class Event:
     at: int
     kind: str
     """``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``, ``refuse_growth``,
-    ``evict`` or ``stall`` (the clock jumps ahead)."""
+    ``evict``, ``stall`` (the clock jumps ahead) or ``limits`` (a governor moves the scheduler's settings)."""
     target: int = 0
     """Request number, or which row."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -97,6 +97,8 @@ def make_world(seed: int) -> World:
     count = len(events)
     if rng.random() < 0.5:
         events += _faults(rng, count, max(event.at for event in events) + 20)
+    if later.random() < 0.5:
+        events += _limits(later, scheduler, max(event.at for event in events) + 20)
     return World(
         seed=seed,
         block_size=block_size,
@@ -162,6 +164,20 @@ def _arrivals(rng: random.Random, block_size: int, max_model_len: int, with_text
             args["stop"] = ["".join(letters)]
             args["include_stop_str_in_output"] = rng.random() < 0.3
         events.append(Event(at, "arrive", number, args))
+    return events
+
+
+def _limits(rng: random.Random, scheduler: dict[str, Any], horizon: int) -> list[Event]:
+    """What a governor without guard rails might decide, in some ticks or in all of them."""
+    rows, most = (
+        min(scheduler["max_num_seqs"], scheduler["max_num_batched_tokens"]),
+        scheduler["max_num_batched_tokens"],
+    )
+    events = []
+    for at in range(horizon) if rng.random() < 0.5 else sorted(rng.randrange(horizon) for _ in range(3)):
+        running = rng.randint(1, rows)
+        args = {"running": running, "tokens": rng.randint(running, most), "watermark": rng.choice([0.0, 0.05, 0.3])}
+        events.append(Event(at, "limits", 0, args))
     return events
 
 

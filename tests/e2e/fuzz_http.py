@@ -18,6 +18,7 @@ _POST: Final = b"POST /v1/completions HTTP/1.1\r\n" + _HOST + _JSON
 _PATHS: Final = (
     *(b"/", b"/health", b"/v1/models", b"/v1/models/hashlm", b"/v1/completions", b"/v1/chat/completions", b"/metrics"),
     *(b"/tokenize", b"/openapi.json", b"/docs", b"/load", b"/static/chat.js", b"/nowhere"),
+    *(b"/v1/queue", b"/v1/queue?request_id=x"),
 )
 _METHODS: Final = (
     *(b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS", b"TRACE", b"CONNECT", b"PROPFIND", b"BREW"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -87,6 +88,13 @@ class Body:
 
     def __init__(self, path: str, data: bytes, how: str, wrong: bool = False) -> None:
         self.path, self.data, self.how, self.wrong = path, data, how, wrong
+
+    def asked(self) -> dict[str, Any]:
+        """The fields, if it is an object."""
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(self.data)
+            return fields if isinstance(fields, dict) else {}
+        return {}
 
 
 def grid_size() -> int:

@@ -70,9 +70,11 @@ def test_a_streamed_chat(served: Served, n: int, include_usage: bool) -> None:
     events = events_of(curl(served, "/v1/chat/completions", body))
     expected = answers("Hi", n=n, **SEEDED)
 
-    head = {name: events[0][name] for name in ("id", "object", "created", "model", "system_fingerprint")}
+    head = {
+        name: events[0][name] for name in ("id", "object", "created", "model", "system_fingerprint", "service_tier")
+    }
     assert head["id"].startswith("chatcmpl-")
-    assert (head["object"], head["model"]) == ("chat.completion.chunk", "hashlm")
+    assert (head["object"], head["model"], head["service_tier"]) == ("chat.completion.chunk", "hashlm", "default")
     for event in events:
         assert set(event) == ({*head, "choices", "usage"} if include_usage else {*head, "choices"})
         assert {name: event[name] for name in head} == head

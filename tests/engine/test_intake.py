@@ -6,6 +6,8 @@ import pytest
 
 from chairlift.engine.intake import Intake
 from chairlift.errors import QueueFullError
+from chairlift.scheduler.forecast import Forecast
+from chairlift.service_class import parse_service_classes
 
 
 def test_the_queue_is_bounded_by_requests() -> None:
@@ -69,3 +71,191 @@ def test_a_rate_from_long_ago_says_nothing() -> None:
 
 def test_an_empty_queue_has_room_at_once() -> None:
     assert Intake(10, 100).retry_after(0.0) == 1.0
+
+
+CLASSES = parse_service_classes("")
+
+
+def test_who_can_wait_does_not_lock_out_who_cannot() -> None:
+    intake = Intake(8, 1000, CLASSES)
+    taken = {}
+    for name in ("flex", "default", "priority"):
+        taken[name] = 0
+        for _ in range(20):
+            try:
+                intake.check(0.0, 1, 1, name)
+            except QueueFullError:
+                break
+            intake.enter(f"{name}{taken[name]}", 1, name)
+            taken[name] += 1
+    assert taken == {"flex": 4, "default": 2, "priority": 2}
+    with pytest.raises(QueueFullError, match="8 requests wait already, and 4 may before one of class flex is taken"):
+        intake.check(0.0, 1, 1, "flex")
+
+
+def test_the_tokens_have_the_same_shares() -> None:
+    intake = Intake(100, 1000, CLASSES)
+    intake.check(0.0, 1, 5000, "flex")  # alone
+    intake.enter("a", 490, "flex")
+    intake.check(0.0, 1, 10, "flex")
+    with pytest.raises(QueueFullError, match="and 500 tokens may before one of class flex is taken; this one has 11"):
+        intake.check(0.0, 1, 11, "flex")
+    intake.check(0.0, 1, 260, "default")
+    with pytest.raises(QueueFullError):
+        intake.check(0.0, 1, 261, "default")
+    intake.check(0.0, 1, 510, "priority")
+
+
+def test_shares_follow_the_order_of_the_classes_and_nothing_else() -> None:
+    classes = parse_service_classes({"batch": {"priority": 99}, "chat": {"priority": -10}})
+    shares = {name: Intake(10, 10, classes).share(name) for name in classes}
+    assert shares == pytest.approx({"priority": 1, "chat": 1, "default": 5 / 6, "flex": 4 / 6, "batch": 0.5})
+    assert Intake(10, 10).share("flex") == 1
+    equal = parse_service_classes({name: {"priority": 0} for name in CLASSES})
+    assert {Intake(10, 10, equal).share(name) for name in CLASSES} == {1}
+    Intake(1, 1, CLASSES).check(0.0, 1, 5, "flex")  # somebody must get in
+
+
+def test_the_time_to_come_again_counts_only_who_goes_before() -> None:
+    intake = Intake(1000, 10**6, CLASSES)
+    for i in range(21):
+        intake.enter(f"s{i}", 1)
+        intake.leave(f"s{i}", 100.0 + i, started=True)
+    for name, count in (("flex", 20), ("default", 10), ("priority", 5)):
+        for i in range(count):
+            intake.enter(f"{name}{i}", 1, name)
+    times = [intake.retry_after(120.0, name) for name in ("priority", "default", "flex", None)]
+    assert times == pytest.approx([5, 15, 34, 34], abs=1)
+    for i in range(5):
+        intake.leave(f"priority{i}", 120.0, started=False)
+    assert intake.retry_after(120.0, "priority") == 1.0
+
+
+def forecast(
+    starts: dict[str, float], newcomers: dict[str, float], pace: float = 0.0, made_at: float = 100.0
+) -> Forecast:
+    return Forecast(made_at, starts, newcomers, pace)
+
+
+def test_the_expected_wait_counts_who_came_since_the_forecast() -> None:
+    intake = Intake(100, 1000, CLASSES)
+    assert intake.expected_wait("default", 100.0) is None
+    for name in ("a", "b"):
+        intake.enter(name, 1)
+    # Of the answers of one request the first decides.
+    intake.foreseen(forecast({"a#0": 102.0, "a#1": 103.0, "b": 104.0}, {"default": 106.0, "priority": 101.0}, 2.0))
+    assert intake.expected_wait("default", 101.0) == 5.0
+    intake.enter("c", 1, "default")
+    intake.enter("d", 1, "flex")
+    assert intake.expected_wait("default", 101.0) == 7.0
+    assert intake.expected_wait("priority", 100.5) == 0.5  # they do not go before it
+    intake.leave("a", 102.0, started=True)
+    assert intake.expected_wait("default", 102.0) == 6.0
+    intake.leave("c", 102.0, started=False)
+    assert intake.expected_wait("default", 102.0) == 4.0
+    assert intake.expected_wait("default", 500.0) == 0.0
+    intake.enter("e", 1)
+    intake.foreseen(forecast({"b": 104.0, "d": 105.0, "e": 107.0}, {"default": 108.0}, 2.0, made_at=103.0))
+    assert intake.expected_wait("default", 103.0) == 6.0
+    intake.clear()
+    assert (intake.forecast, intake.expected_wait("default", 103.0)) == (None, None)
+
+
+def test_a_tenant_waits_behind_its_own() -> None:
+    intake = Intake(100, 1000, CLASSES)
+    for name, tenant in (("a", "busy"), ("b", "busy"), ("c", None)):
+        intake.enter(name, 1, tenant=tenant)
+    intake.foreseen(forecast({"c": 101.0, "a": 102.0, "b": 106.0}, {"default": 102.0}, 1.0))
+    waits = [intake.expected_wait("default", 100.0, 0, tenant) for tenant in ("busy", "other", None)]
+    assert waits == [9.0, 2.0, 2.0]
+    intake.enter("d", 1, tenant="busy")
+    waits = [intake.expected_wait("default", 100.0, 0, tenant) for tenant in ("busy", "other", None)]
+    assert waits == [12.0, 3.0, 3.0]
+    first_come = Intake(100, 1000)  # all in one line, and the forecast knows its end
+    first_come.enter("a", 1, tenant="busy")
+    first_come.foreseen(forecast({"a": 102.0}, {"default": 103.0}, 1.0))
+    assert first_come.expected_wait("default", 100.0, 0, "busy") == 3.0
+
+
+def test_a_forecast_without_a_line_says_nothing_about_a_line() -> None:
+    intake = Intake(100, 1000)
+    intake.foreseen(forecast({}, {"default": 100.0}))
+    assert intake.expected_wait("default", 101.0, free_rows=0) == 0.0
+    intake.enter("a", 1)
+    assert intake.expected_wait("default", 101.0, free_rows=2) == 0.0
+    assert intake.expected_wait("default", 101.0, free_rows=1) is None
+    assert intake.retry_after(101.0, "default") == 30.0  # the rate of starts, which is not known either
+
+
+def test_the_line_is_in_the_order_of_the_forecast() -> None:
+    intake = Intake(100, 1000, CLASSES)
+    for time, (name, tier) in enumerate([("a", "default"), ("b", "priority"), ("c", "flex")]):
+        intake.enter(name, 1, tier, float(90 + time))
+    unknown = [(place.request_id, place.position, place.waited, place.expected_start) for place in intake.line(95.0)]
+    assert unknown == [("a", 1, 5.0, None), ("b", 2, 4.0, None), ("c", 3, 3.0, None)]
+    newcomers = {"priority": 102.0, "default": 103.5, "flex": 108.0}
+    intake.foreseen(forecast({"b": 101.0, "a": 103.0, "c": 107.0}, newcomers, 2.0))
+    for name, tier in (("d", "default"), ("e", "default"), ("f", "priority"), ("g", "flex")):
+        intake.enter(name, 1, tier, 100.0)
+    line = intake.line(102.0)
+    assert [place.position for place in line] == [1, 2, 3, 4, 5, 6, 7]
+    expected = {"b": 0.0, "f": 0.0, "a": 1.0, "d": 4.0, "c": 5.0, "e": 7.0, "g": 12.0}
+    assert {place.request_id: place.expected_start for place in line} == expected
+    assert list(expected) == [place.request_id for place in line]
+
+
+def test_the_time_to_come_again_is_that_of_the_forecast() -> None:
+    intake = Intake(2, 1000, CLASSES)
+    for name in "ab":
+        intake.enter(name, 1)
+    assert intake.retry_after(100.0) == 30.0
+    intake.foreseen(forecast({"a": 103.0, "b": 104.0}, {"priority": 100.1, "default": 107.2, "flex": 900.0}, 1.0))
+    times = [intake.retry_after(100.0, name) for name in ("priority", "default", "flex", None)]
+    assert times == [1.0, 6.0, 60.0, 60.0]
+    assert intake.retry_after(100.0, "default", "another") == 8.0
+    with pytest.raises(QueueFullError) as full:
+        intake.check(102.0, 1, 1, "priority")
+    assert full.value.retry_after == 1.0
+    with pytest.raises(QueueFullError) as full:
+        intake.check(102.0, 1, 1, "default")
+    assert full.value.retry_after == 4.0
+
+
+def calibrated(ratios: list[float]) -> Intake:
+    """An intake whose requests waited so many times the second that was predicted."""
+    intake = Intake(1000, 10**6)
+    for index, ratio in enumerate(ratios):
+        intake.enter(f"s{index}", 1, now=100.0, predicted=1.0)
+        intake.leave(f"s{index}", 100.0 + ratio, started=True)
+    return intake
+
+
+def test_only_waits_that_began_are_compared_with_their_predictions() -> None:
+    intake = calibrated([0.5, 1.5])
+    intake.enter("left", 1, now=100.0, predicted=1.0)
+    intake.leave("left", 900.0, started=False)
+    intake.enter("not predicted", 1, now=100.0)
+    intake.leave("not predicted", 900.0, started=True)
+    assert len(intake.calibration) == 2
+
+
+def test_who_would_wait_in_vain_is_refused_and_told_when_to_come() -> None:
+    intake = calibrated([0.5] * 3 + [0.8] * 27)  # 9 of 10 waited for at least 0.8 of the forecast
+    with pytest.raises(QueueFullError, match=r"start in about 12\.3 s, but its queue_timeout allows 3 s") as full:
+        intake.check_wait(12.34, 3.0, "queue_timeout")
+    assert (full.value.kind, full.value.retry_after) == ("forecast", pytest.approx(9.34))
+    with pytest.raises(QueueFullError):
+        intake.check_wait(1.01 * 3.0 / 0.8, 3.0, "queue_timeout")
+    intake.check_wait(0.99 * 3.0 / 0.8, 3.0, "queue_timeout")
+    intake.check_wait(None, 0.0, "queue_timeout")
+    intake.check_wait(0.04, 0.001, "queue_timeout")
+
+
+def test_forecasts_that_are_too_low_refuse_nobody_who_is_in_time_by_them() -> None:
+    calibrated([3.0] * 30).check_wait(2.9, 3.0, "queue_timeout")
+
+
+def test_nobody_is_refused_before_forecasts_have_been_compared() -> None:
+    calibrated([1.0] * 19).check_wait(1e6, 0.1, "queue_timeout")
+    with pytest.raises(QueueFullError):
+        calibrated([1.0] * 20).check_wait(1e6, 0.1, "queue_timeout")

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.metrics.prometheus import CONTENT_TYPE, FINISH_REASONS, REJECTION_REASONS, render
-from chairlift.metrics.stats import EngineStats, FinishedRequest, Histogram, RequestStats
+from chairlift.metrics.stats import CAUSES, EngineStats, FinishedRequest, Histogram, RequestStats
 from chairlift.outputs import FinishReason
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -20,6 +20,7 @@ class Info:
     block_size: int = 16
     num_blocks: int = 99
     dtype: str = "bfloat16"
+    block_bytes: int = 1000
 
 
 def samples(stats: RequestStats, *, info: Info | None = None, up: bool = True, **settings: object) -> Samples:
@@ -84,6 +85,7 @@ def busy() -> RequestStats:
     stats.request_finished(finished())
     stats.request_finished(finished(reason="length", n=2, num_preemptions=1))
     stats.rejected["queue_tokens"] += 3
+    stats.forecast_error.observe(0.2)
     stats.overrun_tokens = 6
     stats.num_restarts = 1
     return stats
@@ -139,6 +141,7 @@ HISTOGRAMS = {
     "request_params_n": "request_n",
     "request_num_preemptions": "request_preemptions",
     "iteration_tokens_total": "step_tokens",
+    "forecast_wait_error_seconds": "forecast_error",
 }
 
 
@@ -159,6 +162,74 @@ def test_buckets_are_cumulative_and_agree_with_the_record(name: str) -> None:
     assert cumulative[-1] > cumulative[-2] > 0
     assert value(found, f"chairlift:{name}_count") == sum(histogram.counts)
     assert value(found, f"chairlift:{name}_sum") == histogram.total
+
+
+def promised(**fields: object) -> FinishedRequest:
+    return finished(promised=True, **fields)
+
+
+def test_promises_are_counted_by_class_and_kind() -> None:
+    stats = RequestStats()
+    stats.step(
+        EngineStats(
+            num_preemptions=10,
+            num_swap_preemptions=3,
+            num_tail_preemptions=2,
+            num_swapped_out_blocks=7,
+            num_swapped_in_blocks=5,
+            num_late_dropped=4,
+            num_late_downgraded=6,
+            rows_by_class={"chat": 5, "default": 9},
+            tenant_gap=120.5,
+        )
+    )
+    for each in (
+        finished(),
+        promised(service_class="chat"),
+        promised(service_class="chat", misses=("ttft", "tpot")),
+        promised(service_class="chat", reason="deadline", misses=("deadline",)),
+        promised(service_class="chat", reason="abort"),  # left before there was anything to say
+        promised(service_class="chat", reason="abort", misses=("ttft",)),
+        promised(service_class="chat", reason="error"),
+    ):
+        stats.request_finished(each)
+    classes = {"default": 0, "flex": 0, "chat": 4}
+    found = samples(stats, info=Info(), classes=classes)
+
+    def of(name: str, **labels: str) -> float:
+        return value(found, f"chairlift:{name}", **labels)
+
+    assert (
+        of("requests_by_class_total", service_class="chat"),
+        of("requests_by_class_total", service_class="flex"),
+    ) == (6, 0)
+    assert of("requests_by_class_total", service_class="default") == 1
+    assert of("requests_with_deadline_total", service_class="chat") == 4
+    assert of("requests_with_deadline_total", service_class="default") == 0
+    assert of("requests_within_deadline_total", service_class="chat") == 1
+    misses = [of("deadline_misses_total", service_class="chat", kind=kind) for kind in ("ttft", "tpot", "deadline")]
+    assert misses == [2, 1, 1]
+    assert (of("late_requests_total", outcome="dropped"), of("late_requests_total", outcome="downgraded")) == (4, 6)
+    assert (of("reserved_rows", service_class="chat"), of("reserved_rows_in_use", service_class="chat")) == (4, 4)
+    assert (of("reserved_rows", service_class="default"), of("reserved_rows_in_use", service_class="default")) == (0, 0)
+    assert of("tenant_gap") == 120.5
+    methods = [of("preemptions_by_method_total", method=method) for method in ("recompute", "swap", "tail")]
+    assert methods == [5, 3, 2]
+    assert (of("swapped_blocks_total", direction="out"), of("swapped_bytes_total", direction="in")) == (7, 5000)
+    stats.engine_restarted()
+    stats.step(EngineStats(num_swapped_out_blocks=1))
+    again = samples(stats, classes=classes)
+    assert value(again, "chairlift:swapped_blocks_total", direction="out") == 8
+    assert value(again, "chairlift:reserved_rows_in_use", service_class="chat") == 0
+    assert not [name for name, _ in again if name == "chairlift:swapped_bytes_total"]
+
+
+def test_how_good_forecasts_are() -> None:
+    found = samples(RequestStats(), forecast_within={1.0: 0.5, 1.25: 0.75, 2.0: None, 3.0: 1.0})
+    shares = [value(found, "chairlift:forecast_within_ratio", ratio=ratio) for ratio in ("1", "1.25", "2")]
+    assert shares[:2] == [0.5, 0.75] and math.isnan(shares[2])
+    assert not [key for key in found if ("ratio", "3") in key[1]]
+    assert set(samples(RequestStats())) == set(found)
 
 
 def test_nothing_has_happened_yet() -> None:
@@ -194,6 +265,8 @@ def test_labels_are_closed_sets() -> None:
     for index in range(10_000):
         stats.rejected[f"path-{index}"] += 1
         stats.finished[f'"}} evil{index} 1\n'] += 1
+        stats.classes[f"class-{index}"] += 1
+        stats.deadline_misses[f"class-{index}", "ttft"] += 1
     stats.rejected.update(REJECTION_REASONS)
     found = samples(stats)
     assert set(found) == before
@@ -225,3 +298,13 @@ def test_the_records_do_not_need_prometheus() -> None:
 def test_tasks_of_the_event_loop() -> None:
     assert value(samples(RequestStats(), num_tasks=7), "chairlift:event_loop_tasks") == 7
     assert value(samples(RequestStats(), num_tasks=7, prefix="vllm"), "chairlift:event_loop_tasks") == 7
+
+
+def test_time_is_counted_by_causes_from_a_closed_set() -> None:
+    stats = RequestStats()
+    stats.charge({"decode": 1.5, "waiting_slots": 0.25, "made up": 9.0})
+    stats.charge({"decode": 0.5, "delivery": 0.125})
+    found = samples(stats)
+    spent = {cause: value(found, "chairlift:request_seconds_total", cause=cause) for cause in CAUSES}
+    assert spent == dict.fromkeys(CAUSES, 0.0) | {"decode": 2.0, "waiting_slots": 0.25, "delivery": 0.125}
+    assert len([name for name, _ in found if name == "chairlift:request_seconds_total"]) == len(CAUSES)

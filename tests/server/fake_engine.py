@@ -21,11 +21,16 @@ from chairlift.config import ServerConfig
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.info import EngineInfo
+from chairlift.engine.input_processor import InputProcessor, ModelLimits
+from chairlift.engine.intake import Intake, Place
 from chairlift.errors import EngineDeadError, PromptTooLongError, QueueFullError, RequestError
 from chairlift.metrics.stats import RequestStats
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
+from chairlift.request import NO_PROMISE, Service
 from chairlift.sampling_params import SamplingParams
+from chairlift.server.auth import load_keys
 from chairlift.server.state import ServerState
+from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 from chairlift.tokenizer.chat_template import ChatTemplate
 from chairlift.tokenizer.tokenizer import Tokenizer
 
@@ -75,7 +80,15 @@ def byte_tokenizer() -> Tokenizer:
 class FakeStream:
     """Yields what was scripted; ends with the engine's failure when that comes first."""
 
-    def __init__(self, engine: FakeEngine, prompt: list[int], outputs: Sequence[RequestOutput]) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        prompt: list[int],
+        outputs: Sequence[RequestOutput],
+        service: Service = NO_PROMISE,
+        name: str = "",
+    ) -> None:
+        self.service_class, self.tenant, self.name = service.service_class, service.tenant, name
         self.request_id = uuid.uuid4().hex
         self.prompt_token_ids = prompt
         self.aborted = False
@@ -127,6 +140,11 @@ class FakeEngine:
         self.num_queued = 0
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.service_classes: Mapping[str, ServiceClass] | None = None
+        self.services: list[Service] = []
+        """What each request that was submitted is promised."""
+        self.names: list[str] = []
+        self.room_asked: list[tuple[int, str]] = []
         self.full = False
         """Every request is refused for want of room."""
         self.failure_of_streams: Exception | None = None
@@ -134,10 +152,16 @@ class FakeEngine:
         self.fail_after = 0
         self.failed_row = ""
         """Why every answer ends with an error after its first tokens, if it does."""
+        self.failed_reason = FinishReason.ERROR
         self.gate: asyncio.Event | None = None
         """Streams that have given ``gate_after`` outputs wait for it."""
         self.gate_after = 0
         self.waiting = asyncio.Event()
+        self.intake = Intake(256, 65_536)
+        """What waits by the tests' own account; no request enters it."""
+        self.waits: dict[str, float | None] = {}
+        """What is expected by class of service; 0 for others."""
+        self.queued: list[tuple[FakeStream, Place]] = []
 
     @property
     def num_requests(self) -> int:
@@ -149,7 +173,17 @@ class FakeEngine:
     def retry_after(self) -> float:
         return 3.0
 
-    def check_room(self, num_requests: int = 1) -> None:
+    def expected_wait(self, service_class: str = DEFAULT_CLASS, tenant: str = "") -> float | None:
+        return self.waits.get(service_class, 0.0)
+
+    def line(self) -> list[tuple[FakeStream, Place]]:
+        return self.queued
+
+    def named(self, name: str) -> list[FakeStream]:
+        return [stream for stream in self.streams if stream.name == name]
+
+    def check_room(self, num_requests: int = 1, service_class: str = DEFAULT_CLASS) -> None:
+        self.room_asked.append((num_requests, service_class))
         if self.state is not EngineState.READY:
             raise EngineDeadError(f"the engine is {self.state}")
         if self.full:
@@ -181,18 +215,24 @@ class FakeEngine:
         *,
         kind: OutputKind = OutputKind.DELTA,
         cache_salt: str = "",
+        tenant: str = "",
         queue_timeout: float | None = None,
         timeout: float | None = None,
+        name: str = "",
     ) -> FakeStream:
         self.check_room()
         self._check(prompt, params)
+        limits = ModelLimits(INFO.vocab_size, INFO.max_model_len, (), self.service_classes)
+        _, service = InputProcessor(limits, None, INFO)._promise(params, 0.0, tenant)
+        self.services.append(service)
+        self.names.append(name)
         self.submitted.append((prompt, params, {"cache_salt": cache_salt, "queue_timeout": queue_timeout}))
         answers = [self._answer(prompt, params, index) for index in range(params.n)]
         if kind is OutputKind.FINAL:
             outputs = [self._output(prompt, params, [_cumulative(deltas) for deltas in answers], True)]
         else:
             outputs = self._interleaved(prompt, params, answers)
-        stream = FakeStream(self, prompt, outputs)
+        stream = FakeStream(self, prompt, outputs, service, name)
         self.streams.add(stream)
         return stream
 
@@ -233,7 +273,7 @@ class FakeEngine:
                 elif at == most:
                     reason = FinishReason.LENGTH
             if self.failed_row and deltas:
-                reason, stop = FinishReason.ERROR, None
+                reason, stop = self.failed_reason, None
             text = "" if detokenizer is None else detokenizer.take_delta(reason is not None)
             logprobs = None
             if params.logprobs is not None:
@@ -308,4 +348,4 @@ def make_state(engine: FakeEngine | None = None, **settings: Any) -> ServerState
     """A server's state around a fake engine, for ``make_app``."""
     config = ServerConfig(**settings)
     fake: Any = engine or FakeEngine()
-    return ServerState(config, fake, (MODEL, "other-name"), api_keys=config.api_key, started_at=1_700_000_000)
+    return ServerState(config, fake, (MODEL, "other-name"), api_keys=load_keys(config), started_at=1_700_000_000)

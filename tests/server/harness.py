@@ -18,7 +18,9 @@ from starlette.types import ASGIApp
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.info import EngineInfo
+from chairlift.engine.intake import Intake
 from chairlift.metrics.stats import RequestStats
+from chairlift.server.auth import load_keys
 from chairlift.server.http_protocol import HttpLimits, HttpServer
 from chairlift.server.lifecycle import bind
 from chairlift.server.limits import read_json
@@ -62,6 +64,8 @@ class StateOnlyEngine:
         self.loaded: asyncio.Future[None] | None = None
         self.trouble = ""
         self.num_requests = self.num_queued = 0
+        self.service_classes = None
+        self.intake = Intake(256, 65_536)
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.num_shutdowns = 0
 
@@ -88,7 +92,7 @@ class StateOnlyEngine:
 
 def make_state(engine: Any = None, **settings: Any) -> ServerState:
     config = ServerConfig(**settings)
-    return ServerState(config, engine or StateOnlyEngine(), ("tiny",), api_keys=config.api_key)
+    return ServerState(config, engine or StateOnlyEngine(), ("tiny",), api_keys=load_keys(config))
 
 
 class Endpoints:

@@ -132,6 +132,7 @@ ERRORS: list[tuple[Exception, int, str, str, str | None]] = [
     (PromptTooLongError("5 > 4"), 400, "context_length_exceeded", "invalid_request_error", None),
     (QueueFullError("full", 3.2), 429, "rate_limit_exceeded", "rate_limit_error", "4"),
     (QueueFullError("full", 1e9), 429, "rate_limit_exceeded", "rate_limit_error", "60"),
+    (QueueFullError("long", 3.2, "forecast"), 429, "queue_too_long", "rate_limit_error", "4"),
     (QueueTimeoutError("waited", 0.0), 503, "queue_timeout", "overloaded_error", "1"),
     (OverloadedError("late", 2.0), 503, "timeout", "overloaded_error", "2"),
     (EngineDeadError("dead"), 503, "engine_unavailable", "overloaded_error", "8"),

@@ -20,12 +20,17 @@ from tests.server.harness import Client, Endpoints, make_state, run, serving
 KEY, OTHER = "sk-correct-horse", "sk-battery-staple"
 
 
+def named(*keys: str) -> dict[str, str]:
+    """Keys with a tenant each."""
+    return {key: f"tenant of {key[-3:]}" for key in keys}
+
+
 # --- the parts that decide -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sent", [KEY, OTHER])
 def test_each_key_opens(sent: str) -> None:
-    Auth((KEY, OTHER)).check("/v1/models", b"/v1/models", [f"Bearer {sent}".encode()])
+    Auth(named(KEY, OTHER)).check("/v1/models", b"/v1/models", [f"Bearer {sent}".encode()])
 
 
 @pytest.mark.parametrize(
@@ -47,14 +52,14 @@ def test_each_key_opens(sent: str) -> None:
 )
 def test_nothing_else_opens(headers: list[bytes]) -> None:
     with pytest.raises(ApiError) as caught:
-        Auth((KEY, OTHER)).check("/v1/models", b"/v1/models", headers)
+        Auth(named(KEY, OTHER)).check("/v1/models", b"/v1/models", headers)
     assert caught.value.status == 401
     assert caught.value.headers["www-authenticate"] == "Bearer"
     assert not any(key in caught.value.message for key in (KEY, OTHER, "sk-wrong"))
 
 
 def test_open_paths_are_matched_exactly() -> None:
-    auth = Auth((KEY,))
+    auth = Auth(named(KEY))
     for path in OPEN_PATHS:
         auth.check(path, path.encode(), [])
         for raw in (path.encode() + b"/", b"/" + path.encode(), path.replace("h", "%68").encode() + b"?", b"//"):
@@ -74,7 +79,7 @@ def test_all_keys_are_compared_by_digest(monkeypatch: pytest.MonkeyPatch) -> Non
         return compare(a, b)
 
     monkeypatch.setattr(auth_module.hmac, "compare_digest", record)
-    Auth((KEY, OTHER, "third")).check("/x", b"/x", [f"Bearer {KEY}".encode()])
+    Auth(named(KEY, OTHER, "third")).check("/x", b"/x", [f"Bearer {KEY}".encode()])
     assert len(compared) == 3
     assert all(len(a) == len(b) == hashlib.sha256().digest_size for a, b in compared)
 
@@ -82,11 +87,32 @@ def test_all_keys_are_compared_by_digest(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_keys_come_from_flags_and_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# staff\n{KEY}\n\n  {OTHER}  \n{KEY}\n")
-    assert load_keys(ServerConfig(api_key=("first",), api_key_file=str(file))) == ("first", KEY, OTHER)
-    assert load_keys(ServerConfig()) == ()
+    assert list(load_keys(ServerConfig(api_key=("first",), api_key_file=str(file)))) == ["first", KEY, OTHER]
+    assert load_keys(ServerConfig()) == {}
 
 
-@pytest.mark.parametrize("content", ["", "# nothing\n", "two words\n", "x" * 513, "schl\u00fcssel\n"])
+def test_keys_have_names_and_names_do_not_give_keys_away(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"alice {KEY}\nbob\t{OTHER}\nalice sk-new\nsk-nameless\n")
+    keys = load_keys(ServerConfig(api_key=("sk-flag", KEY), api_key_file=str(file)))
+    assert (keys[KEY], keys[OTHER], keys["sk-new"]) == ("alice", "bob", "alice")
+    for key in ("sk-flag", "sk-nameless"):
+        assert re.fullmatch("key-[0-9a-f]{12}", keys[key])
+        assert keys[key][4:] not in hashlib.sha256(key.encode()).hexdigest()
+    assert keys["sk-flag"] != keys["sk-nameless"]
+    assert load_keys(ServerConfig(api_key=("sk-flag",)))["sk-flag"] == keys["sk-flag"], "the same after a restart"
+    auth = Auth(keys)
+    assert auth.check("/v1/models", b"/v1/models", [f"Bearer {OTHER}".encode()]).tenant == "bob"
+    file.write_text(f"alice {KEY}\nbob {KEY}\n")
+    with pytest.raises(ConfigError, match="as 'alice' and as 'bob'; give each key one name"):
+        load_keys(ServerConfig(api_key_file=str(file)))
+    with pytest.raises(ConfigError, match="without spaces"):
+        load_keys(ServerConfig(api_key=("alice sk-1",)))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "# nothing\n", "three words here\n", "1st key\n", "x" * 513, "schl\u00fcssel\n"]
+)
 def test_unusable_key_files_are_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "keys"
     file.write_text(content, encoding="utf-8")
@@ -247,10 +273,10 @@ def test_no_cross_origin_permission_is_ever_given() -> None:
 
 
 def test_keys_share_no_cache_and_one_key_does() -> None:
-    two, one = Auth(["a", "b"]), Auth(["a"])
+    two, one = Auth(named("a", "b")), Auth(named("a"))
 
     def holder(auth: Auth, key: str) -> str:
-        return auth.check("/v1/models", b"/v1/models", [b"Bearer " + key.encode()])
+        return auth.check("/v1/models", b"/v1/models", [b"Bearer " + key.encode()]).holder
 
     assert holder(one, "a") == "" and salt_for("", "mine") == "mine"
     first, second = holder(two, "a"), holder(two, "b")

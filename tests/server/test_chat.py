@@ -244,7 +244,7 @@ def test_combinations_that_make_no_sense_are_refused(http: TestClient) -> None:
 def test_ignored_fields_are_in_a_header_streamed_or_not(http: TestClient) -> None:
     for stream in (True, False):
         reply = ask(http, user="someone", new_thing=1, stream=stream, max_tokens=2)
-        assert reply.headers["warning"] == '299 chairlift "ignored: user, new_thing"'
+        assert reply.headers["warning"] == '299 chairlift "ignored: new_thing, user"'
     assert "warning" not in ask(http, tools=[], store=False, service_tier="auto", max_tokens=2).headers
 
 

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from chairlift.metrics.stats import EngineStats, FinishedRequest, RequestStats
-from chairlift.server.status_line import StatusLine
+from chairlift.server.status_line import PreemptionAlarm, StatusLine
+from tests.server.harness import INFO
 
 
 def finished() -> FinishedRequest:
@@ -24,9 +23,9 @@ def finished() -> FinishedRequest:
     )
 
 
-def text_of(line: tuple[int, str] | None) -> str:
+def text_of(line: str | None) -> str:
     assert line is not None
-    return line[1]
+    return line
 
 
 def test_an_idle_server_says_nothing() -> None:
@@ -65,7 +64,7 @@ def test_the_line_tells_of_its_interval() -> None:
     stats.next_tokens(1.0, 199, now=102.0)
     stats.overrun_tokens = 1
     expected = "3 running, 2 waiting; tokens/s: 120 in, 20 out; KV cache 30%; prefix hits 25%; preempted 0.0% (healthy)"
-    assert status.next(stats, num_waiting=2, now=110.0) == (logging.INFO, expected)
+    assert status.next(stats, num_waiting=2, now=110.0) == expected
     stats.rejected.update(["draining", "queue_requests"])
     stats.engine_restarted()
     line = text_of(status.next(stats, num_waiting=0, now=120.0))
@@ -74,26 +73,52 @@ def test_the_line_tells_of_its_interval() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "level", "mark"),
-    [
-        (0.0, logging.INFO, "preempted 0.0% (healthy)"),
-        (0.019, logging.INFO, "preempted 1.9% (healthy)"),
-        (0.02, logging.INFO, "preempted 2.0% (watch)"),
-        (0.05, logging.INFO, "preempted 5.0% (watch)"),
-        (
-            0.051,
-            logging.WARNING,
-            "preempted 5.1% (too many: raise --kv-cache-memory-bytes or lower --max-num-seqs)",
-        ),
-    ],
+    ("rate", "mark"), [(0.0, "healthy"), (0.019, "healthy"), (0.02, "watch"), (0.05, "watch"), (0.051, "too many")]
 )
-def test_the_preemption_rate_has_its_marks(rate: float, level: int, mark: str) -> None:
+def test_the_preemption_rate_has_its_marks(rate: float, mark: str) -> None:
     stats = RequestStats()
     status = StatusLine(stats, 0.0)
     stats.engine = EngineStats(num_running=1, preemption_rate=rate)
-    line = status.next(stats, num_waiting=0, now=10.0)
-    assert line is not None and line[0] == level
-    assert line[1].endswith(mark)
+    assert text_of(status.next(stats, num_waiting=0, now=10.0)).endswith(f"preempted {rate:.1%} ({mark})")
+
+
+def pressed(running: int, used: int, rate: float = 0.08, steps: int = 1) -> RequestStats:
+    stats = RequestStats()
+    stats.engine = EngineStats(num_running=running, used_blocks=used, preemption_rate=rate, num_steps=steps)
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("running", "used", "remedy"),
+    [
+        # 2,688 blocks. 48 sequences of 56 fit where 64 may run: a few less cost little.
+        (48, 2688, "best lower --max-num-seqs from 64 to 43, or else raise --kv-cache-memory-bytes to 1.5 times"),
+        # 8 of 64: with so few the machine would idle.
+        (
+            8,
+            2688,
+            "best raise --kv-cache-memory-bytes to 9.1 times what it is, or else lower --max-num-seqs",
+        ),
+        (1, 2688, "to 64.0 times what it is, or else lower --max-num-seqs from 64 to 1"),
+        (0, 0, "raise --kv-cache-memory-bytes, or lower --max-num-seqs"),
+    ],
+)
+def test_too_many_preemptions_name_the_better_remedy(running: int, used: int, remedy: str) -> None:
+    warning = text_of(PreemptionAlarm().next(pressed(running, used), INFO, now=5.0))
+    assert warning.startswith("8.0% of the sequences that finished in the last minute were preempted")
+    assert remedy in warning
+
+
+def test_the_alarm_is_given_once_a_minute_and_only_while_there_are_steps() -> None:
+    alarm = PreemptionAlarm()
+    heard = [
+        now
+        for now in range(0, 200, 5)
+        if alarm.next(pressed(8, 2688, 0.05 if now < 20 else 0.06, steps=now + 1), INFO, now=float(now))
+    ]
+    assert heard == [20, 80, 140]
+    still = pressed(8, 2688, steps=1000)
+    assert alarm.next(still, INFO, now=1000.0) and alarm.next(still, INFO, now=2000.0) is None
 
 
 def test_two_lines_at_the_same_time_divide_by_no_zero() -> None:

@@ -6,7 +6,7 @@ Each is a function that takes a ``patch(owner, name, value)``; the names follow 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from chairlift.engine.detokenizer import IncrementalDetokenizer
@@ -17,18 +17,35 @@ from chairlift.kv_cache import prefix_cache
 from chairlift.kv_cache.block_pool import BlockPool
 from chairlift.kv_cache.manager import Admission, KVCacheManager
 from chairlift.kv_cache.prefix_cache import PrefixCache
-from chairlift.request import Request
+from chairlift.request import Request, RequestStatus
+from chairlift.scheduler import giving_way, prefill_mode
+from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.decode_rows import DecodeRows
+from chairlift.scheduler.fairness import VirtualTokenCounters
 from chairlift.scheduler.output import FAILED_ROW
+from chairlift.scheduler.policy import FirstComeFirstServed
+from chairlift.scheduler.precedence import Precedence
 from chairlift.scheduler.scheduler import Scheduler
 
 Patch = Callable[[Any, str, Any], None]
 MUTANTS: dict[str, Callable[[Patch], None]] = {}
+PROMISE_MUTANTS: dict[str, tuple[str, Callable[[Patch], None]]] = {}
+"""The same for promises of the policy `priority`, with the worlds that find it."""
 
 
 def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
     MUTANTS[plant.__name__] = plant
     return plant
+
+
+def promise_mutant(world: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """For a bug that breaks a promise which only the worlds of that name look at."""
+
+    def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        PROMISE_MUTANTS[plant.__name__] = (world, plant)
+        return plant
+
+    return register
 
 
 @mutant
@@ -379,6 +396,159 @@ def collision_taken_for_the_same_content(patch: Patch) -> None:
             request.num_published = num_confirmed // self.block_size
 
     patch(PrefixCache, "publish", publish)
+
+
+@mutant
+def late_request_reported_twice(patch: Patch) -> None:
+    original = Precedence.late
+
+    def late(self: Precedence, now: float) -> Iterator[Request]:
+        for request in original(self, now):
+            yield request
+            yield request
+
+    patch(Precedence, "late", late)
+
+
+@mutant
+def lane_lost_when_its_head_is_preempted(patch: Patch) -> None:
+    original = WaitingQueue.add
+
+    def add(self: WaitingQueue, request: Request) -> None:
+        if request.num_preemptions:
+            self._lanes.pop(self.policy.lane(request), None)
+        original(self, request)
+
+    patch(WaitingQueue, "add", add)
+
+
+@mutant
+def preempted_request_goes_to_the_back(patch: Patch) -> None:
+    original = WaitingQueue.add
+
+    def add(self: WaitingQueue, request: Request) -> None:
+        status, request.status = request.status, RequestStatus.WAITING
+        sequence, request.sequence = request.sequence, request.sequence + 1000 * (status is not RequestStatus.WAITING)
+        original(self, request)
+        request.status, request.sequence = status, sequence
+
+    patch(WaitingQueue, "add", add)
+
+
+@mutant
+def prefill_mode_loses_the_decode_rows_of_the_step(patch: Patch) -> None:
+    original = Scheduler._run_decodes
+
+    def run_decodes(self: Scheduler, out: Any, flight: Any) -> None:
+        original(self, out, flight)
+        flight.runs_decodes = self.prefill_mode.name == "mixed"
+
+    patch(Scheduler, "_run_decodes", run_decodes)
+
+
+@mutant
+def prefill_mode_never_returns_to_decodes(patch: Patch) -> None:
+    patch(prefill_mode._Separate, "turn", lambda self, population: prefill_mode.Turn.PREFILL)
+    patch(Scheduler, "_run_decodes", _unless_prefill_mode(Scheduler._run_decodes))
+
+
+@mutant
+def put_back_leaks_blocks(patch: Patch) -> None:
+    original = Scheduler._put_back
+
+    def put_back(self: Scheduler, request: Request) -> None:
+        for pool, table in zip(self.kv.pools, request.block_ids, strict=True):
+            for block in filter(None, table):
+                pool.share(block)
+        original(self, request)
+
+    patch(Scheduler, "_put_back", put_back)
+
+
+@promise_mutant("displaces")
+def protected_work_displaced(patch: Patch) -> None:
+    patch(Precedence, "_within", lambda self, request, resource: False)
+
+
+@promise_mutant("reclaims")
+def reservation_ignored_by_the_line(patch: Patch) -> None:
+    patch(Precedence, "_claims", lambda self, request, resource: False)
+
+
+@promise_mutant("reclaims")
+def reserved_step_tokens_ignored(patch: Patch) -> None:
+    patch(Precedence, "share", FirstComeFirstServed.share)
+
+
+@promise_mutant("reclaims")
+def blocks_of_a_displaced_row_not_counted(patch: Patch) -> None:
+    original = KVCacheManager.lacks
+
+    def lacks(self: KVCacheManager, request: Request, reserve: int, watermark: float, leaving: Any = ()) -> bool:
+        return original(self, request, reserve, watermark)
+
+    patch(KVCacheManager, "lacks", lacks)
+
+
+@promise_mutant("ages")
+def age_does_not_count(patch: Patch) -> None:
+    original = Precedence.rank
+    patch(Precedence, "rank", lambda self, head, waited, now: original(self, head, 0.0, now))
+
+
+@promise_mutant("shares")
+def idle_time_saved_up(patch: Patch) -> None:
+    def queued(self: VirtualTokenCounters, request: Request) -> None:
+        self._waiting.setdefault(request.service.tenant, set()).add(request.request_id)
+
+    patch(VirtualTokenCounters, "queued", queued)
+
+
+@promise_mutant("shares")
+def tenant_with_running_work_counts_as_waiting(patch: Patch) -> None:
+    original = VirtualTokenCounters.joined
+
+    def joined(self: VirtualTokenCounters, request: Request) -> None:
+        tenant = request.service.tenant
+        original(self, request)
+        self._waiting.setdefault(tenant, set()).add(request.request_id)
+
+    patch(VirtualTokenCounters, "joined", joined)
+
+
+@promise_mutant("shares")
+def generated_tokens_not_charged(patch: Patch) -> None:
+    def settle(self: VirtualTokenCounters, running: Iterable[Request]) -> None:
+        for request in running:
+            request.num_charged_tokens = max(request.num_charged_tokens, request.num_computed_tokens)
+
+    patch(VirtualTokenCounters, "settle", settle)
+
+
+@promise_mutant("shares")
+def charged_twice_after_preemption(patch: Patch) -> None:
+    original = VirtualTokenCounters.joined
+
+    def joined(self: VirtualTokenCounters, request: Request) -> None:
+        for _ in range(1 + bool(request.num_preemptions)):
+            original(self, request)
+
+    patch(VirtualTokenCounters, "joined", joined)
+
+
+@promise_mutant("displaces")
+def preempted_without_progress(patch: Patch) -> None:
+    def may_be_preempted(request: Request, max_preemptions: int, step: int) -> bool:
+        return request.finish_reason is None and request.admitted_at_step < step
+
+    patch(giving_way, "may_be_preempted", may_be_preempted)
+
+
+def _unless_prefill_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self: Any, *args: Any) -> Any:
+        return None if self.prefill_mode.name == "separate" else original(self, *args)
+
+    return called
 
 
 def _without(original: Callable[..., Any], attribute: str, method: str) -> Callable[..., Any]:

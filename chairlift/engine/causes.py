@@ -1,0 +1,294 @@
+"""Why was it slow: every second of a sequence is charged to one cause, and the causes add up to its time.
+
+Nobody looks at a request while it decodes or waits. A ledger keeps running totals for all who wait (by what the line
+stands still for) and for all who decode (decoding, made longer by others, between steps), and moves on once per step
+with a handful of additions. A sequence keeps a copy of the totals from when it last changed phase, and is charged the
+difference at its next change. So the sum is exact, however steps overlap, and a steady step costs the same for any
+number of rows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Final
+
+from chairlift.metrics.stats import CAUSES
+from chairlift.request import Request
+from chairlift.scheduler.cost_model import CostModel, StepFeatures
+from chairlift.scheduler.output import SchedulerOutput
+
+__all__ = ["CAUSES", "CauseLedger", "DecodeSeconds", "causes_until"]
+
+DecodeSeconds = tuple[float, float, float]
+"""Running totals of who decodes: decode, stretched, host."""
+
+_HELD_UP_BY: Final = ("", "slots", "blocks", "tokens", "reservation", "batch")
+_WAITS: Final = ("waiting_step", *(f"waiting_{what}" for what in _HELD_UP_BY[1:]))
+_RUNS: Final = ("decode", "stretched", "host")
+_COLUMNS: Final = (*_WAITS, *_RUNS)
+_NUM_WAITS: Final = len(_WAITS)
+_DECODE, _STRETCHED, _HOST = range(_NUM_WAITS, len(_COLUMNS))
+_MOST_NAMES: Final = 3
+
+
+class _Phase(enum.Enum):
+    """Where a sequence stands, as far as its time goes."""
+
+    HANGING = "hanging"
+    """It waits for the first of its request's answers to compute their prompt, and is charged what that one is."""
+    WAITING = "waiting"
+    JOINED = "joined"
+    """It has a row, and the step it joined has not begun."""
+    CHUNK = "chunk"
+    """The step on the executor computes a part of its prompt."""
+    BETWEEN = "between"
+    """It is in its prompt, and the step on the executor, if there is one, computes nothing of it."""
+    DECODING = "decoding"
+    STALLED = "stalled"
+    AWAY = "away"
+    """Preempted, until it is back where it was."""
+    HELD = "held"
+    """It has ended, but not its static batch."""
+
+
+_WHOLE: Final = {_Phase.AWAY: "preempted", _Phase.HELD: "waiting_batch"}
+_BESIDES_HOST: Final = {
+    _Phase.JOINED: "waiting_step",
+    _Phase.BETWEEN: "waiting_tokens",
+    _Phase.STALLED: "waiting_blocks",
+}
+
+
+class _Account:
+    """What one sequence has been charged, and the totals at its last change of phase."""
+
+    __slots__ = ("back_at", "phase", "preempted_by", "request", "seconds", "seen", "share", "since", "stalled", "step")
+
+    def __init__(self, request: Request, since: float, seen: list[float]) -> None:
+        self.request = request
+        self.phase = _Phase.WAITING
+        self.since = since
+        self.seen = seen
+        self.share = 0.0
+        """Its part of the tokens of the step on the executor."""
+        self.step = -1
+        """Earlier steps do not concern it: it joined, or was preempted, in this one."""
+        self.stalled = False
+        """As a decode it has to rest, though the step before may not have landed."""
+        self.back_at = 0
+        """Positions it had computed when it was preempted."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.preempted_by: list[str] = []
+
+
+class CauseLedger:
+    """Told of everything that happens to sequences, in the order in which it happens; times are on one clock.
+
+    ``now`` is its beginning. ``model`` says how much longer a step takes because of the prompts in it.
+    """
+
+    def __init__(self, model: CostModel, now: float) -> None:
+        self.decoding: list[tuple[str, dict[str, float], DecodeSeconds]] = []
+        """Sequences with stop strings that began to decode: what they have been charged, and the totals. Whoever looks
+        for stop strings takes them from here: an answer that one of them ends is charged there."""
+        self._model = model
+        self._at = now
+        self._columns = [0.0] * len(_COLUMNS)
+        self._waits_for = 0
+        self._busy = False
+        self._decode_share = 1.0
+        self._accounts: dict[str, _Account] = {}
+        self._hanging: dict[str, list[_Account]] = {}
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    @property
+    def decode_seconds(self) -> DecodeSeconds:
+        columns = self._columns
+        return columns[_DECODE], columns[_STRETCHED], columns[_HOST]
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def added(self, request: Request, now: float) -> None:
+        """The scheduler has taken it."""
+        self._advance(now)
+        account = self._accounts[request.request_id] = _Account(request, now, self._columns.copy())
+        account.seconds["front_door"] = max(0.0, now - request.arrival_time)
+        if request.source is not None and request in request.source.siblings:
+            account.phase = _Phase.HANGING
+            self._hanging.setdefault(request.source.request_id, []).append(account)
+
+    def scheduled(self, out: SchedulerOutput, now: float) -> None:
+        """A step was put together at ``now``, be there anything to execute or not."""
+        waits_for = _HELD_UP_BY.index(out.held_up_by)
+        if waits_for != self._waits_for or out.joined or out.preempted_for or out.stalled or self._hanging:
+            self._advance(now)
+            self._waits_for = waits_for
+            for source_id in [name for name, (first, *_) in self._hanging.items() if not _source(first).siblings]:
+                self._release(source_id, self._accounts[source_id])
+            self._note_moves(out)
+        if out.num_held and out.decode_slots is not None:
+            self._advance(now)
+            for name, _ in out.decode_rows:
+                account = self._accounts[name]
+                if account.request.finish_reason is not None and account.phase is _Phase.DECODING:
+                    self._move(account, _Phase.HELD)
+
+    def began(self, out: SchedulerOutput, now: float) -> None:
+        """The executor begins with a step: it was idle, or has landed the step before."""
+        self._advance(now)
+        self._busy = True
+        self._decode_share = 1.0
+        if not out.chunks:
+            return
+        self._decode_share = self._share_of_decodes(out)
+        for name, chunk in zip(out.chunk_ids, out.chunks, strict=True):
+            account = self._accounts.get(name)
+            if account is None or account.step > out.step:
+                continue
+            if account.phase in (_Phase.JOINED, _Phase.BETWEEN):
+                account.share = chunk.num_tokens / out.num_tokens
+                self._move(account, _Phase.CHUNK)
+            elif account.phase is _Phase.STALLED:
+                self._decodes(account)
+
+    def landed(self, out: SchedulerOutput, now: float) -> None:
+        """The tokens of a step, or its failure, are known."""
+        self._advance(now)
+        self._busy = False
+        for name, chunk in zip(out.chunk_ids, out.chunks, strict=True) if out.chunks else ():
+            account = self._accounts.get(name)
+            if account is None or account.step > out.step:
+                continue
+            if account.phase is _Phase.CHUNK or (account.phase is _Phase.AWAY and chunk.end >= account.back_at):
+                if not chunk.samples:
+                    self._move(account, _Phase.BETWEEN)
+                elif account.stalled:
+                    self._move(account, _Phase.STALLED)
+                else:
+                    self._decodes(account)
+
+    def ended(self, request: Request, now: float) -> tuple[dict[str, float], list[str]]:
+        """It has left for good: seconds by cause, which add up to its time since its arrival, and the ids of the last
+        that it was preempted for, at most 3, the newest at the end."""
+        account = self._accounts.pop(request.request_id, None)
+        if account is None:
+            return {}, []
+        self._advance(now)
+        if account.phase is _Phase.HANGING:
+            source = self._accounts[_source(account).request_id]
+            self._inherit(account, source)
+            hanging = self._hanging[source.request.request_id]
+            hanging.remove(account)
+            if not hanging:
+                del self._hanging[source.request.request_id]
+        else:
+            self._charge(account)
+        if request.request_id in self._hanging:
+            self._release(request.request_id, account)
+        return dict(account.seconds), account.preempted_by
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        seconds = now - self._at
+        self._at = now
+        columns = self._columns
+        columns[self._waits_for] += seconds
+        if self._busy:
+            own = seconds * self._decode_share
+            columns[_DECODE] += own
+            columns[_STRETCHED] += seconds - own
+        else:
+            columns[_HOST] += seconds
+
+    def _charge(self, account: _Account) -> None:
+        elapsed, phase, seconds = self._at - account.since, account.phase, account.seconds
+        if elapsed <= 0:
+            return
+        if phase is _Phase.WAITING or phase is _Phase.DECODING:
+            places = range(_NUM_WAITS) if phase is _Phase.WAITING else range(_NUM_WAITS, len(_COLUMNS))
+            for place in places:
+                spent = self._columns[place] - account.seen[place]
+                if spent:
+                    seconds[_COLUMNS[place]] += spent
+        elif phase is _Phase.CHUNK:
+            seconds["prefill"] += elapsed * account.share
+            seconds["stretched"] += elapsed - elapsed * account.share
+        elif phase in _WHOLE:
+            seconds[_WHOLE[phase]] += elapsed
+        else:
+            host = min(elapsed, self._columns[_HOST] - account.seen[_HOST])
+            seconds["host"] += host
+            seconds[_BESIDES_HOST[phase]] += elapsed - host
+        account.since, account.seen = self._at, self._columns.copy()
+
+    def _move(self, account: _Account, phase: _Phase) -> None:
+        self._charge(account)
+        account.phase = phase
+        account.since, account.seen = self._at, self._columns.copy()
+
+    def _decodes(self, account: _Account) -> None:
+        self._move(account, _Phase.DECODING)
+        account.stalled = False
+        if getattr(account.request.params, "stop", None):
+            self.decoding.append((account.request.request_id, dict(account.seconds), self.decode_seconds))
+
+    def _note_moves(self, out: SchedulerOutput) -> None:
+        for name in out.stalled:
+            account = self._accounts[name]
+            account.stalled = True
+            if account.phase is _Phase.DECODING:
+                self._move(account, _Phase.STALLED)
+        for name, by in out.preempted_for.items():
+            if name not in self._accounts:  # it ended between two steps
+                continue
+            account = self._accounts[name]
+            self._move(account, _Phase.AWAY)
+            account.step, account.stalled, account.back_at = out.step, False, account.request.num_ever_computed
+            if by:
+                account.preempted_by = [*(name for name in account.preempted_by if name != by), by][-_MOST_NAMES:]
+        for row in out.joined if out.num_tokens else ():  # else they were put back
+            account = self._accounts[row.request_id]
+            account.step = out.step
+            if account.phase is _Phase.WAITING:
+                self._move(account, _Phase.JOINED)
+
+    def _share_of_decodes(self, out: SchedulerOutput) -> float:
+        """Of a step's time, what its decode rows would have taken without the prompts."""
+        prompts = [chunk for chunk in out.chunks if chunk.why != "stalled"]
+        num_decodes = out.num_decodes + len(out.chunks) - len(prompts)
+        if not prompts or not num_decodes:
+            return 0.0 if prompts else 1.0
+        alone = self._model.step_seconds(StepFeatures(num_decodes, out.context_tokens))
+        together = self._model.step_seconds(StepFeatures.of(num_decodes, out.context_tokens, prompts))
+        return min(1.0, alone / together)
+
+    def _inherit(self, account: _Account, source: _Account) -> None:
+        self._charge(source)
+        account.seconds, account.preempted_by = source.seconds.copy(), source.preempted_by.copy()
+        account.since, account.seen = self._at, self._columns.copy()
+
+    def _release(self, source_id: str, source: _Account) -> None:
+        """The other answers need not wait for this one any more."""
+        for account in self._hanging.pop(source_id):
+            self._inherit(account, source)
+            account.phase = _Phase.WAITING
+
+
+def _source(account: _Account) -> Request:
+    if account.request.source is None:
+        raise LookupError(f"{account.request.request_id} waits for nobody's prompt")
+    return account.request.source
+
+
+def causes_until(begun: Mapping[str, float], then: DecodeSeconds, now: DecodeSeconds) -> dict[str, float]:
+    """What a sequence has been charged that has decoded since ``then`` without a break: an entry of
+    :attr:`CauseLedger.decoding`, carried on to the totals of ``now``."""
+    causes = dict(begun)
+    for name, before, after in zip(_RUNS, then, now, strict=True):
+        causes[name] = causes.get(name, 0.0) + max(0.0, after - before)
+    return causes

@@ -1,0 +1,59 @@
+"""Keeps a forecast of the queue fresh, a few steps of the copy per step of the engine."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from chairlift.scheduler.cost_model import CostModel
+from chairlift.scheduler.forecast import AnswerLengths, Forecast, foresee
+from chairlift.scheduler.scheduler import Scheduler
+
+__all__ = ["Forecaster"]
+
+_log = logging.getLogger(__name__)
+
+_STEPS_PER_STEP: Final = 8
+"""Of the copy, per step of the engine: about half a millisecond."""
+_PAUSE: Final = 0.5
+"""Seconds between the end of one forecast and the beginning of the next."""
+
+
+class Forecaster:
+    """``priorities`` are those of a newcomer, per class of service."""
+
+    def __init__(
+        self, scheduler: Scheduler, model: CostModel, lengths: AnswerLengths, priorities: Mapping[str, int]
+    ) -> None:
+        self._scheduler = scheduler
+        self._model = model
+        self._priorities = dict(priorities)
+        self._lengths = lengths
+        self._ahead: Iterator[Forecast | None] | None = None
+        self._queue = False
+        """Whether there was one when it was last looked at."""
+        self._not_before = 0.0
+
+    def advance(self, now: float) -> Forecast | None:
+        """Called after each step; a forecast when one has just become ready. Without a queue it is made at once."""
+        scheduler = self._scheduler
+        if self._ahead is None:
+            if not scheduler.waiting and scheduler.free_rows:
+                had, self._queue = self._queue, False
+                return Forecast(now, {}, dict.fromkeys(self._priorities, now), 0.0) if had else None
+            if now < self._not_before:
+                return None
+            self._queue = True
+            self._ahead = foresee(scheduler, self._model, self._lengths, now, self._priorities)
+        try:
+            for _ in range(_STEPS_PER_STEP):
+                made = next(self._ahead)
+                if made is not None:
+                    self._ahead, self._not_before = None, now + _PAUSE
+                    return made
+        except Exception:  # a policy of somebody's own that cannot be copied must not stop the engine
+            _log.exception("the queue cannot be forecast with policy %r; there are no forecasts", scheduler.policy.name)
+            self._ahead, self._not_before = None, math.inf
+        return None

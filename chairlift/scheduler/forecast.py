@@ -1,0 +1,155 @@
+"""When will a request start? The scheduler's own code, run ahead on a copy of its state and a clock of its own.
+
+The copy has every request's place, its tokens and its blocks, the same policy and the same limits; its steps take as long
+as the cost model says. What nobody knows, how long answers will be, is the mean of the answers that outlived the
+request's so far. Instead of reserving for the worst case (SLOs-Serve, QLM plan on estimates as well) the forecast says
+how good it has been: see :class:`~chairlift.engine.calibration.Calibration`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+from chairlift.config import CacheGroup
+from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.request import Request, Service
+from chairlift.scheduler.cost_model import CostModel, StepFeatures
+from chairlift.scheduler.scheduler import Scheduler
+
+__all__ = ["AnswerLengths", "Forecast", "foresee"]
+
+_TOKEN: Final = 1
+_NEWCOMER: Final = "\0newcomer of "  # no caller's id begins like that: ids come from the front's own generator
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forecast:
+    """When requests will be in their first step, in seconds on the engine's clock."""
+
+    made_at: float
+    starts: dict[str, float]
+    """Of each that waits. In the order of the line as it will be."""
+    newcomers: dict[str, float]
+    """Of one that would come now, by class of service."""
+    seconds_per_start: float
+    """Between one start and the next: what each that came since adds."""
+
+    def wait_of(self, service_class: str, now: float, num_since: int = 0) -> float:
+        """Seconds that a newcomer would wait; ``num_since`` is how many came since the forecast was made."""
+        start = self.newcomers.get(service_class)
+        if start is None:
+            start = max(self.newcomers.values(), default=now)
+        return max(0.0, start + num_since * self.seconds_per_start - now)
+
+
+class AnswerLengths:
+    """The lengths of the answers that ended last, over all classes."""
+
+    def __init__(self, capacity: int = 512) -> None:
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+        self._capacity = capacity
+
+    def add(self, num_tokens: int) -> None:
+        if len(self._recent) == self._capacity:
+            del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(num_tokens)
+        bisect.insort(self._sorted, num_tokens)
+
+    def expected(self, so_far: int, most: int) -> int:
+        """How long an answer of ``so_far`` tokens will be in the end, of at most ``most``: the mean of those that were
+        longer; the most where none is known."""
+        longer = self._sorted[bisect.bisect_right(self._sorted, so_far) :]
+        if not longer:
+            return most
+        return max(so_far + 1, min(most, round(sum(min(length, most) for length in longer) / len(longer))))
+
+
+def foresee(
+    scheduler: Scheduler,
+    model: CostModel,
+    lengths: AnswerLengths,
+    now: float,
+    classes: dict[str, int],
+    *,
+    most_steps: int = 512,
+) -> Iterator[Forecast | None]:
+    """Run ahead, one step per item; the last item is the forecast, all others are None.
+
+    ``classes`` has the priority of a newcomer per class of service. Starts beyond ``most_steps`` are extrapolated from
+    the rate until then. The scheduler may go on meanwhile: nothing of it is touched, and nothing but the copy is read
+    after the first item.
+    """
+    line = [request.request_id for request in scheduler.waiting.line(now)]
+    twin, names = _copy(scheduler, lengths, now), {}
+    for name, priority in classes.items():
+        names[_NEWCOMER + name] = name
+        newcomer = Request(_NEWCOMER + name, [_TOKEN], max_tokens=1, arrival_time=now, priority=priority)
+        newcomer.service = Service(name, tenant=_NEWCOMER)
+        twin.add(newcomer)
+    starts: dict[str, float] = {}
+    missing, clock = {*line, *names}, now
+    yield None
+    for _ in range(most_steps):
+        out = twin.schedule(clock)
+        if not out.num_tokens:
+            event = twin.next_event(clock)
+            if not missing or event is None or event <= clock:
+                break
+            clock = event
+            continue
+        for row in out.joined:
+            if row.request_id in missing:
+                missing.remove(row.request_id)
+                starts[row.request_id] = clock
+        clock += model.step_seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
+        count = out.num_decodes + sum(chunk.samples for chunk in out.chunks)
+        twin.update(out, [_TOKEN] * count, clock)
+        if not missing:
+            break
+        yield None
+    pace = max(clock - now, 1e-9) / max(1, len(starts))
+    for place, name in enumerate([name for name in [*line, *names] if name in missing], start=1):
+        starts[name] = clock + place * pace
+    newcomers = {label: starts.pop(name) for name, label in names.items()}
+    waiting = dict(sorted(starts.items(), key=lambda item: item[1]))
+    yield Forecast(now, waiting, newcomers, pace if line else 0.0)
+
+
+def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float) -> Scheduler:
+    kv = scheduler.kv
+    groups = [CacheGroup(pool.num_blocks, group.window) for pool, group in zip(kv.pools, kv.groups, strict=True)]
+    memory = KVCacheManager(groups, kv.block_size, max_step_tokens=kv.max_step_tokens, enable_prefix_caching=False)
+    twin = scheduler.twin(memory, scheduler.policy.fork())
+    twin.watermark = 0.0  # who runs already has its blocks
+    for request in sorted(scheduler.running.values(), key=lambda request: request.admitted_at_step):
+        twin.adopt(_like(request, lengths), request, now)
+    twin.watermark = scheduler.watermark
+    for request in scheduler.waiting.line(now):
+        twin.add(_like(request, lengths))
+    twin.waiting.catch_up(scheduler.waiting)
+    twin.policy.catch_up(scheduler.policy)
+    return twin
+
+
+def _like(request: Request, lengths: AnswerLengths) -> Request:
+    """A request of the same size and standing, whose answer is as long as is to be expected."""
+    most = request.max_total_tokens - request.num_prompt_tokens
+    copy = Request(
+        request.request_id,
+        [],
+        max_tokens=lengths.expected(request.num_output_tokens, most),
+        arrival_time=request.arrival_time,
+        priority=request.priority,
+        service=request.service,
+    )
+    copy.token_ids = [_TOKEN] * len(request.token_ids)
+    copy.num_prompt_tokens = request.num_prompt_tokens
+    copy.max_total_tokens += request.num_prompt_tokens
+    copy.limit += request.num_prompt_tokens
+    copy.num_preemptions, copy.sequence = request.num_preemptions, request.sequence
+    return copy

@@ -1,0 +1,229 @@
+"""Around a governor: what it is told, what may become of what it says, and a record of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import deque
+
+from chairlift.config import SchedulerConfig
+from chairlift.scheduler.costs import Costs
+from chairlift.scheduler.governor import Bounds, Governor, Observation, RuleGovernor, Settings, Targets
+from chairlift.scheduler.guard_rails import GuardRails
+from chairlift.scheduler.learned_governor import LearnedGovernor
+from chairlift.scheduler.output import SchedulerOutput, StepResult
+from chairlift.scheduler.scheduler import Scheduler
+
+__all__ = ["Decision", "GovernorLoop", "Window", "governor_from_config"]
+
+_log = logging.getLogger("chairlift.governor")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """One entry of the audit log."""
+
+    now: float
+    """In seconds on the engine's clock."""
+    governor: str
+    before: Settings
+    after: Settings
+    applied: bool
+    """False in shadow mode."""
+    why: str
+    seen: Observation
+
+    def __str__(self) -> str:
+        moves = [
+            f"{field.name} {_short(getattr(self.before, field.name))} -> {_short(getattr(self.after, field.name))}"
+            for field in dataclasses.fields(Settings)
+            if getattr(self.before, field.name) != getattr(self.after, field.name)
+        ]
+        return f"{self.governor}{'' if self.applied else ' (shadow)'}: {', '.join(moves)}: {self.why}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}"
+
+
+# --- what a governor is told -----------------------------------------------------------------------------------------
+
+
+class _Ratio:
+    """A ratio of two counts that forgets: the lower one counts for ``memory`` at most."""
+
+    __slots__ = ("_lower", "_memory", "_upper")
+
+    def __init__(self, memory: float) -> None:
+        self._upper = self._lower = 0.0
+        self._memory = memory
+
+    def add(self, upper: float, lower: float) -> None:
+        self._upper += upper
+        self._lower += lower
+        if self._lower > self._memory:
+            self._upper *= self._memory / self._lower
+            self._lower = self._memory
+
+    def value(self, prior: float = 0.0) -> float:
+        """``prior`` is added to the lower count."""
+        lower = self._lower + prior
+        return self._upper / lower if lower else 0.0
+
+
+class Window:
+    """Collects an observation. A step that only decodes costs it a few additions, whatever the number of rows."""
+
+    def __init__(self, scheduler: Scheduler, now: float) -> None:
+        self._scheduler = scheduler
+        self._prompts, self._answers, self._preempted = _Ratio(64), _Ratio(64), _Ratio(100)
+        self._num_finished = scheduler.preemption_rate.num_finished
+        self._waiting = 0
+        self._gave_way: set[str] = set()
+        """Live requests that were preempted at least once."""
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        self._since = now
+        self._steps: list[float] = []
+        self._first_tokens: list[float] = []
+        self._tokens = self._prefill = self._preemptions = self._gaps = 0
+        self._waited = self._kv_use = 0.0
+        self._gave_way &= self._scheduler.requests.keys()
+        self._known = len(self._gave_way)
+
+    def saw(self, out: SchedulerOutput, result: StepResult, seconds: float, now: float) -> None:
+        """A step has landed at ``now``, ``seconds`` after it began."""
+        self._steps.append(seconds)
+        self._gaps += out.num_decodes
+        self._waited += out.num_decodes * seconds
+        self._tokens += len(result.sampled)
+        self._prefill += out.num_tokens - out.num_decodes
+        if out.blocks is not None:
+            whole = out.blocks.free + out.blocks.used + out.blocks.cached
+            self._kv_use = max(self._kv_use, out.blocks.used / whole if whole else 0.0)
+        if out.preempted:
+            self._gave_way.update(out.preempted)
+            self._preemptions = len(self._gave_way) - self._known
+        if out.chunks:
+            for row in result.sampled[out.num_decodes :]:
+                if row is not None and not row.num_preemptions:
+                    self._first_tokens.append(now - row.arrival_time)
+                    self._prompts.add(row.num_prompt_tokens - row.num_cached_tokens, 1)
+
+    def close(self, now: float, settings: Settings) -> Observation:
+        """What was seen since the last time; the next window begins."""
+        scheduler, seconds = self._scheduler, now - self._since
+        finished = scheduler.preemption_rate.num_finished - self._num_finished
+        self._num_finished += finished
+        self._preempted.add(self._preemptions, finished)
+        self._answers.add(self._tokens, finished)
+        waiting, running = len(scheduler.waiting), len(scheduler.running)
+        steps, computed = sorted(self._steps), self._tokens + self._prefill
+        oldest = scheduler.waiting.oldest_arrival if waiting else now
+        seen = Observation(
+            settings=settings,
+            seconds=seconds,
+            running=running,
+            waiting=waiting,
+            oldest_wait=max(0.0, now - oldest),
+            queue_growth=(waiting - self._waiting) / seconds if seconds > 0 else 0.0,
+            kv_use=self._kv_use,
+            capacity_tokens=scheduler.kv.capacity_tokens,
+            preemption_rate=self._preempted.value(prior=20.0),
+            finished=finished,
+            preempted=self._preemptions,
+            prompt_length=self._prompts.value(),
+            answer_length=self._answers.value(prior=1.0),
+            context_length=scheduler.num_computed_tokens / running if running else 0.0,
+            prefill_share=self._prefill / computed if computed else 0.0,
+            tokens_per_second=self._tokens / seconds if seconds > 0 else 0.0,
+            step_p50=steps[len(steps) // 2] if steps else 0.0,
+            step_p99=steps[int(0.99 * len(steps))] if steps else 0.0,
+            ttft=sum(self._first_tokens) / len(self._first_tokens) if self._first_tokens else 0.0,
+            tpot=self._waited / self._gaps if self._gaps else 0.0,
+        )
+        self._waiting = waiting
+        self._begin(now)
+        return seen
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+class GovernorLoop:
+    """Asks a governor once per ``interval`` seconds, and applies what the guard rails leave of its answer.
+
+    In ``shadow`` everything happens but that: decisions follow one another as if they had been applied. The last
+    ``capacity`` decisions are kept in ``decisions``.
+    """
+
+    def __init__(
+        self,
+        governor: Governor,
+        scheduler: Scheduler,
+        bounds: Bounds,
+        *,
+        now: float,
+        shadow: bool = False,
+        interval: float = 1.0,
+        capacity: int = 1024,
+    ) -> None:
+        self.governor, self.shadow, self.interval = governor, shadow, interval
+        self.decisions: deque[Decision] = deque(maxlen=capacity)
+        self.num_decisions = 0
+        self._scheduler = scheduler
+        self.settings = Settings(scheduler.running_limit, scheduler.token_budget, scheduler.watermark)
+        """In force; in shadow mode, those that would be."""
+        self.rails = GuardRails(self.settings, bounds)
+        self.window = Window(scheduler, now)
+        self._due = now + interval
+
+    def govern(self, now: float) -> None:
+        """Between two steps: ask, if it is time."""
+        if now < self._due:
+            return
+        self._due = now + self.interval
+        seen = self.window.close(now, self.settings)
+        harm = self.rails.harmed(now, seen)
+        if harm:
+            self._apply(now, self.rails.configured, f"guard rail: {harm}", seen)
+        elif not self.rails.held(now) and seen.step_p50:
+            proposal = self.governor.decide(now, seen)
+            if proposal is not None:
+                self._apply(now, self.rails.limit(now, self.settings, proposal.settings), proposal.why, seen)
+
+    def _apply(self, now: float, after: Settings, why: str, seen: Observation) -> None:
+        before = self.settings
+        if after == before:
+            return
+        self.rails.moved(now, before, after)
+        self.settings = after
+        if not self.shadow:
+            scheduler = self._scheduler
+            scheduler.running_limit, scheduler.token_budget = after.running, after.tokens
+            scheduler.watermark = after.watermark
+        decision = Decision(now, self.governor.name, before, after, not self.shadow, why, seen)
+        self.decisions.append(decision)
+        self.num_decisions += 1
+        _log.info("%s", decision)
+
+
+def governor_from_config(
+    config: SchedulerConfig, scheduler: Scheduler, costs: Costs, now: float
+) -> GovernorLoop | None:
+    """The governor that the settings ask for, at the settings that they begin with; None when it is off."""
+    if config.governor == "off":
+        return None
+    most, reserved = config.most_running, sum(each.min_seqs for each in (config.promises or {}).values())
+    # What classes have reserved must stay within reach, and prompts must get on.
+    least = Settings(reserved + 1, min(config.max_num_batched_tokens, 64), min(config.admission_watermark, 0.01))
+    bounds = Bounds(least, Settings(most, config.max_num_batched_tokens, max(config.admission_watermark, 0.4)))
+    targets = Targets(
+        math.inf if config.governor_ttft_ms is None else config.governor_ttft_ms / 1000,
+        math.inf if config.governor_tpot_ms is None else config.governor_tpot_ms / 1000,
+    )
+    chosen = {"learned": LearnedGovernor}.get(config.governor, RuleGovernor)
+    shadow = config.governor == "shadow"
+    return GovernorLoop(chosen(bounds, targets, costs), scheduler, bounds, now=now, shadow=shadow)

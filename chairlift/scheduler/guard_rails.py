@@ -1,0 +1,105 @@
+"""Whatever a governor wants: within bounds, in small steps, not to and fro, and back when it did harm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from chairlift.scheduler.governor import UNHEALTHY, Bounds, Observation, Settings
+
+__all__ = ["GuardRails"]
+
+_WATERMARK_STEP = 0.04
+
+
+class GuardRails:
+    """Whatever a governor wants: within bounds, in small steps, not to and fro, and back when it did harm."""
+
+    def __init__(
+        self,
+        configured: Settings,
+        bounds: Bounds,
+        *,
+        cool_down: float = 4.0,
+        worst_drop: float = 0.4,
+        patience: int = 16,
+        hold: float = 30.0,
+    ) -> None:
+        self.configured, self.bounds = configured, bounds
+        self._cool_down = cool_down
+        """Seconds before a setting may turn round."""
+        self._worst_drop, self._patience = worst_drop, patience
+        self._hold = self._first_hold = hold
+        self._held_until = float("-inf")
+        self._moved: dict[str, tuple[int, float]] = {}
+        """Direction and time of each setting's last move."""
+        self._busy: deque[tuple[float, float]] = deque(maxlen=patience)
+        """(tokens per second, share of prompts) of windows in which work waited, since the last notable change."""
+        self._base = configured
+        """As of then."""
+        self._before: tuple[float, float] | None = None
+        """The means of what came before it, until there is a verdict."""
+
+    def harmed(self, now: float, seen: Observation) -> str:
+        """Why the configured settings should come back for a while, or nothing. Each notable change gets a verdict."""
+        if not seen.waiting or not seen.tokens_per_second:
+            return ""
+        self._busy.append((seen.tokens_per_second, seen.prefill_share))
+        if self._before is None or len(self._busy) < self._patience:
+            return ""
+        (speed, share), (was, share_was) = self._mean(), self._before
+        self._before = None
+        # Other work has another speed; and fewer preemptions have a price, which the configured settings would not pay.
+        unlike = abs(share - share_was) > 0.1 or seen.preemption_rate > UNHEALTHY
+        if unlike or speed >= was * (1 - self._worst_drop) or seen.settings == self.configured:
+            return ""
+        self._held_until = now + self._hold
+        self._hold = min(self._hold * 2, 16 * self._first_hold)
+        return f"{speed:.0f} tokens/s after {was:.0f} before; the configured settings, for a while"
+
+    def held(self, now: float) -> bool:
+        """Whether the configured settings are in force because of harm done."""
+        return now < self._held_until
+
+    def limit(self, now: float, current: Settings, wanted: Settings) -> Settings:
+        """The nearest allowed settings to those wanted."""
+        wanted = self.bounds.clamp(wanted)
+        running = self._step("running", now, current.running, wanted.running)
+        tokens = self._step("tokens", now, current.tokens, wanted.tokens)
+        watermark = current.watermark
+        if abs(wanted.watermark - watermark) >= _WATERMARK_STEP / 2 and self._may_turn(
+            "watermark", now, wanted.watermark - watermark
+        ):
+            watermark += max(-_WATERMARK_STEP, min(wanted.watermark - watermark, _WATERMARK_STEP))
+        return self.bounds.clamp(Settings(running, tokens, watermark))
+
+    def moved(self, now: float, before: Settings, after: Settings) -> None:
+        """Take note of a change that is in force from now on."""
+        for field in dataclasses.fields(Settings):
+            old, new = getattr(before, field.name), getattr(after, field.name)
+            if old != new:
+                self._moved[field.name] = (1 if new > old else -1, now)
+        if _differ(self._base, after) and len(self._busy) >= self._patience // 2:
+            self._base, self._before = after, self._mean()
+            self._busy.clear()
+
+    def _step(self, name: str, now: float, at: int, wanted: int) -> int:
+        """Up by an eighth, down by a half at most, one in any case; not for less than a twentieth; no quick turn."""
+        aim = max(at // 2, min(wanted, at + max(1, at // 8)))
+        if abs(aim - at) < max(1.0, at / 20):
+            return at
+        return aim if self._may_turn(name, now, aim - at) else at
+
+    def _may_turn(self, name: str, now: float, change: float) -> bool:
+        direction, when = self._moved.get(name, (0, 0.0))
+        return direction * change >= 0 or now - when >= self._cool_down
+
+    def _mean(self) -> tuple[float, float]:
+        count = len(self._busy)
+        return sum(speed for speed, _ in self._busy) / count, sum(share for _, share in self._busy) / count
+
+
+def _differ(one: Settings, other: Settings) -> bool:
+    """Whether going from one to the other is more than fine-tuning."""
+    ratios = (one.running / other.running, one.tokens / other.tokens)
+    return any(not 0.8 < ratio < 1.25 for ratio in ratios) or abs(one.watermark - other.watermark) > 0.1

@@ -1,0 +1,65 @@
+"""What a request asks of the scheduler, and who is charged for it: class of service, deadlines, tenant."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Final
+
+from starlette.requests import Request
+
+from chairlift.sampling_params import SamplingParams
+from chairlift.server.auth import Caller
+from chairlift.server.errors import ApiError
+from chairlift.server.protocol import GenerationRequest
+from chairlift.server.state import ServerState
+from chairlift.service_class import DEFAULT_CLASS, parse_service_classes
+
+__all__ = ["TTFT_HEADER", "class_of", "read_promises"]
+
+TTFT_HEADER: Final = "x-slo-ttft-ms"
+"""Header with the milliseconds in which the first token is due; the field ``ttft_ms`` goes before it."""
+
+_BUILT_IN: Final = tuple(parse_service_classes(""))
+_MILLISECONDS: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6})?")
+
+
+def read_promises(request: Request, asked: GenerationRequest, ignored: list[str]) -> Caller:
+    """Check the class of service, add to ``asked`` what the headers say, and tell who is to be charged.
+
+    ``scale`` is what was paid for in advance, which is nothing here: it is ``auto``, unless a class has the name. Where
+    the scheduling policy does not look at promises, the three classes that are always known are accepted, and mean
+    nothing. Raises ApiError 400.
+    """
+    state: ServerState = request.app.state.server
+    classes = state.engine.service_classes
+    known = _BUILT_IN if classes is None else tuple(classes)
+    if asked.service_tier == "auto" or (asked.service_tier == "scale" and "scale" not in known):
+        asked.service_tier = None
+    if asked.service_tier is not None and asked.service_tier not in known:
+        message = f"service_tier must be one of auto, {', '.join(known)}; got {asked.service_tier!r}"
+        raise ApiError(400, message, code="invalid_value", param="service_tier")
+    given = request.headers.getlist(TTFT_HEADER)
+    if asked.ttft_ms is None and given:
+        asked.ttft_ms = _milliseconds(given)
+    caller: Caller = getattr(request.state, "caller", Caller())
+    if asked.user and (caller.tenant or classes is None):
+        ignored.append("user")
+    elif asked.user and not asked.user.isprintable():
+        raise ApiError(400, "user must be of printable characters", code="invalid_value", param="user")
+    elif asked.user:
+        caller = dataclasses.replace(caller, tenant=asked.user)
+    return caller
+
+
+def class_of(params: SamplingParams) -> str:
+    """The class of service that a request with these parameters belongs to, before anybody has looked at it."""
+    return params.service_tier or DEFAULT_CLASS
+
+
+def _milliseconds(given: list[str]) -> float:
+    value = float(given[0]) if len(given) == 1 and _MILLISECONDS.fullmatch(given[0].strip()) else 0.0
+    if value <= 0:
+        message = f"the header {TTFT_HEADER} must be one number of milliseconds above 0; got {', '.join(given)!r:.80}"
+        raise ApiError(400, message, code="invalid_value", param=TTFT_HEADER)
+    return value

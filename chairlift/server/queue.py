@@ -1,0 +1,136 @@
+"""GET /v1/queue: what waits, when it is expected to start, and how far such expectations were off."""
+
+from __future__ import annotations
+
+import time
+from typing import Final, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from chairlift.engine.calibration import Calibration
+from chairlift.engine.output_stream import OutputStream
+from chairlift.metrics.stats import FORECAST_RATIOS
+from chairlift.server.auth import Caller
+from chairlift.server.errors import ApiError
+from chairlift.server.state import ServerState
+from chairlift.server.streaming import json_response
+from chairlift.service_class import DEFAULT_CLASS
+
+__all__ = ["QueueReply", "routes"]
+
+_MOST: Final = 1000
+_QUANTILES: Final = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+
+
+class ForecastCalibration(msgspec.Struct, kw_only=True):
+    """Predicted waits against what they became, of the last requests; null while there are too few of them."""
+
+    samples: int
+    actual_over_predicted: dict[str, float | None]
+    """Its quantiles: p10, p50, p90."""
+    within_ratio: dict[str, float | None]
+    """Share of the requests that waited no longer than 1, 1.25 and 2 times what was predicted."""
+    mean_absolute_error_seconds: float | None
+
+
+class QueuedRequest(msgspec.Struct, kw_only=True):
+    """One request that waits; a completion with several prompts is several."""
+
+    id: str
+    """The X-Request-Id it came with, or was given."""
+    position: int
+    """1 for the one that starts next; 0 once it has started."""
+    expected_start_seconds: float | None
+    """From now; null while nobody knows."""
+    waited_seconds: float | None
+    """null once it has started."""
+    service_tier: str
+    prompt_tokens: int
+
+
+class QueueReply(msgspec.Struct, kw_only=True):
+    """The queue as it is now."""
+
+    object: Literal["queue"] = "queue"
+    running: int
+    """Sequences in the batch."""
+    waiting: int
+    """Requests that have not been in a step."""
+    expected_wait_seconds: dict[str, float | None]
+    """Of a request that the caller sent now, by class of service; null while nobody knows."""
+    forecast_age_seconds: float | None
+    """null when there has not been a forecast yet."""
+    calibration: ForecastCalibration
+    requests: list[QueuedRequest]
+    """The caller's own, as far as keys tell callers apart; the first thousand."""
+
+
+async def show_queue(request: Request) -> Response:
+    """The whole queue, or with ``request_id`` one request of it. Raises ApiError 404 when there is none of that id."""
+    state: ServerState = request.app.state.server
+    engine, forecast = state.engine, state.engine.intake.forecast
+    caller: Caller = getattr(request.state, "caller", Caller())
+    requests = _requests(state, caller, request.query_params.get("request_id"))
+    reply = QueueReply(
+        running=engine.stats.engine.num_running,
+        waiting=engine.num_queued,
+        expected_wait_seconds={
+            name: _rounded(engine.expected_wait(name, caller.tenant))
+            for name in engine.service_classes or (DEFAULT_CLASS,)
+        },
+        forecast_age_seconds=None if forecast is None else _rounded(max(0.0, time.monotonic() - forecast.made_at)),
+        calibration=_calibration(engine.intake.calibration),
+        requests=requests[:_MOST],
+    )
+    return json_response(reply)
+
+
+def _requests(state: ServerState, caller: Caller, wanted: str | None) -> list[QueuedRequest]:
+    """What the caller may see of what it asked for."""
+
+    def shown(stream: OutputStream) -> bool:
+        own = not caller.holder or stream.tenant == caller.tenant
+        return own and (wanted is None or stream.name == wanted)
+
+    line = [(stream, place) for stream, place in state.engine.line() if shown(stream)]
+    found = [
+        _entry(stream, place.position, _rounded(place.expected_start), _rounded(place.waited)) for stream, place in line
+    ]
+    if wanted is not None:
+        waiting = {stream.request_id for stream, _ in line}
+        started = [each for each in state.engine.named(wanted) if shown(each) and each.request_id not in waiting]
+        found += [_entry(stream, 0, 0.0, None) for stream in started]
+        if not found:
+            message = f"no request with the id {wanted!r:.140} waits or runs here; it may have ended"
+            raise ApiError(404, message, code="request_not_found", param="request_id")
+    return found
+
+
+def _entry(stream: OutputStream, position: int, start: float | None, waited: float | None) -> QueuedRequest:
+    return QueuedRequest(
+        id=stream.name,
+        position=position,
+        expected_start_seconds=start,
+        waited_seconds=waited,
+        service_tier=stream.service_class,
+        prompt_tokens=len(stream.prompt_token_ids),
+    )
+
+
+def _calibration(calibration: Calibration) -> ForecastCalibration:
+    return ForecastCalibration(
+        samples=len(calibration),
+        actual_over_predicted={name: _rounded(calibration.quantile(share)) for name, share in _QUANTILES.items()},
+        within_ratio={f"{ratio:g}": _rounded(calibration.within(ratio)) for ratio in FORECAST_RATIOS},
+        mean_absolute_error_seconds=_rounded(calibration.mean_error()),
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+routes: Final = [Route("/v1/queue", show_queue, methods=["GET"])]

@@ -1,0 +1,170 @@
+"""What became of promises: kept, missed, dropped, and who had how much of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from chairlift.engine.core import CoreOutputs, FinishedSequence
+from chairlift.engine.engine import Engine
+from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.output_processor import OutputProcessor
+from chairlift.errors import QueueFullError
+from chairlift.metrics.stats import RequestStats
+from chairlift.outputs import FinishReason, OutputKind
+from chairlift.request import Service
+from chairlift.sampling_params import SamplingParams
+from tests.engine.make import drain, greedy, make_engine
+from tests.engine.test_async_engine import LONG, collect, quiet, run, running
+
+INF = math.inf
+
+
+def ended(
+    service: Service, times: list[float], end: float, reason: FinishReason | None = FinishReason.STOP, n: int = 1
+) -> RequestStats:
+    """A request of time 0, with a token of its first answer at each of ``times``; without a reason it is cancelled."""
+    stats = RequestStats()
+    outputs = OutputProcessor(None, (), stats)
+    prepared = PreparedRequest("r", None, [1, 2], SamplingParams(n=n), 0, 10, service=service)
+    outputs.add(prepared, stream=False)
+    first, *others = prepared.sequence_ids
+    for time in times:
+        outputs.take(CoreOutputs(sequence_ids=[first], token_ids=[3], joined=[(first, 0, 0.0)]), time)
+    if reason is None:
+        outputs.remove("r", end)
+    else:
+        finished = [FinishedSequence(first, reason), *(FinishedSequence(name, FinishReason.STOP) for name in others)]
+        outputs.finish(finished, end)
+    return stats
+
+
+def promise(ttft: float = INF, deadline: float = INF, tpot: float = INF) -> Service:
+    return Service("chat", "", ttft, deadline, tpot)
+
+
+def cases() -> Iterator[Any]:
+    stop, late = FinishReason.STOP, FinishReason.DEADLINE
+    yield "no promise", promise(), [1.0, 9.0], 9.0, stop, (0, 0), []
+    yield "all kept", promise(1.0, 4.0, 1.0), [1.0, 2.0, 3.0], 3.0, stop, (1, 1), []
+    yield "first token late", promise(1.0, 9.0), [1.5], 2.0, stop, (1, 0), ["ttft"]
+    yield "end late", promise(1.0, 3.0), [1.0, 2.0, 3.5], 3.5, stop, (1, 0), ["deadline"]
+    yield "tokens slow", promise(9.0, 9.0, 0.5), [1.0, 2.0, 3.0], 3.0, stop, (1, 0), ["tpot"]
+    yield "one token has no rate", promise(tpot=0.1), [1.0], 5.0, stop, (1, 1), []
+    yield "dropped before it began", promise(5.0, 9.0), [], 2.0, late, (1, 0), ["ttft", "deadline"]
+    yield "dropped on the way", promise(5.0, 9.0), [1.0], 2.0, late, (1, 0), ["deadline"]
+    yield "another answer dropped", promise(5.0), [1.0], 2.0, late, (1, 0), ["ttft"]
+    yield "cancelled in time", promise(5.0, 9.0), [], 2.0, None, (0, 0), []
+    yield "cancelled when it was late", promise(5.0, 9.0), [], 6.0, None, (1, 0), ["ttft"]
+    yield "failed", promise(5.0, 9.0), [1.0], 2.0, FinishReason.ERROR, (0, 0), []
+
+
+@pytest.mark.parametrize(
+    ("service", "times", "end", "reason", "kept", "missed"), [pytest.param(*c, id=i) for i, *c in cases()]
+)
+def test_promises_kept_and_missed(
+    service: Service, times: list[float], end: float, reason: Any, kept: tuple[int, int], missed: list[str]
+) -> None:
+    stats = ended(service, times, end, reason)
+    assert (stats.with_deadline["chat"], stats.within_deadline["chat"]) == kept
+    assert stats.deadline_misses == {("chat", kind): 1 for kind in missed}
+    assert stats.classes == {"chat": 1}
+
+
+def test_of_several_answers_one_that_was_dropped_decides() -> None:
+    stats = ended(promise(5.0), [1.0], 2.0, FinishReason.DEADLINE, n=3)
+    assert stats.finished == {"deadline": 1}
+
+
+def put(engine: Engine, *services: Service) -> None:
+    """The limits of these engines have no classes, so the door gives no promises: they are put in behind it."""
+    for index, service in enumerate(services):
+        prepared = PreparedRequest(f"r{index}", None, [1, 2, 3], greedy(), 0, 8, (), service=service)
+        engine._outputs.add(prepared, False)
+        engine.core.add(prepared)
+
+
+def test_rows_of_reserved_classes() -> None:
+    classes = {"chat": {"min_seqs": 2}, "batch": {"min_seqs": 1}}
+    engine = make_engine(scheduling_policy="priority", service_classes=classes)
+    assert engine.core.stats().rows_by_class == {"chat": 0, "batch": 0}
+    put(engine, Service("chat"), Service("chat"), Service())
+    engine.step()
+    assert engine.core.stats().rows_by_class == {"chat": 2, "batch": 0}
+    drain(engine)
+    assert engine.core.stats().rows_by_class == {"chat": 0, "batch": 0}
+
+
+def test_the_gap_between_tenants() -> None:
+    engine = make_engine(scheduling_policy="priority", max_num_seqs=1)
+    put(engine, Service(tenant="a"), Service(tenant="a"), Service(tenant="b"))
+    engine.step()
+    assert engine.core.stats().tenant_gap == 3.0  # a prompt of three tokens more
+    drain(engine)
+    assert engine.core.stats().tenant_gap == 0.0
+
+
+def test_first_come_first_served_looks_at_nobody() -> None:
+    engine = make_engine()
+    engine.add_request([1, 2, 3], greedy())
+    engine.step()
+    assert (engine.core.stats().rows_by_class, engine.core.stats().tenant_gap) == ({}, 0.0)
+    drain(engine)
+
+
+@pytest.mark.parametrize("late", ["drop", "downgrade"])
+def test_a_request_that_comes_too_late_is_dropped_or_goes_on(late: str) -> None:
+    settings = {"max_num_seqs": 1, "scheduling_policy": "priority", "late_requests": late}
+
+    async def test() -> None:
+        async with running("hashlm:5ms", settings) as engine:
+            # It has a deadline too, or it would have to make room.
+            slow = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, deadline_ms=100_000)
+            block = await engine.submit([1, 2], slow)
+            while block.request_id in engine.intake:
+                await asyncio.sleep(0.001)
+            hurried = SamplingParams(max_tokens=5, seed=1, ignore_eos=True, service_tier="flex", deadline_ms=50)
+            (output,) = await collect(engine, [1, 2, 3], hurried, OutputKind.FINAL)
+            block.abort()
+            await quiet(engine)
+            (answer,) = output.outputs
+            stats = engine.stats
+            if late == "drop":
+                assert answer.finish_reason is FinishReason.DEADLINE
+                assert output.error == "the request could not be answered by its deadline"
+            else:
+                assert (answer.finish_reason, len(answer.token_ids)) == (FinishReason.LENGTH, 5)
+            late_ones = (stats.engine.num_late_dropped, stats.engine.num_late_downgraded)
+            assert late_ones == ((1, 0) if late == "drop" else (0, 1))
+            assert (stats.with_deadline["flex"], stats.within_deadline["flex"]) == (1, 0)
+            assert stats.deadline_misses["flex", "deadline"] == 1
+
+    run(test)
+
+
+def test_the_queue_keeps_places_for_those_who_cannot_wait() -> None:
+    settings = {"max_num_seqs": 1, "scheduling_policy": "priority"}
+
+    async def test() -> None:
+        async with running("hashlm:5ms", settings, max_queued_requests=4) as engine:
+            flex, urgent = SamplingParams(service_tier="flex"), SamplingParams(service_tier="priority")
+            first = await engine.submit([1, 2], LONG)
+            while first.request_id in engine.intake:
+                await asyncio.sleep(0.001)
+            streams = [first, *[await engine.submit([1, 2], flex) for _ in range(2)]]
+            for ask in (engine.submit([1, 2], flex), asyncio.to_thread(engine.check_room, 1, "flex")):
+                with pytest.raises(QueueFullError, match="2 may before one of class flex is taken") as full:
+                    await ask
+                assert 1 <= full.value.retry_after <= 60
+            engine.check_room(2, "priority")
+            streams.append(await engine.submit([1, 2], urgent, tenant="alice"))
+            assert engine.stats.rejected == {"queue_requests": 2}
+            for stream in streams:
+                stream.abort()
+            await quiet(engine)
+
+    run(test)

@@ -1,0 +1,101 @@
+"""The forecast is the scheduler itself, run ahead: where it knows everything, it is right to the last digit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from chairlift.config import EngineConfig
+from chairlift.engine.input_processor import InputProcessor
+from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.forecast import AnswerLengths, Forecast, foresee
+from chairlift.sim.machines import deploy, shape_from_name
+from chairlift.sim.replay import simulated_core
+
+
+def last(items: Iterator[Forecast | None]) -> Forecast:
+    made = [item for item in items if item is not None]
+    assert len(made) == 1
+    return made[0]
+
+
+def test_answers_are_expected_to_be_as_long_as_those_that_outlived_them() -> None:
+    lengths = AnswerLengths(capacity=4)
+    assert lengths.expected(0, 100) == 100
+    for length in (1000, 10, 20, 30, 40):  # the first is forgotten
+        lengths.add(length)
+    assert lengths.expected(0, 100) == 25
+    assert lengths.expected(20, 100) == 35
+    assert lengths.expected(0, 15) == round((10 + 15 * 3) / 4)
+    assert lengths.expected(40, 100) == 100
+    assert lengths.expected(39, 40) == 40
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(6))
+def test_with_known_lengths_and_nobody_else_coming_starts_are_exact(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "scheduling_policy": policy, "ageing_seconds": 0.5}
+    config = EngineConfig.from_flat({**settings, "enable_prefix_caching": False, "num_kv_blocks": 200})
+    core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
+    door = InputProcessor(limits, None, core.kv, seed=0)
+    for index in range(24):
+        asked = {"priority": rng.choice([0, 0, -5, 5])} if policy == "priority" else {}
+        params = SamplingParams(max_tokens=rng.randint(2, 30), ignore_eos=True, **asked)
+        prompt = [index + 10] * rng.randint(1, 150)
+        core.add(door.prepare(str(index), prompt, params, core.clock.now(), tenant=rng.choice(["a", "b"])))
+    for _ in range(rng.randint(0, 40)):
+        core.step()
+    forecast = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), core.clock.now(), {}, most_steps=5000))
+    waiting = {request.request_id for request in core.scheduler.waiting if not request.num_preemptions}
+    assert waiting and waiting <= forecast.starts.keys()
+    # The engine learns what steps cost while it runs; what was foreseen was foreseen with what was known.
+    core.costs.observe = lambda *args: None  # type: ignore[method-assign]
+    core.executor._cost = core.costs.model  # type: ignore[attr-defined]
+    started: dict[str, float] = {}
+    while core.has_work:
+        outputs = core.step()
+        for name, _, when in outputs.joined if outputs is not None else ():
+            started[name] = when
+    assert {name: started[name] for name in waiting} == pytest.approx({name: forecast.starts[name] for name in waiting})
+
+
+def test_what_lies_beyond_the_horizon_is_extrapolated_in_order() -> None:
+    config = EngineConfig.from_flat({"max_num_seqs": 2, "max_num_batched_tokens": 64, "num_kv_blocks": 200})
+    core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
+    door = InputProcessor(limits, None, core.kv, seed=0)
+    for index in range(40):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        core.add(door.prepare(str(index), [index + 10] * 20, params, 0.0))
+    core.step()
+    near = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), 0.0, {"default": 0}, most_steps=60))
+    far = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), 0.0, {"default": 0}, most_steps=9999))
+    assert list(near.starts) == list(far.starts) == [str(index) for index in range(2, 40)]
+    assert near.starts["39"] == pytest.approx(far.starts["39"], rel=0.3)
+    assert near.newcomers["default"] >= near.starts["39"]
+    assert far.wait_of("default", 0.0, 3) == pytest.approx(far.newcomers["default"] + 3 * far.seconds_per_start)
+
+
+def test_looking_ahead_changes_nothing() -> None:
+    def digest(look: bool) -> list[tuple[int, ...]]:
+        config = EngineConfig.from_flat(
+            {"max_num_seqs": 3, "max_num_batched_tokens": 32, "scheduling_policy": "priority", "num_kv_blocks": 30}
+        )
+        core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
+        door = InputProcessor(limits, None, core.kv, seed=0)
+        rng = random.Random(3)
+        for index in range(12):
+            params = SamplingParams(max_tokens=20, ignore_eos=True, priority=rng.choice([0, 1]))
+            core.add(door.prepare(str(index), [index + 10] * 20, params, 0.0, tenant=rng.choice("ab")))
+        seen = []
+        while core.has_work:
+            core.step()
+            if look:
+                last(foresee(core.scheduler, core.costs.model, AnswerLengths(), core.clock.now(), {"default": 0}))
+            record = core.step_log[-1]
+            seen.append((record.step, record.num_tokens, record.num_waiting, len(record.preempted)))
+        return seen
+
+    assert digest(False) == digest(True)

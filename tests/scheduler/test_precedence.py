@@ -1,0 +1,183 @@
+"""One order of precedence: reservation, deadline, priority, fairness, arrival; in the line and for who gives way."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chairlift.request import Request, RequestStatus, Service
+from chairlift.scheduler.admission import WaitingQueue
+from chairlift.scheduler.precedence import Precedence
+from chairlift.service_class import ServiceClass
+from tests.scheduler.driver import Driver, request
+
+CLASSES = {"vip": ServiceClass(min_seqs=1), "chat": ServiceClass(min_step_tokens=4)}
+
+
+def policy(**settings: float) -> Precedence:
+    return Precedence(CLASSES, max_running=4, **settings)  # type: ignore[arg-type]
+
+
+def ids(queue: WaitingQueue, now: float = 0.0) -> str:
+    return "".join(one.request_id for one in queue.line(now))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(), st.sampled_from([math.inf, 1.0, 2.0]), st.sampled_from([-1, 0, 1]), st.sampled_from("ab")
+        ),
+        min_size=2,
+        max_size=8,
+    )
+)
+def test_line_is_sorted_by_reservation_deadline_priority_fairness_and_arrival(
+    drawn: list[tuple[bool, float, int, str]],
+) -> None:
+    precedence = policy()
+    precedence.counters._counters = {"a": 5.0, "b": 3.0}
+    queue, wanted = WaitingQueue(precedence), []
+    for number, (reserved, deadline, priority, tenant) in enumerate(drawn):
+        service = Service("vip" if reserved else "default", tenant, finish_by=deadline)
+        one = request(f"r{number}", 2, priority=priority, service=service)
+        one.sequence = number
+        one.start_by = deadline
+        queue.add(one)
+        fair = precedence.counters[tenant]
+        wanted.append(((not reserved, deadline, priority, fair, number), one.request_id))
+    assert [one.request_id for one in queue.line(0.0)] == [name for _, name in sorted(wanted)]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "outranks"),
+    [
+        ({"priority": -1}, {"priority": 0}, True),
+        ({"priority": 0}, {"priority": 0}, False),
+        ({"priority": 0, "service": Service("vip")}, {"priority": -9}, True),
+        ({"priority": -9}, {"priority": 0, "service": Service("vip")}, False),
+        ({"priority": -9}, {"priority": 0, "start_by": 5.0}, False),
+        ({"priority": 9, "start_by": 0.1}, {"priority": -9}, True),
+        ({"priority": 9, "start_by": 100.0}, {"priority": -9}, False),  # there is time yet
+    ],
+)
+def test_who_takes_a_row_from_whom(mine: dict[str, object], theirs: dict[str, object], outranks: bool) -> None:
+    precedence = policy()
+    first, second = (
+        request(name, 2, service=args.get("service", Service())) for name, args in (("a", mine), ("b", theirs))
+    )  # type: ignore[arg-type]
+    for one, args in ((first, mine), (second, theirs)):
+        one.priority = args["priority"]  # type: ignore[assignment]
+        one.start_by = args.get("start_by", math.inf)  # type: ignore[assignment]
+    if second.service.service_class == "vip":
+        precedence.joined(second)
+    assert precedence.outranks(first, second, "slots", 0.06) is outranks
+
+
+def test_age_moves_a_lane_up_and_at_last_before_deadlines() -> None:
+    queue = WaitingQueue(policy(ageing_seconds=1.0))
+    old, young = request("o", 2, priority=3), request("y", 2, priority=1, arrival_time=2.5)
+    urgent = request("u", 2, arrival_time=7.9, service=Service(finish_by=99.0))
+    urgent.start_by = 99.0
+    for one in (young, old, urgent):
+        queue.add(one)
+    assert [ids(queue, now) for now in (1.9, 3.1, 7.4, 8.1)] == ["uyo", "uoy", "uoy", "ouy"]
+
+
+def test_age_is_counted_from_when_the_lane_was_served_last() -> None:
+    queue = WaitingQueue(policy(ageing_seconds=1.0))
+    first, second = request("a", 2, priority=1), request("b", 2, priority=1)
+    fresh, later = request("c", 2, arrival_time=2.4), request("d", 2, arrival_time=4.4)
+    for one in (first, second, fresh):
+        queue.add(one)
+    assert ids(queue, 2.5) == "abc"
+    queue.remove(first, served_at=2.4)
+    assert ids(queue, 2.5) == "cb"
+    queue.remove(fresh)
+    queue.add(later)
+    assert ids(queue, 4.5) == "bd"
+
+
+def test_lane_keeps_its_order_and_those_preempted_go_first() -> None:
+    queue = WaitingQueue(policy())
+    for number, name in enumerate("abcd"):
+        one = request(name, 2)
+        one.sequence = number
+        one.status = RequestStatus.PREEMPTED if name in "cd" else RequestStatus.WAITING
+        queue.add(one)
+    assert ids(queue) == "cdab"
+
+
+def test_line_goes_on_when_the_one_it_gave_is_taken() -> None:
+    queue = WaitingQueue(policy())
+    for number, (name, priority) in enumerate([("a", 0), ("b", 0), ("c", 1), ("d", 2)]):
+        one = request(name, 2, priority=priority)
+        one.sequence = number
+        queue.add(one)
+    seen = []
+    for one in queue.line(0.0):
+        seen.append(one.request_id)
+        if one.request_id in "acd":
+            queue.remove(one)
+    assert (seen, ids(queue), len(queue)) == (["a", "b", "c", "d"], "b", 1)
+
+
+def test_share_gives_reserved_step_tokens_first_and_the_rest_in_order() -> None:
+    precedence = policy()
+    big, chat, small = request("b", 20), request("c", 20, service=Service("chat")), request("s", 20)
+    big.priority, small.priority = -5, 3
+    for one in (big, chat, small):
+        one.progress_mark = 20
+    needs = [(big, 20), (chat, 20), (small, 20)]
+    given_away = {one.request_id: count for one, count in precedence.share(needs, 12)}
+    assert given_away == {"b": 8, "c": 4, "s": 0}
+    assert {one.request_id: count for one, count in precedence.share(needs[:1], 12)} == {"b": 12}
+    assert sum(count for _, count in precedence.share(needs, 2)) == 2
+
+
+def test_late_is_said_once_and_the_promise_is_gone() -> None:
+    precedence = policy()
+    one = request("a", 2, service=Service(first_token_by=1.0))
+    precedence.queued(one, 0.0)
+    assert one.start_by == 1.0
+    assert list(precedence.late(0.5)) == []
+    assert list(precedence.late(1.5)) == [one]
+    assert (one.start_by, one.service.has_deadline) == (math.inf, False)
+    assert list(precedence.late(2.5)) == []
+
+
+def test_latest_start_leaves_time_for_the_service() -> None:
+    precedence = Precedence(
+        {}, max_running=4, service_time=lambda prompt, answer: (prompt / 10, (prompt + answer) / 10)
+    )
+    one = request("a", 5, max_tokens=15, service=Service(first_token_by=4.0, finish_by=5.0))
+    precedence.queued(one, 0.0)
+    assert one.start_by == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("max_preemptions", "rows"), [(1, 3), (8, 2)])
+def test_pinned_work_leaves_reserved_rows_alone(max_preemptions: int, rows: int) -> None:
+    precedence = Precedence({"vip": ServiceClass(min_seqs=1)}, max_running=rows)
+    driver = Driver(policy=precedence, max_num_seqs=rows, max_preemptions=max_preemptions)
+    driver.add(*[request(name, 3, max_tokens=30) for name in "abcd"])
+    for _ in range(3):
+        driver.step()
+    for name in "abc"[:rows]:
+        driver.scheduler.preempt(name)
+    for _ in range(3):
+        driver.step()
+    vip = request("v", 3, max_tokens=4, service=Service("vip"))
+    driver.add(vip)
+    joined: list[str] = []
+    while "v" not in joined:
+        joined += [row.request_id for row in driver.step().joined]
+        assert len(joined) < 20
+    assert vip.slot >= 0
+    assert _others(driver, vip) <= rows - 1
+    driver.run()
+
+
+def _others(driver: Driver, vip: Request) -> int:
+    return sum(one is not vip for one in driver.scheduler.running.values())

@@ -1,0 +1,281 @@
+"""Policies of one's own, as somebody would write them; and broken ones, each in its own way."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+from chairlift.request import Request
+from chairlift.scheduler.fairness import VirtualTokenCounters
+from chairlift.scheduler.policy import FirstComeFirstServed, Resource
+
+__all__ = ["BROKEN", "EarliestDeadlineFirst", "FairShares", "SeededRandom", "ShortestPromptFirst"]
+
+
+class EarliestDeadlineFirst(FirstComeFirstServed):
+    """Who must be ready soonest goes first, and takes the row of who has most time (EDF; Liu and Layland, 1973)."""
+
+    name = "edf"
+    preemptive = True
+
+    def order(self, request: Request) -> tuple[float, ...]:
+        service = request.service
+        return (min(service.first_token_by, service.finish_by), request.sequence)
+
+    def lane(self, request: Request) -> Hashable:
+        return None
+
+    def outranks(self, request: Request, running: Request, resource: Resource, now: float) -> bool:
+        return self.order(request)[0] < self.order(running)[0]
+
+
+class ShortestPromptFirst(FirstComeFirstServed):
+    """The shortest prompt first (SRPT as far as anybody can tell), and the others after a while."""
+
+    name = "srpt"
+
+    def order(self, request: Request) -> tuple[float, ...]:
+        return (request.num_prompt_tokens, request.sequence)
+
+    def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
+        return super().share(sorted(needs, key=lambda need: need[1]), budget)
+
+
+class FairShares(FirstComeFirstServed):
+    """Virtual token counters and nothing else (VTC; Sheng et al., OSDI 2024)."""
+
+    name = "vtc"
+
+    def __init__(self) -> None:
+        self.counters = VirtualTokenCounters()
+
+    def lane(self, request: Request) -> Hashable:
+        return request.service.tenant
+
+    def rank(self, head: Request, waited: float, now: float) -> tuple[float, ...]:
+        return (self.counters[head.service.tenant], head.sequence)
+
+    def observe(self, running: Iterable[Request], now: float) -> None:
+        self.counters.settle(running)
+
+    def queued(self, request: Request, now: float) -> None:
+        self.counters.queued(request)
+
+    def joined(self, request: Request) -> None:
+        self.counters.joined(request)
+
+    def left(self, request: Request) -> None:
+        self.counters.left(request)
+
+    def forgotten(self, request: Request) -> None:
+        self.counters.forgotten(request)
+
+
+class SeededRandom(FirstComeFirstServed):
+    """Throws dice for everything, but the same ones in every run."""
+
+    name = "random"
+    preemptive = True
+
+    def __init__(self) -> None:
+        self._random = random.Random(7)
+        self._places: dict[str, float] = {}
+
+    def order(self, request: Request) -> tuple[float, ...]:
+        return (self._places[request.request_id], request.sequence)
+
+    def lane(self, request: Request) -> Hashable:
+        return request.sequence % 3
+
+    def rank(self, head: Request, waited: float, now: float) -> tuple[float, ...]:
+        return (self._random.random(),)
+
+    def outranks(self, request: Request, running: Request, resource: Resource, now: float) -> bool:
+        return self._random.random() < 0.5
+
+    def victim(self, candidates: Iterable[Request]) -> Request | None:
+        able = list(candidates)
+        return self._random.choice(able) if able else None
+
+    def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
+        shares = []
+        for request, num_tokens in self._random.sample(list(needs), len(needs)):
+            given = self._random.randint(min(1, budget), min(num_tokens, budget)) if budget > 0 else 0
+            budget -= given
+            shares.append((request, given))
+        return shares
+
+    def queued(self, request: Request, now: float) -> None:
+        self._places.setdefault(request.request_id, self._random.random())
+
+    def forgotten(self, request: Request) -> None:
+        self._places.pop(request.request_id, None)
+
+
+# -- broken ----------------------------------------------------------------------------------------------------------
+
+
+class OrderChanges(FirstComeFirstServed):
+    def __init__(self) -> None:
+        self._count = itertools.count()
+
+    def order(self, request: Request) -> tuple[float, ...]:
+        return (next(self._count),)
+
+
+class OrderIsNoNumber(FirstComeFirstServed):
+    def order(self, request: Request) -> tuple[float, ...]:
+        return (math.nan,)
+
+
+class LaneChanges(FirstComeFirstServed):
+    now = 0.0
+
+    def lane(self, request: Request) -> Hashable:
+        return self.now
+
+    def late(self, now: float) -> Iterable[Request]:
+        self.now = now
+        return ()
+
+
+class LaneIsAList(FirstComeFirstServed):
+    def lane(self, request: Request) -> Any:
+        return [request.priority]
+
+
+class RankIsOneNumber(FirstComeFirstServed):
+    def lane(self, request: Request) -> Hashable:
+        return request.sequence % 2
+
+    def rank(self, head: Request, waited: float, now: float) -> Any:
+        return waited
+
+
+class SharesTooMuch(FirstComeFirstServed):
+    def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
+        return needs
+
+
+class SharesBeyondTheNeed(FirstComeFirstServed):
+    def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
+        return [(needs[0][0], budget)]
+
+
+class SharesTwice(FirstComeFirstServed):
+    def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
+        return [(needs[0][0], min(1, budget))] * 2
+
+
+class SharesNothing(FirstComeFirstServed):
+    def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
+        return [(request, 0) for request, _ in needs]
+
+
+class VictimFromElsewhere(FirstComeFirstServed):
+    def __init__(self) -> None:
+        self._first: Request | None = None
+
+    def joined(self, request: Request) -> None:
+        self._first = self._first or request
+
+    def victim(self, candidates: Iterable[Request]) -> Request | None:
+        return self._first
+
+
+class EverybodyYields(FirstComeFirstServed):
+    def yields(self, running: Request, needy: Request) -> bool:
+        return True
+
+
+class LateTwice(FirstComeFirstServed):
+    def __init__(self) -> None:
+        self._running: dict[str, Request] = {}
+
+    def joined(self, request: Request) -> None:
+        self._running[request.request_id] = request
+
+    def left(self, request: Request) -> None:
+        del self._running[request.request_id]
+
+    def late(self, now: float) -> Iterable[Request]:
+        return list(self._running.values()) if now > 0.3 else ()
+
+
+class LateWithoutADeadline(FirstComeFirstServed):
+    def __init__(self) -> None:
+        self._new: list[Request] = []
+
+    def queued(self, request: Request, now: float) -> None:
+        if not request.num_preemptions:
+            self._new.append(request)
+
+    def late(self, now: float) -> Iterable[Request]:
+        while self._new:
+            request = self._new.pop()
+            if not request.is_finished:
+                yield request
+
+
+class FailsNowAndThen(FirstComeFirstServed):
+    def forgotten(self, request: Request) -> None:
+        if request.num_output_tokens == 5:
+            raise KeyError(request.request_id)
+
+
+class FailsInTheMiddle(FirstComeFirstServed):
+    def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
+        yield from super().share(needs[:1], budget)
+        raise ZeroDivisionError("nothing left to divide")
+
+
+class LetsNobodyBack(FirstComeFirstServed):
+    """Who was preempted too often never gets a row again."""
+
+    def may_stay(self, request: Request) -> bool:
+        return False
+
+
+class DependsOnTheRun(FirstComeFirstServed):
+    runs = itertools.count()
+
+    def __init__(self) -> None:
+        self._sign = (-1) ** next(self.runs)
+
+    def order(self, request: Request) -> tuple[float, ...]:
+        return (self._sign * request.sequence,)
+
+
+class EatsDeadlines(FirstComeFirstServed):
+    """Says of requests that they are late after it has taken their lateness away."""
+
+    def joined(self, request: Request) -> None:
+        request.service = dataclasses.replace(request.service, finish_by=0.0)
+        request.token_ids.append(0)
+
+
+BROKEN: dict[type[FirstComeFirstServed], str] = {
+    OrderChanges: "order",
+    OrderIsNoNumber: "order",
+    LaneChanges: "lane",
+    LaneIsAList: "lane",
+    RankIsOneNumber: "rank",
+    SharesTooMuch: "share",
+    SharesBeyondTheNeed: "share",
+    SharesTwice: "share",
+    SharesNothing: "share",
+    VictimFromElsewhere: "victim",
+    EverybodyYields: "yields",
+    LateTwice: "late",
+    LateWithoutADeadline: "engine",
+    FailsNowAndThen: "exceptions",
+    FailsInTheMiddle: "exceptions",
+    LetsNobodyBack: "engine",
+    DependsOnTheRun: "determinism",
+    EatsDeadlines: "engine",
+}
+"""Which promise each of them breaks."""
