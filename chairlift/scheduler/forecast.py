@@ -1,9 +1,8 @@
 """When will a request start? The scheduler's own code, run ahead on a copy of its state and a clock of its own.
 
-The copy has every request's place, its tokens and its blocks, the same policy and the same limits; its steps take as long
-as the cost model says. What nobody knows, how long answers will be, is the mean of the answers that outlived the
-request's so far. Instead of reserving for the worst case (SLOs-Serve, QLM plan on estimates as well) the forecast says
-how good it has been: see :class:`~chairlift.engine.calibration.Calibration`.
+The copy has every request's place, its tokens and its blocks, the same policy and the same limits; its steps take as
+long as the cost model says. What nobody knows, how long answers will be, is the mean of the answers that outlived the
+request's so far. How good that is gets measured: :class:`~chairlift.engine.calibration.Calibration`.
 """
 
 from __future__ import annotations

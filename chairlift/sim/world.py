@@ -97,7 +97,7 @@ def make_world(seed: int) -> World:
     count = len(events)
     if rng.random() < 0.5:
         events += _faults(rng, count, max(event.at for event in events) + 20)
-    if later.random() < 0.5:
+    if later.random() < 0.3:
         events += _limits(later, scheduler, max(event.at for event in events) + 20)
     return World(
         seed=seed,
@@ -175,8 +175,12 @@ def _limits(rng: random.Random, scheduler: dict[str, Any], horizon: int) -> list
     )
     events = []
     for at in range(horizon) if rng.random() < 0.5 else sorted(rng.randrange(horizon) for _ in range(3)):
-        running = rng.randint(1, rows)
-        args = {"running": running, "tokens": rng.randint(running, most), "watermark": rng.choice([0.0, 0.05, 0.3])}
+        running = rng.choice([rng.randint(1, rows), rows])
+        args = {
+            "running": running,
+            "tokens": rng.randint(running, most),
+            "watermark": rng.choice([0.0, 0.0, 0.05, 0.3]),
+        }
         events.append(Event(at, "limits", 0, args))
     return events
 

@@ -6,8 +6,15 @@ import random
 
 import pytest
 
+from chairlift.config import EngineConfig
 from chairlift.engine.calibration import SHORTEST_WAIT, Calibration
+from chairlift.engine.forecaster import Forecaster
+from chairlift.engine.input_processor import InputProcessor
+from chairlift.engine.intake import Intake
 from chairlift.metrics.stats import FORECAST_RATIOS, LATENCY_BUCKETS, Histogram
+from chairlift.sampling_params import SamplingParams
+from chairlift.sim.machines import deploy, shape_from_name
+from chairlift.sim.replay import simulated_core
 
 
 def test_figures_are_those_of_the_newest_waits() -> None:
@@ -45,3 +52,32 @@ def test_what_is_due_at_once_is_not_judged() -> None:
     assert len(calibration) == sum(errors.counts) == 0
     calibration.add(SHORTEST_WAIT, 2.0)
     assert (len(calibration), sum(errors.counts), errors.total) == (1, 1, pytest.approx(1.95))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_on_a_steady_stream_forecasts_are_right(policy: str) -> None:
+    """The engine on a virtual clock, prompts of all lengths, and always so many in the queue."""
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 500, "scheduling_policy": policy}
+    config = EngineConfig.from_flat(settings)
+    core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
+    door, rng = InputProcessor(limits, None, core.kv, seed=0), random.Random(2)
+    intake = Intake(1000, 10**6, limits.service_classes)
+    priorities = {name: each.priority for name, each in (limits.service_classes or {}).items()} or {"default": 0}
+    forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities)
+    for index in range(400):
+        while core.scheduler.has_unfinished and len(intake) >= 24:
+            outputs = core.step()
+            for name, _, when in outputs.joined if outputs is not None else ():
+                intake.leave(name, when, started=True)
+            if (made := forecaster.advance(core.clock.now())) is not None:
+                intake.foreseen(made)
+        now = core.clock.now()
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        core.add(door.prepare(str(index), [index + 10] * rng.randint(5, 60), params, now))
+        intake.enter(str(index), 1, now=now, predicted=intake.expected_wait("default", now))
+    calibration = intake.calibration
+    assert len(calibration) > 200
+    median, nine_of_ten = calibration.quantile(0.5), calibration.quantile(0.1)
+    assert median == pytest.approx(1.0, abs=0.1)
+    assert nine_of_ten is not None and nine_of_ten > 0.7
+    assert (calibration.within(1.25) or 0.0) > 0.9

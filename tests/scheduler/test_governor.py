@@ -32,6 +32,7 @@ from chairlift.scheduler.governor import (
     expected_growth,
     rows_in_time,
     rows_that_fit,
+    tokens_for_throughput,
     tokens_in_time,
 )
 from chairlift.scheduler.governor_loop import GovernorLoop
@@ -226,13 +227,21 @@ def test_rules_lower_when_requests_are_preempted_and_raise_when_memory_is_idle()
 
 
 def test_rules_keep_the_pace() -> None:
-    aims = Targets(tpot=0.04)
-    proposal = governor("rules", aims).decide(0.0, observation(capacity_tokens=10**6))
-    free = governor("rules").decide(0.0, observation(capacity_tokens=10**6))
+    aims, seen = Targets(tpot=0.04), observation(capacity_tokens=10**6, prompt_length=3000.0, answer_length=20.0)
+    proposal, free = governor("rules", aims).decide(0.0, seen), governor("rules").decide(0.0, seen)
     assert proposal is not None and free is not None
     assert proposal.settings.running < free.settings.running == 64
-    assert proposal.settings.tokens < free.settings.tokens == 2048
+    assert proposal.settings.tokens < free.settings.tokens < 2048
     assert "keep the pace" in proposal.why
+
+
+def test_budget_for_throughput_covers_the_ridge_and_what_must_follow() -> None:
+    costs = Costs([1 << 16])  # 20 tokens take as long as the weights
+    ridge = tokens_for_throughput(observation(prompt_length=1.0), costs, 256)
+    assert 20 <= ridge < 64
+    follow = observation(prompt_length=600.0, answer_length=60.0)  # 10 rows: one ends every 6 steps
+    assert tokens_for_throughput(follow, costs, 256) == 10 + 125
+    assert tokens_for_throughput(follow, costs, 100) == 100
 
 
 # --- the scheduler's side --------------------------------------------------------------------------------------------
