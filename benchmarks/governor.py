@@ -2,11 +2,12 @@
 
     python benchmarks/governor.py --json benchmarks/results/governor.json
 
-Each trace is replayed with the fixed settings of a grid that is coarse, then fine around its best, then with each
-governor, which starts from the widest settings of the grid and knows nothing of the trace. None of the traces, machines
-and seeds served to train the learned governor or to tune the rules. The best fixed setting is the one with the highest
-score among those that preempt fewer than 2 % of the requests; it is picked knowing the whole trace, which no operator
-can. The score is output tokens per second, or, on traces with latency targets, the share of the requests that met them.
+Each trace is replayed with the fixed settings of a grid (rows and watermark, then the budget near their best), then
+with each governor, which starts from the widest settings of the grid and knows nothing of the trace. No trace, machine
+or seed served to train the learned governor or to tune the rules; docs/governor.md says what was seen of these kinds of
+traffic. The best fixed setting is the one with the highest score among those that preempt fewer than 2 % of the
+requests; it is picked knowing the whole trace, which no operator can. The score is output tokens per second, or, on
+traces with latency targets, the share of the requests that met them.
 
 Everything is *modelled, unvalidated*: machines are those of ``chairlift.sim.machines``.
 """
@@ -27,9 +28,9 @@ from chairlift.sim.replay import ServedTrace, serve_trace, simulated_core
 from chairlift.workload.arrivals import parse_arrivals
 from chairlift.workload.trace import TracedRequest, draw_trace
 
-ROWS = (4, 8, 16, 32, 64, 256)
-WATERMARKS = (0.01, 0.1, 0.3)
-BUDGETS = (256, 512, 1024, 2048)
+ROWS = (4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 256)
+WATERMARKS = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4)
+USUAL_BUDGET, OTHER_BUDGETS, WIDEST_BUDGET = 256, (128, 512, 1024, 2048), 2048
 MOST_PREEMPTED = 0.02
 GOVERNORS = ("rules", "learned")
 
@@ -146,28 +147,21 @@ def compare(case: Case, seed: int) -> dict[str, Any]:
         settings = {"max_num_seqs": rows, "max_num_batched_tokens": tokens, "admission_watermark": watermark}
         return {"settings": settings, **serve(case, trace, **settings)}
 
-    runs = [fixed(rows, BUDGETS[-1], watermark) for rows in ROWS for watermark in WATERMARKS]
+    runs = [fixed(rows, USUAL_BUDGET, watermark) for rows in ROWS for watermark in WATERMARKS]
     near = best_of(runs)["settings"]
-    for eighths in (5, 6, 7, 9, 10, 12):
-        rows = near["max_num_seqs"] * eighths // 8
-        runs += [
-            fixed(rows, BUDGETS[-1], near["admission_watermark"] + more) for more in (0.0, 0.05) if rows < ROWS[-1]
-        ]
-    near = best_of(runs)["settings"]
-    # Only a target for the time per token makes a smaller budget worth anything; it is searched near the best.
-    runs += [fixed(near["max_num_seqs"], tokens, near["admission_watermark"]) for tokens in BUDGETS[:-1]]
-    best, widest = best_of(runs), fixed(ROWS[-1], BUDGETS[-1], WATERMARKS[0])
+    runs += [fixed(near["max_num_seqs"], tokens, near["admission_watermark"]) for tokens in OTHER_BUDGETS]
+    best, widest = best_of(runs), fixed(ROWS[-1], WIDEST_BUDGET, WATERMARKS[0])
     result: dict[str, Any] = {
         "case": dataclasses.asdict(case),
         "requests": len(trace),
         "best_fixed": best,
         "best_fixed_however_many_preempted": max(runs, key=lambda run: run["score"]),
         "default": widest,
-        "grid": runs,
+        "grid": [[*run["settings"].values(), run["score"], run["preemption_rate"]] for run in runs],
         "governors": {},
     }
     for governor in GOVERNORS:
-        run = serve(case, trace, max_num_seqs=ROWS[-1], max_num_batched_tokens=BUDGETS[-1], governor=governor)
+        run = serve(case, trace, max_num_seqs=ROWS[-1], max_num_batched_tokens=WIDEST_BUDGET, governor=governor)
         run["ratio"] = run["score"] / best["score"]
         run["within_5_percent"] = run["ratio"] >= 0.95 and run["preemption_rate"] < MOST_PREEMPTED
         result["governors"][governor] = run
@@ -183,7 +177,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         where = "" if at is None or run is not best else " ({}, {}, {})".format(*at.values())
         ratio = run["score"] / best["score"]
         rows.append(
-            f"  {name + where:<34} {run['score']:>9.4g}  {ratio:>6.1%} of the best, {run['preemption_rate']:>6.1%}"
+            f"  {name + where:<28} {run['score']:>9.4g}  {ratio:>6.1%} of the best, {run['preemption_rate']:>6.1%}"
             f" preempted, TTFT p50 {run['ttft_p50']:.2f} s, TPOT p99 {run['tpot_p99'] * 1000:.0f} ms"
         )
     return [result["case"]["name"], *rows]
@@ -191,7 +185,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--seed", type=int, default=23)
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name contains this")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -210,7 +204,7 @@ def main() -> None:
             "seed": args.seed,
             "results": results,
         }
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
