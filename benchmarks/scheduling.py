@@ -278,6 +278,7 @@ def main() -> None:
     for name in args.only:
         rounds = [SCENARIOS[name](bench, seed) for seed in range(args.rounds)]
         results[name] = {figure: interval([row[figure] for row in rounds]) for figure in rounds[0]}
+        results[name]["rounds"] = {"mean": args.rounds, "low": args.rounds, "high": args.rounds}
         print(f"({name}) {(SCENARIOS[name].__doc__ or '').split(') ')[-1].strip()}")
         for figure, value in results[name].items():
             print(f"    {figure:34} {value['mean']:10.3f}   [{value['low']:.3f}, {value['high']:.3f}]")
@@ -293,6 +294,10 @@ def main() -> None:
             "machine": dataclasses.asdict(describe_machine()),
             "scenarios": results,
         }
+        if args.json.exists():  # scenarios that were not run again stay
+            before = json.loads(args.json.read_text())
+            if (before["model"], before["validity"]) == (record["model"], record["validity"]):
+                record["scenarios"] = dict(sorted({**before["scenarios"], **results}.items()))
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

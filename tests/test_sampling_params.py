@@ -26,10 +26,11 @@ WHOLE: dict[str, tuple[int, int]] = {
     "prompt_logprobs": (0, 20),
     "priority": (-(2**31), 2**31 - 1),
 }
-ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
+ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0, "ttft_ms": 1e9, "tpot_ms": 1e9, "deadline_ms": 1e9}
 SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 LISTS = ("stop_token_ids", "allowed_token_ids")
-OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "stop", "bad_words", *LISTS}
+PROMISES = {"priority", "ttft_ms", "tpot_ms", "deadline_ms"}
+OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "stop", "bad_words", *PROMISES, *LISTS}
 WRONG: list[Any] = [NAN, INF, -INF, 1e308, -1e308, 2**63, -(2**63) - 1, "1", b"1", True, None, [], [1], {}, object()]
 
 

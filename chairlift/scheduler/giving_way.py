@@ -118,7 +118,8 @@ class GivingWay(Population):
         """Keep the KV of a request that is about to leave, if the mode says so and host memory has room."""
         # One token is left to compute, so that the next can be sampled.
         num_tokens = min(done, len(request.token_ids) - 1)
-        if num_tokens <= 0 or not self.preemption.saves(request, num_tokens):
+        # A prompt whose log-probabilities are asked for is computed again: a report in flight is dropped.
+        if num_tokens <= 0 or not request.may_share or not self.preemption.saves(request, num_tokens):
             return False
         self._publish_confirmed(request)
         copies = self.kv.swap_out(request, num_tokens, self.step)
@@ -138,7 +139,7 @@ class GivingWay(Population):
         # One known token is left to compute, so that the next can be sampled: results of steps in flight are dropped.
         kept = min(min(map(len, request.block_ids)) - num_blocks, min(done, len(request.token_ids) - 1) // size) * size
         last = request.num_preemptions + 1 >= self.max_preemptions  # once pinned, it must not wait holding blocks
-        if kept <= 0 or last or not self.preemption.drops_tails:
+        if kept <= 0 or last or not (self.preemption.drops_tails and request.may_share):
             return False
         self._publish_confirmed(request)
         if not self.kv.shrink(request, kept, self.step):

@@ -167,7 +167,15 @@ class Simulation:
 
     def run(self) -> None:
         """Safety with faults, then liveness without. Raises Violation."""
-        logging.getLogger("chairlift").setLevel(logging.CRITICAL)  # injected failures are no news
+        log = logging.getLogger("chairlift")
+        level = log.level
+        log.setLevel(logging.CRITICAL)  # injected failures are no news
+        try:
+            self._run()
+        finally:
+            log.setLevel(level)
+
+    def _run(self) -> None:
         events = list(self.world.events)
         tick = 0
         while events:
