@@ -9,6 +9,7 @@ a. priority: few urgent requests next to a stream of batch work at five times wh
 b. tenants: two of them, one sends ten times as much as the other and more than the engine can do;
 c. memory: peak demand is 1.2 times the KV cache, by each way to preempt; and a hopeless case, a permanent backlog;
 d. prompts: three kinds of prompt-dominated traffic in each prefill mode;
+e. governor: the rules, which know nothing, against the best of a few fixed numbers of rows where memory is short;
 f. deadlines: goodput of least slack first against arrival order, at 0.8, 1.0, 1.2 and 1.5 times the capacity.
 
 Every scenario interleaves its settings within each round, on one trace per round. Printed are figures per setting and
@@ -44,6 +45,11 @@ PROMPTS = {
     "documents": (LogNormal(7.6, 0.4, 512, 4096), LogNormal(3.0, 0.3, 8, 40)),
     "mixed": (LogNormal(6.5, 0.8, 64, 4096), LogNormal(3.5, 0.5, 8, 100)),
     "bursts": (LogNormal(7.0, 0.5, 256, 3000), LogNormal(3.0, 0.4, 8, 60)),
+}
+GOVERNED = {
+    "bursts": (CHAT, 0.2),
+    "long answers": ((LogNormal(4.0, 0.5, 16, 256), LogNormal(5.5, 0.4, 64, 512)), 1.0),
+    "long prompts": ((LogNormal(6.5, 0.6, 64, 2048), LogNormal(4.0, 0.5, 16, 160)), 1.0),
 }
 Lengths = tuple[LogNormal, LogNormal]
 
@@ -232,6 +238,28 @@ def prompts(bench: Bench, seed: int) -> dict[str, float]:
     return figures
 
 
+def governor(bench: Bench, seed: int) -> dict[str, float]:
+    """(e) the rules against the best fixed rows that preempt under 2 %; all rows at once need twice the memory."""
+    figures: dict[str, float] = {}
+    widest = bench.args.max_num_seqs
+    for kind, (lengths, shape) in GOVERNED.items():
+        count = bench.args.count
+        trace = draw(lengths, Gamma(1.2 * bench.capacity(lengths, count), shape), count, seed)
+        memory = {"num_kv_blocks": bench.run(trace, enable_prefix_caching=False).peak_blocks // 2 + 1}
+        best = 0.0
+        for rows in (widest // 4, 3 * widest // 8, widest // 2, widest):
+            served = bench.run(trace, max_num_seqs=rows, **memory).served
+            figures[f"{kind} {rows} rows tok/s"] = served.output_tokens_per_second
+            figures[f"{kind} {rows} rows preempted"] = served.preemption_rate
+            if served.preemption_rate < 0.02:
+                best = max(best, served.output_tokens_per_second)
+        served = bench.run(trace, governor="rules", **memory).served
+        figures[f"{kind} rules tok/s"] = served.output_tokens_per_second
+        figures[f"{kind} rules preempted"] = served.preemption_rate
+        figures[f"{kind} rules / best fixed"] = served.output_tokens_per_second / best if best else float("nan")
+    return figures
+
+
 def deadlines(bench: Bench, seed: int) -> dict[str, float]:
     """(f) share of requests whose deadlines were kept: least slack first, the late dropped or not, against FCFS."""
     count = bench.args.count
@@ -257,7 +285,7 @@ def deadlines(bench: Bench, seed: int) -> dict[str, float]:
     return figures
 
 
-SCENARIOS = {"a": priority, "b": tenants, "c": memory, "d": prompts, "f": deadlines}
+SCENARIOS = {"a": priority, "b": tenants, "c": memory, "d": prompts, "e": governor, "f": deadlines}
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 """What the brain costs per step: ``schedule`` plus ``update`` with steady decode rows and a null executor.
 
-    python benchmarks/step_overhead.py [--rows 128 1024] [--steps 2000] [--json FILE]
+    python benchmarks/step_overhead.py [--rows 128 1024] [--steps 2000] [--policy priority --waiting 500] [--json FILE]
 
 Stop checks, block allocation, block hashing for the prefix cache and the step record are included; HTTP, detokenizing
 and the forward pass are not. Prints the median, the mean and the 99th percentile in microseconds, over all steps
-between the first and the last in which every row decodes.
+between the first and the last in which every row decodes. With ``--waiting`` as many requests stand in line all the
+time, of four tenants and three classes, none of which outranks those that run.
 """
 
 from __future__ import annotations
@@ -15,22 +16,33 @@ import platform
 import statistics
 import time
 
-from chairlift.config import CacheGroup
+from chairlift.config import CacheGroup, EngineConfig
 from chairlift.engine.step_log import StepLog
 from chairlift.kv_cache.manager import KVCacheManager
-from chairlift.request import Request
+from chairlift.request import Request, Service
+from chairlift.scheduler.policies import policy_from_config
 from chairlift.scheduler.scheduler import Scheduler
 
 
-def measure(rows: int, steps: int, prompt: int = 40) -> dict[str, float]:
-    """Microseconds per step with ``rows`` requests that all decode."""
+def measure(rows: int, steps: int, policy: str, waiting: int, prompt: int = 40) -> dict[str, float | str]:
+    """Microseconds per step with ``rows`` requests that all decode, and ``waiting`` in line."""
     kv = KVCacheManager([CacheGroup(rows * (-(-(prompt + steps + 64) // 16)) + 2)], 16, max_step_tokens=1 << 20)
-    scheduler = Scheduler(kv, max_num_seqs=rows, max_num_batched_tokens=1 << 20, max_model_len=1 << 20)
+    settings = {"scheduling_policy": policy, "max_num_seqs": rows, "ageing_seconds": 1e6}
+    scheduler = Scheduler(
+        kv,
+        max_num_seqs=rows,
+        max_num_batched_tokens=1 << 20,
+        max_model_len=1 << 20,
+        policy=policy_from_config(EngineConfig.from_flat(settings).scheduler),
+    )
     for i in range(rows):
         ids = [
             (i * 7919 + j * 104729) % 32000 for j in range(prompt + i % 16)
         ]  # block boundaries spread over the steps
         scheduler.add(Request(f"r{i}", ids, max_tokens=steps + 32, stop_token_ids=frozenset({32001})))
+    for i in range(waiting):
+        service = Service(("default", "flex", "priority")[i % 3], f"tenant {i % 4}")
+        scheduler.add(Request(f"w{i}", [5] * prompt, max_tokens=steps, priority=1 + i % 3, service=service))
     log = StepLog(4096)
     first = scheduler.schedule(0.0)
     scheduler.update(first, [7] * rows, 0.0)
@@ -48,6 +60,8 @@ def measure(rows: int, steps: int, prompt: int = 40) -> dict[str, float]:
     return {
         "rows": rows,
         "steps": steps,
+        "policy": policy,
+        "waiting": waiting,
         "median_us": round(statistics.median(micros), 1),
         "mean_us": round(statistics.fmean(micros), 1),
         "p99_us": round(micros[int(len(micros) * 0.99)], 1),
@@ -58,9 +72,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 1024])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--policy", default="fcfs")
+    parser.add_argument("--waiting", type=int, default=0)
     parser.add_argument("--json", help="append the results to this file")
     args = parser.parse_args()
-    results = [measure(rows, args.steps) for rows in args.rows]
+    results = [measure(rows, args.steps, args.policy, args.waiting) for rows in args.rows]
     for result in results:
         print("  ".join(f"{key} {value}" for key, value in result.items()))
     if args.json:

@@ -36,6 +36,8 @@ class WaitingQueue:
         self.policy = policy
         self.look_ahead = look_ahead
         self.max_times_passed = max_times_passed
+        self.num_changes = 0
+        """How often somebody came or went."""
         self._lanes: dict[Hashable, _Lane] = {}
         self._places: dict[str, tuple[Hashable, _Key]] = {}
 
@@ -60,6 +62,7 @@ class WaitingQueue:
             yield lane.requests[0]
 
     def add(self, request: Request) -> None:
+        self.num_changes += 1
         name = self.policy.lane(request)
         key = (float(request.status is RequestStatus.WAITING), *self.policy.order(request))
         lane = self._lanes.setdefault(name, _Lane())
@@ -70,6 +73,7 @@ class WaitingQueue:
 
     def remove(self, request: Request, served_at: float | None = None) -> None:
         """Take a request out of the line; ``served_at`` is when, if it was let in."""
+        self.num_changes += 1
         name, key = self._places.pop(request.request_id)
         lane = self._lanes[name]
         at = bisect.bisect_left(lane.keys, key)

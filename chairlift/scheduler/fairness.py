@@ -75,21 +75,25 @@ class VirtualTokenCounters:
         """Charge the chunks it is about to compute."""
         self.forgotten(request)
         request.num_charged_tokens = len(request.token_ids)
-        self._charge(request, PREFILL_WEIGHT * (len(request.token_ids) - request.num_computed_tokens))
+        self._charge(request.service.tenant, PREFILL_WEIGHT * (len(request.token_ids) - request.num_computed_tokens))
 
     def settle(self, running: Iterable[Request]) -> None:
         """Charge what has been generated since the last time."""
+        charged: dict[str, int] = {}
         for request in running:
-            fresh = request.num_computed_tokens - request.num_charged_tokens
+            computed = request.num_computed_tokens
+            fresh = computed - request.num_charged_tokens
             if fresh > 0:
-                request.num_charged_tokens += fresh
-                self._charge(request, DECODE_WEIGHT * fresh)
+                request.num_charged_tokens = computed
+                tenant = request.service.tenant
+                charged[tenant] = charged.get(tenant, 0) + fresh
+        for tenant, fresh in charged.items():
+            self._charge(tenant, DECODE_WEIGHT * fresh)
 
     def left(self, request: Request) -> None:
         """Give back what was charged and not computed."""
         self.settle((request,))
-        self._charge(request, PREFILL_WEIGHT * (request.num_computed_tokens - request.num_charged_tokens))
+        self._charge(request.service.tenant, PREFILL_WEIGHT * (request.num_computed_tokens - request.num_charged_tokens))
 
-    def _charge(self, request: Request, amount: float) -> None:
-        tenant = request.service.tenant
+    def _charge(self, tenant: str, amount: float) -> None:
         self._counters[tenant] = self[tenant] + amount / self._weights.get(tenant, 1.0)

@@ -34,17 +34,20 @@ class GivingWay(Population):
 
     def _displace(self, head: Request, out: SchedulerOutput, flight: InFlight) -> bool:
         """Preempt running work for one that waits; only if that lets it in once steps in flight have landed."""
-        running = [r for r in self.running.values() if may_be_preempted(r, self.max_preemptions, out.step)]
+        outranks, now = self.policy.outranks, self.now
 
         def able(resource: Resource) -> list[Request]:
-            return [r for r in running if r.slot >= 0 and self.policy.outranks(head, r, resource, self.now)]
+            lower = [running for running in self.running.values() if outranks(head, running, resource, now)]
+            return [running for running in lower if may_be_preempted(running, self.max_preemptions, out.step)]
 
-        reserve, leaving, evicted = self._reserve(head), able("blocks"), None
+        evicted = None
         if not self.free_rows:
             evicted = self.policy.victim(able("slots"))
             if evicted is None:
                 return False
-            leaving += [evicted] if evicted not in leaving else []  # its blocks come free with its row
+        reserve, leaving = self._reserve(head), able("blocks")
+        if evicted is not None and evicted not in leaving:
+            leaving.append(evicted)  # its blocks come free with its row
         if self.kv.lacks(head, reserve, self.watermark, leaving):
             return False
         if evicted is not None:

@@ -86,6 +86,8 @@ class Population:
         self._catching_up: list[Request] = []
         self._stops: Counter[int] = Counter({FAILED_ROW: 1})
         self._epoch = 0
+        self._num_vacated = 0
+        """Rows given up so far."""
 
     # -- in ------------------------------------------------------------------------------------------------------
 
@@ -198,6 +200,7 @@ class Population:
 
     def _vacate(self, request: Request) -> None:
         """Give up row and blocks. Blocks stay taken until the last step in flight that may touch them has run."""
+        self._num_vacated += 1
         if request.finish_reason is not FinishReason.ERROR:
             self._publish_confirmed(request)
         self.policy.left(request)

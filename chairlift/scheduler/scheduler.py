@@ -31,6 +31,9 @@ from chairlift.scheduler.prefill_mode import MIXED, PrefillMode, Turn
 
 __all__ = ["Scheduler"]
 
+_ASK_AGAIN_STEPS = 4
+"""While nobody comes or goes, time alone changes who outranks whom: a full batch is asked again this seldom."""
+
 
 class Scheduler(GivingWay):
     """``add`` and ``abort`` requests; ``schedule`` a step, run it, and ``update`` with the tokens it sampled.
@@ -95,6 +98,8 @@ class Scheduler(GivingWay):
         self._no_decodes = DecodeRows(kv.block_size)
         self._sent_slots: tuple[int, ...] = ()
         self._flights: dict[int, InFlight] = {}
+        self._turned_away, self._asked_at = (0, 0), 0
+        """Who had come and gone when the waiting were last compared with a full batch, and in which step."""
 
     def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
         """An empty scheduler with the settings of this one as they are now, over another memory. It swaps nothing, and
@@ -212,6 +217,10 @@ class Scheduler(GivingWay):
 
     def _admit_ahead(self, out: SchedulerOutput, flight: InFlight, budget: int) -> None:
         """Let in, before the budget is spent, those who may take from running work what they need."""
+        crowd = (self.waiting.num_changes, self._num_vacated)
+        if not self.free_rows and crowd == self._turned_away and out.step < self._asked_at + _ASK_AGAIN_STEPS:
+            return
+        self._turned_away, self._asked_at = crowd, out.step
         self.policy.observe(self.running.values(), self.now)
         while self.waiting:
             head = next(self.waiting.line(self.now))
