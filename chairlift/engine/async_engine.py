@@ -249,21 +249,23 @@ class AsyncEngine:
         queue_timeout: float | None = None,
         timeout: float | None = None,
         name: str = "",
+        arrival: float | None = None,
     ) -> OutputStream:
         """Queue a request; ``kind`` says what its stream yields, ``tenant`` who is charged for it, ``name`` how its
-        caller calls it.
+        caller calls it, ``arrival`` since when it has been waiting for us (on the monotonic clock), if not since now.
 
         Timeouts are in seconds, instead of the engine's own. Raises RequestError for what cannot be served,
         QueueFullError when too much waits, or the request would, by the forecast, wait for longer than its timeouts
         allow; EngineDeadError when there is no engine.
         """
-        arrival = time.monotonic()
+        begin = time.monotonic()
         if isinstance(prompt, str) and prompt:
             prompt = await self.encode(prompt)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
-        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, arrival, cache_salt, tenant)
+        since = begin if arrival is None else arrival
+        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, cache_salt, tenant)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
         foreseeable = self._is_foreseeable(prepared)
         patience = self._queue_timeout if queue_timeout is None else queue_timeout
@@ -280,7 +282,7 @@ class AsyncEngine:
             raise
         self._client.add(prepared)
         if not self._streams:
-            self._busy_since = arrival
+            self._busy_since = begin
         state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
         stream = OutputStream(state, kind, self.abort, name)
         self._streams[stream.request_id] = stream

@@ -118,6 +118,8 @@ class _Exchange:
     async def receive(self) -> Message:
         message = await self._receive()
         self._bytes_in += len(message.get("body", b""))
+        if not message.get("more_body"):
+            self._scope["state"].setdefault("arrived", time.monotonic())
         return message
 
     async def send(self, message: Message) -> None:

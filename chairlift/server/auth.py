@@ -98,6 +98,8 @@ class Caller:
     """Who is charged: the name of its API key, or its ``user`` where there are no keys."""
     request_id: str = ""
     """The X-Request-Id of the request."""
+    arrived: float | None = None
+    """When the whole request was there, on the monotonic clock."""
 
 
 class Auth:

@@ -49,7 +49,7 @@ def read_promises(request: Request, asked: GenerationRequest, ignored: list[str]
         raise ApiError(400, "user must be of printable characters", code="invalid_value", param="user")
     elif asked.user:
         caller = dataclasses.replace(caller, tenant=asked.user)
-    return caller
+    return dataclasses.replace(caller, arrived=getattr(request.state, "arrived", None))
 
 
 def class_of(params: SamplingParams) -> str:

@@ -154,6 +154,7 @@ async def submit_all(
                     tenant=caller.tenant,
                     queue_timeout=request.queue_timeout,
                     name=caller.request_id,
+                    arrival=caller.arrived,
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None

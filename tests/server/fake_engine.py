@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import functools
 import random
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -143,6 +144,8 @@ class FakeEngine:
         self.service_classes: Mapping[str, ServiceClass] | None = None
         self.services: list[Service] = []
         """What each request that was submitted is promised."""
+        self.arrivals: list[float | None] = []
+        self.encoded_at: list[float] = []
         self.names: list[str] = []
         self.room_asked: list[tuple[int, str]] = []
         self.full = False
@@ -192,6 +195,7 @@ class FakeEngine:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
+        self.encoded_at.append(time.monotonic())
         return self.tokenizer.encode(text, add_special_tokens)
 
     async def encode_chat(
@@ -219,7 +223,9 @@ class FakeEngine:
         queue_timeout: float | None = None,
         timeout: float | None = None,
         name: str = "",
+        arrival: float | None = None,
     ) -> FakeStream:
+        self.arrivals.append(arrival)
         self.check_room()
         self._check(prompt, params)
         limits = ModelLimits(INFO.vocab_size, INFO.max_model_len, (), self.service_classes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,3 +182,11 @@ def test_the_document_knows_the_fields_and_the_header(client: TestClient) -> Non
     for path in (CHAT, TEXT):
         (parameter,) = document["paths"][path]["post"]["parameters"]
         assert (parameter["name"], parameter["in"]) == ("x-slo-ttft-ms", "header")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_time_counts_from_when_the_request_was_there(client: TestClient, engine: FakeEngine, stream: bool) -> None:
+    before = time.monotonic()
+    client.post(TEXT, json={"prompt": "Hi", "max_tokens": 1, "stream": stream})
+    (arrival,), (encoded,) = engine.arrivals, engine.encoded_at
+    assert arrival is not None and before <= arrival <= encoded  # tokenizing is part of the wait
