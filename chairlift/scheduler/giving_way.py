@@ -38,6 +38,8 @@ class GivingWay(Population):
 
         def able(resource: Resource) -> list[Request]:
             lower = [running for running in self.running.values() if outranks(head, running, resource, now)]
+            if lower:  # who may not be preempted now may be in the next step
+                self._turned_away = None
             return [running for running in lower if may_be_preempted(running, self.max_preemptions, out.step)]
 
         evicted = None
@@ -50,6 +52,7 @@ class GivingWay(Population):
             leaving.append(evicted)  # its blocks come free with its row
         if self.kv.lacks(head, reserve, self.watermark, leaving):
             return False
+        head.times_passed = self.waiting.max_times_passed  # what is freed for it goes to nobody it would let past
         if evicted is not None:
             self._preempted_for[evicted.request_id] = head.request_id
             self._preempt(evicted, out, flight)

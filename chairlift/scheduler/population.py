@@ -88,6 +88,8 @@ class Population:
         self._epoch = 0
         self._num_vacated = 0
         """Rows given up so far."""
+        self._turned_away: tuple[int, int] | None = None
+        """Who had come and gone when the first in line outranked nobody in a full batch; None when it did."""
 
     # -- in ------------------------------------------------------------------------------------------------------
 

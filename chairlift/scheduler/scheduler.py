@@ -98,8 +98,8 @@ class Scheduler(GivingWay):
         self._no_decodes = DecodeRows(kv.block_size)
         self._sent_slots: tuple[int, ...] = ()
         self._flights: dict[int, InFlight] = {}
-        self._turned_away, self._asked_at = (0, 0), 0
-        """Who had come and gone when the waiting were last compared with a full batch, and in which step."""
+        self._asked_at = 0
+        """Step in which the waiting were last compared with a full batch."""
 
     def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
         """An empty scheduler with the settings of this one as they are now, over another memory. It swaps nothing, and
@@ -226,6 +226,7 @@ class Scheduler(GivingWay):
             head = next(self.waiting.line(self.now))
             ahead = [r for r in self._catching_up if not self.policy.outranks(head, r, "tokens", self.now)]
             if sum(request.num_tokens - request.num_computed_tokens for request in ahead) >= budget:
+                self._turned_away = None
                 return
             let_in = self.free_rows > 0 and self._try_admit(head, out)
             if not let_in and not (self._displace(head, out, flight) and self._try_admit(head, out)):
