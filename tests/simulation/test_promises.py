@@ -153,6 +153,11 @@ class Crowd:
 # -- the worlds ------------------------------------------------------------------------------------------------------
 
 
+def lacks_blocks(request: Request) -> bool:
+    """Whether its next token has no place in the KV cache: no share of the budget helps it."""
+    return request.slot >= 0 and request.num_computed_tokens >= len(request.block_ids[0]) * BLOCK
+
+
 def reclaims(seed: int) -> Seen:
     """Reserved rows, blocks and step tokens come back to their class within the bound."""
     rng = random.Random(f"reclaims {seed}")
@@ -192,6 +197,8 @@ def reclaims(seed: int) -> Seen:
         running = [r for r in crowd.scheduler.running.values() if r.service.service_class == "vip"]
         for name in out.preempted:  # rows are not reserved here
             needs.pop(name, None)
+        for name in [name for name in needs if lacks_blocks(crowd.requests[name])]:  # nor are blocks
+            needs.pop(name)
         if resource == "tokens" and needs:
             given = sum(c.num_tokens for n, c in zip(out.chunk_ids, out.chunks, strict=True) if n in needs)
             most = min(vip.min_step_tokens, sum(needs.values()), sizes.budget - out.num_decodes)
