@@ -133,6 +133,25 @@ class LLM:
         text = self._template.render(messages, add_generation_prompt=add_generation_prompt, **template_variables)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def update_weights(
+        self, source: str | Path | Mapping[str, Any], version: int, *, in_flight: str = "continue"
+    ) -> None:
+        """Serve other weights for the same network from the next step on, as ``version``; a new model has version 0.
+
+        ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float
+        dtype, on any device; all of the model's weights, in its shapes. They are copied, rounded to the model's dtype.
+        ``version`` must not be lower than the last. Each token's is in ``CompletionOutput.weight_versions``.
+
+        Nothing that was computed with other weights is read from the prefix cache afterwards. Requests that are
+        running ``"continue"`` with the keys and values they have until they are preempted (PipelineRL; Piche et al.,
+        2025), or, with ``in_flight="recompute"``, compute them again first and lose no token (AReaL; Fu et al., 2025).
+        The first costs nothing, but their later tokens are not exactly those of the new weights.
+
+        Raises ModelLoadError, naming the tensor, when the weights do not fit, and ConfigError for a bad argument:
+        then the model serves on as before, bit by bit. EngineDeadError when reading a file failed half way.
+        """
+        self.engine.update_weights(source, version, in_flight=in_flight)
+
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         wanted = set(ids)
         done: dict[str, RequestOutput] = {}

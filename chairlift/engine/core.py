@@ -18,8 +18,8 @@ from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.step_log import StepLog
-from chairlift.errors import RequestError
-from chairlift.executor.executor import Executor, PendingTokens
+from chairlift.errors import ConfigError, InvariantError, RequestError
+from chairlift.executor.executor import Executor, LiveWeights, PendingTokens, WeightSource
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.metrics.stats import EngineStats
 from chairlift.models.flat_batch import SampledTokens
@@ -227,6 +227,26 @@ class EngineCore(EngineClient):
             outputs.finished += self._finished(self.scheduler.dropped, self.clock.now(), _TOO_LATE)
             self.scheduler.dropped = []
         return outputs
+
+    def land(self) -> CoreOutputs | None:
+        """Take what the oldest step in flight brings, without launching another; None when there is none."""
+        return self._land() if self._flights else None
+
+    def update_weights(self, source: WeightSource, *, recompute: bool) -> None:
+        """Replace the model's weights; no step may be in flight. ``recompute`` has running requests begin again.
+
+        Raises as :class:`~chairlift.executor.executor.LiveWeights` does.
+        """
+        if self._flights:
+            raise InvariantError(f"weights were to be replaced under {len(self._flights)} steps in flight")
+        if not isinstance(self.executor, LiveWeights):
+            raise ConfigError(f"{type(self.executor).__name__} cannot replace the weights of its model")
+        if recompute and self.scheduler.membership.held:
+            raise ConfigError(
+                "a static batch stays together to its end; use in_flight='continue', or batching='continuous'"
+            )
+        self.executor.update_weights(source)
+        self.scheduler.weights_changed(recompute=recompute)
 
     def next_event(self) -> float | None:
         """When :meth:`step` has something to do if nobody comes or goes; None if only then."""

@@ -11,8 +11,8 @@ from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prompt
 from chairlift.engine.output_processor import OutputProcessor, RequestState
 from chairlift.engine.step_log import StepLog
-from chairlift.errors import EngineDeadError, RequestError
-from chairlift.executor.executor import Executor
+from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
+from chairlift.executor.executor import Executor, WeightSource
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
@@ -134,6 +134,30 @@ class Engine:
         outputs = self._step()
         self._dead = False
         return outputs
+
+    def update_weights(self, source: WeightSource, version: int, *, in_flight: str = "continue") -> None:
+        """Serve other weights from the next step on; see :meth:`chairlift.llm.LLM.update_weights`.
+
+        Steps in flight are landed first; what they bring is reported by the next :meth:`step`.
+        """
+        self._check_alive()
+        if in_flight not in ("continue", "recompute"):
+            raise ConfigError(f"in_flight must be 'continue' or 'recompute', got {in_flight!r}")
+        if type(version) is not int or version < self._outputs.weight_version:
+            raise ConfigError(
+                f"version must be an integer of at least {self._outputs.weight_version}, the weights' version now, got"
+                f" {version!r}"
+            )
+        self._dead = True
+        while (step := self.core.land()) is not None:
+            self._ready += self._take(step)
+        try:
+            self.core.update_weights(source, recompute=in_flight == "recompute")
+        except (ConfigError, ModelLoadError):  # nothing was changed
+            self._dead = False
+            raise
+        self._outputs.weights_changed(version)
+        self._dead = False
 
     def check_invariants(self) -> None:
         """Raise InvariantError if the books do not balance."""

@@ -45,6 +45,8 @@ class _Answer:
         self._taken = 0
         """Tokens already delivered as deltas."""
         self._told_end = False
+        self.weight_versions = [(0, 0)]
+        """See :attr:`CompletionOutput.weight_versions`."""
 
     def read(self, stop_terminated: bool = False) -> str | None:
         """Bring the text up to date; the stop string that ended it, if one did."""
@@ -68,6 +70,13 @@ class _Answer:
         del self.token_ids[len(self.token_ids) if self.num_tokens is None else self.num_tokens :]
         if self.logprobs is not None:
             del self.logprobs[len(self.token_ids) :]
+        self.weight_versions = [run for run in self.weight_versions if run[0] < max(1, len(self.token_ids))]
+
+    def weights_changed(self, version: int) -> None:
+        """Tokens from now on come from other weights."""
+        if self.weight_versions[-1][0] == len(self.token_ids):
+            self.weight_versions.pop()
+        self.weight_versions.append((len(self.token_ids), version))
 
     def _ended_by(self, stop: str | None) -> str | None:
         if stop is not None:
@@ -84,6 +93,7 @@ class _Answer:
             logprobs=None if self.logprobs is None else self.logprobs[: self.num_tokens],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            weight_versions=list(self.weight_versions),
         )
 
     def delta(self) -> CompletionOutput | None:
@@ -108,6 +118,7 @@ class _Answer:
             logprobs=None if self.logprobs is None else self.logprobs[fresh],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            weight_versions=list(self.weight_versions),
         )
 
 
@@ -219,6 +230,8 @@ class OutputProcessor:
         self._states: dict[str, RequestState] = {}
         self._answers: dict[str, tuple[RequestState, _Answer]] = {}
         self._decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
+        self.weight_version = 0
+        """Of the weights that tokens come from now."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
@@ -240,7 +253,14 @@ class OutputProcessor:
         self._states[prepared.request_id] = state
         for answer in state.answers:
             self._answers[answer.sequence_id] = (state, answer)
+            answer.weight_versions = [(0, self.weight_version)]
         return state
+
+    def weights_changed(self, version: int) -> None:
+        """Tokens from now on come from weights of this version."""
+        self.weight_version = version
+        for _, answer in self._answers.values():
+            answer.weights_changed(version)
 
     def remove(self, request_id: str, now: float | None = None) -> list[str]:
         """Forget a request; returns its sequences that had not ended. ``now`` counts it as aborted."""

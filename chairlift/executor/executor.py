@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from chairlift.config import CacheGroup
 from chairlift.models.flat_batch import SampledTokens
 from chairlift.scheduler.output import SchedulerOutput
 
-__all__ = ["Executor", "PendingTokens"]
+__all__ = ["Executor", "LiveWeights", "PendingTokens", "WeightSource"]
+
+WeightSource = str | Path | Mapping[str, Any]
+"""A directory with safetensors, or tensors by name; the names are those of a Hugging Face checkpoint."""
 
 
 class PendingTokens(Protocol):
@@ -39,4 +44,17 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Free everything."""
+        ...
+
+
+@runtime_checkable
+class LiveWeights(Protocol):
+    """What some executors and model runners can besides: other weights for the same network, between two steps."""
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Replace all weights.
+
+        ConfigError and ModelLoadError mean that nothing was changed; after anything else the model is not to be
+        used.
+        """
         ...

@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any, Protocol
 
 from chairlift.config import CacheGroup
+from chairlift.errors import ConfigError
+from chairlift.executor.executor import LiveWeights, WeightSource
 from chairlift.executor.input_batch import InputBatch
 from chairlift.models.flat_batch import FlatBatch, SampledTokens
 from chairlift.scheduler.output import SchedulerOutput
@@ -56,6 +58,14 @@ class LocalExecutor:
         tokens = self._runner.sample(hidden, batch, masks)
         self._input.store(batch, tokens.token_ids)
         return _Ready(tokens)
+
+    def update_weights(self, source: WeightSource) -> None:
+        """See :class:`~chairlift.executor.executor.LiveWeights`. Raises ConfigError for a model without weights."""
+        if not isinstance(self._runner, LiveWeights):
+            raise ConfigError(
+                f"{type(self._runner).__name__} has no weights to replace; load a model that a directory holds"
+            )
+        self._runner.update_weights(source)
 
     def shutdown(self) -> None:
         """Nothing outlives the object."""

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.executor.executor import WeightSource
 from chairlift.executor.kv_tensors import KVPlan, make_kv_caches
 from chairlift.executor.swap_space import make_swap_space
 from chairlift.kernels import ops
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PagedContext
 from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
+from chairlift.models.loader import replace_weights
 from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
 from chairlift.sampling.sampler import Sampler
 
@@ -77,6 +79,10 @@ class TorchModelRunner:
                 entries += token_logprobs(logits, targets, [batch.sampling[row].params.prompt_logprobs] * len(targets))
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries))
         return tokens
+
+    def update_weights(self, source: WeightSource) -> None:
+        """See :func:`~chairlift.models.loader.replace_weights`."""
+        replace_weights(self._model, source)
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)

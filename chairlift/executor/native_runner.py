@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
+from chairlift.executor.executor import WeightSource
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.native_kv import NativeKV
 from chairlift.executor.sampling_rows import NativeRows, RowTemplates
@@ -18,6 +19,7 @@ from chairlift.kernels.cpu.program import StepArrays, StepProgram
 from chairlift.kernels.recording import Linear, Recorder
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
+from chairlift.models.loader import replace_weights
 
 __all__ = ["NativeModelRunner"]
 
@@ -37,6 +39,7 @@ class NativeModelRunner:
     ) -> None:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
+        self._model = model
         self._kv = NativeKV(model.kv_cache_spec(), plan, dtype)
         recorder = Recorder(dtype)
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
@@ -88,6 +91,11 @@ class NativeModelRunner:
             self._head(hidden, np.arange(start, start + count, dtype=np.int32), asked)
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, list(asked.logprobs())))
         return tokens
+
+    def update_weights(self, source: WeightSource) -> None:
+        """See :func:`~chairlift.models.loader.replace_weights`; the step program keeps its addresses."""
+        replace_weights(self._model, source)
+        self.program.refresh()
 
     def _head(self, hidden: Tensor, token_rows: npt.NDArray[np.int32], rows: NativeRows) -> None:
         """Sample rows ``token_rows`` of ``hidden``; where not all logits fit into the scratch memory, in turns."""

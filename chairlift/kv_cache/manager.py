@@ -144,7 +144,8 @@ class KVCacheManager:
         known = shared.num_tokens
         path = shared.path[: known // self.block_size]
         tables = [self._shared_table(group, shared) for group in range(len(self.pools))]
-        if not self._occupy(request, tables, known, reserve, watermark, path if share else None):
+        stale = shared.source is not None and shared.source.num_published == NEVER  # and so is what is forked from it
+        if not self._occupy(request, tables, known, reserve, watermark, path if share and not stale else None):
             return None
         copies: list[tuple[int, int, int]] = []
         if shared.source is not None and known % self.block_size:
@@ -241,11 +242,12 @@ class KVCacheManager:
 
         Returns (group, block, host block) to copy in step ``in_flight + 1``, before that writes anything; what no
         later position can reach is left out. None, and nothing changed, when host memory is short or a sliding window
-        has given back what the next position attends to.
+        has given back what the next position attends to; and for KV that may not be shared, which nobody would know
+        when it comes back.
         """
         if request.request_id in self.swapped or not 0 < num_tokens <= request.num_computed_tokens:
             raise InvariantError(f"{request!r} cannot save {num_tokens} positions: not computed, or saved before")
-        if not self._resumable(request, num_tokens):
+        if request.num_published == NEVER or not self._resumable(request, num_tokens):
             return None
         end = -(-num_tokens // self.block_size)
         firsts = [self._first_in_reach(group, num_tokens) for group in range(len(self.groups))]
@@ -320,6 +322,14 @@ class KVCacheManager:
         """The request failed: nothing that stands in its blocks may be shared any more."""
         if self.prefix_cache is not None:
             self.prefix_cache.forget(request)
+
+    def forget_all(self, requests: Iterable[Request]) -> None:
+        """Nothing computed so far, nor computed on top of it by ``requests``, which run, may be shared any more."""
+        self._num_changes += 1
+        for request in requests:
+            request.num_published, request.last_node = NEVER, None
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
 
     def step_done(self, step: int) -> None:
         """Step ``step`` has run: what waited for it is released."""

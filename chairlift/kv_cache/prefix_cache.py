@@ -141,6 +141,14 @@ class PrefixCache:
                     self.evicted(group, node)
         request.num_published = NEVER
 
+    def clear(self) -> None:
+        """Forget every block. Requests that still have a ``last_node`` must not publish any more."""
+        for pool in self._pools:
+            for block, node in enumerate(pool.nodes):
+                if node is not None:
+                    pool.detach(block)
+        self._nodes.clear()
+
     def check_invariants(self) -> None:
         """Raises InvariantError unless nodes and blocks name each other one to one and the tree is whole."""
         children: dict[int, int] = {}

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from chairlift.errors import ConfigError, ModelLoadError
+from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
 from chairlift.kernels.cpu.library import Memory, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedWeight, copy_rows, packed_bytes
 from chairlift.models.causal_lm import CausalLM
@@ -28,12 +28,13 @@ from chairlift.models.layers.embedding import Embedding
 from chairlift.models.layers.linear import Linear, WeightLayout
 from chairlift.models.registry import model_class
 
-__all__ = ["WeightLayout", "load_model", "read_config", "resolve_dtype", "resolve_model_dir"]
+__all__ = ["WeightLayout", "load_model", "read_config", "replace_weights", "resolve_dtype", "resolve_model_dir"]
 
 Progress = Callable[[str, float], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
+_STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -111,6 +112,41 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
+def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any]) -> None:
+    """Write other weights into a loaded model, in place, whatever the layout of each.
+
+    ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float dtype on
+    any device; a tied output head may be among them or not. Packed weights, their biases and plain parameters keep
+    their addresses; what oneDNN packed is packed again. Names, shapes and dtypes are compared before anything is
+    written: :class:`~chairlift.errors.ModelLoadError` means that nothing was. An error after that, of reading a file,
+    is :class:`~chairlift.errors.EngineDeadError`.
+    """
+    with torch.device("meta"):
+        blank = type(model)(model.config)  # packing has taken the names and shapes out of the model itself
+    parts, tensors = checkpoint_layout(blank), dict[str, Any]()
+    with contextlib.ExitStack() as stack:
+        if isinstance(source, Mapping):
+            where = Path("the given weights")
+            for name, value in source.items():
+                if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided:
+                    given = type(value).__name__ if not isinstance(value, Tensor) else "one without ordinary memory"
+                    raise ModelLoadError(f"{name!r} must be a dense torch tensor, got {given}; the model is unchanged")
+                tensors[name] = _InMemory(value.detach())
+        else:
+            where = Path(source)
+            if not where.is_dir():
+                raise ModelLoadError(f"{str(source)!r} is not a directory; give one that holds *.safetensors")
+            tensors = _open_tensors(where, stack)
+        _check_tensors(tensors, parts, model.config, where)
+        try:
+            _refill(model, parts, tensors, mapped=not isinstance(source, Mapping))
+        except Exception as error:
+            raise EngineDeadError(
+                f"the weights of {where} could be read in part only ({type(error).__name__}: {error}), and the model "
+                "is a mixture now; load it again"
+            ) from error
+
+
 def _check_native(dtype: torch.dtype, device: torch.device) -> None:
     if reason := why_unavailable():
         raise ConfigError(reason)
@@ -128,13 +164,10 @@ def _fill(
     layout: WeightLayout,
 ) -> None:
     """Replace each meta parameter by a real one, or by its packed form as soon as it is complete."""
-    by_parameter: dict[str, list[CheckpointPart]] = {}
-    for part in parts:
-        by_parameter.setdefault(part.parameter, []).append(part)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     total, done = sum(shape.numel() for shape in shapes.values()), 0
     native = _reserve(model, dtype) if layout is WeightLayout.NATIVE else {}
-    for name, group in by_parameter.items():
+    for name, group in _by_parameter(parts).items():
         owner_name, _, attribute = name.rpartition(".")
         owner = model.get_submodule(owner_name)
         if name in native:
@@ -159,6 +192,63 @@ def _fill(
     model.tie_weights()
     if layout is WeightLayout.ONEDNN:
         model.lm_head.prepack()
+
+
+def _by_parameter(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
+    grouped: dict[str, list[CheckpointPart]] = {}
+    for part in parts:
+        grouped.setdefault(part.parameter, []).append(part)
+    return grouped
+
+
+def _refill(model: CausalLM, parts: list[CheckpointPart], tensors: Mapping[str, Any], *, mapped: bool) -> None:
+    """Write every weight where it lies. Only pages of mapped files may be let go of: others are somebody's tensors."""
+    for name, group in _by_parameter(parts).items():
+        owner_name, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if attribute == "weight" and isinstance(owner, (Linear, Embedding)) and owner.native is not None:
+            for part in group:
+                owner.native.pack_rows(_read(tensors, part).cpu(), part.start, mapped=mapped)
+            continue
+        packed = owner.packed if attribute == "weight" and isinstance(owner, Linear) else None
+        if packed is not None:
+            shape = (sum(part.shape[0] for part in group), *group[0].shape[1:])
+            value = torch.empty(shape, dtype=packed.dtype)
+        else:
+            value = getattr(owner, attribute).detach()
+        for part in group:
+            rows, given = value[part.start : part.start + part.shape[0]], _read(tensors, part)
+            if mapped:
+                copy_rows(rows, given)
+            else:
+                rows.copy_(given)
+        if isinstance(owner, Linear) and packed is not None:
+            owner.weight = nn.Parameter(value, requires_grad=False)
+            owner.prepack()
+        elif isinstance(owner, Linear) and attribute == "bias" and owner.native is not None:
+            owner.native.set_bias(value)
+    if model.config.tie_word_embeddings and model.lm_head.packed is not None:
+        model.tie_weights()
+        model.lm_head.prepack()
+
+
+class _InMemory:
+    """A tensor, read as one in a safetensors file is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensor
+
+    def get_slice(self, name: str) -> _InMemory:
+        return self
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return _STORED_AS.get(self._tensor.dtype, str(self._tensor.dtype))
 
 
 def _reserve(model: CausalLM, dtype: torch.dtype) -> dict[str, tuple[Linear, PackedWeight]]:

@@ -74,6 +74,22 @@ class GivingWay(Population):
         self._preempt(request, None, None)
         return True
 
+    def weights_changed(self, *, recompute: bool) -> None:
+        """What was computed so far is never shared again; with ``recompute`` it is not read again either.
+
+        No step may be in flight. What lies in host memory is computed again in any case.
+        """
+        self.kv.forget_all(self.running.values())
+        for request in [self.requests[request_id] for request_id in self.kv.swapped]:
+            self.kv.drop_swapped(request)
+            request.move_to(RequestStatus.PREEMPTED)
+        for request in list(self.running.values()) if recompute else ():
+            self._preempted_for.setdefault(request.request_id, "")
+            request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
+            self._vacate(request)  # it did not give way to anybody: this is not counted as a preemption
+            request.move_to(RequestStatus.PREEMPTED)
+            self._wait(request, self.now)
+
     def _preempt(self, request: Request, out: SchedulerOutput | None, flight: InFlight | None) -> None:
         self._preempted_for.setdefault(request.request_id, "")
         done = self._computed_before(request, flight)

@@ -49,6 +49,7 @@ ALLOWED: dict[str, list[str]] = {
     "workload": ["errors"],
     "bench": [*PLAIN, "llm", "engine", "executor", "models", "kernels", "workload"],
     "train": ["errors", "models", "kernels", "tokenizer"],
+    "rollout": [*PLAIN, "llm", "train"],
     "sim": [
         *PLAIN,
         *BRAIN,

@@ -96,12 +96,12 @@ class PackedWeight:
             self._pack(source[gates:], first_row + gates - half, 1, 2, mapped)
 
     def set_bias(self, bias: Tensor) -> None:
-        """Take the bias [out], of any float dtype. Raises ValueError for another shape."""
+        """Take the bias [out], of any float dtype; a later one lies where the first does. ValueError for its shape."""
         if bias.shape != (self.out_features,):
             raise ValueError(f"the bias has shape {list(bias.shape)}, but there are {self.out_features} outputs")
-        packed = torch.zeros(self.panels * PANEL)
-        packed[self._columns()] = bias.float()
-        self.bias = packed
+        if self.bias is None:
+            self.bias = torch.zeros(self.panels * PANEL)
+        self.bias[self._columns()] = bias.float()
 
     def unpack(self) -> Tensor:
         """The weight as it was, [out, in]: a copy, for tests and for operations in plain torch."""

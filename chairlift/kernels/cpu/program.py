@@ -71,6 +71,8 @@ class StepProgram:
         self._plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
         """Whatever a struct points to."""
+        self._converted: list[tuple[Tensor, Tensor]] = []
+        """Of what is kept, copies in another dtype, and the weights they were made from."""
         capacity = max_tokens + SPARE_ROWS
         strides = [_stride(width, recorder.dtype.itemsize) for width in self._plan.widths]
         self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
@@ -145,6 +147,15 @@ class StepProgram:
         if code < 0:
             raise InvariantError(f"the native output head refused {len(token_rows)} rows ({code})")
 
+    def refresh(self) -> None:
+        """The recorded model's weights were replaced in place: bring up to date what was converted from them.
+
+        Packed weights, their biases, and plain tensors in the program's dtype are read where they lie; the caller has
+        written into that memory.
+        """
+        for kept, weight in self._converted:
+            kept.copy_(weight)
+
     def describe(self) -> list[str]:
         """One line per operation: its kind, the buffers and columns it reads and writes, and its weight's shape."""
         return [f"{i:3} {self._describe(op)}" for i, op in enumerate(self._plan.ops)]
@@ -200,9 +211,11 @@ class StepProgram:
 
     def _keep(self, tensor: Tensor, dtype: torch.dtype) -> int:
         """The address of a contiguous tensor with these numbers that lives as long as the program."""
-        tensor = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-        self._kept.append(tensor)
-        return tensor.data_ptr()
+        kept = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+        self._kept.append(kept)
+        if kept.data_ptr() != tensor.data_ptr():
+            self._converted.append((kept, tensor.detach()))
+        return kept.data_ptr()
 
     def _call_out(self, op: FusedOp, step: StepArrays) -> None:
         if op.call is None:

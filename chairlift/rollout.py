@@ -1,0 +1,81 @@
+"""An LLM as the generator of a training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from chairlift.errors import ConfigError, RequestError
+from chairlift.llm import LLM
+from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
+from chairlift.sampling_params import SamplingParams
+from chairlift.train.async_loop import Rollout
+
+__all__ = ["RolloutGenerator"]
+
+
+class RolloutGenerator:
+    """A :class:`~chairlift.train.async_loop.Generator` over an :class:`~chairlift.llm.LLM` in this thread.
+
+    It computes while :meth:`poll` waits, and stands still while the trainer computes; rollouts that are under way then
+    go on afterwards, with the new weights. Only one thread may use the LLM.
+
+    ``sampling_params`` are those of every rollout, with one answer each; to a seed in them the ticket is added.
+    Log-probabilities are those of the raw logits: tokens are drawn with them at temperature 1 and without top_p, top_k,
+    min_p and penalties. ``in_flight`` is as for :meth:`~chairlift.llm.LLM.update_weights`.
+    """
+
+    def __init__(self, llm: LLM, sampling_params: SamplingParams, *, in_flight: str = "continue") -> None:
+        if sampling_params.n != 1:
+            raise ConfigError(
+                f"a rollout is one answer, got n={sampling_params.n}; submit the prompt {sampling_params.n} times"
+            )
+        self._llm = llm
+        self._params = sampling_params
+        self._in_flight = in_flight
+        self._running: dict[str, int] = {}  # request id -> ticket
+        self._refused: list[Rollout] = []
+
+    def submit(self, ticket: int, prompt: Sequence[int]) -> None:
+        """Queue the prompt. One that cannot be served is reported by the next :meth:`poll`, with the reason."""
+        seed = None if self._params.seed is None else self._params.seed + ticket
+        params = dataclasses.replace(self._params, logprobs=self._params.logprobs or 0, seed=seed)
+        try:
+            request_id = self._llm.engine.add_request(list(prompt), params, stream=False)
+        except RequestError as error:
+            self._refused.append(Rollout(ticket, prompt, error=str(error)))
+        else:
+            self._running[request_id] = ticket
+
+    def poll(self, *, wait: bool) -> list[Rollout]:
+        """Rollouts that have ended; with ``wait``, computes until one has."""
+        ended, self._refused = self._refused, []
+        while wait and self._running and not ended:
+            ended = [self._rollout(output) for output in self._llm.engine.step() if output.request_id in self._running]
+        return ended
+
+    def update_weights(self, source: str | Path | Mapping[str, Any], version: int) -> None:
+        """See :meth:`~chairlift.llm.LLM.update_weights`."""
+        self._llm.update_weights(source, version, in_flight=self._in_flight)
+
+    def _rollout(self, output: RequestOutput) -> Rollout:
+        ticket = self._running.pop(output.request_id)
+        answer = output.outputs[0]
+        if answer.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return Rollout(ticket, output.prompt_token_ids, error=output.error or f"it ended by {answer.finish_reason}")
+        return Rollout(
+            ticket,
+            output.prompt_token_ids,
+            answer.token_ids,
+            [entry[token].logprob for entry, token in zip(answer.logprobs or (), answer.token_ids, strict=True)],
+            _versions(answer),
+        )
+
+
+def _versions(answer: CompletionOutput) -> list[int]:
+    """[L] of each token."""
+    runs = [*answer.weight_versions, (len(answer.token_ids), -1)]
+    return [version for (start, version), (end, _) in pairwise(runs) for _ in range(start, end)]

@@ -1,0 +1,212 @@
+"""Training on rollouts while the next ones are generated: generate, select, train, publish.
+
+The loop has no clock, no threads and no random numbers. A generator that runs elsewhere goes on while the trainer
+computes; one that runs in this thread goes on when it is polled. Either way what happens depends on what the generator
+reports, and a simulated one shows on a virtual clock what overlapping is worth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from chairlift.errors import ConfigError
+from chairlift.train.staleness import GateStats, Selection, StalenessGate
+
+__all__ = ["AsyncLoop", "Generator", "LoopStats", "Rollout"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rollout:
+    """One answer to one prompt, with what a policy gradient must know of how it came about."""
+
+    ticket: int
+    prompt: Sequence[int]
+    """[P] token ids."""
+    tokens: Sequence[int] = ()
+    """[L] generated token ids."""
+    logprobs: Sequence[float] = ()
+    """[L] log-probability of each under the weights it was sampled from."""
+    versions: Sequence[int] = ()
+    """[L] version of those weights."""
+    error: str = ""
+    """Why there is nothing to train on; empty when there is."""
+
+    def sequence(self, weight: float = 1.0) -> dict[str, Any]:
+        """The whole sequence [P + L] as :class:`~chairlift.train.stream.PackStream` takes it.
+
+        ``input_ids``; ``loss_weight``, 0 for the prompt and ``weight`` (an advantage, an importance weight) for what
+        was generated; ``logprobs`` and ``versions``, which it hands on, aligned with the tokens and 0 for the prompt.
+        """
+        prompt = len(self.prompt)
+        return {
+            "input_ids": [*self.prompt, *self.tokens],
+            "loss_weight": [0.0] * prompt + [weight] * len(self.tokens),
+            "logprobs": [0.0] * prompt + list(self.logprobs),
+            "versions": [0] * prompt + list(self.versions),
+        }
+
+
+class Generator(Protocol):
+    """Who answers prompts: an engine here or elsewhere, or a simulation."""
+
+    def submit(self, ticket: int, prompt: Sequence[int]) -> None:
+        """Begin a rollout; ``ticket`` names it."""
+        ...
+
+    def poll(self, *, wait: bool) -> Sequence[Rollout]:
+        """Rollouts that have ended since the last call. ``wait`` says that there must be one, if any is running: block
+        until then, or compute. Without it, return at once."""
+        ...
+
+    def update_weights(self, source: Any, version: int) -> None:
+        """Sample from other weights from now on, also what is running. Returns when none of the old will be used."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopStats:
+    """Counts since the beginning."""
+
+    gate: GateStats
+    num_steps: int
+    num_failed: int
+    """Rollouts that ended with an error."""
+    num_waits: int
+    """Times the trainer had to wait for a rollout: with a fast generator, hardly ever."""
+
+
+class AsyncLoop:
+    """Keep a generator busy, train on what :class:`~chairlift.train.staleness.StalenessGate` lets through, publish.
+
+    ``train_step`` gets a :class:`~chairlift.train.staleness.Selection` of :class:`Rollout` samples and takes one
+    optimiser step; it is where rewards, loss and packing belong. ``weights()`` then says what
+    ``generator.update_weights`` is given: a mapping of tensors or a directory. At most ``(bound + 1) * batch`` rollouts
+    are running or waiting at any time, or ``concurrency`` running if that is less, so nothing queues up without end.
+
+    With a bound of 0 this is synchronous training.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        train_step: Callable[[Selection], Any],
+        gate: StalenessGate,
+        prompts: Iterable[Sequence[int]],
+        *,
+        weights: Callable[[], Any],
+        concurrency: int | None = None,
+    ) -> None:
+        if concurrency is not None and concurrency < 1:
+            raise ConfigError(f"concurrency must be at least 1 rollout, got {concurrency}")
+        self.gate = gate
+        self._generator = generator
+        self._train_step = train_step
+        self._weights = weights
+        self._prompts: Iterator[Sequence[int]] = iter(prompts)
+        self._concurrency = concurrency
+        self._running: dict[int, Sequence[int]] = {}  # ticket -> prompt
+        self._num_prompts = self._num_steps = self._num_failed = self._num_waits = 0
+        self._exhausted = False
+
+    def step(self) -> Any:
+        """Generate until there is a batch, train on it, and publish. What ``train_step`` returned.
+
+        Raises StopIteration when the prompts have ended and what is left is less than a batch.
+        """
+        self._collect(wait=False)
+        self._refill()
+        while not (selection := self.gate.select()):
+            if not self._running:
+                if self._exhausted:
+                    raise StopIteration
+                raise ConfigError(
+                    f"no rollout is running and none may start, but there is no batch of {self.gate.batch}: the "
+                    "gate is used by somebody else, too; give the loop a gate of its own"
+                )
+            self._num_waits += 1
+            self._collect(wait=True)
+            self._refill()
+        result = self._train_step(selection)
+        self._num_steps += 1
+        # Before the gate: nothing may be admitted as of a version that the generator does not have yet.
+        self._generator.update_weights(self._weights(), self.gate.version + 1)
+        self.gate.publish()
+        return result
+
+    def run(self, num_steps: int) -> list[Any]:
+        """That many steps, or fewer when the prompts end; what each ``train_step`` returned."""
+        results: list[Any] = []
+        try:
+            while len(results) < num_steps:
+                results.append(self.step())
+        except StopIteration:
+            _log.info("the prompts ended after %d steps", len(results))
+        return results
+
+    def stats(self) -> LoopStats:
+        """What happened so far."""
+        return LoopStats(self.gate.stats(), self._num_steps, self._num_failed, self._num_waits)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gate, with the rollouts that wait in it, the prompts under way, and how many prompts were read."""
+        gate = self.gate.state_dict()
+        gate["waiting"] = [[*each[:3], dataclasses.asdict(each[3])] for each in gate["waiting"]]
+        return {
+            "gate": gate,
+            "running": [[ticket, list(prompt)] for ticket, prompt in self._running.items()],
+            "num_prompts": self._num_prompts,
+            "num_steps": self._num_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, in a new loop whose generator has the weights of that version.
+
+        Rollouts that were running begin again; prompts that were read are passed, so the source must yield the same.
+        Raises ConfigError for a loop that is under way, and for a gate with other settings.
+        """
+        if self._num_prompts or self._num_steps:
+            raise ConfigError("a state is loaded into a new loop; this one is under way")
+        gate = dict(state["gate"])
+        gate["waiting"] = [[*each[:3], Rollout(**each[3])] for each in gate["waiting"]]
+        self.gate.load_state_dict(gate)
+        self._num_steps = state["num_steps"]
+        for _ in range(state["num_prompts"]):
+            next(self._prompts)
+        self._num_prompts = state["num_prompts"]
+        for ticket, prompt in state["running"]:
+            self._begin(ticket, prompt)
+
+    def _begin(self, ticket: int, prompt: Sequence[int]) -> None:
+        self._generator.submit(ticket, prompt)
+        self._running[ticket] = prompt
+
+    def _refill(self) -> None:
+        """Start as many rollouts as may start."""
+        while not self._exhausted and self.gate.capacity:
+            if self._concurrency is not None and len(self._running) >= self._concurrency:
+                return
+            try:
+                prompt = next(self._prompts)
+            except StopIteration:
+                self._exhausted = True
+                return
+            self._num_prompts += 1
+            self._begin(self.gate.admit()[0], prompt)
+
+    def _collect(self, *, wait: bool) -> None:
+        """Give what has ended to the gate."""
+        for rollout in self._generator.poll(wait=wait):
+            if rollout.ticket not in self._running:
+                raise ConfigError(f"the generator reports rollout {rollout.ticket}, which is not running")
+            del self._running[rollout.ticket]
+            if rollout.error or not rollout.tokens:
+                _log.warning("rollout %d: %s; its prompt is passed", rollout.ticket, rollout.error or "no token")
+                self._num_failed += 1
+                self.gate.cancel(rollout.ticket)
+            else:
+                self.gate.tag(rollout.ticket, min(rollout.versions), rollout, length=len(rollout.tokens))
