@@ -9,7 +9,10 @@ at most :data:`QUERY_TILE` rows at a time.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +22,12 @@ __all__ = ["QUERY_TILE", "PagedRow", "packed_attention", "paged_attention", "pla
 
 QUERY_TILE = 256
 """Most query rows that share one mask, so that no mask is larger than [256, keys]."""
+SHORT = 64
+"""Segments of at most this many tokens may share a call with others of similar length."""
+_STEP = 8
+"""Their lengths may differ by less than this."""
+_COPY = 128
+"""A call costs about as much as copying this many rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,33 +97,131 @@ def paged_attention(
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], *, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Sequence[int],
+    *,
+    scale: float,
+    window: int | None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Causal attention inside each segment of a packed batch: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh].
 
-    Differentiable. Segments never see each other because each is a call of its own.
+    Differentiable. Segments never see each other because each is a call of its own or a row of one: neighbours of one
+    length share a call, and where there are many short segments, those of similar length do, wherever they lie.
     """
+    plan = _plan(tuple(cu_seqlens), window, q.device)
+    if plan.order is not None:
+        index, inverse, filling = plan.order
+        q, k, v = (_reorder(x, index, inverse, None) for x in (q, k, v))
+    # Split, not slices: the gradient of n slices is the sum of n tensors of full size, that of a split one of them.
+    sizes = [count * length for count, length in plan.calls]
+    split = [[x] if len(sizes) == 1 else torch.split_with_sizes(x, sizes) for x in (q, k, v)]
     outputs: list[Tensor] = []
-    start = cu_seqlens[0]
-    for end in cu_seqlens[1:]:
-        if end > start:
-            keys, values = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (k, v))
-            outputs.append(_attend_chunk(q[start:end], keys, values, scale=scale, window=window))
-        start = end
-    return torch.cat(outputs)
+    for (count, length), queries, keys, values in zip(plan.calls, *split, strict=True):
+        if count > 1:
+            outputs.append(_attend_equal(queries, keys, values, length, scale=scale, dropout=dropout))
+        else:
+            keys, values = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+            outputs.append(_attend_chunk(queries, keys, values, scale=scale, window=window, dropout=dropout))
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return out if plan.order is None else _reorder(out, inverse, index, filling)
 
 
-def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """How the segments of a batch are divided among calls."""
+
+    calls: list[tuple[int, int]]
+    """Segments in the call, and rows of each."""
+    order: tuple[Tensor, Tensor, Tensor] | None = None
+    """None when the calls laid end to end are the batch. Otherwise, int64: [P] the row of the batch at each row of
+    the calls; [T] where each row of the batch is among those; and the rows of the calls that only fill up a segment on
+    the right, where causal attention never looks."""
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(cu_seqlens: tuple[int, ...], window: int | None, device: torch.device) -> _Plan:
+    """Few calls, for little copying; made once for all layers."""
+    spans = [(start, end) for start, end in itertools.pairwise(cu_seqlens) if end > start]
+
+    def kind(span: tuple[int, int], step: int) -> tuple[int, int]:
+        """The same for segments that may share a call. One that needs a mask (a window inside it) is alone."""
+        start, length = span[0], span[1] - span[0]
+        if window is not None and length > window:
+            return length, start
+        return (length if length > SHORT else -(-length // step)), -1
+
+    runs = [list(run) for _, run in itertools.groupby(spans, lambda span: kind(span, 1))]
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for span in spans:
+        groups.setdefault(kind(span, _STEP), []).append(span)
+    if (len(runs) - len(groups)) * _COPY < cu_seqlens[-1]:
+        return _Plan([(len(run), run[0][1] - run[0][0]) for run in runs])
+    calls: list[tuple[int, int]] = []
+    index: list[int] = []
+    filling: list[int] = []
+    inverse = [0] * cu_seqlens[-1]
+    for members in groups.values():
+        width = max(end - start for start, end in members)
+        calls.append((len(members), width))
+        for start, end in members:
+            inverse[start:end] = range(len(index), len(index) + end - start)
+            index += range(start, end)
+            filling += range(len(index), len(index) + width - (end - start))
+            index += [end - 1] * (width - (end - start))
+    order = [torch.tensor(rows, dtype=torch.int64, device=device) for rows in (index, inverse, filling)]
+    return _Plan(calls, (order[0], order[1], order[2]))
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows of x at ``index``. The gradient needs no sum: of equal rows, all but one have none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, filling: Tensor | None) -> Tensor:
+        """``inverse`` takes the gradient back; its rows ``filling`` are nobody's, and get none."""
+        ctx.save_for_backward(inverse, filling)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        inverse, filling = ctx.saved_tensors
+        grad = grads[0].index_select(0, inverse)
+        if filling is not None:
+            grad.index_fill_(0, filling, 0)
+        return grad, None, None, None
+
+
+def _reorder(x: Tensor, index: Tensor, inverse: Tensor, filling: Tensor | None) -> Tensor:
+    return cast(Tensor, _Reorder.apply(x, index, inverse, filling))  # type: ignore[no-untyped-call]
+
+
+def _attend_equal(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: float, dropout: float) -> Tensor:
+    """Segments of one length: q [n * length, Hq, Dh], k and v [n * length, Hkv, Dh] -> [n * length, Hq, Dh]."""
+    queries, keys, values = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(
+        queries, keys, values, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=gqa
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_chunk(
+    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, dropout: float = 0.0
+) -> Tensor:
     """Queries [n, Hq, Dh], the newest of ``keys`` and ``values`` [1, Hkv, m, Dh] -> [n, Hq, Dh], contiguous."""
-    num_queries, num_heads, head_dim = q.shape
+    num_queries, num_heads = q.shape[:2]
     num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
-    group = num_heads // num_kv_heads
-    # Batch over KV heads; the group of query heads reads the same keys through a zero stride.
-    queries = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
-    values = values.transpose(0, 1).expand(-1, group, -1, -1)
+    group, head_dim = num_heads // num_kv_heads, values.shape[3]
+    if group == 1:  # as they lie, so that the output lies as it must
+        queries = q.transpose(0, 1).unsqueeze(0)
+    else:  # Batch over KV heads; the group of query heads reads the same keys through a zero stride.
+        queries = q.view(num_queries, num_kv_heads, group, -1).permute(1, 2, 0, 3)
+        keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
+        values = values.transpose(0, 1).expand(-1, group, -1, -1)
     if num_queries == num_keys and (window is None or num_keys <= window):
-        out = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+        out = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, dropout_p=dropout)
         return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
     cached = num_keys - num_queries
     tiles: list[Tensor] = []
@@ -124,7 +231,12 @@ def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, *, scale: float, wind
         high = cached + end
         mask = _tile_mask(end - start, high - low, window, q.dtype, q.device)
         tile = scaled_dot_product_attention(
-            queries[:, :, start:end], keys[:, :, low:high], values[:, :, low:high], attn_mask=mask, scale=scale
+            queries[:, :, start:end],
+            keys[:, :, low:high],
+            values[:, :, low:high],
+            attn_mask=mask,
+            scale=scale,
+            dropout_p=dropout,
         )
         tiles.append(tile.permute(2, 0, 1, 3).reshape(end - start, num_heads, head_dim))
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)

@@ -1,11 +1,81 @@
-"""The training half: variable-length sequences packed into flat batches, through the same models that serve.
+"""The training half: variable-length sequences packed into flat batches, without padding and without leaks.
 
-Packing is continuous batching without a cache. :mod:`~chairlift.train.pack` decides which sequences share a batch
-(standard library only); :mod:`~chairlift.train.trainer` runs them through a model and takes optimiser steps.
+Packing is continuous batching without a cache. Each piece works alone, with a plain PyTorch loop, with Hugging Face's
+Trainer and with TRL; ``chairlift train`` uses nothing else. Names are imported when they are first touched: planning
+packs needs NumPy only.
 """
 
 from __future__ import annotations
 
-from chairlift.train.pack import Pack, pack_sequences
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Pack", "pack_sequences"]
+if TYPE_CHECKING:
+    from chairlift.train.async_loop import AsyncLoop, Generator, Rollout
+    from chairlift.train.balance import Cost
+    from chairlift.train.collate import PackCollator
+    from chairlift.train.detectors import Adwin, PageHinkley
+    from chairlift.train.drift import DriftSampler
+    from chairlift.train.hf import TrainerLoss
+    from chairlift.train.isolation import IsolationReport, check_isolation
+    from chairlift.train.lanes import LaneBatch, Lanes
+    from chairlift.train.layout import Layout, Pack
+    from chairlift.train.loss import ExpertCounts, StepLoss
+    from chairlift.train.pack import lower_bound, pack_indices
+    from chairlift.train.staleness import StalenessGate
+    from chairlift.train.stream import PackStream
+    from chairlift.train.trainer import Trainer, TrainerConfig
+    from chairlift.train.varlen import attend, patch_hf
+
+_HOME = {
+    "async_loop": ("AsyncLoop", "Generator", "Rollout"),
+    "balance": ("Cost",),
+    "collate": ("PackCollator",),
+    "detectors": ("Adwin", "PageHinkley"),
+    "drift": ("DriftSampler",),
+    "hf": ("TrainerLoss",),
+    "isolation": ("IsolationReport", "check_isolation"),
+    "lanes": ("LaneBatch", "Lanes"),
+    "layout": ("Layout", "Pack"),
+    "loss": ("ExpertCounts", "StepLoss"),
+    "pack": ("lower_bound", "pack_indices"),
+    "staleness": ("StalenessGate",),
+    "stream": ("PackStream",),
+    "trainer": ("Trainer", "TrainerConfig"),
+    "varlen": ("attend", "patch_hf"),
+}
+_LAZY = {name: f"chairlift.train.{module}" for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "Adwin",
+    "AsyncLoop",
+    "Cost",
+    "DriftSampler",
+    "ExpertCounts",
+    "Generator",
+    "IsolationReport",
+    "LaneBatch",
+    "Lanes",
+    "Layout",
+    "Pack",
+    "PackCollator",
+    "PackStream",
+    "PageHinkley",
+    "Rollout",
+    "StalenessGate",
+    "StepLoss",
+    "Trainer",
+    "TrainerConfig",
+    "TrainerLoss",
+    "attend",
+    "check_isolation",
+    "lower_bound",
+    "pack_indices",
+    "patch_hf",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'chairlift.train' has no attribute {name!r}")

@@ -1,67 +1,237 @@
-"""Which sequences share a flat batch: best-fit decreasing packing.
+"""Which sequences share a pack: bounded lookahead with exact completion, and its offline twin.
 
-Standard library only. A pack has no padding; ``cu_seqlens`` keeps its sequences apart, just as it keeps the rows of a
-serving step apart.
+Standard library only, and about lengths only. Packing is bin packing (Johnson, 1973). That lengths are small integers,
+of which many are equal, is used as in packing by histogram (Krell et al., 2021); filling one bin at a time as well as
+the pending items allow is the minimum bin slack idea (Gupta and Ho, 1999), cut down to one exact item or one exact
+pair, which bit operations on whole sets of lengths find without a loop.
 """
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Literal
 
 from chairlift.errors import ConfigError
 
-__all__ = ["Pack", "pack_sequences"]
+__all__ = ["LookaheadPacker", "lower_bound", "pack_indices"]
+
+_Opens = Literal["oldest", "longest"]
+_OFFLINE: tuple[tuple[int, _Opens], ...] = ((2**63, "longest"), (256, "oldest"), (1024, "oldest"))
+"""Pools, and what opens a pack, that are tried when the whole data set is known."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pack:
-    """Sequences that lie one after another in one flat batch."""
+class _Shelf:
+    """Pending sequences that may share a pack: one queue per size, and the sizes that there are as two bitsets."""
 
-    indices: tuple[int, ...]
-    """Which sequences, as positions in the list that was packed, in the order in which they lie in the pack."""
-    cu_seqlens: tuple[int, ...]
-    """[N + 1] offsets: sequence ``i`` of the pack is ``[cu_seqlens[i], cu_seqlens[i + 1])``."""
+    __slots__ = ("capacity", "have", "mirror", "queues", "spare")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.queues: dict[int, deque[int]] = {}  # size -> serials, oldest first; never an empty queue
+        self.spare: list[deque[int]] = []
+        self.have = 0  # bit x: a sequence of size x is pending
+        self.mirror = 0  # bit capacity - x, likewise
+
+    def add(self, size: int, serial: int) -> None:
+        queue = self.queues.get(size)
+        if queue is None:
+            queue = self.queues[size] = self.spare.pop() if self.spare else deque()
+            self.have ^= 1 << size
+            self.mirror ^= 1 << (self.capacity - size)
+        queue.append(serial)
+
+    def take(self, size: int) -> int:
+        """The oldest of this size."""
+        queue = self.queues[size]
+        serial = queue.popleft()
+        if not queue:
+            self.spare.append(self.queues.pop(size))
+            self.have ^= 1 << size
+            self.mirror ^= 1 << (self.capacity - size)
+        return serial
+
+    def complete(self, room: int, most: int, taken: list[int]) -> None:
+        """Fill ``room`` with at most ``most`` sequences: exactly one, exactly two, or else the largest that fits."""
+        while room and most:
+            if room in self.queues:
+                taken.append(self.take(room))
+                return
+            if most > 1:
+                # Bit a: sizes a and room - a are both pending. The largest a is room / 2 only if there is no other.
+                pairs = self.have & (self.mirror >> (self.capacity - room))
+                size = pairs.bit_length() - 1
+                if size > 0 and (size + size != room or len(self.queues[size]) > 1):
+                    taken.append(self.take(size))
+                    taken.append(self.take(room - size))
+                    return
+            size = (self.have & ((2 << room) - 1)).bit_length() - 1
+            if size < 0:
+                return
+            taken.append(self.take(size))
+            room -= size
+            most -= 1
+
+
+class LookaheadPacker:
+    """Packs sequences as they come, with at most ``pool`` of them pending.
+
+    The oldest pending sequence opens each pack, so none waits for more than ``pool`` packs. Sequences with different
+    keys never share a pack; the oldest decides the key. What a pack holds depends only on the order of the calls.
+    A call costs O(capacity / 64) machine words per sequence taken and no loop over what is pending.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        pool: int = 256,
+        *,
+        align: int = 1,
+        max_sequences: int | None = None,
+        opens: _Opens = "oldest",
+    ) -> None:
+        """``capacity`` is in tokens, and every length counts as the next multiple of ``align`` tokens. ``opens`` says
+        which pending sequence opens a pack; ``longest`` (of the oldest's key) bounds no delay and suits a whole data
+        set. Raises ConfigError for numbers below 1 and a capacity that is no multiple of ``align``.
+        """
+        least = min(capacity, pool, align, 1 if max_sequences is None else max_sequences)
+        if least < 1 or capacity % align:
+            raise ConfigError(
+                f"capacity, pool, align and max_sequences must be at least 1, and capacity a multiple of align; got "
+                f"capacity {capacity}, pool {pool}, align {align}, max_sequences {max_sequences}"
+            )
+        self.capacity, self.pool, self.align = capacity, pool, align
+        self._room = capacity // align
+        self._most = self._room if max_sequences is None else max_sequences
+        self._opens = opens
+        self._shelves: dict[Hashable, _Shelf] = {}
+        self._arrivals: deque[tuple[int, int, Hashable]] = deque()  # (serial, size, key); some are packed already
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Sequences pending."""
+        return self._count
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens in the pack; never more than the capacity it was made for."""
-        return self.cu_seqlens[-1]
+    def full(self) -> bool:
+        """Whether a pack is due before another sequence may come."""
+        return self._count >= self.pool
 
+    def add(self, serial: int, length: int, key: Hashable = None) -> None:
+        """Make a sequence pending. ``serial`` names it, above every one before; ``length`` is in tokens.
 
-def pack_sequences(lengths: Sequence[int], capacity: int) -> list[Pack]:
-    """Put every sequence into a pack of at most ``capacity`` tokens, wasting little room.
-
-    Best-fit decreasing: the longest sequences first, each into the pack with the least room that still takes it. It
-    needs at most 11/9 of the optimal number of packs plus one (Johnson, 1973). The result depends on the arguments
-    only; O(n log n + n * packs) in time. Raises :class:`~chairlift.errors.ConfigError` for a capacity below 1 and for
-    a length outside 1 to ``capacity``.
-    """
-    if capacity < 1:
-        raise ConfigError(f"capacity must be at least 1 token, got {capacity}")
-    for index, length in enumerate(lengths):
-        if not 1 <= length <= capacity:
+        Raises ConfigError for a length that no pack takes.
+        """
+        size = -(-length // self.align)
+        if not 1 <= size <= self._room:
             raise ConfigError(
-                f"sequence {index} has {length} tokens, but a pack takes 1 to {capacity}; "
+                f"sequence {serial} has {length} tokens, but a pack takes 1 to {self.capacity}; "
                 "drop or cut the sequence, or raise the capacity"
             )
-    members: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (free tokens, pack), ascending, so that a bisection finds the tightest fit
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        place = bisect.bisect_left(rooms, (lengths[index], -1))
-        if place < len(rooms):
-            room, pack = rooms.pop(place)
+        shelf = self._shelves.get(key)
+        if shelf is None:
+            shelf = self._shelves[key] = _Shelf(self._room)
+        shelf.add(size, serial)
+        self._arrivals.append((serial, size, key))
+        self._count += 1
+
+    def next_pack(self) -> list[int]:
+        """The serials of one pack, in the order in which they should lie. Raises ConfigError when none is pending."""
+        if not self._count:
+            raise ConfigError("no sequence is pending; add one first")
+        arrivals = self._arrivals
+        while True:
+            serial, size, key = arrivals[0]
+            shelf = self._shelves.get(key)
+            # Each queue is in order of arrival, so this one is still pending unless its queue has moved past it.
+            if shelf is not None and size in shelf.queues and shelf.queues[size][0] <= serial:
+                break
+            arrivals.popleft()
+        if self._opens == "longest":
+            size = shelf.have.bit_length() - 1
+        taken = [shelf.take(size)]
+        shelf.complete(self._room - size, self._most - 1, taken)
+        self._count -= len(taken)
+        if not shelf.queues:
+            del self._shelves[key]
+        if not self._count:
+            arrivals.clear()
+        return taken
+
+    def pending(self) -> list[int]:
+        """Serials of what is pending, oldest first. Adding them in this order to a new packer restores the state."""
+        return sorted(serial for shelf in self._shelves.values() for queue in shelf.queues.values() for serial in queue)
+
+
+def pack_indices(
+    lengths: Sequence[int],
+    capacity: int,
+    *,
+    pool: int | None = None,
+    align: int = 1,
+    max_sequences: int | None = None,
+) -> list[list[int]]:
+    """Plan packs of at most ``capacity`` tokens: the positions in ``lengths`` that share one, for each pack.
+
+    With a ``pool``, exactly what :class:`LookaheadPacker` makes of the sequences in order. Without, the whole data set
+    is looked at: the best of lookahead, longest first with exact completion, and best-fit decreasing, which needs at
+    most 11/9 of the optimal number of packs plus one (Johnson, 1973). The result depends on the arguments only. Raises
+    ConfigError for numbers below 1 and a length outside 1 to ``capacity``.
+    """
+    if pool is not None:
+        return _in_order(lengths, LookaheadPacker(capacity, pool, align=align, max_sequences=max_sequences))
+    best: list[list[int]] | None = None
+    for size, opens in _OFFLINE:
+        packer = LookaheadPacker(capacity, size, align=align, max_sequences=max_sequences, opens=opens)
+        packs = _in_order(lengths, packer)
+        if best is None or len(packs) < len(best):
+            best = packs
+        if len(best) == lower_bound(lengths, capacity, align=align):
+            return best
+    packs = _best_fit_decreasing(lengths, capacity, align, max_sequences or capacity)
+    return packs if best is None or len(packs) < len(best) else best
+
+
+def lower_bound(lengths: Sequence[int], capacity: int, *, align: int = 1) -> int:
+    """Packs that any packer needs at least: by tokens, and by sequences of which no two fit together."""
+    sizes = [-(-length // align) for length in lengths]
+    room = capacity // align
+    return max(-(-sum(sizes) // room), sum(size + size > room for size in sizes))
+
+
+def _in_order(lengths: Sequence[int], packer: LookaheadPacker) -> list[list[int]]:
+    packs: list[list[int]] = []
+    for serial, length in enumerate(lengths):
+        packer.add(serial, length)
+        if packer.full:
+            packs.append(packer.next_pack())
+    while packer:
+        packs.append(packer.next_pack())
+    return packs
+
+
+def _best_fit_decreasing(lengths: Sequence[int], capacity: int, align: int, most: int) -> list[list[int]]:
+    """Longest first, each into the pack with the least room that still takes it."""
+    sizes = [-(-length // align) for length in lengths]
+    packs: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms = 0  # bit r: a pack with room r may take another sequence
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        size = sizes[index]
+        fits = rooms >> size
+        if fits:
+            room = size + (fits & -fits).bit_length() - 1
+            pack = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
         else:
-            room, pack = capacity, len(members)
-            members.append([])
-        members[pack].append(index)
-        bisect.insort(rooms, (room - lengths[index], pack))
-    return [_make_pack(indices, lengths) for indices in members]
-
-
-def _make_pack(indices: Sequence[int], lengths: Sequence[int]) -> Pack:
-    offsets = [0]
-    for index in indices:
-        offsets.append(offsets[-1] + lengths[index])
-    return Pack(tuple(indices), tuple(offsets))
+            room, pack = capacity // align, len(packs)
+            packs.append([])
+        packs[pack].append(index)
+        left = room - size
+        if left and len(packs[pack]) < most:
+            waiting = by_room.setdefault(left, [])
+            if not waiting:
+                rooms ^= 1 << left
+            waiting.append(pack)
+    return packs

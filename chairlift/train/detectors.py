@@ -1,0 +1,187 @@
+"""Has the mean of a stream of numbers changed? Two change detectors with bounded state; standard library only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+from chairlift.errors import ConfigError
+
+__all__ = ["Adwin", "Detector", "PageHinkley"]
+
+
+class Detector(Protocol):
+    """What :class:`~chairlift.train.drift.DriftSampler` asks of a detector. The state is plain data."""
+
+    before: float
+    """Mean of the values before the change seen last."""
+    after: float
+    """Mean of the values since that change."""
+    recent: int
+    """How many values, the newest included, ``after`` is the mean of."""
+
+    def update(self, value: float) -> bool:
+        """Take the next value; whether the mean has changed. Raises ConfigError for a value that is not finite."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ConfigError(f"a detector takes finite numbers, got {value}; leave steps without a loss out")
+    return float(value)
+
+
+class PageHinkley:
+    """Cumulative sums of what lies above, or below, the running mean (Page, 1954; Hinkley, 1971).
+
+    Values are measured in standard deviations of what came since the last change, at most four, so the settings do not
+    depend on the unit and one outlier is no change. O(1) in time and memory. Good at abrupt changes; a slow one drags
+    the mean along, and a spread that grows looks like a change: use :class:`Adwin` there.
+    """
+
+    def __init__(self, delta: float = 0.5, threshold: float = 15.0, warmup: int = 30) -> None:
+        """``delta``: deviation that is let pass at every value, half the smallest change worth seeing. ``threshold``:
+        sum of deviations beyond it that is a change. ``warmup``: values to learn mean and deviation from, at least 2.
+        Raises ConfigError for settings out of range."""
+        if delta < 0 or threshold <= 0 or warmup < 2:
+            raise ConfigError(
+                "PageHinkley needs delta >= 0, threshold > 0 and warmup >= 2, "
+                f"got delta={delta}, threshold={threshold}, warmup={warmup}"
+            )
+        self.delta, self.threshold, self.warmup = delta, threshold, warmup
+        self.before = self.after = 0.0
+        self.recent = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+        # Per direction, up and down: the sum, and how many values of what total it has grown over.
+        self._runs: list[list[float]] = [[0.0, 0, 0.0], [0.0, 0, 0.0]]
+
+    def update(self, value: float) -> bool:
+        """Take the next value; whether the mean has changed. Raises ConfigError for a value that is not finite."""
+        value = _finite(value)
+        if self._count >= self.warmup:
+            deviation = math.sqrt(self._squares / (self._count - 1))
+            scaled = (value - self._mean) / max(deviation, 1e-12 * (1 + abs(self._mean)))
+            scaled = max(-4.0, min(4.0, scaled))
+            for sign, run in zip((1, -1), self._runs, strict=True):
+                run[0] += sign * scaled - self.delta
+                run[1] += 1
+                run[2] += value
+                if run[0] <= 0:
+                    run[:] = [0.0, 0, 0.0]
+        self._count += 1
+        step = value - self._mean
+        self._mean += step / self._count
+        self._squares += step * (value - self._mean)
+        largest = max(self._runs)
+        if largest[0] <= self.threshold:
+            return False
+        _, recent, total = largest
+        self.recent, self.after = int(recent), total / recent
+        self.before = (self._mean * self._count - total) / (self._count - recent)
+        self._restart()
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "moments": [self._count, self._mean, self._squares],
+            "runs": [list(run) for run in self._runs],
+            "last": [self.before, self.after, self.recent],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._count, self._mean, self._squares = state["moments"]
+        self._runs = [list(run) for run in state["runs"]]
+        self.before, self.after, self.recent = state["last"]
+
+
+class Adwin:
+    """A window that grows while its mean holds and drops its older part when it does not (Bifet and Gavaldà, 2007).
+
+    The window is kept as O(log n) buckets of 1, 2, 4... values, at most ``buckets`` of each size. Every split between
+    two buckets is a possible change; when one exceeds its bound the window is cut where a change is most likely. The
+    bound takes values to vary by about 1 (losses in nats, logarithms of lengths); divide others by their range.
+    """
+
+    def __init__(self, delta: float = 0.002, clock: int = 4, buckets: int = 5, min_side: int = 5) -> None:
+        """``delta``: confidence, smaller for fewer false alarms. ``clock``: values between two looks for a change.
+        ``min_side``: values that either side of a cut must have. Raises ConfigError for settings out of range."""
+        if not 0 < delta < 1 or clock < 1 or buckets < 2 or min_side < 1:
+            raise ConfigError(
+                "Adwin needs 0 < delta < 1, clock >= 1, buckets >= 2 and min_side >= 1, "
+                f"got delta={delta}, clock={clock}, buckets={buckets}, min_side={min_side}"
+            )
+        self.delta, self.clock, self.buckets, self.min_side = delta, clock, buckets, min_side
+        self.before = self.after = 0.0
+        self.recent = 0
+        self._ticks = 0
+        self._rows: list[list[tuple[float, float]]] = [[]]
+        """``_rows[k]``: mean and sum of squared deviations of buckets of ``2**k`` values, the oldest first."""
+
+    def update(self, value: float) -> bool:
+        """Take the next value; whether the mean has changed. Raises ConfigError for a value that is not finite."""
+        self._rows[0].append((_finite(value), 0.0))
+        self._merge()
+        self._ticks += 1
+        return self._ticks % self.clock == 0 and self._cut()
+
+    def _merge(self) -> None:
+        for k, row in enumerate(self._rows):
+            if len(row) <= self.buckets:
+                return
+            (mean_a, squares_a), (mean_b, squares_b) = row[:2]
+            del row[:2]
+            if k + 1 == len(self._rows):
+                self._rows.append([])
+            squares = squares_a + squares_b + (mean_a - mean_b) ** 2 * 2**k / 2
+            self._rows[k + 1].append(((mean_a + mean_b) / 2, squares))
+
+    def _cut(self) -> bool:
+        window = [(2**k, *bucket) for k in reversed(range(len(self._rows))) for bucket in self._rows[k]]
+        count = sum(size for size, _, _ in window)
+        if count < 2 * self.min_side:
+            return False
+        total = sum(size * mean for size, mean, _ in window)
+        centre = total / count
+        variance = sum(squares + size * (mean - centre) ** 2 for size, mean, squares in window) / count
+        confidence = math.log(2 * math.log(count) / self.delta)
+        found, cut, most, older, older_total = False, 0, 0.0, 0, 0.0
+        for place, (size, mean, _) in enumerate(window[:-1], start=1):
+            older += size
+            older_total += size * mean
+            newer = count - older
+            before, after = older_total / older, (total - older_total) / newer
+            sides = older - self.min_side + 1, newer - self.min_side + 1
+            if min(sides) > 0:
+                # A side of few values can look like a change by chance: it counts for fewer than it has.
+                inverse = 1 / sides[0] + 1 / sides[1]
+                bound = math.sqrt(2 * inverse * variance * confidence) + 2 / 3 * inverse * confidence
+                found = found or abs(after - before) > bound
+            likelihood = older * newer * (after - before) ** 2
+            if likelihood > most:
+                most, cut, last = likelihood, place, (before, after, newer)
+        if found:
+            self.before, self.after, self.recent = last
+            self._drop(cut)
+        return found
+
+    def _drop(self, buckets: int) -> None:
+        for row in reversed(self._rows):
+            gone = min(buckets, len(row))
+            del row[:gone]
+            buckets -= gone
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = [[list(bucket) for bucket in row] for row in self._rows]
+        return {"ticks": self._ticks, "rows": rows, "last": [self.before, self.after, self.recent]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ticks = state["ticks"]
+        self._rows = [[(float(mean), float(squares)) for mean, squares in row] for row in state["rows"]]
+        self.before, self.after, self.recent = state["last"]

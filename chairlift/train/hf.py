@@ -1,0 +1,109 @@
+"""Packs and the exact loss in the ``Trainer`` of transformers, and in TRL's ``SFTTrainer``, which is one.
+
+::
+
+    loss = TrainerLoss("sequence")
+    trainer = Trainer(
+        model,
+        TrainingArguments(..., per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=1000),
+        train_dataset=PackStream(source, capacity=4096).as_torch(),
+        data_collator=PackCollator(),
+        compute_loss_func=loss,
+    )
+    loss.attach(trainer)
+    trainer.train()
+
+The trainer decides what a step is: ``gradient_accumulation_steps`` rows on every rank. It deals an iterable data set to
+the ranks by itself (give the stream neither ``ranks`` nor ``rank``), if told to with
+``accelerator_config={"dispatch_batches": False}``; otherwise it would cut the one row of a pack into pieces.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chairlift.errors import ConfigError
+from chairlift.train.collate import ALL_KEYS, TRAINER_KEYS
+from chairlift.train.loss import Reduce, StepLoss, token_losses
+
+__all__ = ["TrainerLoss"]
+
+_OURS = frozenset(ALL_KEYS) - frozenset(TRAINER_KEYS)
+
+
+class TrainerLoss:
+    """A ``compute_loss_func``: Z is that of the whole step, over accumulation and ranks, before its first backward.
+
+    Alone, with a collator of :data:`~chairlift.train.collate.TRAINER_KEYS`, it is the mean over tokens that have a
+    label: the trainer's own count is Z. With :meth:`attach` it knows weights and boundaries: every ``reduce`` works.
+    """
+
+    def __init__(self, reduce: Reduce = "token", *, label_smoothing: float = 0.0, chunk: int | None = None) -> None:
+        """As :class:`~chairlift.train.loss.StepLoss`, which does the work."""
+        self.loss = StepLoss(reduce, label_smoothing=label_smoothing, chunk=chunk)
+        self._pending: collections.deque[Mapping[str, Any]] = collections.deque()
+        self._normaliser = 0.0
+        self._attached = False
+
+    def attach(self, trainer: Any) -> TrainerLoss:
+        """See what the trainer takes from its loader: Z is counted there, and what models do not know is taken out.
+
+        Evaluation is the mean over tokens that have a label, whatever ``reduce`` is.
+        Raises ConfigError for a trainer that has another loss, that splits rows over devices (``DataParallel``), or
+        that drops columns of a ``datasets`` data set which the loss needs.
+        """
+        given: object = trainer.compute_loss_func
+        if given is not self:
+            raise ConfigError("attach(trainer) is for the trainer that got this loss as compute_loss_func")
+        if trainer.args.n_gpu > 1:
+            raise ConfigError(
+                f"{trainer.args.n_gpu} GPUs in one process would split a packed row; start it with torchrun"
+            )
+        if trainer.args.remove_unused_columns and hasattr(trainer.train_dataset, "column_names"):
+            raise ConfigError("the trainer would drop seq_lengths and loss_weight; set remove_unused_columns=False")
+        # A trainer that counts over ranks multiplies by their number itself.
+        self.loss.gradients = "sum" if trainer.args.average_tokens_across_devices else "mean"
+        self._attached = True
+        take, predict = trainer.get_batch_samples, trainer.prediction_step
+
+        def get_batch_samples(batches: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+            samples, num_items = take(batches, num_batches, device)
+            return self._begin(samples), num_items
+
+        def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **named: Any) -> Any:
+            return predict(model, _known_to_models(inputs), *rest, **named)
+
+        trainer.get_batch_samples, trainer.prediction_step = get_batch_samples, prediction_step
+        return self
+
+    def __call__(self, outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | float | None = None) -> Tensor:
+        """The scalar loss of one row; what the trainer calls. Raises ConfigError without labels."""
+        if labels is None:
+            raise ConfigError("the batch has no labels; use PackCollator, or a collator that makes them")
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs.logits
+        if self._pending:
+            batch = {**self._pending.popleft(), "labels": labels}
+            with self.loss.step(self._normaliser):
+                return self.loss(logits, batch)
+        if self.loss.reduce != "token" and not self._attached:
+            raise ConfigError(f"reduce={self.loss.reduce!r} needs the boundaries: call TrainerLoss.attach(trainer)")
+        shifted = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100).flatten()
+        losses = token_losses(
+            logits.flatten(0, -2), shifted, label_smoothing=self.loss.label_smoothing, chunk=self.loss.chunk
+        )
+        return losses.sum() / ((shifted != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+    def _begin(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Agree on Z of the step that consists of ``samples``, and return what of them the model takes."""
+        self._pending = collections.deque(samples)
+        self._normaliser = self.loss.normaliser(samples)
+        return [_known_to_models(batch) for batch in samples]
+
+
+def _known_to_models(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in batch.items() if key not in _OURS}

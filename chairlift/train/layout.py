@@ -1,0 +1,140 @@
+"""What a pack is, and how its sequences lie in it: the plain data that every piece of the training half exchanges.
+
+NumPy only; PyTorch is imported by the methods that return tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Layout", "Pack"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the sequences of a flat batch begin and end: N sequences in T tokens, no padding between them."""
+
+    cu_seqlens: tuple[int, ...]
+    """[N + 1] offsets, ascending from 0: sequence ``i`` is ``[cu_seqlens[i], cu_seqlens[i + 1])``; the last is T."""
+
+    def __post_init__(self) -> None:
+        if not self.cu_seqlens or self.cu_seqlens[0] != 0:
+            raise ConfigError(f"cu_seqlens must begin with 0, got {self.cu_seqlens[:4]}")
+        if any(end <= start for start, end in itertools.pairwise(self.cu_seqlens)):
+            raise ConfigError("cu_seqlens must rise from each entry to the next: a sequence has at least one token")
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Layout:
+        """Of sequences with these lengths, one after another. Raises ConfigError for an empty one."""
+        return cls((0, *itertools.accumulate(int(length) for length in lengths)))
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Any) -> Layout:
+        """Of a packed row whose positions restart at 0 in every sequence: a tensor or array, [T] or [1, T].
+
+        Raises ConfigError for more than one row, and for positions that do not begin with 0.
+        """
+        flat = np.asarray(position_ids.cpu() if hasattr(position_ids, "cpu") else position_ids)
+        if flat.ndim == 2 and flat.shape[0] == 1:
+            flat = flat[0]
+        if flat.ndim != 1 or not flat.size or flat[0] != 0:
+            raise ConfigError(
+                f"a packed row has position_ids [T] or [1, T] that begin with 0, got shape {list(flat.shape)}"
+            )
+        starts = np.flatnonzero(flat == 0)
+        return cls((*starts.tolist(), int(flat.size)))
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cu_seqlens[-1]
+
+    @functools.cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """[N]."""
+        return tuple(end - start for start, end in itertools.pairwise(self.cu_seqlens))
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens in the longest sequence."""
+        return max(self.lengths, default=0)
+
+    @property
+    def sum_squares(self) -> int:
+        """Sum of the squared lengths: what full attention costs."""
+        return sum(length * length for length in self.lengths)
+
+    @functools.cached_property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """[T]: they restart at 0 in every sequence."""
+        starts = np.asarray(self.cu_seqlens[:-1], dtype=np.int64)
+        return np.arange(self.num_tokens, dtype=np.int64) - np.repeat(starts, self.lengths)
+
+    @functools.cached_property
+    def segment_ids(self) -> npt.NDArray[np.int32]:
+        """[T]: 0 for the tokens of the first sequence, 1 for those of the second (``seq_idx`` of Mamba's kernels)."""
+        return np.repeat(np.arange(self.num_sequences, dtype=np.int32), self.lengths)
+
+    def unpack(self, tensor: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
+        """Split what lies along the T tokens into one view per sequence, [L_i, ...] each.
+
+        A leading axis of size 1 (the batch axis of Hugging Face's models) is dropped. Raises ConfigError when the
+        axis does not have T entries.
+        """
+        import torch
+
+        if tensor.ndim > 1 and tensor.shape[0] == 1 and tensor.shape[dim] != self.num_tokens:
+            tensor = tensor[0]
+        if tensor.shape[dim] != self.num_tokens:
+            raise ConfigError(f"axis {dim} of {list(tensor.shape)} must have the layout's {self.num_tokens} tokens")
+        return list(torch.split(tensor, list(self.lengths), dim))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pack:
+    """Sequences that share one forward pass."""
+
+    tokens: npt.NDArray[np.int32]
+    """[T], the sequences one after another."""
+    lengths: tuple[int, ...]
+    """[N]; their sum is T."""
+    ids: tuple[int, ...]
+    """[N] position in the source of each. Pieces of one split sequence have the same."""
+    weights: npt.NDArray[np.float32]
+    """[T] loss weight of each token as a *target*: 0 for prompts and for the first token of a sequence."""
+    meta: tuple[Mapping[str, Any], ...] = ()
+    """[N] what else the source said about each sequence; empty when it said nothing."""
+    step: int = 0
+    """Optimiser step that this pack belongs to, from 0."""
+    last_of_step: bool = True
+    """Whether this rank's optimiser step ends with this pack."""
+    step_weight: float = 0.0
+    """Sum of ``weights`` over all packs of the step on all ranks: the constant Z of a token mean."""
+    step_sequences: int = 0
+    """Sequences with a target in all packs of the step on all ranks: the constant Z of a sequence mean."""
+    filler: bool = False
+    """A stand-in with one token and no target, so that all ranks take equally many packs at the end of a stream."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def layout(self) -> Layout:
+        """Where its sequences lie."""
+        return Layout.of(self.lengths)

@@ -1,0 +1,347 @@
+"""The loss of an optimiser step that does not depend on how the step was cut up.
+
+One rule: ``sum_t w_t * nll_t / Z``, where Z belongs to the whole optimiser step, over its micro-batches and ranks, and
+is agreed on before the first backward. Means of means (per micro-batch, then over ranks) give other gradients as soon
+as two micro-batches have different numbers of targets, and packing makes that the rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from chairlift.errors import ConfigError
+from chairlift.train.collate import IGNORED, PackCollator
+from chairlift.train.layout import Pack
+
+__all__ = ["Batch", "ExpertCounts", "Gradients", "Reduce", "StepLoss", "token_losses"]
+
+Batch = Pack | Mapping[str, Any]
+"""A pack, or what a collator makes: ``labels`` [B, S]; ``loss_weight``, ``segment_ids``, ``position_ids`` if any."""
+
+Reduce = Literal["token", "sequence", "sqrt", "weights"]
+"""How much a target counts, times its own ``loss_weight`` in each case. n is the number of targets in its sequence.
+
+- ``token``: 1; Z is the sum of the weights. Long sequences count more.
+- ``sequence``: 1 / n; Z is the number of sequences that have a target. DPO, reward models.
+- ``sqrt``: 1 / sqrt(n), the compromise between the two; Z is the sum of sqrt(n).
+- ``weights``: 1; Z is the number of targets, so weights are not normalised away: importance ratios, advantages.
+"""
+
+Gradients = Literal["mean", "sum"]
+"""What becomes of the gradients of the ranks: DDP and FSDP take their mean, so each rank's loss must be multiplied by
+the number of ranks; ``sum`` leaves it alone, where somebody else multiplies or gradients are summed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Targets:
+    """What a row is asked to predict, aligned with the logits: entry t is about the token after t."""
+
+    labels: Tensor
+    """int64 [T]."""
+    weights: Tensor
+    """[T], in the dtype that the loss is summed in."""
+    normaliser: Tensor
+    """Scalar: this row's share of Z."""
+
+
+class StepLoss:
+    """The loss of one optimiser step, piece by piece.
+
+    ::
+
+        loss = StepLoss("token")
+        for packs in stream.steps():
+            with loss.step(packs):
+                for pack in packs:
+                    batch = collate(pack)
+                    logits = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+                    loss(logits, batch).backward()
+            optimizer.step()
+
+    ``group`` are the ranks that share the step: all of them, where ``torch.distributed`` runs and none is given.
+    ``chunk`` bounds memory: logits are cast to float32 that many rows at a time, and once more in the backward.
+    """
+
+    def __init__(
+        self,
+        reduce: Reduce = "token",
+        *,
+        group: distributed.ProcessGroup | None = None,
+        gradients: Gradients = "mean",
+        label_smoothing: float = 0.0,
+        chunk: int | None = None,
+    ) -> None:
+        """Raises ConfigError for a ``reduce`` or ``gradients`` that is not listed, and for values out of range."""
+        if reduce not in ("token", "sequence", "sqrt", "weights"):
+            raise ConfigError(f"reduce must be token, sequence, sqrt or weights, got {reduce!r}")
+        if gradients not in ("mean", "sum"):
+            raise ConfigError(f"gradients must be mean (DDP, FSDP) or sum, got {gradients!r}")
+        if not 0 <= label_smoothing < 1:
+            raise ConfigError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
+        if chunk is not None and chunk < 1:
+            raise ConfigError(f"chunk must be at least 1 row, or None for all at once, got {chunk}")
+        self.reduce: Reduce = reduce
+        self.group = group
+        self.gradients: Gradients = gradients
+        self.label_smoothing = label_smoothing
+        self.chunk = chunk
+        self._normaliser: float | None = None
+        self._total: Tensor | float = 0.0
+
+    @contextlib.contextmanager
+    def step(self, packs: float | Sequence[Batch]) -> Iterator[StepLoss]:
+        """Within, calls belong to one optimiser step: this rank's packs or batches of it, or Z itself.
+
+        Packs of a stream know Z of a token or sequence mean for all ranks. Otherwise it is counted, and summed over the
+        group: every rank must then enter, with no packs if it has none. Raises ConfigError when the step has no target.
+        """
+        self._normaliser = self._agree(packs)
+        self._total = 0.0
+        try:
+            yield self
+        finally:
+            self._normaliser = None
+
+    def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
+        """This row's part of the step's loss, a scalar to call ``backward`` on.
+
+        logits [T, V] or [B, S, V], row t about the token after t. Sequences without a target (padding, fillers) give 0,
+        with a graph, so that every rank's backward runs. Raises ConfigError outside of :meth:`step`.
+        """
+        if self._normaliser is None:
+            raise ConfigError("call a StepLoss inside `with loss.step(packs):`; Z must be known before any backward")
+        flat = logits.flatten(0, -2)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        targets = _targets(batch, self.reduce, logits.device, dtype)
+        if len(flat) != len(targets.labels):
+            raise ConfigError(f"logits of {len(flat)} rows for a batch of {len(targets.labels)} tokens; give all rows")
+        losses = token_losses(flat, targets.labels, label_smoothing=self.label_smoothing, chunk=self.chunk)
+        part = (losses * targets.weights).sum() / self._normaliser
+        self._total = self._total + part.detach()
+        return part * _num_ranks(self.group) if self.gradients == "mean" else part
+
+    @property
+    def total(self) -> float:
+        """This rank's share of the last step's loss, to be logged: its sum over the ranks is the step's mean."""
+        return float(self._total)
+
+    def global_total(self) -> float:
+        """The last step's loss over all ranks; every rank must ask."""
+        return float(_sum_over_ranks(torch.tensor([self.total], dtype=torch.float64), self.group))
+
+    def normaliser(self, batches: Sequence[Batch]) -> float:
+        """Z by counting: over these batches, and over the group. Every rank must ask, with its own."""
+        cpu = torch.device("cpu")
+        own = sum(float(_targets(batch, self.reduce, cpu, torch.float64).normaliser) for batch in batches)
+        return float(_sum_over_ranks(torch.tensor([own], dtype=torch.float64), self.group))
+
+    def _agree(self, packs: float | Sequence[Batch]) -> float:
+        if isinstance(packs, (int, float)):
+            total = float(packs)
+        else:
+            steps = {pack.step for pack in packs if isinstance(pack, Pack)}
+            if len(steps) > 1:
+                raise ConfigError(f"packs of optimiser steps {sorted(steps)} in one step; iterate PackStream.steps()")
+            known = max((_known(pack, self.reduce) for pack in packs), default=0.0)
+            total = known or self.normaliser(packs)
+        if not total > 0 or not math.isfinite(total):
+            raise ConfigError(
+                f"Z of this step is {total} ({self.reduce}); it must be finite and positive: give targets,"
+                " and reduce='weights' if weights may be negative"
+            )
+        return total
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, chunk: int | None = None) -> Tensor:
+    """Cross-entropy [T] of labels [T] under logits [T, V], 0 where a label is -100; at least float32.
+
+    With ``chunk``, only that many rows at a time exist in float32, and they are computed again in the backward.
+    """
+
+    def some(rows: Tensor, targets: Tensor) -> Tensor:
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return functional.cross_entropy(rows, targets, reduction="none", label_smoothing=label_smoothing)
+
+    if chunk is None or len(logits) <= chunk:
+        return some(logits, labels)
+    # split, not slices: the gradients of the pieces are joined once, instead of being added up in full size each.
+    pieces = zip(torch.split(logits, chunk), torch.split(labels, chunk), strict=True)
+    return torch.cat([checkpoint(some, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
+
+
+class ExpertCounts:
+    """The load-balancing loss of mixture-of-experts models, exact for any cutting-up of the step.
+
+    E * sum_e f_e * P_e (Switch Transformer, eq. 4-6, as Mixtral has it): f_e is expert e's share of the routings,
+    P_e its mean probability. A product of means does not add up over micro-batches. But f has no gradient, so with f of
+    the whole step known beforehand, each micro-batch's share of P adds up. To know it costs a forward without gradient
+    per micro-batch; without one, f is of what this rank has seen of the step so far: cheaper, and not exact.
+
+    ::
+
+        with loss.step(packs), experts.step(batches, forward):
+            for batch in batches:
+                out = forward(batch)
+                (loss(out.logits, batch) + 0.01 * experts(out.router_logits, batch)).backward()
+
+    For routers that take the ``top_k`` largest logits. ``per_layer`` averages a loss per layer (Switch, Megatron);
+    without it all layers are counted together (transformers).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        *,
+        per_layer: bool = False,
+        group: distributed.ProcessGroup | None = None,
+        gradients: Gradients = "mean",
+    ) -> None:
+        """Raises ConfigError unless 1 <= top_k <= num_experts."""
+        if not 1 <= top_k <= num_experts:
+            raise ConfigError(f"top_k must be from 1 to num_experts ({num_experts}), got {top_k}")
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.per_layer = per_layer
+        self.group = group
+        self.gradients: Gradients = gradients
+        self.exact = True
+        self._counts: Tensor | None = None
+        self._counted = 0.0
+        self._num_tokens = 0.0
+
+    @classmethod
+    def of(cls, config: Any, **settings: Any) -> ExpertCounts:
+        """For a model of transformers, by its ``config``. Raises ConfigError when it names no experts."""
+        for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+            if getattr(config, name, None):
+                return cls(getattr(config, name), config.num_experts_per_tok, **settings)
+        raise ConfigError(
+            f"{type(config).__name__} names no number of experts; ExpertCounts is for mixtures of experts"
+        )
+
+    @contextlib.contextmanager
+    def step(self, batches: Sequence[Batch], forward: Callable[[Batch], Any] | None = None) -> Iterator[ExpertCounts]:
+        """Within, calls belong to one optimiser step. Every rank of the group must enter, with its own batches.
+
+        ``forward`` runs the model on a batch and returns its router logits, or something that has them as
+        ``router_logits``; it is called here once per batch, without gradient, and must route as it will in training (no
+        dropout, no router noise).
+        """
+        self.exact = forward is not None
+        self._counts = None
+        self._counted = 0.0
+        own = torch.tensor([float(sum(_num_tokens(batch) for batch in batches))], dtype=torch.float64)
+        self._num_tokens = float(_sum_over_ranks(own, self.group))
+        if forward is not None:
+            if not batches:
+                raise ConfigError("every rank needs at least one batch of the step, a filler if it has nothing else")
+            with torch.no_grad():
+                counts = [self._routings(forward(batch), batch) for batch in batches]
+            self._counts = _sum_over_ranks(torch.stack(counts).sum(0), self.group)
+            self._counted = self._num_tokens
+        try:
+            yield self
+        finally:
+            self._num_tokens = 0.0
+
+    def __call__(self, router_logits: Sequence[Tensor], batch: Batch) -> Tensor:
+        """This row's part of the step's loss, a scalar; router logits [T, E] per layer, padding excluded."""
+        if not self._num_tokens:
+            raise ConfigError("an ExpertCounts is called inside `with experts.step(batches, forward):`")
+        if not self.exact:
+            counts = self._routings(router_logits, batch)
+            self._counts = counts if self._counts is None else self._counts + counts
+            self._counted += _num_tokens(batch)
+        if self._counts is None:
+            raise ConfigError("no routing was counted; give `forward` the batches that are trained on")
+        kept = _num_tokens(batch)
+        wide = torch.promote_types(router_logits[0].dtype, torch.float32)
+        shares = [logits[:kept].to(wide).softmax(-1).sum(0) for logits in router_logits]
+        probabilities = torch.stack([share.to(shares[0].device) for share in shares]) / self._num_tokens
+        fractions = (self._counts / max(1.0, self._counted)).to(probabilities)
+        if not self.per_layer:
+            probabilities, fractions = probabilities.mean(0), fractions.mean(0)
+        part = self.num_experts * (fractions * probabilities).sum() / (len(router_logits) if self.per_layer else 1)
+        return part * _num_ranks(self.group) if self.gradients == "mean" else part
+
+    @property
+    def fractions(self) -> Tensor:
+        """float64 [layers, E]: the share of its tokens that each layer sent to each expert, ``top_k`` in all."""
+        if self._counts is None:
+            raise ConfigError("no routing was counted yet")
+        return self._counts / max(1.0, self._counted)
+
+    def _routings(self, router_logits: Any, batch: Batch) -> Tensor:
+        """float64 [layers, E] on the CPU: how many tokens each expert gets; of logits, or an output that has them."""
+        layers = getattr(router_logits, "router_logits", router_logits)
+        chosen = [logits[: _num_tokens(batch)].detach().topk(self.top_k, -1).indices for logits in layers]
+        return torch.stack([layer.flatten().bincount(minlength=self.num_experts).cpu() for layer in chosen]).double()
+
+
+_collate = PackCollator(keys=("labels", "loss_weight", "segment_ids"))
+
+
+def _targets(batch: Batch, reduce: Reduce, device: torch.device, dtype: torch.dtype) -> _Targets:
+    """What ``batch`` asks for. The first token of a sequence is never a target, whatever its label says."""
+    row = _collate(batch) if isinstance(batch, Pack) else batch
+    labels = row["labels"].to(device)
+    labels = labels if labels.ndim > 1 else labels[None]
+    starts = torch.zeros_like(labels, dtype=torch.bool)
+    starts[:, 0] = True
+    if row.get("segment_ids") is not None:
+        ids = row["segment_ids"].to(device).view(labels.shape)
+        starts[:, 1:] |= ids[:, 1:] != ids[:, :-1]
+    elif row.get("position_ids") is not None and len(labels) == 1:
+        starts |= row["position_ids"].to(device).view(labels.shape) == 0
+    ignored = (starts | (labels == IGNORED)).flatten()
+    weights = row.get("loss_weight")
+    weights = torch.ones_like(ignored, dtype=dtype) if weights is None else weights.to(device, dtype).flatten()
+    weights = weights.masked_fill(ignored, 0.0)
+    counted = (weights != 0).to(dtype)
+    segments = starts.flatten().cumsum(0) - 1
+    # As many places as tokens: how many sequences there are would have to be asked of the device.
+    lengths = torch.zeros_like(weights).index_add_(0, segments, counted)
+    power = {"sequence": 1.0, "sqrt": 0.5}.get(reduce, 0.0)
+    if power:
+        weights = weights / lengths[segments].clamp(min=1.0) ** power
+    normaliser = {"token": weights, "weights": counted, "sequence": (lengths > 0).to(dtype), "sqrt": lengths.sqrt()}
+    # Aligned with the logits: what a row predicts is the next token's label, and the last row predicts nothing.
+    labels = functional.pad(labels.flatten().masked_fill(ignored, IGNORED)[1:], (0, 1), value=IGNORED)
+    return _Targets(labels, functional.pad(weights[1:], (0, 1)), normaliser[reduce].sum())
+
+
+def _known(batch: Batch, reduce: Reduce) -> float:
+    """Z as the stream knows it for all ranks, 0 when it does not."""
+    name = {"token": "step_weight", "sequence": "step_sequences"}.get(reduce, "")
+    return float((getattr(batch, name, 0.0) if isinstance(batch, Pack) else batch.get(name)) or 0.0)
+
+
+def _num_tokens(batch: Batch) -> int:
+    """Tokens of the row that are not padding."""
+    if isinstance(batch, Pack):
+        return 0 if batch.filler else batch.num_tokens
+    return int(batch["num_tokens"] if "num_tokens" in batch else batch["input_ids"].numel())
+
+
+def _num_ranks(group: distributed.ProcessGroup | None) -> int:
+    return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _sum_over_ranks(values: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
+    """Of float64 values on the CPU, which it returns there."""
+    if _num_ranks(group) == 1:
+        return values
+    device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
+    summed = values.to(device, copy=True)
+    distributed.all_reduce(summed, group=group)
+    return summed.cpu()

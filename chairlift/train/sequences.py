@@ -1,0 +1,283 @@
+"""Sources of sequences: what one is, what may stand in it, and how to come back to a place in it.
+
+NumPy only. A source yields token ids (a list, an array, a tensor) or mappings with these fields:
+
+- ``input_ids``: [L] the token ids;
+- ``labels``: [L] as Hugging Face has them, equal to ``input_ids``, or -100 where a token is no target;
+- ``completion_mask``, ``loss_weight``: [L] factors of the token's loss weight as a target;
+- ``weight``: one factor for the whole sequence;
+- ``attention_mask``: [L] tokens with a 0 are padding, and are removed;
+- anything else is handed on as ``meta``.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import inspect
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.errors import ConfigError
+
+__all__ = ["Key", "Sample", "SourceCursor", "read_sample"]
+
+Key = str | int | None
+"""What keeps sequences apart that must not share a pack."""
+
+_PER_TOKEN = ("completion_mask", "loss_weight")
+_READ = frozenset({"input_ids", "labels", "weight", "attention_mask", *_PER_TOKEN})
+_LARGEST = 2**31 - 1
+
+
+@dataclasses.dataclass(slots=True)
+class Sample:
+    """One sequence, or a piece of one."""
+
+    id: int
+    """Its position in the source."""
+    tokens: npt.NDArray[np.int32]
+    """[L]."""
+    weights: npt.NDArray[np.float32] | None = None
+    """[L] loss weight of each token as a target, 0 for the first; None for 0 and then 1."""
+    meta: Mapping[str, Any] | None = None
+    key: Key = None
+    born: int = 0
+    """Packs that had been closed when it came."""
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights."""
+        return len(self.tokens) - 1.0 if self.weights is None else float(self.weights.sum(dtype=np.float64))
+
+    @property
+    def has_target(self) -> bool:
+        """Whether any weight is not 0."""
+        return len(self.tokens) > 1 if self.weights is None else bool(self.weights.any())
+
+    def piece(self, start: int, end: int) -> Sample:
+        """Tokens ``start`` to ``end`` as a sequence of their own, whose first token is no target."""
+        weights = None if self.weights is None else self.weights[start:end].copy()
+        if weights is not None:
+            weights[0] = 0
+        return dataclasses.replace(self, tokens=self.tokens[start:end].copy(), weights=weights)
+
+    def padded(self, align: int, token: int) -> Sample:
+        """Filled up to a multiple of ``align`` with a token that is no target."""
+        extra = -len(self.tokens) % align
+        if not extra:
+            return self
+        weights = np.zeros(len(self.tokens) + extra, np.float32)
+        weights[1 : len(self.tokens)] = 1 if self.weights is None else self.weights[1:]
+        return dataclasses.replace(
+            self, tokens=np.append(self.tokens, np.full(extra, token, np.int32)), weights=weights
+        )
+
+
+def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | None = None) -> Sample:
+    """Check one item of a source and copy what it says. ``key`` is a field's name, or a function of the item.
+
+    Raises ConfigError, naming ``position``, for what is no sequence of at least one token id.
+    """
+    group = None if key is None else key(item) if callable(key) else item[key] if isinstance(item, Mapping) else None
+    if not isinstance(item, Mapping):
+        return Sample(position, _token_ids(item, position), key=group)
+    if "input_ids" not in item:
+        raise _wrong(position, f"has the fields {sorted(map(str, item))}", "give it token ids as input_ids")
+    tokens = _token_ids(item["input_ids"], position)
+    weights: npt.NDArray[np.float32] | None = None
+    if item.get("labels") is not None:
+        labels = _vector(item["labels"], "labels", len(tokens), position)
+        is_target = labels == tokens
+        if not (is_target | (labels == -100)).all():
+            raise _wrong(position, "has labels that are neither -100 nor its input_ids", "do not shift the labels")
+        weights = is_target.astype(np.float32)
+    for name in _PER_TOKEN:
+        if item.get(name) is not None:
+            factor = _vector(item[name], name, len(tokens), position).astype(np.float32)
+            weights = factor if weights is None else weights * factor
+    if item.get("weight") is not None:
+        weights = (np.ones(len(tokens), np.float32) if weights is None else weights) * np.float32(item["weight"])
+    given = "weight" in item or "loss_weight" in item
+    if weights is not None and given and not np.isfinite(weights).all():
+        raise _wrong(position, "has a loss weight that is not finite", "give finite weights")
+    if item.get("attention_mask") is not None:
+        real = _vector(item["attention_mask"], "attention_mask", len(tokens), position) != 0
+        if not real.all():
+            tokens, weights = tokens[real], None if weights is None else weights[real]
+            if not tokens.size:
+                raise _wrong(position, "is nothing but padding", "leave it out")
+    if weights is not None:
+        weights[0] = 0
+    meta = {name: value for name, value in item.items() if name not in _READ}
+    return Sample(position, tokens, weights, meta or None, group)
+
+
+def _wrong(position: int, what: str, remedy: str) -> ConfigError:
+    return ConfigError(f"sequence {position} of the source {what}; {remedy}, or skip it")
+
+
+def _token_ids(values: Any, position: int) -> npt.NDArray[np.int32]:
+    found = _as_array(values)
+    if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
+        given = f"{found.dtype} {list(found.shape)}"
+        raise _wrong(position, f"is {given}, not a row of at least one token id", "give integers, [L]")
+    if found.dtype != np.int32 and np.maximum.reduce(found) > _LARGEST:
+        raise _wrong(position, f"holds the token id {found.max()}", f"ids are at most {_LARGEST}")
+    tokens = found.astype(np.int32)
+    if np.minimum.reduce(tokens) < 0:
+        raise _wrong(position, f"holds the token id {tokens.min()}", "ids are at least 0")
+    return tokens
+
+
+def _vector(values: Any, name: str, length: int, position: int) -> npt.NDArray[Any]:
+    found = _as_array(values)
+    if found.shape != (length,) or found.dtype.kind not in "iufb":
+        given = f"{found.dtype} {list(found.shape)}"
+        raise _wrong(position, f"has {name} {given} for {length} tokens", "give one number per token")
+    return found
+
+
+def _as_array(values: Any) -> npt.NDArray[Any]:
+    if isinstance(values, (list, tuple)) and values:
+        try:
+            return np.frombuffer(array.array("i", values), np.int32)  # three times as fast as NumPy's own way
+        except (TypeError, OverflowError):
+            pass
+    elif hasattr(values, "detach"):
+        values = values.detach().cpu().numpy()
+    try:
+        return np.asarray(values)
+    except ValueError:  # ragged
+        return np.asarray(values, dtype=object)
+
+
+class SourceCursor:
+    """A place in a source, and the way back to it.
+
+    A source that is indexed (``len`` and ``[]``) is found again by position. One with ``state_dict`` and
+    ``load_state_dict`` (torchdata, Hugging Face's IterableDataset), or whose iterator has ``get_state`` and
+    ``set_state`` (Grain), by its own state. Any other is run forward, and must yield the same again. What stood at
+    positions 0, 1, 2, 4, 8 ... is remembered by checksum, so that a source that has changed is noticed.
+    """
+
+    def __init__(self, source: Any, key: str | Callable[[Any], Key] | None = None) -> None:
+        """Raises ConfigError for what is no source."""
+        self.source = source
+        self.kind = _kind(source)
+        """``indexed``, ``iterable`` or ``queue``."""
+        self.position = 0
+        """Items read, in this epoch."""
+        self._key = key
+        self._in_batches = hasattr(source, "select") and hasattr(source, "features")  # a Hugging Face dataset
+        self._iterator: Iterator[Any] | None = None
+        self._checksums: dict[int, int] = {}
+
+    def read(self) -> Sample:
+        """The next sequence. Raises StopIteration at the end, and ConfigError for a bad item, which is then passed."""
+        if self.kind == "indexed" and not self._in_batches:
+            if self.position >= len(self.source):
+                raise StopIteration
+            return self.take(self.source[self.position])
+        if self._iterator is None:
+            self._iterator = self._open()
+        return self.take(next(self._iterator))
+
+    def take(self, item: Any) -> Sample:
+        """Check ``item`` as the next of the source, wherever it came from."""
+        position = self.position
+        self.position += 1
+        sample = read_sample(item, position, self._key)
+        if not position & (position - 1):
+            self._checksums[position] = zlib.crc32(sample.tokens.tobytes())
+        return sample
+
+    def rewind(self, epoch: int) -> None:
+        """Begin again. A source that shuffles itself is told the epoch (``set_epoch``)."""
+        self.position, self._iterator = 0, None
+        self._checksums.clear()
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, as plain data."""
+        state: dict[str, Any] = {"kind": self.kind, "position": self.position}
+        state["checksums"] = [[position, value] for position, value in self._checksums.items()]
+        if self.kind == "indexed":
+            state["length"] = len(self.source)
+        elif self._iterator is not None:
+            if hasattr(self._iterator, "get_state"):
+                state["own"] = self._iterator.get_state()
+            elif hasattr(self.source, "load_state_dict"):
+                state["own"] = self.source.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a place. Raises ConfigError when the source is not the one that the state was taken from."""
+        if state["kind"] != self.kind:
+            raise ConfigError(f"the state is of a source of the kind {state['kind']}, but this one is {self.kind}")
+        if self.kind == "indexed" and state["length"] != len(self.source):
+            raise ConfigError(
+                f"the source has {len(self.source)} sequences, but had {state['length']} when the state was taken; "
+                "resume with the same data, or start a new stream"
+            )
+        self.position, self._iterator = int(state["position"]), None
+        self._checksums = {int(position): int(value) for position, value in state["checksums"]}
+        if self.kind == "indexed":
+            for position in self._checksums:
+                self._check(self.source[position], position)
+        elif state.get("own") is not None:
+            if hasattr(self.source, "load_state_dict"):
+                self.source.load_state_dict(state["own"])
+            self._iterator = iter(self.source)
+            if hasattr(self._iterator, "set_state"):
+                self._iterator.set_state(state["own"])
+        elif self.kind == "iterable":
+            self._run_forward()
+
+    def _open(self) -> Iterator[Any]:
+        if self.kind == "queue":
+            raise ConfigError("an asyncio queue is read with 'async for pack in stream', inside its event loop")
+        if self.kind == "indexed":  # a Hugging Face dataset: its iterator reads many rows together
+            return iter(self.source.select(range(self.position, len(self.source))))
+        return iter(self.source)
+
+    def _run_forward(self) -> None:
+        self._iterator = iter(self.source)
+        for position in range(self.position):
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                raise ConfigError(
+                    f"the source ended after {position} sequences, but {self.position} had been read when the state "
+                    "was taken; resume with the same data from its beginning"
+                ) from None
+            if position in self._checksums:
+                self._check(item, position)
+
+    def _check(self, item: Any, position: int) -> None:
+        if zlib.crc32(read_sample(item, position).tokens.tobytes()) != self._checksums[position]:
+            raise ConfigError(
+                f"sequence {position} of the source is not what it was when the state was taken; resume with the "
+                "same data in the same order, or start a new stream"
+            )
+
+
+def _kind(source: Any) -> str:
+    if inspect.iscoroutinefunction(getattr(source, "get", None)):
+        return "queue"
+    torch = sys.modules.get("torch")
+    is_torch_iterable = torch is not None and isinstance(source, torch.utils.data.IterableDataset)
+    if isinstance(source, (Mapping, str, bytes)) or not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
+        raise ConfigError(
+            f"a source is a sequence, an iterable or an asyncio queue of token ids or mappings with input_ids, got "
+            f"{type(source).__name__}"
+        )
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not is_torch_iterable:
+        return "indexed"
+    return "iterable"

@@ -1,0 +1,421 @@
+"""A source of sequences in, packs out: for every rank, in closed optimiser steps, resumable after any pack.
+
+The packs of all ranks are planned on every rank, from lengths, and only this rank's are put together; so ranks agree
+without talking. NumPy only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from chairlift.errors import ConfigError
+from chairlift.train.balance import Cost, deal_rows, level_rows
+from chairlift.train.layout import Pack
+from chairlift.train.pack import LookaheadPacker
+from chairlift.train.sequences import Key, Sample, SourceCursor
+from chairlift.train.stream_state import StreamSettings, pack_samples, unpack_samples
+from chairlift.train.stream_stats import StreamMeter, StreamStats
+
+if TYPE_CHECKING:
+    from chairlift.train.torch_stream import TorchPackStream
+
+__all__ = ["PackStream"]
+
+_Plan = list[Sample]
+"""One pack to be; without samples, a filler."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Row:
+    """One pack for each rank."""
+
+    plans: list[_Plan]
+    step: int
+    last_of_step: bool
+    step_weight: float
+    step_sequences: int
+
+
+class PackStream:
+    """Iterates this rank's packs of ``source``; see :mod:`~chairlift.train.sequences` for what a source may hold.
+
+    Sequences are packed by :class:`~chairlift.train.pack.LookaheadPacker`. Packs are dealt to ranks in rows of one
+    each, and rows make optimiser steps, which close on what ``step`` asks for. A step is planned whole before its
+    first pack is handed out, so each :class:`~chairlift.train.layout.Pack` knows the constant its loss is divided by.
+    At the end the last row is filled up with ``filler`` packs: all ranks take equally many, and no token is lost.
+
+    The output depends on the order of the source, the settings and the seed alone, and the packs over all ranks are
+    the same for any number of ranks (that divides ``window``, if packs are balanced or shuffled).
+
+    A bad sequence raises ConfigError from the iterator's ``next`` and is passed; ``next`` may be called again.
+    Iterating again after the end begins the source again: the next epoch.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        capacity: int = 4096,
+        *,
+        pool: int = 256,
+        align: int = 1,
+        max_sequences: int | None = None,
+        overflow: Literal["error", "split", "truncate", "drop", "own_pack"] = "error",
+        order: Literal["oldest_first", "shuffled"] = "oldest_first",
+        key: str | Callable[[Any], Key] | None = None,
+        ranks: int = 1,
+        rank: int = 0,
+        balance: Cost | None = None,
+        window: int = 128,
+        step: str | None = None,
+        seed: int = 0,
+        pad_id: int = 0,
+        flush_after: float | None = None,
+    ) -> None:
+        """Raises ConfigError for settings out of range.
+
+        - ``capacity``: tokens in a pack at most; ``max_sequences``: sequences in one at most.
+        - ``pool``: sequences that are pending, from which packs are made; none waits for more than ``pool`` packs.
+        - ``align``: each sequence is filled up to a multiple of this with ``pad_id``, of weight 0, at its end.
+        - ``overflow``: what becomes of a sequence longer than the capacity. ``split`` makes each piece a sequence
+          with the same id; ``own_pack`` makes it a pack that is too large.
+        - ``order``: ``oldest_first`` hands packs out as they close; ``shuffled`` shuffles those of a ``window``.
+        - ``key``: a field, or a function of the item; sequences with different keys never share a pack.
+        - ``balance``: rows are made of packs that cost alike, among those of a ``window`` (packs over all ranks).
+        - ``step``: ``tokens:1M``, ``sequences:256`` or ``packs:8``, over all ranks. What one step has too much of, the
+          next gets less of. None: a step is one pack per rank.
+        - ``flush_after``: of a queue (one rank): what has waited for so many seconds is handed out, however full.
+        """
+        self._settings = StreamSettings(
+            capacity=capacity,
+            pool=pool,
+            align=align,
+            max_sequences=max_sequences,
+            overflow=overflow,
+            order=order,
+            ranks=ranks,
+            balance=None if balance is None else (balance.linear, balance.quadratic),
+            window=window,
+            step=step,
+            seed=seed,
+            pad_id=pad_id,
+        )
+        if not 0 <= rank < ranks or (flush_after is not None and ranks > 1):
+            raise ConfigError(
+                f"rank must be 0 to ranks - 1, and flush_after is for one rank; got rank {rank} of {ranks} ranks, "
+                f"flush_after {flush_after}"
+            )
+        self.rank = rank
+        self._flush_after = flush_after
+        self._cost = balance or Cost.tokens()
+        self._cursor = SourceCursor(source, key)
+        self._reset()
+
+    def _reset(self) -> None:
+        """To the state of a stream that has read nothing."""
+        self._epoch = 0
+        self._ended = False
+        self._serial = 0  # of the next sequence
+        self._windows = 0  # dealt so far
+        self._progress = 0  # of the open step towards what it closes on
+        self._step = 0  # the open step
+        self._packer = self._new_packer()
+        self._pending: dict[int, Sample] = {}
+        self._window: list[_Plan] = []
+        self._open: list[list[_Plan]] = []  # rows of the open step
+        self._ready: deque[_Row] = deque()
+        self._meter = StreamMeter(self._settings.capacity)
+
+    def _new_packer(self) -> LookaheadPacker:
+        settings = self._settings
+        return LookaheadPacker(
+            settings.capacity, settings.pool, align=settings.align, max_sequences=settings.max_sequences
+        )
+
+    # ---- what comes out
+
+    def __iter__(self) -> Iterator[Pack]:
+        if self._ended and not self._ready:
+            self._ended = False
+            self._epoch += 1
+            self._cursor.rewind(self._epoch)
+        return self
+
+    def __next__(self) -> Pack:
+        return self._make_pack(self._next_row())
+
+    async def __aiter__(self) -> AsyncIterator[Pack]:
+        """Packs of a source that is an asyncio queue, until it yields None."""
+        queue, clock = self._cursor.source, asyncio.get_running_loop().time
+        if self._cursor.kind != "queue":
+            raise ConfigError("only an asyncio queue is read with 'async for'; use 'for pack in stream'")
+        deadline: float | None = None
+        while not self._ended or self._ready:
+            handed_out = bool(self._ready)
+            while self._ready:
+                yield self._make_pack(self._ready.popleft())
+            if self._flush_after is None or not (self._pending or self._window or self._open):
+                deadline = None
+            elif deadline is None or handed_out:
+                deadline = clock() + self._flush_after
+            if self._ended:
+                return
+            try:
+                item = await asyncio.wait_for(queue.get(), None if deadline is None else max(0.0, deadline - clock()))
+            except TimeoutError:
+                self._flush()
+                continue
+            if item is None:
+                self._finish()
+            else:
+                self._push(self._cursor.take(item))
+
+    def steps(self) -> Iterator[list[Pack]]:
+        """This rank's packs of one optimiser step at a time."""
+        packs: list[Pack] = []
+        for pack in self:
+            packs.append(pack)
+            if pack.last_of_step:
+                yield packs
+                packs = []
+
+    def every(self, count: int, first: int = 0) -> Iterator[tuple[int, Pack]]:
+        """Packs number ``first``, ``first + count`` and so on from here, each with its number.
+
+        The others are planned, but not put together: what one of ``count`` loaders reads.
+        """
+        iter(self)
+        for number in itertools.count():
+            try:
+                row = self._next_row()
+            except StopIteration:
+                return
+            if number >= first and (number - first) % count == 0:
+                yield number, self._make_pack(row)
+
+    def as_torch(self) -> TorchPackStream:
+        """This stream as a ``torch.utils.data.IterableDataset``, for a DataLoader with ``batch_size=None``."""
+        from chairlift.train.torch_stream import TorchPackStream
+
+        return TorchPackStream(self)
+
+    def stats(self) -> StreamStats:
+        """Figures over all ranks, since the stream began; see :class:`~chairlift.train.stream_stats.StreamStats`."""
+        return self._meter.snapshot()
+
+    # ---- from the source to closed steps
+
+    def _next_row(self) -> _Row:
+        while not self._ready:
+            if self._ended:
+                raise StopIteration
+            try:
+                sample = self._cursor.read()
+            except StopIteration:
+                self._finish()
+            else:
+                self._push(sample)
+        return self._ready.popleft()
+
+    def _push(self, sample: Sample) -> None:
+        settings = self._settings
+        for piece in (sample,) if len(sample.tokens) <= settings.capacity else self._fit(sample):
+            if settings.align > 1:
+                piece = piece.padded(settings.align, settings.pad_id)
+            length = len(piece.tokens)
+            self._meter.on_read(length)
+            piece.born = self._meter.packs
+            serial = self._serial
+            self._serial += 1
+            if length > settings.capacity:
+                self._close([piece], [serial])
+                continue
+            self._pending[serial] = piece
+            self._packer.add(serial, length, piece.key)
+            if self._packer.full:
+                self._close_next()
+
+    def _fit(self, sample: Sample) -> Iterable[Sample]:
+        """What is packed instead of a sequence that is too long."""
+        length, capacity = len(sample.tokens), self._settings.capacity
+        if self._settings.overflow == "own_pack":
+            return (sample,)
+        if self._settings.overflow == "drop":
+            self._meter.dropped += 1
+            return ()
+        if self._settings.overflow == "truncate":
+            self._meter.truncated += 1
+            return (sample.piece(0, capacity),)
+        if self._settings.overflow == "split":
+            self._meter.split += 1
+            return (sample.piece(start, min(length, start + capacity)) for start in range(0, length, capacity))
+        raise ConfigError(
+            f"sequence {sample.id} of the source has {length} tokens, but a pack takes {capacity}; raise capacity, or "
+            "set overflow to split, truncate, drop or own_pack"
+        )
+
+    def _close_next(self) -> None:
+        serials = self._packer.next_pack()
+        self._close([self._pending.pop(serial) for serial in serials], serials)
+
+    def _close(self, plan: _Plan, serials: Sequence[int]) -> None:
+        lengths = [len(sample.tokens) for sample in plan]
+        last = self._serial - 1
+        self._meter.on_pack(plan, [last - serial for serial in serials], sum(lengths), self._cost.of(lengths))
+        self._window.append(plan)
+        if len(self._window) >= self._settings.gathered:
+            self._deal()
+
+    def _deal(self) -> None:
+        """Divide the window into rows of one pack per rank, and close steps."""
+        settings, plans = self._settings, self._window
+        self._window = []
+        self._windows += 1
+        fillers = -len(plans) % settings.ranks
+        self._meter.fillers += fillers
+        plans += [[] for _ in range(fillers)]
+        seed = settings.seed * 2**32 + self._windows
+        if settings.balance is not None:
+            rows = deal_rows([self._cost_of(plan) for plan in plans], settings.ranks, seed)
+        elif settings.order == "shuffled":
+            order = [index for (index,) in deal_rows([0.0] * len(plans), 1, seed)]
+            rows = [order[start : start + settings.ranks] for start in range(0, len(plans), settings.ranks)]
+        else:
+            rows = [list(range(start, start + settings.ranks)) for start in range(0, len(plans), settings.ranks)]
+        for row in rows:
+            self._add_row([plans[index] for index in row])
+
+    def _add_row(self, row: list[_Plan]) -> None:
+        unit, target = self._settings.goal
+        self._open.append(row)
+        if unit == "packs":
+            self._progress += len(row)
+        elif unit == "sequences":
+            self._progress += sum(len(plan) for plan in row)
+        else:
+            self._progress += sum(len(sample.tokens) for plan in row for sample in plan)
+        if self._progress >= target:
+            self._progress = min(self._progress - target, target)
+            self._close_step()
+
+    def _close_step(self) -> None:
+        """Say who takes which pack of the open step, and what its losses are divided by."""
+        rows, self._open = self._open, []
+        costs = [[self._cost_of(plan) for plan in row] for row in rows]
+        if self._settings.balance is not None:
+            taken = level_rows(costs, self._step)
+            rows = [[row[pack] for pack in chosen] for row, chosen in zip(rows, taken, strict=True)]
+            costs = [[row[pack] for pack in chosen] for row, chosen in zip(costs, taken, strict=True)]
+        self._meter.on_step(costs)
+        samples = [sample for row in rows for plan in row for sample in plan]
+        weight = math.fsum(sample.total_weight for sample in samples)
+        sequences = sum(sample.has_target for sample in samples)
+        for index, row in enumerate(rows):
+            self._ready.append(_Row(row, self._step, index == len(rows) - 1, weight, sequences))
+        self._step += 1
+
+    def _cost_of(self, plan: _Plan) -> float:
+        return self._cost.of([len(sample.tokens) for sample in plan])
+
+    def _flush(self) -> None:
+        """Hand out all that waits, and close the open step."""
+        while self._packer:
+            self._close_next()
+        if self._window:
+            self._deal()
+        if self._open:
+            self._close_step()
+        self._progress = 0
+
+    def _finish(self) -> None:
+        self._flush()
+        self._ended = True
+
+    def _make_pack(self, row: _Row) -> Pack:
+        plan = row.plans[self.rank]
+        filler = not plan
+        if filler:
+            plan = [Sample(-1, np.full(1, self._settings.pad_id, np.int32))]
+        tokens = np.concatenate([sample.tokens for sample in plan])
+        lengths = tuple([len(sample.tokens) for sample in plan])
+        ends = list(itertools.accumulate(lengths))
+        weights = np.ones(len(tokens), np.float32)
+        weights[[0, *ends[:-1]]] = 0
+        for sample, end in zip(plan, ends, strict=True):
+            if sample.weights is not None:
+                weights[end - len(sample.weights) : end] = sample.weights
+        described = any(sample.meta is not None for sample in plan)
+        return Pack(
+            tokens=tokens,
+            lengths=lengths,
+            ids=tuple([sample.id for sample in plan]),
+            weights=weights,
+            meta=tuple([sample.meta or {} for sample in plan]) if described else (),
+            step=row.step,
+            last_of_step=row.last_of_step,
+            step_weight=row.step_weight,
+            step_sequences=row.step_sequences,
+            filler=filler,
+        )
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides the rest of the stream: plain Python and NumPy arrays, the same on every rank.
+
+        Save it after any pack. What was handed out is not in it; what has been read and waits is, tokens and all.
+        """
+        plans = [*self._window, *itertools.chain(*self._open), *itertools.chain(*(row.plans for row in self._ready))]
+        serials = self._packer.pending()
+        samples = [self._pending[serial] for serial in serials] + [sample for plan in plans for sample in plan]
+        return {
+            "version": 1,
+            "settings": self._settings.state_dict(),
+            "source": self._cursor.state_dict(),
+            "epoch": self._epoch,
+            "ended": self._ended,
+            "serial": self._serial,
+            "windows": self._windows,
+            "progress": self._progress,
+            "step": self._step,
+            "pending": serials,
+            "plans": [len(plan) for plan in plans],
+            "window": len(self._window),
+            "open": len(self._open),
+            "ready": [[row.step, row.last_of_step, row.step_weight, row.step_sequences] for row in self._ready],
+            "samples": pack_samples(samples),
+            "stats": self._meter.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called, with the same settings and source, on any rank.
+
+        Raises ConfigError, naming what differs, when the settings or the source are not the same; then nothing has
+        changed but the position of a source that keeps its own. A source that can only be iterated must be given anew.
+        """
+        if state.get("version") != 1:
+            raise ConfigError(f"the state has version {state.get('version')}, but this release reads version 1")
+        self._settings.check_same(state["settings"])
+        self._cursor.load_state_dict(state["source"])
+        self._reset()
+        self._epoch, self._ended, self._serial = int(state["epoch"]), bool(state["ended"]), int(state["serial"])
+        self._windows, self._progress = int(state["windows"]), int(state["progress"])
+        self._step = int(state["step"])
+        self._meter = StreamMeter.from_state(state["stats"])
+        samples = unpack_samples(state["samples"])
+        for serial in state["pending"]:
+            sample = next(samples)
+            self._pending[serial] = sample
+            self._packer.add(serial, len(sample.tokens), sample.key)
+        plans = (list(itertools.islice(samples, count)) for count in state["plans"])
+        self._window = list(itertools.islice(plans, state["window"]))
+        ranks = self._settings.ranks
+        self._open = [list(itertools.islice(plans, ranks)) for _ in range(state["open"])]
+        self._ready.extend(_Row(list(itertools.islice(plans, ranks)), *row) for row in state["ready"])

@@ -1,0 +1,206 @@
+"""How well a stream packs: running figures in bounded memory, the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from chairlift.train.sequences import Sample
+
+__all__ = ["Delay", "StreamMeter", "StreamStats"]
+
+_HORIZON = 4096
+"""Sequences over which the mean lengths are compared."""
+_EXACT = 64
+"""Delays below this are counted exactly, longer ones to within 1/32."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delay:
+    """How long sequences waited for their pack."""
+
+    p50: int
+    p99: int
+    max: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamStats:
+    """What a stream has done so far, over all ranks."""
+
+    sequences: int
+    """In packs; pieces of a split sequence count each."""
+    tokens: int
+    """In packs."""
+    packs: int
+    """Without ``fillers``."""
+    fillers: int
+    steps: int
+    """Optimiser steps closed."""
+    waste: float
+    """1 - tokens / (packs * capacity)."""
+    excess: float
+    """Packs / lower bound - 1: what a perfect packer of the same sequences could have saved, at most."""
+    delay_packs: Delay
+    """Packs closed between a sequence's arrival and its own."""
+    delay_arrivals: Delay
+    """Sequences that arrived meanwhile."""
+    cost_cv: float
+    """Standard deviation of the packs' cost over its mean."""
+    idle: float
+    """Share of the mean time that ranks wait when they synchronise after every pack."""
+    idle_step: float
+    """The same when they synchronise after every optimiser step."""
+    truncated: int
+    dropped: int
+    split: int
+    length_drift: float
+    """Mean length of the last few thousand packed sequences over that of those read, - 1: packing picks by length."""
+    length_drift_max: float
+    """Largest size that ``length_drift`` has had."""
+
+
+@dataclasses.dataclass
+class StreamMeter:
+    """Takes note of what a stream does. All fields are plain numbers, lists and mappings: they are its state."""
+
+    capacity: int
+    sequences: int = 0
+    tokens: int = 0
+    packs: int = 0
+    own_packs: int = 0
+    room: int = 0
+    bound_tokens: int = 0
+    bound_large: int = 0
+    fillers: int = 0
+    steps: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    split: int = 0
+    cost_sum: float = 0.0
+    cost_squares: float = 0.0
+    row_longest: float = 0.0
+    row_mean: float = 0.0
+    step_longest: float = 0.0
+    step_mean: float = 0.0
+    fresh: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    """Sequences and tokens read since the last pack."""
+    recent_read: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    """Sequences and tokens read lately, fading."""
+    recent_packed: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    drift_max: float = 0.0
+    delay_packs: dict[int, int] = dataclasses.field(default_factory=dict)
+    delay_arrivals: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def on_read(self, length: int) -> None:
+        self.fresh[0] += 1
+        self.fresh[1] += length
+
+    def on_pack(self, samples: Sequence[Sample], waited: Iterable[int], tokens: int, cost: float) -> None:
+        """``waited`` has for each sample the number of arrivals since its own."""
+        by_packs, by_arrivals = self.delay_packs, self.delay_arrivals
+        for sample in samples:
+            delay = _bucket(self.packs - sample.born)
+            by_packs[delay] = by_packs.get(delay, 0) + 1
+        for delay in map(_bucket, waited):
+            by_arrivals[delay] = by_arrivals.get(delay, 0) + 1
+        self.packs += 1
+        self.sequences += len(samples)
+        self.tokens += tokens
+        self.cost_sum += cost
+        self.cost_squares += cost * cost
+        if tokens > self.capacity:
+            self.own_packs += 1
+            self.room += tokens
+        else:
+            self.room += self.capacity
+            self.bound_tokens += tokens
+            # A pack holds at most one such sequence.
+            self.bound_large += any(2 * len(sample.tokens) > self.capacity for sample in samples)
+        _fade(self.recent_read, *self.fresh)
+        _fade(self.recent_packed, len(samples), tokens)
+        self.fresh = [0, 0]
+        if self.sequences >= _HORIZON:
+            self.drift_max = max(self.drift_max, abs(self._drift()))
+
+    def on_step(self, rows: Sequence[Sequence[float]]) -> None:
+        """``rows`` has the cost of each rank's pack, for each row of the step."""
+        ranks = len(rows[0])
+        self.steps += 1
+        for row in rows:
+            self.row_longest += max(row)
+            self.row_mean += sum(row) / ranks
+        sums = [sum(column) for column in zip(*rows, strict=True)]
+        self.step_longest += max(sums)
+        self.step_mean += sum(sums) / ranks
+
+    def snapshot(self) -> StreamStats:
+        bound = max(-(-self.bound_tokens // self.capacity), self.bound_large) + self.own_packs
+        mean = self.cost_sum / self.packs if self.packs else 0.0
+        variance = max(0.0, self.cost_squares / self.packs - mean * mean) if self.packs else 0.0
+        return StreamStats(
+            sequences=self.sequences,
+            tokens=self.tokens,
+            packs=self.packs,
+            fillers=self.fillers,
+            steps=self.steps,
+            waste=1 - self.tokens / self.room if self.room else 0.0,
+            excess=self.packs / bound - 1 if bound else 0.0,
+            delay_packs=_delay(self.delay_packs),
+            delay_arrivals=_delay(self.delay_arrivals),
+            cost_cv=math.sqrt(variance) / mean if mean else 0.0,
+            idle=self.row_longest / self.row_mean - 1 if self.row_mean else 0.0,
+            idle_step=self.step_longest / self.step_mean - 1 if self.step_mean else 0.0,
+            truncated=self.truncated,
+            dropped=self.dropped,
+            split=self.split,
+            length_drift=self._drift(),
+            length_drift_max=self.drift_max,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        for name in ("delay_packs", "delay_arrivals"):
+            state[name] = [list(pair) for pair in state[name].items()]  # JSON has no integer keys
+        for name in ("fresh", "recent_read", "recent_packed"):
+            state[name] = list(state[name])
+        return state
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> StreamMeter:
+        meter = cls(**state)
+        for name in ("delay_packs", "delay_arrivals"):
+            setattr(meter, name, {int(delay): int(count) for delay, count in state[name]})
+        for name in ("fresh", "recent_read", "recent_packed"):
+            setattr(meter, name, list(state[name]))
+        return meter
+
+    def _drift(self) -> float:
+        if not (self.recent_read[1] and self.recent_packed[0]):
+            return 0.0
+        return self.recent_packed[1] / self.recent_packed[0] * self.recent_read[0] / self.recent_read[1] - 1
+
+
+def _bucket(delay: int) -> int:
+    if delay < _EXACT:
+        return delay
+    shift = delay.bit_length() - 6
+    return delay >> shift << shift
+
+
+def _fade(recent: list[float], sequences: int, tokens: int) -> None:
+    keep = max(0.0, 1 - sequences / _HORIZON)
+    recent[0] = recent[0] * keep + sequences
+    recent[1] = recent[1] * keep + tokens
+
+
+def _delay(histogram: Mapping[int, int]) -> Delay:
+    total, seen, marks = sum(histogram.values()), 0, {0.5: 0, 0.99: 0}
+    for delay in sorted(histogram):
+        before, seen = seen, seen + histogram[delay]
+        for mark in marks:
+            if before < mark * total <= seen:
+                marks[mark] = delay
+    return Delay(marks[0.5], marks[0.99], max(histogram, default=0))

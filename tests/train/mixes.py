@@ -1,0 +1,38 @@
+"""Four mixes of sequence lengths, from easy to hard, by capacity."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+__all__ = ["MIXES"]
+
+
+def _log_normal(rng: random.Random, capacity: int, median: float, sigma: float = 1.0) -> int:
+    return min(capacity, max(1, round(capacity * median * math.exp(rng.gauss(0, sigma)))))
+
+
+def chat(rng: random.Random, capacity: int) -> int:
+    """Log-normal, mean 0.14 of the capacity."""
+    return _log_normal(rng, capacity, 0.089)
+
+
+def docs(rng: random.Random, capacity: int) -> int:
+    """Log-normal, cut at the capacity, mean 0.37 of it."""
+    return _log_normal(rng, capacity, 0.245, sigma=1.2)
+
+
+def rl(rng: random.Random, capacity: int) -> int:
+    """Four fifths short, one fifth longer than half the capacity: no two of those share a pack."""
+    if rng.random() < 0.8:
+        return _log_normal(rng, capacity, 0.0362)
+    return round(capacity * rng.uniform(0.55, 0.95))
+
+
+def hard(rng: random.Random, capacity: int) -> int:
+    """Uniform between 0.2 and 0.6 of the capacity: two to four in a pack, and nothing small to fill up with."""
+    return round(capacity * rng.uniform(0.2, 0.6))
+
+
+MIXES: dict[str, Callable[[random.Random, int], int]] = {"chat": chat, "docs": docs, "rl": rl, "hard": hard}
