@@ -93,7 +93,8 @@ class VirtualTokenCounters:
     def left(self, request: Request) -> None:
         """Give back what was charged and not computed."""
         self.settle((request,))
-        self._charge(request.service.tenant, PREFILL_WEIGHT * (request.num_computed_tokens - request.num_charged_tokens))
+        unused = request.num_charged_tokens - request.num_computed_tokens
+        self._charge(request.service.tenant, -PREFILL_WEIGHT * unused)
 
     def _charge(self, tenant: str, amount: float) -> None:
         self._counters[tenant] = self[tenant] + amount / self._weights.get(tenant, 1.0)
