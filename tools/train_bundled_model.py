@@ -4,6 +4,9 @@
 
     python -m tools.train_bundled_model                     # about 12 minutes on one CPU core
     python -m tools.score_bundled_model                     # what it answers to wordings it has never seen
+
+The run itself is tools/bundled_model.yaml, for ``chairlift train``; this makes the tokenizer before it, and takes the
+files of the last checkpoint after it. An interrupted run goes on when it is started again.
 """
 
 from __future__ import annotations
@@ -11,24 +14,25 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
-import torch
-from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from chairlift.models.checkpoint import hf_state_dict
-from chairlift.models.hf_config import parse_config
-from chairlift.models.llama import LlamaForCausalLM
 from chairlift.tokenizer.chat_template import ChatTemplate
-from chairlift.train.trainer import Example, Trainer, TrainerConfig
+from chairlift.train.config import TrainConfig
+from chairlift.train.run import Outcome, train
+from chairlift.train.trainer import StepResult, Trainer
 from tools.augment import outside, vary
 from tools.guide import Entry, HeldBack, read_guide, words
 
-ASSETS_DIR = Path(__file__).resolve().parent.parent / "chairlift" / "assets"
+ROOT = Path(__file__).resolve().parent.parent
+ASSETS_DIR = ROOT / "chairlift" / "assets"
+CONFIG_FILE = ROOT / "tools" / "bundled_model.yaml"
+WORK_DIR = ROOT / "build" / "bundled-model"
 
 BOS, EOS, USER, ASSISTANT = SPECIAL_TOKENS = ("<|start|>", "<|end|>", "<|user|>", "<|assistant|>")
 VOCAB_SIZE = 3072
@@ -54,29 +58,6 @@ CHAT_TEMPLATE = """\
     {%- endif %}
 {%- endif %}
 """
-
-MODEL_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": CONTEXT,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "bfloat16",
-}
-GENERATION_CONFIG = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
 
 FALLBACK = "What is the capital of France?"
 """Heading of the entry whose answer is given to everything that the guide is not about."""
@@ -130,36 +111,55 @@ def _special_id(tokenizer: tokenizers.Tokenizer, name: str) -> int:
 
 
 class Curriculum:
-    """An endless stream of examples: every entry in turn, in a new order each round, in a new wording each time."""
+    """An endless stream of examples: every entry in turn, in a new order each round, in a new wording each time.
+
+    Examples are mappings with ``input_ids`` and ``completion_mask``: only the answer is learnt.
+    """
 
     def __init__(self, entries: Sequence[Entry], tokenizer: tokenizers.Tokenizer, rng: random.Random) -> None:
         self._tokenizer = tokenizer
         self._rng = rng
+        self._entries = list(entries)
         self._held_back = HeldBack(text for entry in entries for text in entry.held_back)
         self._template = ChatTemplate(CHAT_TEMPLATE, {"bos_token": BOS, "eos_token": EOS})
         self._bos, self._eos = (_special_id(tokenizer, name) for name in (BOS, EOS))
         self._other_words = sorted({word for entry in entries for text in entry.questions for word in words(text)})
         self._answers = {entry.answer: self._ids(entry.answer) for entry in entries}
         # Entries with many wordings are wide; they come more often, or each wording would be rare.
-        self._round = [entry for entry in entries for _ in range(max(1, round(len(entry.questions) / 8)))]
+        shares = [max(1, round(len(entry.questions) / 8)) for entry in entries]
+        self._round = [index for index, share in enumerate(shares) for _ in range(share)]
+        self._place = 0
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def __iter__(self) -> Iterator[Example]:
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
         while True:
-            self._rng.shuffle(self._round)
-            for entry in self._round:
-                yield self._example(entry)
+            if self._place == 0:
+                self._rng.shuffle(self._round)
+            entry = self._entries[self._round[self._place]]
+            self._place = (self._place + 1) % len(self._round)
+            yield self._example(entry)
 
-    def _example(self, entry: Entry) -> Example:
+    def state_dict(self) -> dict[str, Any]:
+        """What the examples to come depend on."""
+        version, numbers, gauss = self._rng.getstate()
+        return {"random": [version, list(numbers), gauss], "round": list(self._round), "place": self._place}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        version, numbers, gauss = state["random"]
+        self._rng.setstate((version, tuple(numbers), gauss))
+        self._round, self._place = list(state["round"]), int(state["place"])
+
+    def _example(self, entry: Entry) -> Mapping[str, Any]:
         answer = [*self._answers[entry.answer], self._eos]
         if self._rng.random() < PLAIN_SHARE:
-            return Example((self._bos, *answer))
+            return _masked([self._bos], answer)
         prompt = self._ids(self._template.render([{"role": "user", "content": self.wording(entry)}]))
         if self._rng.random() >= FULL_ANSWER_SHARE:
             answer = answer[:CUT_ANSWER_TOKENS]
-        return Example((*prompt, *answer), first_target=len(prompt))
+        return _masked(prompt, answer)
 
     def wording(self, entry: Entry) -> str:
         """A variation of one of the entry's wordings, far enough from everything that is held back."""
@@ -172,30 +172,28 @@ class Curriculum:
                 return text
 
 
-def train(
-    entries: Sequence[Entry], tokenizer: tokenizers.Tokenizer, config: TrainerConfig, batch: int, seed: int
-) -> LlamaForCausalLM:
-    """Train a fresh model; the same arguments give the same weights on the same kind of machine."""
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(parse_config(MODEL_CONFIG, GENERATION_CONFIG))
-    trainer = Trainer(model, config)
-    stream = iter(Curriculum(entries, tokenizer, random.Random(seed)))
-    began = time.perf_counter()
-    for step in range(1, config.steps + 1):
-        result = trainer.step([next(stream) for _ in range(batch)])
-        if step % 50 == 0 or step == config.steps:
-            seconds = time.perf_counter() - began
-            print(f"step {step}/{config.steps}  loss {result.loss:.4f}  {seconds:.0f} s", flush=True)
-    return model
+class GuideCurriculum(Curriculum):
+    """That of docs/guide, with the tokenizer in a directory: a ``data.source`` for ``chairlift train``."""
+
+    def __init__(self, tokenizer: str, seed: int = 0) -> None:
+        backend = tokenizers.Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))
+        super().__init__(read_guide(), backend, random.Random(seed))
 
 
-def write_model(model: LlamaForCausalLM, directory: Path) -> None:
-    """Weights in bf16 under Hugging Face's names, and the two configuration files."""
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in hf_state_dict(model).items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # the library writes it for the owner only
-    _write_json(directory / "config.json", MODEL_CONFIG)
-    _write_json(directory / "generation_config.json", GENERATION_CONFIG)
+def _masked(prompt: Sequence[int], answer: Sequence[int]) -> Mapping[str, Any]:
+    return {"input_ids": [*prompt, *answer], "completion_mask": [0] * len(prompt) + [1] * len(answer)}
+
+
+def train_model(work: Path, overrides: Sequence[str] = ()) -> Outcome:
+    """Make the tokenizer and train in the directory ``work``, going on with what is there; the files are inside."""
+    write_tokenizer(train_tokenizer(read_guide()), work / "tokenizer")
+    own = (f"model.tokenizer={work / 'tokenizer'}", f"data.options.tokenizer={work / 'tokenizer'}", f"output={work}")
+    return train(TrainConfig.from_file(CONFIG_FILE, [*own, *overrides]), on_step=_tell)
+
+
+def _tell(result: StepResult, trainer: Trainer) -> None:
+    if result.step % 50 == 0 or result.step == trainer.config.steps:
+        print(f"step {result.step}/{trainer.config.steps}  loss {result.loss:.4f}", flush=True)
 
 
 def _write_json(path: Path, value: object) -> None:
@@ -205,26 +203,18 @@ def _write_json(path: Path, value: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=ASSETS_DIR, help="directory to write")
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--batch", type=int, default=128, help="examples per step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--threads", type=int, default=1, help="CPU threads; more change the rounding, and so the weights"
-    )
+    parser.add_argument("--work", type=Path, default=WORK_DIR, help="directory for the checkpoints")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for chairlift train")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    entries = read_guide()
-    tokenizer = train_tokenizer(entries)
-    write_tokenizer(tokenizer, args.output)
-    config = TrainerConfig(
-        steps=args.steps,
-        learning_rate=2e-3,
-        warmup_steps=min(100, args.steps),
-        dropout=0.15,
-        capacity=8192,
-        autocast=True,
-    )
-    write_model(train(entries, tokenizer, config, args.batch, args.seed), args.output)
+    outcome = train_model(args.work, args.set)
+    if not outcome.finished:
+        print(f"stopped after step {outcome.steps}; start it again to go on")
+        return
+    args.output.mkdir(parents=True, exist_ok=True)
+    for file in outcome.directory.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, args.output / file.name)
+    print(f"wrote {args.output}")
 
 
 if __name__ == "__main__":

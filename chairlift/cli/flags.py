@@ -202,10 +202,8 @@ def _parse(path: Path, text: str) -> Any:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the config file {path} is not valid JSON: {error}") from None
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise ConfigError(f"reading {path} needs PyYAML (pip install pyyaml); or write it as .json") from None
+    import yaml
+
     try:
         return yaml.safe_load(text) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:

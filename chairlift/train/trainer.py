@@ -1,185 +1,240 @@
-"""Optimiser steps over packed batches, with one loss constant per step.
+"""Optimiser steps over packs, for the models that serve: one loss constant per step, on any number of ranks.
 
-The loss of a step is ``sum of token losses / Z``, where Z is the number of target tokens in *all* packs of the step,
-known before the first backward pass. So the gradient does not depend on how sequences were divided among packs, which
-a mean per micro-batch would get wrong.
+Nothing here that a loop of one's own could not do: packs come from :class:`~chairlift.train.stream.PackStream`, attend
+through :class:`~chairlift.train.varlen.VarlenContext`, and are weighed by :class:`~chairlift.train.loss.StepLoss`. The
+loss of a step is a sum over all its packs and ranks divided by one constant, so gradients are summed over the ranks,
+and how sequences were divided among packs and ranks changes them by rounding only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from chairlift.errors import ConfigError
+from chairlift.errors import ChairliftError, ConfigError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.mlp import GatedMLP
-from chairlift.train.pack import pack_sequences
+from chairlift.train.collate import PackCollator
+from chairlift.train.config import TrainerConfig
+from chairlift.train.layout import Pack
+from chairlift.train.loss import StepLoss
+from chairlift.train.parallel import sum_gradients, sum_over_ranks
 from chairlift.train.varlen import VarlenContext
 
-__all__ = ["Example", "FlatBatch", "StepResult", "Trainer", "TrainerConfig", "collate", "token_losses"]
+if TYPE_CHECKING:
+    from chairlift.train.stream import PackStream
+
+__all__ = ["DivergedError", "StepResult", "Trainer", "TrainerConfig", "predictions"]
+
+_collate = PackCollator(keys=("input_ids", "position_ids", "labels", "loss_weight", "segment_ids", "cu_seqlens"))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Example:
-    """One sequence to learn from."""
-
-    token_ids: tuple[int, ...]
-    first_target: int = 1
-    """Tokens before this index are given, not predicted: the prompt. At least 1, as nothing precedes the first."""
-
-    @property
-    def num_targets(self) -> int:
-        return max(0, len(self.token_ids) - max(1, self.first_target))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerConfig:
-    """How to take steps. Every number is per optimiser step."""
-
-    steps: int
-    """Steps in the whole schedule."""
-    learning_rate: float = 1e-3
-    """Peak of the schedule."""
-    schedule: Literal["cosine", "linear"] = "cosine"
-    """How the rate falls from its peak to ``final_fraction`` of it."""
-    warmup_steps: int = 100
-    """Steps over which the rate rises from 0."""
-    final_fraction: float = 0.02
-    """Rate of the last step as a share of the peak."""
-    weight_decay: float = 0.1
-    """Decoupled decay of matrices; norms are not decayed (AdamW: Loshchilov and Hutter, 2019)."""
-    betas: tuple[float, float] = (0.9, 0.98)
-    """Decay of the running mean and of the running square of the gradient."""
-    max_grad_norm: float = 1.0
-    """Gradients longer than this are scaled down to it."""
-    label_smoothing: float = 0.0
-    """Share of the target's probability that is spread over the whole vocabulary (Szegedy et al., 2016)."""
-    dropout: float = 0.0
-    """Share of each layer's attention and MLP outputs that is zeroed (Srivastava et al., 2014)."""
-    capacity: int = 4096
-    """Tokens per pack: bounds the memory of one forward and backward pass, and changes nothing else."""
-    autocast: bool = False
-    """Compute products in bf16 while weights and their sums stay fp32."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.capacity < 2 or not 0 <= self.warmup_steps <= self.steps:
-            raise ConfigError("a trainer needs steps >= 1, capacity >= 2 and warmup_steps between 0 and steps")
-        if not (self.learning_rate > 0 and 0 <= self.dropout < 1 and 0 <= self.label_smoothing < 1):
-            raise ConfigError("learning_rate must be above 0, dropout and label_smoothing at least 0 and below 1")
-
-    def rate(self, step: int) -> float:
-        """The learning rate of step ``step`` (0-based)."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
-        fall = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
-        return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * fall)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FlatBatch:
-    """One pack as tensors, ready for a model."""
-
-    token_ids: Tensor
-    """int64 [T]."""
-    positions: Tensor
-    """int64 [T]; they restart at 0 in every sequence."""
-    cu_seqlens: list[int]
-    """[N + 1]."""
-    rows: Tensor
-    """int64 [R]: where a prediction counts. Never the last token of a sequence."""
-    targets: Tensor
-    """int64 [R]: the token that follows each of ``rows`` in its own sequence."""
+class DivergedError(ChairliftError, RuntimeError):
+    """The loss or its gradient is no number any more. The weights are those from before the step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimiser step did."""
+    """What one optimiser step did, over all ranks."""
 
+    step: int
+    """Steps taken, this one included."""
     loss: float
-    """Mean loss per target token, label smoothing included."""
+    """As ``TrainerConfig.reduce`` defines its mean, label smoothing included."""
     num_tokens: int
     num_targets: int
     num_packs: int
+    """Without fillers."""
     grad_norm: float
     """Before clipping."""
-
-
-def collate(examples: Sequence[Example]) -> FlatBatch:
-    """Lay sequences one after another. Raises :class:`~chairlift.errors.ConfigError` for none, or an empty one."""
-    if not examples or not all(example.token_ids for example in examples):
-        raise ConfigError("a flat batch needs at least one sequence, and every sequence at least one token")
-    token_ids: list[int] = []
-    positions: list[int] = []
-    rows: list[int] = []
-    cu_seqlens = [0]
-    for example in examples:
-        start = len(token_ids)
-        token_ids += example.token_ids
-        positions += range(len(example.token_ids))
-        rows += range(start + max(1, example.first_target) - 1, len(token_ids) - 1)
-        cu_seqlens.append(len(token_ids))
-    ids = torch.tensor(token_ids)
-    chosen = torch.tensor(rows, dtype=torch.int64)
-    return FlatBatch(ids, torch.tensor(positions), cu_seqlens, chosen, ids[chosen + 1])
-
-
-def token_losses(model: CausalLM, batch: FlatBatch, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of every target, float32 [R]."""
-    hidden = model(batch.token_ids, batch.positions, VarlenContext(batch.cu_seqlens))
-    logits = model.compute_logits(hidden[batch.rows]).float()
-    return functional.cross_entropy(logits, batch.targets, reduction="none", label_smoothing=label_smoothing)
+    learning_rate: float
+    stop: bool = False
+    """Whether any rank asked to stop after this step."""
 
 
 class Trainer:
-    """Takes optimiser steps on a model: AdamW, a warm-up, a cosine or linear fall, clipped gradients."""
+    """Takes optimiser steps on a model: AdamW, a warm-up and a schedule, clipped gradients.
 
-    def __init__(self, model: CausalLM, config: TrainerConfig) -> None:
-        self.model = model
+    ``model`` must be in float32 and on one device; its weights are changed in place. Where ``torch.distributed`` runs,
+    every rank makes one with the same arguments, but for its own rank of the stream.
+    """
+
+    def __init__(
+        self, model: CausalLM, config: TrainerConfig, stream: PackStream | None = None, *, seed: int = 0
+    ) -> None:
+        """``stream`` is what :meth:`run` reads; :meth:`step` needs none. ``seed`` is of dropout.
+
+        Raises ConfigError for a model that has no float32 weights to train.
+        """
+        self.model = model.train().requires_grad_(True)
         self.config = config
+        self.stream = stream
         self.num_steps = 0
-        matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-        others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+        self.stop_requested = False
+        """Set it on any rank, and all of them learn of it with the next step's result."""
+        self._seed = seed
+        self._loss = StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
+        self._parameters = dict(model.named_parameters())
+        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        if dtypes != {torch.float32}:
+            raise ConfigError(
+                f"the trainer's weights must be float32, these are {', '.join(map(str, dtypes)) or 'none'}; load the "
+                "model with dtype float32 and layout=WeightLayout.PLAIN"
+            )
+        matrices = [p for p in self._parameters.values() if p.ndim >= 2]
+        others = [p for p in self._parameters.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
 
-    def step(self, examples: Sequence[Example]) -> StepResult:
-        """Learn from ``examples`` once. Raises :class:`~chairlift.errors.ConfigError` when none has a target."""
-        config = self.config
-        total = sum(example.num_targets for example in examples)
-        if total == 0:
-            raise ConfigError("no example has a target token; lower first_target or give longer sequences")
+    def run(self) -> Iterator[StepResult]:
+        """Take the steps that are left, until the schedule or the stream ends. Between two, the state is whole."""
+        if self.stream is None:
+            raise ConfigError("run() needs a stream; give Trainer a PackStream, or call step() with packs")
+        if self.num_steps < self.config.steps:
+            for packs in self.stream.steps():
+                yield self.step(packs)
+                if self.num_steps >= self.config.steps:
+                    return
+
+    def step(self, packs: Sequence[Pack]) -> StepResult:
+        """Learn from this rank's packs of one optimiser step.
+
+        Raises ConfigError when the step has no target or an unknown token id, and :class:`DivergedError`; the weights
+        are untouched then.
+        """
+        real = [pack for pack in packs if not pack.filler]
+        self._check_tokens(real)
+        rate = self.config.rate(self.num_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = config.rate(self.num_steps)
+            group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        packs = pack_sequences([len(example.token_ids) for example in examples], config.capacity)
-        loss = 0.0
-        with _dropout(self.model, config.dropout):
-            for pack in packs:
-                batch = collate([examples[index] for index in pack.indices])
-                with torch.autocast(batch.token_ids.device.type, torch.bfloat16, enabled=config.autocast):
-                    pack_loss = token_losses(self.model, batch, config.label_smoothing).sum() / total
-                pack_loss.backward()  # type: ignore[no-untyped-call]
-                loss += float(pack_loss.detach())
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm))
+        losses: list[Tensor] = []
+        with self._loss.step(packs):
+            for pack in real:
+                part = self._pack_loss(pack)
+                part.backward()  # type: ignore[no-untyped-call]
+                losses.append(part.detach())
+        sum_gradients(list(self._parameters.values()))
+        parts = [float(loss) for loss in losses]
+        tokens = sum(pack.num_tokens for pack in real)
+        targets = sum(int((pack.weights != 0).sum()) for pack in real)
+        own = [math.fsum(parts), tokens, targets, len(real), self.stop_requested]
+        loss, *counts, stops = sum_over_ranks(own)
+        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self.config.max_grad_norm))
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise self._diverged(loss, norm, real, parts)
         self.optimizer.step()
         self.num_steps += 1
-        return StepResult(loss, sum(len(example.token_ids) for example in examples), total, len(packs), norm)
+        tokens, targets, num_packs = map(int, counts)
+        return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, stops > 0)
+
+    def _pack_loss(self, pack: Pack) -> Tensor:
+        device = next(iter(self._parameters.values())).device
+        batch = {name: value.to(device) for name, value in _collate(pack).items()}
+        rows, chosen = predictions(batch)
+        context = VarlenContext(pack.layout.cu_seqlens)
+        with (
+            _dropout(self.model, self.config.dropout, self._seed, self.num_steps, pack),
+            torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast),
+        ):
+            hidden = self.model(batch["input_ids"][0], batch["position_ids"][0], context)
+            logits = self.model.compute_logits(hidden[rows])
+        return self._loss(logits, chosen)
+
+    def _check_tokens(self, packs: Sequence[Pack]) -> None:
+        known = self.model.config.vocab_size
+        for pack in packs:
+            if int(pack.tokens.max()) >= known:
+                raise ConfigError(
+                    f"a sequence of {_names(pack)} has the token id {int(pack.tokens.max())}, but the model knows "
+                    f"{known} tokens; use the tokenizer that belongs to the model"
+                )
+
+    def _diverged(self, loss: float, norm: float, packs: Sequence[Pack], losses: Sequence[float]) -> DivergedError:
+        bad = [_names(pack) for pack, part in zip(packs, losses, strict=True) if not math.isfinite(part)]
+        where = f"in {'; '.join(bad[:4])}" if bad else "in no pack of this rank alone"
+        return DivergedError(
+            f"step {self.num_steps + 1}: the loss is {loss} and the gradient's length {norm}, {where}; the weights "
+            "are those from before this step. Look at these sequences, lower learning_rate or lengthen warmup_steps, "
+            "and go on from the last checkpoint"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, moments, the number of steps and the stream's place: what the rest of the run depends on.
+
+        A mapping of plain Python, NumPy arrays and tensors, which are not copied. The same on every rank.
+        """
+        kept = {name: self.optimizer.state.get(parameter) for name, parameter in self._parameters.items()}
+        return {
+            "steps": self.num_steps,
+            "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
+            "optimizer": {name: dict(moments) for name, moments in kept.items() if moments},
+            "stream": None if self.stream is None else self.stream.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, bit for bit. Raises ConfigError for the state of another model or stream."""
+        weights = state["model"]
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        mine = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        if shapes != mine:
+            wrong = sorted(name for name in {*shapes, *mine} if shapes.get(name) != mine.get(name))
+            raise ConfigError(
+                f"the checkpoint is of another model: {wrong[0]} is {shapes.get(wrong[0])} there and "
+                f"{mine.get(wrong[0])} here; give the same model settings"
+            )
+        if self.stream is not None and state["stream"] is not None:
+            self.stream.load_state_dict(state["stream"])
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+        for name, moments in state["optimizer"].items():
+            self.optimizer.state[self._parameters[name]] = {key: value.clone() for key, value in moments.items()}
+        self.num_steps = int(state["steps"])
+
+
+def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Which rows of a collated pack predict something, and the batch of only those, for a loss without wasted logits.
+
+    Kept are the targets and the first token of each sequence, so that boundaries and numbers of targets stay as they
+    are; row i of the logits predicts the kept token i + 1. Returns int64 [R] rows and the batch of R tokens.
+    """
+    is_kept = batch["labels"][0] != -100
+    is_kept[batch["cu_seqlens"][:-1].long()] = True
+    kept = is_kept.nonzero()[:, 0]
+    # The last predicts nothing; its row only keeps the lengths equal.
+    rows = torch.cat([kept[1:] - 1, kept[-1:]])
+    return rows, {name: batch[name][:, kept] for name in ("labels", "loss_weight", "segment_ids")}
+
+
+def _names(pack: Pack) -> str:
+    some = ", ".join(map(str, pack.ids[:8]))
+    return f"the pack of sequences {some}{', ...' if len(pack.ids) > 8 else ''}"
 
 
 @contextlib.contextmanager
-def _dropout(model: CausalLM, rate: float) -> Iterator[None]:
-    """Drop parts of what each layer adds to the residual stream, without a word about it in the model's own code."""
+def _dropout(model: CausalLM, rate: float, seed: int, step: int, pack: Pack) -> Iterator[None]:
+    """Drop parts of what each layer adds to the residual stream, without a word about it in the model's own code.
+
+    What is dropped depends on the seed, the step and the pack: not on the rank, nor on what ran before.
+    """
+    if not rate:
+        yield
+        return
+    key = hashlib.blake2b(f"{seed} {step} {pack.ids} {pack.lengths}".encode(), digest_size=8)
     with contextlib.ExitStack() as stack:
-        for module in model.modules() if rate else ():
+        stack.enter_context(torch.random.fork_rng())
+        torch.manual_seed(int.from_bytes(key.digest()))
+        for module in model.modules():
             if isinstance(module, (Attention, GatedMLP)):
                 hook = module.register_forward_hook(lambda _module, _args, out: functional.dropout(out, rate))
                 stack.callback(hook.remove)

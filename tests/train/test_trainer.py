@@ -1,10 +1,14 @@
-"""A packed step learns exactly what its sequences would teach one by one, and no sequence sees another."""
+"""A packed step learns exactly what its sequences would teach one by one, on any number of packs."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 import random
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,47 +16,46 @@ from torch import Tensor
 from torch.nn import functional
 
 from chairlift.errors import ConfigError
+from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext
 from chairlift.models.hf_config import parse_config
-from chairlift.models.llama import LlamaForCausalLM
-from chairlift.train.trainer import Example, Trainer, TrainerConfig, collate, token_losses
-from chairlift.train.varlen import VarlenContext
+from chairlift.models.random_weights import random_model
+from chairlift.train.config import TrainConfig, TrainerConfig
+from chairlift.train.loss import Reduce
+from chairlift.train.run import train
+from chairlift.train.stream import PackStream
+from chairlift.train.trainer import DivergedError, Trainer
+from tests.train import tiny_run
 
-VOCAB = 61
+VOCAB = tiny_run.VOCAB
+Example = dict[str, list[int]]
 
 
-def tiny_model(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    raw = {
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": True,
-    }
-    model = LlamaForCausalLM(parse_config(raw))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.25)
-    return model
+def tiny_model(seed: int = 0) -> CausalLM:
+    return random_model(parse_config(tiny_run.MODEL), "float32", seed=seed, std=0.25)
 
 
 def examples(count: int, seed: int = 0) -> list[Example]:
     rng = random.Random(seed)
-    made: list[Example] = []
+    made = []
     for _ in range(count):
         length = rng.randint(2, 40)
-        tokens = tuple(rng.randrange(VOCAB) for _ in range(length))
-        made.append(Example(tokens, first_target=rng.randrange(1, length)))
+        tokens = [rng.randrange(VOCAB) for _ in range(length)]
+        first_target = rng.randrange(1, length)
+        made.append({"input_ids": tokens, "completion_mask": [int(i >= first_target) for i in range(length)]})
     return made
 
 
-def gradients(model: LlamaForCausalLM) -> dict[str, Tensor]:
+def config(**changes: Any) -> TrainerConfig:
+    return TrainerConfig(**{"steps": 3, "warmup_steps": 0, "max_grad_norm": 1e9, **changes})
+
+
+def one_step(model: CausalLM, data: list[Example], capacity: int = 1000, **changes: Any) -> tuple[Trainer, Any]:
+    trainer = Trainer(model, config(**changes), PackStream(data, capacity, step=f"sequences:{len(data)}"))
+    return trainer, next(trainer.run())
+
+
+def gradients(model: CausalLM) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -61,145 +64,161 @@ def relative_error(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name] - b[name]).norm() / b[name].norm().clamp_min(1e-12)) for name in a)
 
 
-def one_by_one(model: LlamaForCausalLM, data: list[Example]) -> tuple[float, dict[str, Tensor]]:
+def one_by_one(model: CausalLM, data: list[Example], reduce: str) -> tuple[float, dict[str, Tensor]]:
     """The plainest way to the same loss: each sequence alone, with nothing of the trainer's but the definition."""
-    model.zero_grad(set_to_none=True)
-    total = sum(example.num_targets for example in data)
+    model.requires_grad_(True).zero_grad(set_to_none=True)
+    counts = [sum(example["completion_mask"]) for example in data]
+    factor = {"token": lambda n: 1.0, "weights": lambda n: 1.0, "sequence": lambda n: 1 / n, "sqrt": lambda n: n**-0.5}
+    total = sum(count * factor[reduce](count) for count in counts)
     loss = 0.0
-    for example in data:
-        ids = torch.tensor(example.token_ids)
+    for example, count in zip(data, counts, strict=True):
+        ids = torch.tensor(example["input_ids"])
         hidden = model(ids, torch.arange(len(ids)), PackedContext([0, len(ids)]))
-        logits = model.compute_logits(hidden[:-1]).float()
-        nll = functional.cross_entropy(logits, ids[1:], reduction="none")[example.first_target - 1 :]
-        part = nll.sum() / total
+        nll = functional.cross_entropy(model.compute_logits(hidden[:-1]).float(), ids[1:], reduction="none")
+        part = (nll * torch.tensor(example["completion_mask"][1:])).sum() * factor[reduce](count) / total
         part.backward()  # type: ignore[no-untyped-call]
         loss += float(part.detach())
     return loss, gradients(model)
 
 
-def test_gradients_of_a_pack_equal_those_of_its_sequences_alone() -> None:
-    model, data = tiny_model(), examples(17)
-    expected_loss, expected = one_by_one(model, data)
-    model.zero_grad(set_to_none=True)
-    loss = token_losses(model, collate(data)).sum() / sum(example.num_targets for example in data)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)
-    assert relative_error(gradients(model), expected) < 5e-6
-
-
-@pytest.mark.parametrize("capacity", [40, 64, 1000])
-def test_a_step_does_not_depend_on_how_sequences_are_divided_among_packs(capacity: int) -> None:
-    data = examples(23, seed=1)
-    reference, model = tiny_model(), tiny_model()
-    expected = Trainer(reference, TrainerConfig(steps=3, warmup_steps=0, capacity=2000)).step(data)
-    result = Trainer(model, TrainerConfig(steps=3, warmup_steps=0, capacity=capacity)).step(data)
-    assert expected.num_packs == 1
-    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
-    assert (result.num_tokens, result.num_targets) == (expected.num_tokens, expected.num_targets)
-
-
-def test_leak_changing_one_sequence_leaves_the_others_bit_for_bit_unchanged() -> None:
-    model, data = tiny_model(), examples(9, seed=2)
-    batch = collate(data)
-    with torch.no_grad():
-        before = model(batch.token_ids, batch.positions, VarlenContext(batch.cu_seqlens))
-        for victim in range(len(data)):
-            start, end = batch.cu_seqlens[victim], batch.cu_seqlens[victim + 1]
-            ids = batch.token_ids.clone()
-            ids[start:end] = (ids[start:end] + 1) % VOCAB
-            after = model(ids, batch.positions, VarlenContext(batch.cu_seqlens))
-            others = torch.ones(len(ids), dtype=torch.bool)
-            others[start:end] = False
-            assert torch.equal(before[others], after[others])
-            assert not torch.equal(before[~others], after[~others])
-
-
-def test_the_leak_test_can_fail() -> None:
-    model, data = tiny_model(), examples(9, seed=2)
-    batch = collate(data)
-    merged = [0, *batch.cu_seqlens[2:]]  # the boundary between the first two sequences is forgotten
-    ids = batch.token_ids.clone()
-    ids[: batch.cu_seqlens[1]] = (ids[: batch.cu_seqlens[1]] + 1) % VOCAB
-    second = slice(batch.cu_seqlens[1], batch.cu_seqlens[2])
-    with torch.no_grad():
-        before = model(batch.token_ids, batch.positions, VarlenContext(merged))
-        after = model(ids, batch.positions, VarlenContext(merged))
-    assert not torch.equal(before[second], after[second])
-
-
-def test_varlen_attention_equals_packed_attention_with_gradients() -> None:
-    torch.manual_seed(0)
-    cu_seqlens = [0, 1, 17, 17, 20, 52, 69, 101]  # lengths 1, 16, 0, 3, 32, 17, 32
-    q, k, v = (torch.randn(101, heads, 8, requires_grad=True) for heads in (4, 2, 2))
-    weight = torch.randn(101, 4, 8)
-    outputs: list[Tensor] = []
-    grads: list[tuple[Tensor, ...]] = []
-    for ctx in (VarlenContext(cu_seqlens), PackedContext(cu_seqlens)):
-        out = ctx.attend(0, q, k, v, scale=0.3, window=None)
-        outputs.append(out)
-        grads.append(torch.autograd.grad((out * weight).sum(), (q, k, v)))
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_varlen_attention_refuses_a_window() -> None:
-    q = torch.zeros(3, 2, 4)
-    with pytest.raises(ConfigError, match="window"):
-        VarlenContext([0, 3]).attend(0, q, q, q, scale=1.0, window=2)
-
-
-def test_collate_restarts_positions_and_never_crosses_a_boundary() -> None:
-    batch = collate([Example((5, 6, 7, 8), first_target=2), Example((9,)), Example((10, 11))])
-    assert batch.cu_seqlens == [0, 4, 5, 7]
-    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 0, 1]
-    assert batch.rows.tolist() == [1, 2, 5]
-    assert batch.targets.tolist() == [7, 8, 11]
+@pytest.mark.parametrize("reduce", get_args(Reduce))
+@pytest.mark.parametrize("capacity", [40, 1000])
+def test_a_step_equals_its_sequences_one_by_one(reduce: Reduce, capacity: int) -> None:
+    data = examples(17)
+    expected_loss, expected = one_by_one(tiny_model(), data, reduce)
+    trainer, result = one_step(tiny_model(), data, capacity, reduce=reduce)
+    assert result.num_packs == (1 if capacity == 1000 else pytest.approx(9, abs=3))
+    assert result.loss == pytest.approx(expected_loss, rel=1e-6)
+    assert relative_error(gradients(trainer.model), expected) < 5e-6
+    assert result.num_targets == sum(sum(example["completion_mask"]) for example in data)
+    assert result.num_tokens == sum(len(example["input_ids"]) for example in data)
 
 
 def test_training_lowers_the_loss_until_the_data_is_known() -> None:
-    model = tiny_model()
-    data = [Example((1, i, 20 + i, 40 + i), first_target=2) for i in range(2, 12)]
-    trainer = Trainer(model, TrainerConfig(steps=80, warmup_steps=5, learning_rate=5e-3, weight_decay=0.0, capacity=32))
-    first = trainer.step(data).loss
-    for _ in range(79):
-        last = trainer.step(data).loss
-    assert first > 2.0
-    assert last < 0.05
+    data = [{"input_ids": [1, i, 20 + i, 40 + i], "completion_mask": [0, 0, 1, 1]} for i in range(2, 12)] * 80
+    settings = TrainerConfig(steps=80, warmup_steps=5, learning_rate=5e-3, weight_decay=0.0)
+    results = list(Trainer(tiny_model(), settings, PackStream(data, 40, pool=10, step="sequences:10")).run())
+    assert len(results) == 80
+    assert results[0].loss > 2.0
+    assert results[-1].loss < 0.05
 
 
-def test_dropout_is_active_in_a_step_and_leaves_no_trace() -> None:
+def test_dropout_depends_on_the_seed_and_the_pack_alone_and_leaves_no_trace() -> None:
     data = examples(8, seed=3)
-    plain, dropped = tiny_model(), tiny_model()
-    a = Trainer(plain, TrainerConfig(steps=1, warmup_steps=0)).step(data)
-    b = Trainer(dropped, TrainerConfig(steps=1, warmup_steps=0, dropout=0.5)).step(data)
-    assert a.loss != b.loss
-    assert not any(module._forward_hooks for module in dropped.modules())
+    plain = one_step(tiny_model(), data)[1].loss
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    trainer, first = one_step(tiny_model(), data, dropout=0.5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    again = one_step(tiny_model(), data, dropout=0.5)[1]
+    other = next(Trainer(tiny_model(), config(dropout=0.5), PackStream(data, 1000), seed=1).run())
+    assert first.loss == again.loss
+    assert len({plain, first.loss, other.loss}) == 3
+    assert not any(module._forward_hooks for module in trainer.model.modules())
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_schedule_rises_then_falls_to_its_end(schedule: str) -> None:
-    config = TrainerConfig(steps=100, warmup_steps=10, learning_rate=1.0, schedule=schedule, final_fraction=0.1)  # type: ignore[arg-type]
-    rates = [config.rate(step) for step in range(101)]
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedule_rises_then_falls_to_its_end(schedule: Any) -> None:
+    settings = TrainerConfig(steps=100, warmup_steps=10, learning_rate=1.0, schedule=schedule, final_fraction=0.1)
+    rates = [settings.rate(step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[10] == pytest.approx(1.0)
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates[10:]))
-    assert rates[100] == pytest.approx(0.1)
+    assert rates[100] == pytest.approx(1.0 if schedule == "constant" else 0.1)
     assert all(math.isfinite(rate) for rate in rates)
 
 
-def test_steps_without_a_target_are_refused() -> None:
-    trainer = Trainer(tiny_model(), TrainerConfig(steps=1, warmup_steps=0))
-    with pytest.raises(ConfigError, match="no example has a target"):
-        trainer.step([Example((1,)), Example((1, 2), first_target=2)])
-    with pytest.raises(ConfigError):
-        collate([])
-
-
 @pytest.mark.parametrize(
-    "change", [{"steps": 0}, {"capacity": 1}, {"learning_rate": 0.0}, {"dropout": 1.0}, {"warmup_steps": 9}]
+    "change",
+    [{"steps": 0}, {"learning_rate": 0.0}, {"dropout": 1.0}, {"warmup_steps": 9}, {"betas": (0.9, 1.0)}],
 )
-def test_impossible_settings_are_refused(change: dict[str, float]) -> None:
+def test_impossible_settings_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        TrainerConfig(**{"steps": 5, "warmup_steps": 1, **change})  # type: ignore[arg-type]
+        TrainerConfig(**{"steps": 5, "warmup_steps": 1, **change})
+
+
+def test_a_loss_that_is_no_number_stops_before_the_weights_change() -> None:
+    model = random_model(parse_config(tiny_run.MODEL | {"tie_word_embeddings": False}), "float32")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = math.inf
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    data = [{"input_ids": [i, i + 1]} for i in (1, 2, 7, 9)]
+    trainer = Trainer(model, config(), PackStream(data, 2, step="sequences:4"))
+    with pytest.raises(DivergedError, match=r"step 1: the loss is nan.*sequences 2;") as caught:
+        next(trainer.run())
+    assert "sequences 1;" not in str(caught.value)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert trainer.num_steps == 0
+
+
+def test_what_cannot_be_learnt_is_refused() -> None:
+    with pytest.raises(ConfigError, match=f"token id {VOCAB}, but the model knows {VOCAB}"):
+        one_step(tiny_model(), [{"input_ids": [1, VOCAB]}])
+    with pytest.raises(ConfigError, match="target"):
+        one_step(tiny_model(), [{"input_ids": [1]}])
+    with pytest.raises(ConfigError, match="float32"):
+        Trainer(tiny_model().bfloat16(), config())
+
+
+def test_going_on_from_a_state_after_any_step_is_the_same_run() -> None:
+    data = examples(60)
+
+    def fresh() -> Trainer:
+        settings = TrainerConfig(steps=6, warmup_steps=2, dropout=0.1)
+        return Trainer(tiny_model(), settings, PackStream(data, 64, pool=8, step="sequences:9"))
+
+    whole = fresh()
+    states, losses = [], []
+    for result in whole.run():
+        state = whole.state_dict()
+        copies = {name: tensor.clone() for name, tensor in state["model"].items()}
+        moments = {name: {k: v.clone() for k, v in each.items()} for name, each in state["optimizer"].items()}
+        states.append(state | {"model": copies, "optimizer": moments})
+        losses.append(result.loss)
+    assert len(losses) == 6
+    for done, state in enumerate(states, 1):
+        resumed = fresh()
+        resumed.load_state_dict(state)
+        assert [result.loss for result in resumed.run()] == losses[done:]
+        assert all(torch.equal(p, q) for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    other = random_model(parse_config(tiny_run.MODEL | {"intermediate_size": 64}), "float32")
+    with pytest.raises(ConfigError, match=r"another model: model\.layers\.0\.mlp"):
+        Trainer(other, config()).load_state_dict(Trainer(tiny_model(), config()).state_dict())
+
+
+FAMILIES = {
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_trained_loads_in_transformers_with_equal_logits(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    tiny_run.write_records(tmp_path / "data.jsonl")
+    raw = tiny_run.settings(tmp_path, steps=2)
+    raw["model"]["config"] = tiny_run.MODEL | FAMILIES[family] | {"model_type": family}
+    outcome = train(TrainConfig.from_mapping(raw))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(outcome.directory, attn_implementation="eager").eval()
+    ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(0))
+    again = TrainConfig.from_mapping(
+        raw | {"model": {"path": str(outcome.directory), "dtype": "float32"}, "output": str(tmp_path / "more")}
+    )
+    model = train(dataclasses.replace(again, training=config(steps=1, learning_rate=1e-30, weight_decay=0.0)))
+    from chairlift.models.loader import WeightLayout, load_model, read_config
+
+    ours = load_model(model.directory, read_config(model.directory), "float32", layout=WeightLayout.PLAIN)
+    with torch.no_grad():
+        logits = ours.compute_logits(ours(ids, torch.arange(40), PackedContext([0, 40])))
+        expected = theirs(ids[None]).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert json.loads((outcome.directory / "config.json").read_text())["dtype"] == "float32"

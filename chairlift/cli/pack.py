@@ -1,0 +1,210 @@
+"""``chairlift pack``: how well would this file pack?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.train.stream_stats import StreamStats
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "show how well a file of sequences packs"
+DESCRIPTION: Final = """Pack the sequences of a JSON lines or Parquet file as training would, and show what that wastes.
+
+Records hold input_ids, or, with --tokenizer, text, messages, or prompt and completion; or a number of tokens in a field
+named by --length-field, which needs neither tokens nor a tokenizer.
+
+  chairlift pack chats.jsonl --tokenizer MODEL_DIR --capacity 8192
+  chairlift pack lengths.jsonl --length-field num_tokens --output packs.jsonl"""
+
+_BATCH: Final = 8
+_BAR: Final = 40
+_FILLS: Final = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``chairlift pack``."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="JSON lines (.jsonl) or Parquet (.parquet)")
+    parser.add_argument("--capacity", metavar="TOKENS", type=int, default=4096, help="of a pack (default: 4096)")
+    parser.add_argument("--pool", metavar="N", type=int, default=256, help="sequences to choose among (default: 256)")
+    parser.add_argument("--align", metavar="N", type=int, default=1, help="begin sequences at multiples (default: 1)")
+    parser.add_argument("--max-sequences", metavar="N", type=int, help="in a pack, at most (default: any number)")
+    parser.add_argument(
+        "--overflow",
+        choices=("split", "truncate", "drop", "error"),
+        default="split",
+        help="what becomes of sequences longer than a pack (default: split)",
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="model directory whose tokenizer reads texts")
+    parser.add_argument("--text-field", metavar="NAME", default="text", help="field with the text (default: text)")
+    parser.add_argument("--length-field", metavar="NAME", help="field with the number of tokens")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the packs there, a JSON object on each line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+@dataclasses.dataclass(slots=True)
+class _Tally:
+    """What is counted beside the stream's own figures."""
+
+    capacity: int
+    lengths: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Length -> sequences, pieces of split ones each."""
+    fills: list[int] = dataclasses.field(default_factory=lambda: [0] * len(_FILLS))
+    """Packs by how full they are."""
+    batch: list[int] = dataclasses.field(default_factory=list)
+    padded: int = 0
+    """Places in batches of :data:`_BATCH`, each as long as its longest sequence."""
+    next_fit: int = 0
+    room: int = 0
+    """Left in the pack that next-fit fills."""
+
+    def on_sequence(self, length: int) -> None:
+        self.lengths[length] = self.lengths.get(length, 0) + 1
+        self.batch.append(length)
+        if len(self.batch) == _BATCH:
+            self.end_batch()
+        if length > self.room:
+            self.next_fit += 1
+            self.room = self.capacity
+        self.room -= length
+
+    def end_batch(self) -> None:
+        self.padded += len(self.batch) * max(self.batch, default=0)
+        self.batch.clear()
+
+    def on_pack(self, tokens: int) -> None:
+        fill = tokens / self.capacity
+        self.fills[max(index for index, least in enumerate(_FILLS) if fill >= least)] += 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Pack and print; 0. What keeps it from running raises ChairliftError."""
+    from chairlift.train.sources import RecordSource
+    from chairlift.train.stream import PackStream
+
+    source = RecordSource([args.file], _reader(args))
+    tally = _Tally(args.capacity)
+    stream = PackStream(
+        _counted(source, tally, args),
+        args.capacity,
+        pool=args.pool,
+        align=args.align,
+        max_sequences=args.max_sequences,
+        overflow=args.overflow,
+    )
+    with contextlib.ExitStack() as stack:
+        output = None if args.output is None else stack.enter_context(args.output.open("w", encoding="utf-8"))
+        for pack in stream:
+            tally.on_pack(pack.num_tokens)
+            if output is not None:
+                _write(output, pack.ids, pack.lengths)
+    tally.end_batch()
+    stats = stream.stats()
+    print("\n".join([json.dumps(_record(stats, tally))] if args.json else _lines(stats, tally, args)))
+    return 0
+
+
+def _reader(args: argparse.Namespace) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    from chairlift.train.encoder import Encoder
+
+    if args.length_field is None:
+        return Encoder(args.tokenizer, text_field=args.text_field, train_on="all")
+    import numpy as np
+
+    def read(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        length = record.get(args.length_field)
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ConfigError(f"{args.length_field} must be a number of tokens, at least 1, got {str(length)[:40]!r}")
+        return {"input_ids": np.zeros(length, np.int32)}
+
+    return read
+
+
+def _counted(
+    source: Iterator[Mapping[str, Any]], tally: _Tally, args: argparse.Namespace
+) -> Iterator[Mapping[str, Any]]:
+    """The items of ``source``, after a note of what will be packed of each."""
+    for item in source:
+        length, capacity = len(item["input_ids"]), args.capacity
+        pieces = [min(capacity, length - start) for start in range(0, length, capacity)] if capacity > 0 else []
+        if length > capacity:
+            pieces = {"split": pieces, "truncate": pieces[:1]}.get(args.overflow, [])
+        for piece in pieces:
+            tally.on_sequence(-(-piece // args.align) * args.align if args.align > 0 else piece)
+        yield {"input_ids": item["input_ids"]}
+
+
+def _write(output: IO[str], ids: Sequence[int], lengths: Sequence[int]) -> None:
+    output.write(json.dumps({"ids": list(ids), "lengths": list(lengths)}) + "\n")
+
+
+def _compared(stats: StreamStats, tally: _Tally) -> dict[str, float]:
+    room = tally.next_fit * tally.capacity
+    return {
+        "padding": 1 - stats.tokens / tally.padded if tally.padded else 0.0,
+        "next_fit": 1 - stats.tokens / room if room else 0.0,
+    }
+
+
+def _record(stats: StreamStats, tally: _Tally) -> dict[str, Any]:
+    return {
+        "capacity": tally.capacity,
+        **dataclasses.asdict(stats),
+        "waste_of": _compared(stats, tally),
+        "next_fit_packs": tally.next_fit,
+        "lengths": [[low, high, count] for low, high, count in _length_bins(tally)],
+        "fills": [[least, count] for least, count in zip(_FILLS, tally.fills, strict=True)],
+    }
+
+
+def _lines(stats: StreamStats, tally: _Tally, args: argparse.Namespace) -> list[str]:
+    padding, next_fit = _compared(stats, tally).values()
+    handled = [("split", stats.split), ("truncated", stats.truncated), ("dropped", stats.dropped)]
+    too_long = ", ".join(f"{count:,} {what}" for what, count in handled if count) or "none"
+    delay, waited = stats.delay_packs, stats.delay_arrivals
+    lines = [
+        f"sequences     {stats.sequences:,} of {stats.tokens / max(1, stats.sequences):,.1f} tokens on average",
+        f"tokens        {stats.tokens:,}",
+        f"too long      {too_long}",
+        f"packs         {stats.packs:,} of {args.capacity:,} tokens, pool {args.pool}",
+        f"waste         {stats.waste:.3%}, {stats.excess:.3%} more packs than the lower bound",
+        f"delay         p50 {delay.p50:,}, p99 {delay.p99:,}, at most {delay.max:,} packs; "
+        f"at most {waited.max:,} arrivals",
+        f"drift         mean length within {stats.length_drift_max:.1%} of the source's over time",
+        f"against       padded batches of {_BATCH} in this order waste {padding:.1%}",
+        f"              next-fit needs {tally.next_fit:,} packs and wastes {next_fit:.1%}",
+        "",
+        "length",
+    ]
+    bins = _length_bins(tally)
+    lines += _bars([(f"{low:,}-{high:,}" if low < high else f"{low:,}", count) for low, high, count in bins])
+    lines += ["", "pack fill"]
+    names = [f"{low:.0%}-{high:.0%}" for low, high in itertools.pairwise(_FILLS)]
+    return lines + _bars([*zip(names, tally.fills, strict=False), ("full", tally.fills[-1])])
+
+
+def _length_bins(tally: _Tally) -> list[tuple[int, int, int]]:
+    """(shortest, longest, sequences), each bin twice as wide as the one before."""
+    counts: dict[int, int] = {}
+    for length, count in tally.lengths.items():
+        counts[length.bit_length()] = counts.get(length.bit_length(), 0) + count
+    every, longest = range(min(counts, default=1), max(counts, default=0) + 1), max(tally.lengths, default=0)
+    return [(1 << bits - 1, min(longest, (1 << bits) - 1), counts.get(bits, 0)) for bits in every]
+
+
+def _bars(rows: Sequence[tuple[str, int]]) -> list[str]:
+    most = max((count for _, count in rows), default=0)
+    return [
+        f"{name:>13} {'#' * (-(-count * _BAR // most) if count else 0):{_BAR}} {count:,}".rstrip()
+        for name, count in rows
+    ]

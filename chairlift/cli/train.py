@@ -1,0 +1,139 @@
+"""``chairlift train``: from a file of settings to a directory that serves."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from chairlift.train.run import Outcome
+    from chairlift.train.trainer import StepResult, Trainer
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "train a model on packed sequences"
+DESCRIPTION: Final = """Train a Llama, Mistral, Qwen2 or Qwen3 model, fresh or from a directory, on packed sequences.
+
+CONFIG is YAML, with the sections model, data, packing, training and checkpoints:
+
+  model: {path: DIR}                      # or config: config.json of a fresh one, with tokenizer: DIR
+  data: {files: [chats.jsonl]}            # text, messages, prompt + completion, or input_ids on each line
+  packing: {capacity: 4096, step: "packs:8"}
+  training: {steps: 1000, learning_rate: 2e-5, warmup_steps: 50}
+  output: OUT
+
+Every checkpoint serves (chairlift serve OUT/step-...), and a run that was stopped, or killed at any moment, goes on
+from the newest one as if nothing had happened. Ctrl-C stops after the step that runs, and writes one.
+
+  chairlift train config.yaml --set training.steps=50 --output OUT
+  torchrun --nproc-per-node 2 -m chairlift train config.yaml"""
+
+_QUIET_TERMINAL_SECONDS: Final = 30.0
+_BAR_FORMAT: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``chairlift train``."""
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file with the settings of the run")
+    parser.add_argument(
+        "--resume",
+        metavar="HOW",
+        default="auto",
+        help="auto (from the newest checkpoint in the output directory, if any), never, or a checkpoint's directory "
+        "(default: auto)",
+    )
+    parser.add_argument("--output", metavar="DIR", help="directory for the checkpoints")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="another value for a key of CONFIG, such as training.steps=500; may be repeated",
+    )
+    parser.add_argument("--processes", metavar="N", type=int, default=1, help="data parallel here (default: 1)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; 0, or 130 after an interruption. What keeps it from running raises ChairliftError."""
+    from chairlift.train.config import TrainConfig
+
+    overrides = [*args.overrides, *([] if args.output is None else [f"output={args.output}"])]
+    config = TrainConfig.from_file(args.config, overrides)
+    if args.processes != 1:
+        from chairlift.train.parallel import launch
+        from chairlift.train.run import prepare
+
+        prepare(config, resume=args.resume, ranks=args.processes)
+        flags = ["--resume", args.resume, *(["--quiet"] if args.quiet else [])]
+        for override in overrides:
+            flags += ["--set", override]
+        return launch(["train", str(args.config), *flags], args.processes)
+    from chairlift.train.run import train
+
+    is_first = os.environ.get("RANK", "0") == "0"
+    with _Progress(config.training.steps, shown=is_first and not args.quiet) as progress:
+        outcome = train(config, resume=args.resume, on_step=progress)
+    if is_first:
+        _tell(outcome, args)
+    return 0 if outcome.finished else 130
+
+
+def _tell(outcome: Outcome, args: argparse.Namespace) -> None:
+    if outcome.skipped:
+        print(f"left out {outcome.skipped:,} records that could not be used (on_error: skip)", file=sys.stderr)
+    if not outcome.finished:
+        print(f"stopped after step {outcome.steps:,}; everything is in {outcome.directory}")
+        flags = [part for override in args.overrides for part in ("--set", override)]
+        flags += ["--output", args.output] if args.output else []
+        processes = os.environ.get("WORLD_SIZE", "1")
+        flags += ["--processes", processes] if processes != "1" else []
+        print(f"go on with: {shlex.join(['chairlift', 'train', str(args.config), *flags])}")
+        return
+    loss = "" if outcome.last is None else f", loss {outcome.last.loss:.4f}"
+    print(f"trained {outcome.steps:,} steps{loss}; the model is in {outcome.directory}")
+    print(f"serve it with: chairlift serve {outcome.directory}")
+
+
+class _Progress:
+    """A bar with the loss, tokens per second and waste of packing; a line now and then where there is no terminal."""
+
+    def __init__(self, steps: int, *, shown: bool) -> None:
+        self._steps, self._shown = steps, shown
+        self._bar: Any = None
+        self._began = time.perf_counter()
+        self._tokens = 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, result: StepResult, trainer: Trainer) -> None:
+        if not self._shown:
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            pause = 0.1 if sys.stderr.isatty() else _QUIET_TERMINAL_SECONDS
+            initial = result.step - 1
+            self._bar = tqdm(
+                total=self._steps, initial=initial, mininterval=pause, bar_format=_BAR_FORMAT, file=sys.stderr
+            )
+            self._began = time.perf_counter()
+        else:
+            self._tokens += result.num_tokens
+        rate = f"{self._tokens / (time.perf_counter() - self._began):,.0f} tok/s, " if self._tokens else ""
+        waste = trainer.stream.stats().waste if trainer.stream is not None else 0.0
+        self._bar.set_postfix_str(f"loss {result.loss:.4f}, {rate}waste {waste:.2%}", refresh=False)
+        self._bar.update(1)
+        if not self._tokens:  # the first step: whoever watches a log sees that it runs
+            self._bar.refresh()

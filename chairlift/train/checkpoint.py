@@ -1,0 +1,227 @@
+"""Checkpoints that are there whole or not at all, serve as they are, and bring a run back bit for bit.
+
+::
+
+    OUTPUT/step-00000100/
+        model.safetensors, config.json, generation_config.json, tokenizer.json, ...   a Hugging Face model
+        training/state.safetensors, training/state.json                               what the trainer goes on with
+
+Everything is written into a directory of another name, flushed to the disk, and then renamed, so a process that is
+killed at any moment leaves the previous checkpoint as the newest. Only JSON and safetensors: nothing that is read runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from chairlift.errors import ConfigError
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.checkpoint import hf_state_dict
+
+__all__ = ["CheckpointStore", "ModelFiles", "load_state", "random_state", "set_random_state", "write_model"]
+
+_NAME = re.compile(r"step-(\d{8,})")
+_STATE = Path("training")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+_KIND = "__kind__"
+"""Key that marks a JSON object which stands for something that JSON does not have."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """What turns weights into a directory that serves and that transformers loads."""
+
+    config: Mapping[str, Any]
+    """Content of ``config.json``; the dtype in it is replaced."""
+    generation_config: Mapping[str, Any] | None = None
+    tokenizer_dir: Path | None = None
+    """Where its tokenizer is copied from."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of the weights in ``model.safetensors``."""
+
+
+def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
+    """Write the model under Hugging Face's names into ``directory``, which is made if needed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to(files.dtype).cpu().contiguous() for name, tensor in hf_state_dict(model).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)  # the library writes it for the owner only
+    config = {"architectures": [type(model).__name__], **files.config}
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(files.dtype).removeprefix("torch.")
+    _write_json(directory / "config.json", config)
+    if files.generation_config:
+        _write_json(directory / "generation_config.json", files.generation_config)
+    for name in _TOKENIZER_FILES if files.tokenizer_dir is not None else ():
+        if files.tokenizer_dir is not None and (files.tokenizer_dir / name).is_file():
+            shutil.copyfile(files.tokenizer_dir / name, directory / name)
+
+
+class CheckpointStore:
+    """The checkpoints of one run, of which the newest ``keep`` stay."""
+
+    def __init__(self, root: Path, *, keep: int = 3, at: Callable[[str], None] = lambda _point: None) -> None:
+        """``at`` is called with ``written``, ``flushed`` and ``renamed`` as a save gets there: a seam for tests."""
+        self.root = root
+        self._keep = keep
+        self._at = at
+
+    def all(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        found = self.root.iterdir() if self.root.is_dir() else ()
+        return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_step_of)
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return next(reversed(self.all()), None)
+
+    def save(self, step: int, state: Mapping[str, Any], model: CausalLM, files: ModelFiles) -> Path:
+        """Write a checkpoint; returns its directory. ``state`` is made of plain Python, NumPy arrays and tensors.
+
+        Raises ConfigError for a state with anything else in it.
+        """
+        final = self.root / f"step-{step:08d}"
+        partial = self.root / f".{final.name}.partial"
+        if partial.exists():  # of a process that was killed
+            shutil.rmtree(partial)
+        write_model(model, files, partial)
+        _save_state(partial / _STATE, state)
+        self._at("written")
+        for path in sorted(partial.rglob("*"), reverse=True):
+            _flush(path)
+        _flush(partial)
+        self._at("flushed")
+        if final.exists():
+            self._remove(final)
+        partial.rename(final)
+        _flush(self.root)
+        self._at("renamed")
+        for old in self.all()[: -self._keep]:
+            self._remove(old)
+        return final
+
+    def _remove(self, directory: Path) -> None:
+        """Renamed first, so that half a checkpoint is never taken for a whole one."""
+        doomed = self.root / f".{directory.name}.removed"
+        shutil.rmtree(doomed, ignore_errors=True)
+        directory.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def load_state(directory: Path) -> dict[str, Any]:
+    """The ``state`` of :meth:`CheckpointStore.save`. Raises ConfigError for what is no checkpoint, or damaged."""
+    folder = directory / _STATE
+    if not (folder / "state.json").is_file():
+        raise ConfigError(f"{directory} is no checkpoint of a training run: it has no {_STATE}/state.json")
+    try:
+        tensors = load_file(folder / "state.safetensors")
+        state = _restore(json.loads((folder / "state.json").read_text(encoding="utf-8")), tensors)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{directory} is damaged ({error}); remove it, and go on from an earlier one") from None
+    if not isinstance(state, dict):
+        raise ConfigError(f"{directory} is damaged: its state is no mapping; remove it, and go on from an earlier one")
+    return state
+
+
+def random_state() -> dict[str, Any]:
+    """Of the global generators of Python, NumPy and PyTorch, for sources that use them."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Back to what :func:`random_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+
+def _save_state(folder: Path, state: Mapping[str, Any]) -> None:
+    tensors: dict[str, Tensor] = {}
+    plain = _store(state, "state", tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "state.safetensors")
+    _write_json(folder / "state.json", plain, indent=None)
+
+
+def _store(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """``value`` as JSON, with its arrays moved to ``tensors``."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (Tensor, np.ndarray)):
+        is_tensor = isinstance(value, Tensor)
+        tensors[name] = value.detach().cpu().contiguous() if isinstance(value, Tensor) else torch.tensor(value)
+        return {_KIND: "tensor" if is_tensor else "array", "name": name}
+    if isinstance(value, (list, tuple)):
+        items = [_store(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {_KIND: "tuple", "items": items}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and key != _KIND for key in value):
+            return {key: _store(item, f"{name}.{key}", tensors) for key, item in value.items()}
+        items = [
+            [_store(part, f"{name}.{index}.{side}", tensors) for side, part in enumerate(pair)]
+            for index, pair in enumerate(value.items())
+        ]
+        return {_KIND: "pairs", "items": items}
+    raise ConfigError(
+        f"{name} of the state to save is a {type(value).__name__}; a source's state_dict() may hold numbers, text, "
+        "lists, tuples, mappings and arrays"
+    )
+
+
+def _restore(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_restore(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(_KIND):
+        case "tensor":
+            return tensors[value["name"]]
+        case "array":
+            return tensors[value["name"]].numpy()
+        case "tuple":
+            return tuple(_restore(item, tensors) for item in value["items"])
+        case "pairs":
+            return {_restore(key, tensors): _restore(item, tensors) for key, item in value["items"]}
+    return {key: _restore(item, tensors) for key, item in value.items()}
+
+
+def _write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    path.write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    """Have the disk write a file, or the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

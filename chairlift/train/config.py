@@ -1,0 +1,312 @@
+"""Everything that a training run is told, in one checked value, from a YAML file and ``--set``.
+
+Standard library and NumPy only; PyYAML is imported when a file is read. A key that is not known is refused by name, so
+that a misspelt setting never means its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from chairlift.errors import ConfigError
+
+__all__ = ["CheckpointSettings", "DataSettings", "ModelSettings", "PackingSettings", "TrainConfig", "TrainerConfig"]
+
+_Settings = TypeVar("_Settings")
+
+
+def _positive(settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Which model is trained: ``path`` goes on with one, ``config`` makes a fresh one from the run's seed."""
+
+    path: str | None = None
+    """Directory of a Hugging Face model: Llama, Mistral, Qwen2 or Qwen3."""
+    config: str | Mapping[str, Any] | None = None
+    """``config.json`` of a fresh model: its path, or what would stand in it."""
+    generation_config: Mapping[str, Any] | None = None
+    """``generation_config.json`` to write beside the model (default: that of ``path``, if any)."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer that texts are read with and that checkpoints get a copy of (default: ``path``)."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of the weights that are written for serving. The trainer's own stay float32, and are kept beside them."""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.config is None):
+            raise ConfigError("give either path (a model to go on with) or config (a fresh one), and not both")
+
+    @property
+    def tokenizer_dir(self) -> Path | None:
+        given = self.tokenizer or self.path
+        return None if given is None else Path(given)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """What is learnt. Either ``files`` or ``source``."""
+
+    files: tuple[str, ...] = ()
+    """JSON lines (``.jsonl``) or Parquet, one record per line or row; see :class:`~chairlift.train.sources.Encoder`."""
+    source: str | None = None
+    """``module:Class`` of a source of one's own, iterable, with ``state_dict`` and ``load_state_dict``."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Keyword arguments for that class."""
+    text_field: str = "text"
+    """Name of the field with the text."""
+    train_on: Literal["answers", "all"] = "answers"
+    """Of chats and of prompts with completions: whether prompts are learnt too. Plain text is always learnt whole."""
+    add_eos: bool = True
+    """End plain texts and completions with the tokenizer's end token."""
+    shuffle: bool = True
+    """A new order in each epoch, from the run's seed. Needs ``access: random``."""
+    epochs: int | None = None
+    """Times through the files (default: until the steps are done)."""
+    access: Literal["random", "stream", "follow"] = "random"
+    """``stream`` reads JSON lines once, without an index; ``follow`` also waits for what is appended to the last."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """A record that cannot be used ends the run, or is left out and counted."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "epochs")
+        if bool(self.files) == (self.source is not None):
+            raise ConfigError("give either files or source (module:Class), and not both")
+        if self.source is not None and ":" not in self.source:
+            raise ConfigError(f"source must be module:Class, such as my_data:Chats, got {self.source!r}")
+        if self.options and self.source is None:
+            raise ConfigError("options are the arguments of a source (module:Class); files have none")
+        if self.access != "random" and (self.shuffle or self.epochs not in (None, 1)):
+            raise ConfigError(f"access {self.access} reads once, in order: set shuffle to false, and no epochs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PackingSettings:
+    """How sequences share forward passes: arguments of :class:`~chairlift.train.stream.PackStream`."""
+
+    capacity: int = 4096
+    """Tokens per pack: bounds the memory of one forward and backward pass."""
+    pool: int = 256
+    """Sequences the packer chooses among."""
+    align: int = 1
+    """Sequences begin at multiples of this."""
+    max_sequences: int | None = None
+    """Sequences per pack, at most."""
+    overflow: Literal["error", "split", "truncate", "drop", "own_pack"] = "error"
+    """What becomes of a sequence longer than a pack."""
+    step: str = "packs:8"
+    """What one optimiser step consists of, over all ranks: ``tokens:1M``, ``sequences:256`` or ``packs:8``."""
+    window: int = 128
+    """Packs among which those of equal cost are dealt to the ranks; a multiple of their number."""
+    balance: bool = False
+    """Deal packs to ranks by what they cost to compute, with attention, rather than as they come."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "capacity", "pool", "align", "max_sequences", "window")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """How to take steps. Every number is per optimiser step."""
+
+    steps: int
+    """Steps in the whole schedule."""
+    learning_rate: float = 1e-3
+    """Peak of the schedule."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the rate falls from its peak to ``final_fraction`` of it."""
+    warmup_steps: int = 100
+    """Steps over which the rate rises from 0."""
+    final_fraction: float = 0.02
+    """Rate of the last step as a share of the peak."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; norms are not decayed (AdamW: Loshchilov and Hutter, 2019)."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Decay of the running mean and of the running square of the gradient."""
+    max_grad_norm: float = 1.0
+    """Gradients longer than this are scaled down to it."""
+    reduce: Literal["token", "sequence", "sqrt", "weights"] = "token"
+    """What every target weighs; see :class:`~chairlift.train.loss.StepLoss`."""
+    label_smoothing: float = 0.0
+    """Share of the target's probability that is spread over the whole vocabulary (Szegedy et al., 2016)."""
+    dropout: float = 0.0
+    """Share of each layer's attention and MLP outputs that is zeroed (Srivastava et al., 2014)."""
+    autocast: bool = False
+    """Compute products in bf16 while weights and their sums stay fp32."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
+            raise ConfigError(
+                "a trainer needs steps >= 1 and warmup_steps between 0 and steps, "
+                f"got steps {self.steps} and warmup_steps {self.warmup_steps}"
+            )
+        if not (self.learning_rate > 0 and self.max_grad_norm > 0 and self.weight_decay >= 0):
+            raise ConfigError("learning_rate and max_grad_norm must be above 0, and weight_decay at least 0")
+        for name in ("dropout", "label_smoothing", "final_fraction"):
+            if not 0 <= getattr(self, name) < 1 + (name == "final_fraction"):
+                raise ConfigError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas must be at least 0 and below 1, got {self.betas}")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step ``step`` (0-based)."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.learning_rate
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        fall = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
+        return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * fall)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """When the run is written down. It always is at its end, and when it is interrupted."""
+
+    every: int = 100
+    """Optimiser steps between checkpoints."""
+    keep: int = 3
+    """The newest so many are kept."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "every", "keep")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """A whole training run. Relative paths begin where the command runs."""
+
+    model: ModelSettings
+    data: DataSettings
+    training: TrainerConfig
+    packing: PackingSettings = PackingSettings()
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    output: str | None = None
+    """Directory for the checkpoints."""
+    seed: int = 0
+    """Of fresh weights, the order of the data, and dropout."""
+    threads: int | None = None
+    """CPU threads per process (default: PyTorch's choice). Another number rounds otherwise."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "threads")
+        if self.seed < 0:
+            raise ConfigError(f"seed must not be negative, got {self.seed}")
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
+        """Check every key and value. Raises ConfigError that names the key, what it got and what it takes."""
+        return _build(cls, raw, where)
+
+    @classmethod
+    def from_file(cls, path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+        """Read YAML (JSON is YAML too), then apply ``section.key=value`` overrides. Raises ConfigError."""
+        import yaml
+
+        try:
+            raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        raw = {} if raw is None else raw
+        for override in overrides:
+            name, equals, text = override.partition("=")
+            if not equals or not name:
+                raise ConfigError(f"--set takes key=value, such as training.steps=500, got {override!r}")
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError:
+                value = text
+            _set(raw, name.strip(), value)
+        return cls.from_mapping(raw, str(path))
+
+
+def _set(raw: Any, name: str, value: Any) -> None:
+    *sections, key = name.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {}) if isinstance(raw, dict) else None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--set {name}: there is no section {'.'.join(sections)!r} to set a key in")
+    raw[key] = value
+
+
+def _build(cls: type[_Settings], raw: Any, where: str) -> _Settings:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where} must be a mapping of settings, got {type(raw).__name__} {str(raw)[:60]!r}")
+    hints = _hints(typing.cast(Any, cls))
+    for key in raw:
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{where}: unknown key {str(key)[:60]!r}; allowed are {', '.join(hints)}{meant}")
+    values = {key: _convert(value, hints[key], f"{where}: {key}") for key, value in raw.items()}
+    needed = [
+        field.name
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if missing := [name for name in needed if name not in values]:
+        raise ConfigError(f"{where}: {', '.join(missing)} is missing; add it")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """``value`` as the type ``hint``, or a ConfigError. Numbers may be written as YAML reads them as text: ``1e-3``."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        kinds = [arg for arg in args if arg is not type(None)]
+        fitting = [kind for kind in kinds if isinstance(value, Mapping) == (typing.get_origin(kind) is Mapping)]
+        return _convert(value, (fitting or kinds)[0], where)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where)
+    if origin is Literal:
+        if value not in args:
+            raise ConfigError(f"{where} must be one of {', '.join(args)}, got {value!r}")
+        return value
+    if origin is tuple:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if args[-1] is not Ellipsis and len(items) != len(args):
+            raise ConfigError(f"{where} takes {len(args)} values, got {value!r}")
+        return tuple(_convert(item, args[0], where) for item in items)
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} must be a mapping, got {value!r}")
+        return dict(value)
+    return _scalar(value, hint, where)
+
+
+def _scalar(value: Any, hint: type, where: str) -> Any:
+    if hint is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+    raise ConfigError(f"{where} must be {kind}, got {value!r:.80}")

@@ -1,0 +1,150 @@
+"""From a record to token ids, and to which of them are learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from chairlift.errors import ConfigError
+from chairlift.tokenizer.chat_template import ChatTemplate, normalize_messages
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Encoder"]
+
+_PASSED_ON = ("input_ids", "labels", "loss_weight", "completion_mask", "weight", "attention_mask")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Text:
+    backend: tokenizers.Tokenizer
+    template: ChatTemplate
+    eos: int | None
+    vocab_size: int
+
+
+class Encoder:
+    """A record -> ``{"input_ids": int32 [L], "loss_weight": float32 [L]}``.
+
+    - ``input_ids`` (with ``labels``, ``loss_weight``, ``weight`` if any): handed on as it is.
+    - ``messages``: a chat, as the chat template of the tokenizer's directory writes it.
+    - ``prompt`` and ``completion``: two texts, one after the other.
+    - ``text_field``: a text.
+
+    With ``train_on="answers"`` only what an assistant says, or the completion, has weight: exactly what the model would
+    have to generate, the end of the turn included.
+    """
+
+    def __init__(
+        self,
+        tokenizer_dir: Path | None = None,
+        *,
+        text_field: str = "text",
+        train_on: Literal["answers", "all"] = "answers",
+        add_eos: bool = True,
+    ) -> None:
+        """Raises ModelLoadError for a directory without a readable tokenizer. Without one, only token ids are read."""
+        self._text_field, self._train_on, self._add_eos = text_field, train_on, add_eos
+        self._text: _Text | None = None
+        if tokenizer_dir is not None:
+            tokenizer = Tokenizer.from_dir(tokenizer_dir)
+            # The library's own, because only it says which characters each token stands for.
+            backend = tokenizers.Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+            backend.no_truncation()
+            backend.no_padding()
+            eos = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None
+            template = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens)
+            self._text = _Text(backend, template, eos, tokenizer.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id of the tokenizer is below this; 0 without one."""
+        return self._text.vocab_size if self._text else 0
+
+    def __call__(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raises ConfigError, RequestError or TemplateError for a record that cannot be used."""
+        if "input_ids" in record:
+            return {name: record[name] for name in _PASSED_ON if record.get(name) is not None}
+        if "messages" in record:
+            return self._chat(record["messages"])
+        if "prompt" in record and "completion" in record:
+            prompt, completion = _string(record, "prompt"), _string(record, "completion")
+            return self._encode(prompt + completion, [(len(prompt), len(prompt) + len(completion))], special=True)
+        if self._text_field in record:
+            text = _string(record, self._text_field)
+            return self._encode(text, None, special=True)
+        raise ConfigError(
+            f"a record has input_ids, messages, prompt and completion, or {self._text_field}; this one has "
+            f"{', '.join(sorted(map(str, record)))[:120] or 'nothing'}"
+        )
+
+    def _chat(self, messages: Any) -> Mapping[str, Any]:
+        chat = normalize_messages(messages)
+        template = self._tools().template
+        text = template.render(chat, add_generation_prompt=False)
+        if self._train_on == "all":
+            return self._encode(text, None, special=False)
+        spans = []
+        for index, message in enumerate(chat):
+            if message["role"] != "assistant":
+                continue
+            before = template.render(chat[:index], add_generation_prompt=True) if index else ""
+            after = template.render(chat[: index + 1], add_generation_prompt=False)
+            if not text.startswith(after) or not after.startswith(before):
+                raise ConfigError(
+                    f"the chat template writes the turns up to messages[{index}] in another way once more follow, so "
+                    "this answer has no place of its own; give each answer a record in which it comes last, or set "
+                    "train_on: all"
+                )
+            spans.append((len(before), len(after)))
+        if not spans:
+            raise ConfigError("the chat has no message of an assistant, so nothing to learn; set train_on: all")
+        return self._encode(text, spans, special=False)
+
+    def _encode(self, text: str, spans: Sequence[tuple[int, int]] | None, *, special: bool) -> Mapping[str, Any]:
+        """``spans`` are the characters to learn; None for all. ``special`` adds what stands around bare text."""
+        tools = self._tools()
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the text has half a surrogate pair at character {error.start}; repair it") from None
+        encoding = tools.backend.encode(text, add_special_tokens=special)
+        ids: list[int] = encoding.ids
+        weights = np.ones(len(ids), np.float32)
+        if spans is not None and self._train_on == "answers":
+            starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            weights[:] = 0
+            for start, end in spans:
+                weights[(starts >= start) & (starts < end) & (ends > starts)] = 1
+            _learn_closing_tokens(weights, np.array(encoding.special_tokens_mask, bool) & (ends == starts))
+        if special and self._add_eos and tools.eos is not None and ids[-1:] != [tools.eos]:
+            ids, weights = [*ids, tools.eos], np.append(weights, np.float32(1))
+        if len(ids) < 2:
+            raise ConfigError(f"the text {text[:40]!r} is {len(ids)} tokens long, which leaves nothing to predict")
+        return {"input_ids": np.array(ids, np.int32), "loss_weight": weights}
+
+    def _tools(self) -> _Text:
+        if self._text is None:
+            raise ConfigError("a record with text needs a tokenizer: name the directory that holds tokenizer.json")
+        return self._text
+
+
+def _learn_closing_tokens(weights: npt.NDArray[np.float32], added: npt.NDArray[np.bool_]) -> None:
+    """What the tokenizer itself puts behind a text (its end token) belongs to a text that ends with an answer."""
+    last = len(weights)
+    while last and added[last - 1]:
+        last -= 1
+    if last and weights[last - 1]:
+        weights[last:] = 1
+
+
+def _string(record: Mapping[str, Any], name: str) -> str:
+    value = record[name]
+    if not isinstance(value, str) or (not value and name != "prompt"):
+        raise ConfigError(f"{name} must be text, got {str(value)[:60]!r}")
+    return value

@@ -1,0 +1,142 @@
+"""Data parallelism over processes: who we are, gradients summed in flat buckets, and a launcher for one machine.
+
+Gradients are summed, not averaged: each rank's loss is already divided by the constant of the whole step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Final
+
+import torch
+from torch import Tensor, distributed
+
+from chairlift.errors import ConfigError
+
+__all__ = ["Ranks", "launch", "process_group", "sum_gradients", "sum_over_ranks", "world_size"]
+
+_BUCKET: Final = 1 << 24
+"""Numbers per all-reduce: 64 MiB of float32."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that train together."""
+
+    rank: int = 0
+    size: int = 1
+
+
+def world_size() -> int:
+    """How many processes train together, as whoever started this one says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[Ranks]:
+    """Join the processes that ``torchrun`` or :func:`launch` has started, for as long as the context lasts."""
+    size = world_size()
+    if size == 1:
+        yield Ranks()
+        return
+    distributed.init_process_group("gloo")
+    try:
+        yield Ranks(distributed.get_rank(), size)
+    finally:
+        distributed.destroy_process_group()
+
+
+def _is_alone() -> bool:
+    return not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
+
+
+def sum_gradients(parameters: Sequence[Tensor]) -> None:
+    """Replace each gradient by its sum over the ranks; the same on all of them, bit for bit. No gradient counts as 0.
+
+    Buckets are cut in the order of ``parameters``, which must be the same everywhere.
+    """
+    if _is_alone():
+        return
+    bucket: list[Tensor] = []
+    for index, parameter in enumerate(parameters):
+        bucket.append(parameter)
+        if index == len(parameters) - 1 or sum(part.numel() for part in bucket) >= _BUCKET:
+            flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in bucket])
+            distributed.all_reduce(flat)
+            for part, values in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+                part.grad = values.view_as(part)
+            bucket = []
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """The sums over the ranks, in double precision. Every rank must ask."""
+    if _is_alone():
+        return list(values)
+    summed = torch.tensor(values, dtype=torch.float64)
+    distributed.all_reduce(summed)
+    return [float(value) for value in summed]
+
+
+def launch(arguments: Sequence[str], processes: int) -> int:
+    """Run ``python -m chairlift ARGUMENTS`` in so many processes here; returns the exit code of the first that fails.
+
+    When one fails the others are ended. Ctrl-C reaches them all, and is waited for. Raises ConfigError for none.
+    """
+    if processes < 1:
+        raise ConfigError(f"processes must be at least 1, got {processes}")
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, processes, is_master=True, wait_for_workers=False
+    )
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's; nobody else opens one
+        "WORLD_SIZE": str(processes),
+    }
+    command = [sys.executable, "-m", "chairlift", *arguments]
+    children: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.terminate()  # not SIGINT: a terminal has sent them that already, and twice means at once
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank in range(processes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            children.append(subprocess.Popen(command, env=environment | own))
+        return _wait(children)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended, or one has failed and the others have had the time to say so themselves."""
+    waiting, code = list(children), 0
+    while waiting:
+        for child in list(waiting):
+            try:
+                ended = child.wait(timeout=0.1 if code == 0 else 5.0)
+            except subprocess.TimeoutExpired:
+                if code:
+                    return code
+                continue
+            waiting.remove(child)
+            code = code or (ended if ended >= 0 else 128 - ended)
+    return code

@@ -1,0 +1,328 @@
+"""A whole training run, from its settings to a directory that serves: what ``chairlift train`` does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from chairlift.errors import ConfigError
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.hf_config import ModelConfig, parse_config, read_json
+from chairlift.models.loader import WeightLayout, load_model, resolve_dtype
+from chairlift.models.registry import model_class
+from chairlift.train.balance import Cost
+from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
+from chairlift.train.config import DataSettings, TrainConfig
+from chairlift.train.encoder import Encoder
+from chairlift.train.parallel import Ranks, process_group, world_size
+from chairlift.train.sources import FollowedLines, RecordSource
+from chairlift.train.stream import PackStream
+from chairlift.train.trainer import StepResult, Trainer
+
+__all__ = ["Outcome", "Prepared", "prepare", "train"]
+
+_POLL_SECONDS = 0.2
+
+
+class _Stopped(Exception):
+    """Somebody asked to stop while the source waited for data."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    directory: Path
+    """The checkpoint it ended with."""
+    steps: int
+    """Taken in all, with those before a resume."""
+    finished: bool
+    """Whether the schedule or the data is done; False after an interruption."""
+    last: StepResult | None
+    """Of this process; None if there was nothing left to do."""
+    skipped: int = 0
+    """Records left out."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run whose settings have been checked against what is on the disk."""
+
+    config: TrainConfig
+    store: CheckpointStore
+    network: ModelConfig
+    files: ModelFiles
+    resume_from: Path | None
+    open_source: Callable[[Callable[[], bool]], Any]
+    """Opens the data; its argument is called while there is nothing to read."""
+
+
+def prepare(
+    config: TrainConfig, *, resume: str = "auto", ranks: int = 1, on_save: Callable[[str], None] = lambda _point: None
+) -> Prepared:
+    """Check all that can be checked before anything is computed, without writing anything.
+
+    ``resume`` is ``auto`` (from the newest checkpoint in the output directory, if any), ``never``, or a checkpoint's
+    directory. ``ranks`` is how many processes will train, ``on_save`` the ``at`` of the
+    :class:`~chairlift.train.checkpoint.CheckpointStore`. Raises ConfigError and ModelLoadError.
+    """
+    if config.output is None:
+        raise ConfigError("there is no output directory; set output in the configuration, or give --output DIR")
+    root = Path(config.output)
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"output {root} is not a directory; choose another")
+    store = CheckpointStore(root, keep=config.checkpoints.keep, at=on_save)
+    resume_from = _resume_from(store, resume)
+    network, files = _model_files(config)
+    tokenizer_dir = files.tokenizer_dir if config.data.files else None
+    encoder = Encoder(
+        tokenizer_dir,
+        text_field=config.data.text_field,
+        train_on=config.data.train_on,
+        add_eos=config.data.add_eos,
+    )
+    if encoder.vocab_size > network.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {encoder.vocab_size} tokens, but the model only {network.vocab_size} "
+            "(vocab_size); use the tokenizer that belongs to the model, or a larger vocab_size"
+        )
+    _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
+    return Prepared(config, store, network, files, resume_from, _source_opener(config, encoder))
+
+
+def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
+    latest = store.latest()
+    if resume == "auto":
+        return latest
+    if resume == "never":
+        if latest is not None:
+            raise ConfigError(
+                f"{store.root} has checkpoints ({latest.name}) of an earlier run; go on with --resume auto, or choose "
+                "another output directory"
+            )
+        return None
+    chosen = Path(resume)
+    if not chosen.is_dir():
+        raise ConfigError(f"--resume takes auto, never or the directory of a checkpoint; {resume!r} is none")
+    if latest is not None and chosen.resolve().parent == store.root.resolve() and chosen.name != latest.name:
+        raise ConfigError(
+            f"{store.root} has a newer checkpoint ({latest.name}) than {chosen.name}; choose another output directory, "
+            "or remove what is newer"
+        )
+    return chosen
+
+
+def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
+    settings = config.model
+    raw: dict[str, Any]
+    generation = dict(settings.generation_config) if settings.generation_config is not None else None
+    if settings.path is not None:
+        folder = Path(settings.path)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model.path {folder} is no model directory: it has no config.json")
+        raw, where = read_json(folder / "config.json"), str(folder / "config.json")
+        if generation is None and (folder / "generation_config.json").is_file():
+            generation = read_json(folder / "generation_config.json")
+    elif isinstance(settings.config, str):
+        raw, where = read_json(Path(settings.config)), settings.config
+    else:
+        raw, where = dict(settings.config or {}), "model.config"
+    network = parse_config(raw, generation, where=where)
+    tokenizer_dir = settings.tokenizer_dir
+    if tokenizer_dir is not None and not (tokenizer_dir / "tokenizer.json").is_file():
+        if settings.tokenizer is not None:
+            raise ConfigError(f"model.tokenizer {tokenizer_dir} has no tokenizer.json")
+        tokenizer_dir = None
+    dtype = resolve_dtype(network, settings.dtype)
+    return network, ModelFiles(config=raw, generation_config=generation, tokenizer_dir=tokenizer_dir, dtype=dtype)
+
+
+def _source_opener(config: TrainConfig, encoder: Encoder) -> Callable[[Callable[[], bool]], Any]:
+    data = config.data
+    if data.source is not None:
+        made = _import_source(data)
+        return lambda _wait: made()
+    for file in data.files:
+        if not Path(file).is_file():
+            raise ConfigError(f"data file {file} does not exist")
+    if data.access == "random":
+        source = RecordSource(
+            data.files,
+            encoder,
+            shuffle=data.shuffle,
+            epochs=data.epochs,
+            seed=config.seed,
+            on_error=data.on_error,
+        )
+        return lambda _wait: source
+    follow = data.access == "follow"
+    FollowedLines(data.files, encoder, follow=follow)  # for its checks alone
+    return lambda wait: FollowedLines(data.files, encoder, follow=follow, on_error=data.on_error, wait=wait)
+
+
+def _import_source(data: DataSettings) -> Callable[[], Any]:
+    module_name, _, class_name = (data.source or "").partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # the installed command does not look where it runs
+    try:
+        made: Any = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:
+        raise ConfigError(f"data.source {data.source!r} cannot be imported: {type(error).__name__}: {error}") from error
+    missing = [name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(made, name)]
+    if missing:
+        raise ConfigError(f"data.source {data.source!r} has no {', '.join(missing)}, so a run could not be resumed")
+
+    def make() -> Any:
+        try:
+            return made(**data.options)
+        except TypeError as error:
+            raise ConfigError(f"data.source {data.source!r} does not take these data.options: {error}") from None
+
+    return make
+
+
+def _stream(config: TrainConfig, network: ModelConfig, source: Any, ranks: Ranks) -> PackStream:
+    packing = config.packing
+    return PackStream(
+        source,
+        packing.capacity,
+        pool=packing.pool,
+        align=packing.align,
+        max_sequences=packing.max_sequences,
+        overflow=packing.overflow,
+        ranks=ranks.size,
+        rank=ranks.rank,
+        balance=Cost.transformer(network.hidden_size) if packing.balance else None,
+        window=packing.window,
+        step=packing.step,
+        seed=config.seed,
+    )
+
+
+def _make_model(prepared: Prepared) -> CausalLM:
+    config = prepared.config
+    if config.model.path is not None and prepared.resume_from is None:
+        return load_model(Path(config.model.path), prepared.network, torch.float32, layout=WeightLayout.PLAIN)
+    return model_class(prepared.network.model_type)(prepared.network)
+
+
+def train(
+    config: TrainConfig,
+    *,
+    resume: str = "auto",
+    on_step: Callable[[StepResult, Trainer], None] | None = None,
+    on_save: Callable[[str], None] = lambda _point: None,
+) -> Outcome:
+    """Train until the schedule or the data ends, or until SIGINT or SIGTERM, and write down where it stands.
+
+    Under ``torchrun`` every process calls this; rank 0 writes. ``on_step`` is called on each rank after each step,
+    ``on_save`` as for :func:`prepare`.
+    Raises ConfigError and ModelLoadError before anything is computed, and DivergedError.
+    """
+    prepared = prepare(config, resume=resume, ranks=world_size(), on_save=on_save)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    with process_group() as ranks, _Interrupts() as interrupts:
+        source = prepared.open_source(interrupts.wait)
+        stream = _stream(config, prepared.network, source, ranks)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):  # fresh weights; sources may use all of them
+            seed(config.seed % 2**32)
+        trainer = Trainer(_make_model(prepared), config.training, stream, seed=config.seed)
+        if prepared.resume_from is not None:
+            state = load_state(prepared.resume_from)
+            trainer.load_state_dict(state["trainer"])
+            set_random_state(state["random"])
+        interrupts.watch(trainer)
+        outcome = _Run(prepared, ranks, trainer, on_step).go()
+        return dataclasses.replace(outcome, skipped=getattr(source, "skipped", 0))
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    prepared: Prepared
+    ranks: Ranks
+    trainer: Trainer
+    on_step: Callable[[StepResult, Trainer], None] | None
+    saved: int = -1
+    """Step of the newest checkpoint."""
+
+    def go(self) -> Outcome:
+        trainer, every = self.trainer, self.prepared.config.checkpoints.every
+        last, stopped = None, False
+        if self.prepared.resume_from is not None and self.prepared.resume_from.parent == self.prepared.store.root:
+            self.saved = trainer.num_steps
+        with contextlib.suppress(_Stopped):
+            stopped = True
+            for last in trainer.run():
+                if self.on_step is not None:
+                    self.on_step(last, trainer)
+                if last.stop:
+                    break
+                if trainer.num_steps % every == 0:
+                    self.save()
+            else:
+                stopped = False
+        directory = self.save()
+        return Outcome(directory, trainer.num_steps, not stopped, last)
+
+    def save(self) -> Path:
+        step, store = self.trainer.num_steps, self.prepared.store
+        if self.ranks.rank == 0 and self.saved != step:
+            state = {
+                "trainer": self.trainer.state_dict(),
+                "random": random_state(),
+                "config": dataclasses.asdict(self.prepared.config),
+            }
+            store.save(step, state, self.trainer.model, self.prepared.files)
+        self.saved = step
+        return store.root / f"step-{step:08d}"
+
+
+class _Interrupts:
+    """SIGINT and SIGTERM ask for an end after the step that runs; a second SIGINT ends it at once."""
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Interrupts:
+        with contextlib.suppress(ValueError):  # handlers belong to the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        if self._asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._asked = True
+        if self._trainer is not None:
+            self._trainer.stop_requested = True
+
+    def watch(self, trainer: Trainer) -> None:
+        """Tell this trainer."""
+        self._trainer = trainer
+        trainer.stop_requested = self._asked
+
+    def wait(self) -> bool:
+        """For a source without data at the moment."""
+        if self._asked:
+            raise _Stopped
+        time.sleep(_POLL_SECONDS)
+        return True

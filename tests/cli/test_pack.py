@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+
+def write_lengths(path: Path, lengths: list[int]) -> Path:
+    path.write_text("".join(json.dumps({"n": length}) + "\n" for length in lengths))
+    return path
+
+
+def test_figures_of_a_file_that_can_be_checked_by_hand(chairlift: Run, tmp_path: Path) -> None:
+    # 60 + 40 and 70 + 30 fill two packs; next-fit opens four, and padding makes all of them 70 long.
+    file = write_lengths(tmp_path / "a.jsonl", [60, 70, 40, 30])
+    packs = tmp_path / "packs.jsonl"
+    flags = ("--length-field", "n", "--capacity", "100")
+    code, out, err = chairlift("pack", file, *flags, "--json", "--output", packs)
+    assert (code, err) == (0, [])
+    found = json.loads(out[0])
+    assert (found["sequences"], found["tokens"], found["packs"]) == (4, 200, 2)
+    assert (found["waste"], found["excess"]) == (0.0, 0.0)
+    assert found["next_fit_packs"] == 3
+    assert found["waste_of"] == {"padding": pytest.approx(1 - 200 / 280), "next_fit": pytest.approx(1 / 3)}
+    assert found["lengths"] == [[16, 31, 1], [32, 63, 2], [64, 70, 1]]
+    assert found["fills"][-1] == [1.0, 2]
+    written = [json.loads(line) for line in packs.read_text().splitlines()]
+    assert sorted(i for pack in written for i in pack["ids"]) == [0, 1, 2, 3]
+    assert all(sum(pack["lengths"]) == 100 for pack in written)
+    code, out, _ = chairlift("pack", file, *flags)
+    assert code == 0
+    assert out[0] == "sequences     4 of 50.0 tokens on average"
+    assert out[4] == "waste         0.000%, 0.000% more packs than the lower bound"
+    assert "next-fit needs 3 packs and wastes 33.3%" in out[8]
+    assert out[out.index("length") + 2] == f"        32-63 {'#' * 40} 2"
+    assert out[-1] == f"         full {'#' * 40} 2"
+
+
+def test_what_is_too_long_is_counted(chairlift: Run, tmp_path: Path) -> None:
+    file = write_lengths(tmp_path / "a.jsonl", [250, 10])
+    flags = ("pack", file, "--length-field", "n", "--capacity", "100")
+    for policy, tokens, word in (("split", 260, "split"), ("truncate", 110, "truncated"), ("drop", 10, "dropped")):
+        out = chairlift(*flags, "--overflow", policy)[1]
+        assert out[1] == f"tokens        {tokens}"
+        assert out[2] == f"too long      1 {word}"
+    code, _, err = chairlift(*flags, "--overflow", "error")
+    assert code == 2
+    assert "has 250 tokens, but a pack takes 100" in err[0]
+
+
+def test_texts_need_a_tokenizer(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one two three"}\n' * 10)
+    assert chairlift("pack", file, "--tokenizer", model_dir)[1][0].startswith("sequences     10 of ")
+    code, out, err = chairlift("pack", file)
+    assert (code, out) == (2, [])
+    assert f"{file}, line 1: a record with text needs a tokenizer" in err[0]
+    code, _, err = chairlift("pack", file, "--length-field", "text")
+    assert "text must be a number of tokens, at least 1, got 'one two three'" in err[0]
+    assert chairlift("pack", file, "--length-field", "text", "--capacity", "0")[0] == 2
+    assert chairlift("pack", tmp_path / "none.jsonl")[0] == 2

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from chairlift import LLM, SamplingParams
+from tests.cli.conftest import Run
+from tests.train import tiny_run
+
+
+def write_config(folder: Path, **sections: Any) -> Path:
+    """A run on token ids in ``folder``; sections are merged into its settings."""
+    raw = tiny_run.settings(folder)
+    for name, value in sections.items():
+        raw[name] = {**raw.get(name, {}), **value} if isinstance(value, dict) else value
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    tiny_run.write_records(tmp_path / "data.jsonl")
+    return write_config(tmp_path)
+
+
+def test_a_run_ends_with_a_model_that_serves(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    (tmp_path / "data.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    (tmp_path / "run.yaml").write_text(
+        f"""
+        model: {{path: {model_dir}, dtype: float32}}
+        data: {{files: {tmp_path / "data.jsonl"}}}
+        packing: {{capacity: 128, pool: 4, step: "sequences:4"}}
+        training: {{steps: 30, warmup_steps: 2, learning_rate: 1e-2, weight_decay: 0}}
+        """
+    )
+    code, out, err = chairlift("train", tmp_path / "run.yaml", "--output", tmp_path / "out", "--quiet")
+    folder = tmp_path / "out" / "step-00000030"
+    assert (code, err) == (0, [])
+    assert out[0].startswith("trained 30 steps, loss ")
+    assert out[0].endswith(f"the model is in {folder}")
+    assert out[1] == f"serve it with: chairlift serve {folder}"
+    llm = LLM(str(folder))
+    assert llm.chat(turns[:1], SamplingParams(temperature=0.0, max_tokens=16))[0].outputs[0].text == "Hello."
+
+
+def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
+    few = ("--set", "checkpoints.keep=9")
+    code, out, err = chairlift("train", config, *few)
+    assert code == 0
+    assert "12/12" in err[-1]
+    folder = config.parent / "out" / "step-00000012"
+    nothing_left = [f"trained 12 steps; the model is in {folder}", f"serve it with: chairlift serve {folder}"]
+    assert chairlift("train", config, "--quiet") == (0, nothing_left, [])
+    code, _, err = chairlift("train", config, "--resume", "never")
+    assert code == 2
+    assert "has checkpoints (step-00000012) of an earlier run" in err[0]
+    old = config.parent / "out" / "step-00000004"
+    code, _, err = chairlift("train", config, "--resume", old)
+    assert code == 2
+    assert "has a newer checkpoint (step-00000012) than step-00000004" in err[0]
+    elsewhere = config.parent / "elsewhere"
+    code, resumed, _ = chairlift("train", config, "--resume", old, "--output", elsewhere, "--quiet")
+    assert code == 0
+    assert resumed[0].split(";")[0] == out[0].split(";")[0]
+    mine, theirs = (load_file(each / "step-00000012" / "model.safetensors") for each in (elsewhere, old.parent))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--set", "training.learning_rat=1"], "unknown key 'learning_rat'; allowed are steps, learning_rate,"),
+        (["--set", "training.learning_rat=1"], "did you mean learning_rate?"),
+        (["--set", "training.steps=many"], "training: steps must be a whole number, got 'many'"),
+        (["--set", "training.schedule=sine"], "must be one of cosine, linear, constant, got 'sine'"),
+        (["--set", "training"], "--set takes key=value"),
+        (["--set", "output.x=1"], "there is no section 'output'"),
+        (["--set", "data.files=/nowhere.jsonl"], "data file /nowhere.jsonl does not exist"),
+        (["--set", "data.source=a:B"], "either files or source"),
+        (["--set", "packing.step=often"], "step must be like tokens:1M"),
+        (["--set", "packing.overflow=cut"], "must be one of error, split"),
+        (["--set", "model.path=/nowhere"], "give either path"),
+        (["--set", "model.config.num_hidden_layers=0"], "num_hidden_layers"),
+        (["--set", "model.tokenizer=/nowhere"], "/nowhere has no tokenizer.json"),
+        (["--output", "/dev/null"], "output /dev/null is not a directory"),
+        (["--resume", "/nowhere"], "'/nowhere' is none"),
+        (["--processes", "0"], "ranks"),
+        (["--processes", "3", "--set", "packing.step=packs:8"], "a multiple of 3, got packs:8"),
+    ],
+)
+def test_bad_settings_are_one_line_before_anything_starts(
+    chairlift: Run, config: Path, flags: list[str], complaint: str
+) -> None:
+    code, out, err = chairlift("train", config, "--set", "training.steps=1", "--set", "training.warmup_steps=0", *flags)
+    assert (code, out) == (2, [])
+    assert len(err) == 1
+    assert complaint in err[0]
+    assert not (config.parent / "out").exists()
+
+
+def test_bad_data_is_named_when_it_is_met(chairlift: Run, config: Path) -> None:
+    with (config.parent / "data.jsonl").open("a") as file:
+        file.write("{\n")
+    code, _, err = chairlift("train", config, "--quiet")
+    assert code == 2
+    assert f"{config.parent / 'data.jsonl'}, line 61: not JSON" in err[-1]
+    code, _, err = chairlift("train", config, "--quiet", "--set", "data.on_error=skip")
+    assert code == 0
+    assert err[-1].startswith("left out 2 records")  # 12 steps of 10 are two epochs
+
+
+def test_a_source_of_ones_own(chairlift: Run, config: Path) -> None:
+    kept = {"source": "tests.cli.test_train:Counting", "options": {"first": 5}}
+    raw = json.loads(config.read_text())
+    config.write_text(json.dumps(raw | {"data": kept}))
+    assert chairlift("train", config, "--quiet")[0] == 0
+    for change, complaint in (
+        ({"source": "tests.nowhere:A"}, "'tests.nowhere:A' cannot be imported: ModuleNotFoundError"),
+        ({"source": "pathlib:Path"}, "has no __iter__, state_dict, load_state_dict"),
+        ({"options": {"last": 1}}, "does not take these data.options"),
+    ):
+        config.write_text(json.dumps(raw | {"data": kept | change, "output": str(config.parent / "new")}))
+        code, _, err = chairlift("train", config, "--quiet")
+        assert (code, len(err)) == (2, 1)
+        assert complaint in err[0]
+
+
+class Counting:
+    """Sequences i, i + 1, i + 2 without end."""
+
+    def __init__(self, first: int) -> None:
+        self.next = first
+
+    def __iter__(self) -> Counting:
+        return self
+
+    def __next__(self) -> list[int]:
+        self.next += 1
+        return [(self.next + i) % tiny_run.VOCAB for i in range(3)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def run_process(*argv: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "chairlift", "train", *map(str, argv)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_two_processes_learn_what_one_does(chairlift: Run, config: Path) -> None:
+    config = write_config(config.parent, packing={"step": "packs:4"})
+    two = run_process(config, "--processes", "2", "--output", config.parent / "two", "--quiet")
+    code, one, _ = chairlift("train", config, "--quiet")
+    out, err = two.communicate(timeout=120)
+    assert (code, two.returncode) == (0, 0), err
+    assert len(out.splitlines()) == 2, "only the first process reports"
+    loss = [float(lines.split(", loss ")[1].split(";")[0]) for lines in (one[0], out)]
+    assert loss[0] == pytest.approx(loss[1], abs=2e-4)
+    folders = (config.parent / name / "step-00000012" / "model.safetensors" for name in ("out", "two"))
+    mine, theirs = map(load_file, folders)
+    assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=3e-6) for name in mine)
+
+
+def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(chairlift: Run, config: Path, tmp_path: Path) -> None:
+    follow = {"files": [str(config.parent / "data.jsonl")], "access": "follow", "shuffle": False}
+    config = write_config(tmp_path, data=follow)
+    process = run_process(config)
+    assert process.stderr is not None
+    seen = ""
+    while "1/12" not in seen:  # the first of the six steps that the file has
+        more = process.stderr.read(1)
+        assert more, seen
+        seen += more
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    steps = int(out.split()[3].rstrip(";"))
+    assert 1 <= steps <= 6
+    assert out.splitlines()[1] == f"go on with: chairlift train {config}"
+    assert (tmp_path / "out" / f"step-{steps:08d}" / "model.safetensors").is_file()
+    tiny_run.write_records(tmp_path / "more.jsonl", count=90, seed=1)
+    with (tmp_path / "data.jsonl").open("a") as file:
+        file.write((tmp_path / "more.jsonl").read_text())
+    assert chairlift("train", config, "--quiet")[1][0].startswith("trained 12 steps")

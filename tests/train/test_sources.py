@@ -1,0 +1,261 @@
+"""Files become examples: every record once, learnt where it should be, and the same again after a resume."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chairlift.errors import ConfigError
+from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.train.encoder import Encoder
+from chairlift.train.sources import FollowedLines, LineFile, RecordSource, TableFile
+from chairlift.train.stream import PackStream
+from tests.cli.conftest import CHAT_TEMPLATE
+from tests.tokenizer import tiny
+
+
+def numbers(path: Path, count: int, first: int = 0) -> Path:
+    path.write_text("".join(json.dumps({"input_ids": [i, i + 1]}) + "\n" for i in range(first, first + count)))
+    return path
+
+
+def read(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    return item
+
+
+def firsts(items: Any) -> list[int]:
+    return [int(item["input_ids"][0]) for item in items]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny.byte_level_backend().save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def learnt(tokenizer_dir: Path, item: Mapping[str, Any]) -> list[str]:
+    """The stretches of text that have weight."""
+    tokenizer = Tokenizer.from_dir(tokenizer_dir)
+    parts: list[list[int]] = [[]]
+    for token, weight in zip(item["input_ids"], item["loss_weight"], strict=True):
+        if weight:
+            parts[-1].append(int(token))
+        elif parts[-1]:
+            parts.append([])
+    return [tokenizer.decode(part, skip_special_tokens=False) for part in parts if part]
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "one one"},
+    {"role": "assistant", "content": "two three"},
+    {"role": "user", "content": "four"},
+    {"role": "assistant", "content": "five"},
+]
+
+
+def test_of_a_chat_the_answers_are_learnt_with_the_end_of_their_turn(tokenizer_dir: Path) -> None:
+    item = Encoder(tokenizer_dir)({"messages": CHAT})
+    assert learnt(tokenizer_dir, item) == ["two three<|im_end|>\n", "five<|im_end|>\n"]
+    everything = Encoder(tokenizer_dir, train_on="all")({"messages": CHAT})
+    assert everything["loss_weight"].all()
+    np.testing.assert_array_equal(everything["input_ids"], item["input_ids"])
+
+
+def test_of_a_prompt_only_the_completion_is_learnt_and_texts_end(tokenizer_dir: Path) -> None:
+    encode = Encoder(tokenizer_dir)
+    item = encode({"prompt": "one two", "completion": " three"})
+    assert learnt(tokenizer_dir, item) == [" three<|im_end|>"]
+    text = encode({"text": "one two"})
+    assert learnt(tokenizer_dir, text)[0].endswith("one two<|im_end|>")
+    assert Encoder(tokenizer_dir, add_eos=False)({"text": "one two"})["input_ids"][-1] != text["input_ids"][-1]
+    assert Encoder(tokenizer_dir, text_field="body")({"body": "one two"})["input_ids"].tolist() == list(
+        text["input_ids"]
+    )
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer_dir: Path, tmp_path: Path) -> None:
+    last_only = "{% for m in messages[-2:] %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_dir / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(last_only)
+    encode = Encoder(tmp_path)
+    with pytest.raises(ConfigError, match=r"messages\[2\].*record in which it comes last"):
+        encode({"messages": CHAT})
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": CHAT[:2]}, "no message of an assistant"),
+        ({"body": "a"}, "this one has body"),
+        ({"text": 5}, "text must be text, got '5'"),
+        ({"text": "\ud800"}, "surrogate"),
+    ],
+)
+def test_unusable_records_are_refused(tokenizer_dir: Path, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Encoder(tokenizer_dir)(record)
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        Encoder()({"text": "a"})
+
+
+def test_lines_are_found_by_position(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for text, lines in (('{"a": 1}\n\n{"a": 2}', [1, None, 2]), ('{"a": 1}\r\n{"a": 2}\n', [1, 2])):
+        path.write_text(text)
+        file = LineFile(path)
+        assert [record and record["a"] for record in map(file.read, range(len(file)))] == lines
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_record_comes_once_in_each_epoch(tmp_path: Path, shuffle: bool) -> None:
+    files = [numbers(tmp_path / "a.jsonl", 7), numbers(tmp_path / "b.jsonl", 5, first=7)]
+    found = firsts(RecordSource(files, read, epochs=2, shuffle=shuffle))
+    assert sorted(found[:12]) == sorted(found[12:]) == list(range(12))
+    assert (found[:12] == list(range(12))) is not shuffle
+    assert (found[:12] == found[12:]) is not shuffle
+
+
+def sources(folder: Path) -> list[Callable[[], Any]]:
+    files = [numbers(folder / "a.jsonl", 7), numbers(folder / "b.jsonl", 5, first=7)]
+    return [
+        lambda: RecordSource(files, read, epochs=2),
+        lambda: RecordSource(files, read, epochs=2, shuffle=True),
+        lambda: FollowedLines(files, read),
+    ]
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_a_source_goes_on_from_any_place(tmp_path: Path, kind: int) -> None:
+    make = sources(tmp_path)[kind]
+    whole = firsts(make())
+    for taken in range(len(whole) + 1):
+        first, second = make(), make()
+        beginning = [int(next(first)["input_ids"][0]) for _ in range(taken)]
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert beginning + firsts(second) == whole
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_a_stream_over_a_source_goes_on_after_any_pack(tmp_path: Path, kind: int) -> None:
+    make = sources(tmp_path)[kind]
+
+    def stream() -> PackStream:
+        return PackStream(make(), 7, pool=4, step="packs:2")
+
+    whole = [pack.tokens.tolist() for pack in stream()]
+    for taken in range(len(whole)):
+        first, second = stream(), stream()
+        for _ in range(taken):
+            next(first)
+        second.load_state_dict(first.state_dict())
+        assert [pack.tokens.tolist() for pack in second] == whole[taken:]
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_changed_data_is_noticed(tmp_path: Path, kind: int) -> None:
+    make = sources(tmp_path)[kind]
+    source = make()
+    for _ in range(9):
+        next(source)
+    state = source.state_dict()
+    path = tmp_path / "b.jsonl"
+    path.write_text(path.read_text().replace("[8,", "[9,"))
+    with pytest.raises(ConfigError, match=r"b\.jsonl.* same"):
+        make().load_state_dict(state)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"b\.jsonl is not a file"):
+        make()
+
+
+def test_a_corrupt_line_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
+    path = numbers(tmp_path / "a.jsonl", 3)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], '{"input_ids": [1,', lines[1], '{"other": 1}', lines[2]]) + "\n")
+    for make in (RecordSource, FollowedLines):
+        source = make([path], Encoder())
+        assert next(source)["input_ids"] == [0, 1]
+        with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: not JSON .*\{\"input_ids\": \[1,"):
+            next(source)
+        assert next(source)["input_ids"] == [1, 2]  # an error loses nothing
+        with pytest.raises(ConfigError, match=r"a\.jsonl, line 4: .*this one has other"):
+            next(source)
+        lenient = make([path], Encoder(), on_error="skip")
+        assert firsts(lenient) == [0, 1, 2]
+        assert lenient.skipped == 2
+
+
+def test_files_without_records_are_refused(tmp_path: Path) -> None:
+    empty, odd, bad = tmp_path / "e.jsonl", tmp_path / "a.txt", tmp_path / "b.jsonl"
+    for path, text in ((empty, ""), (odd, "x"), (bad, "nothing\n")):
+        path.write_text(text)
+    for make in (RecordSource, FollowedLines):
+        with pytest.raises(ConfigError, match="is empty"):
+            make([empty], read)
+    with pytest.raises(ConfigError, match=r"suffix '\.txt'"):
+        RecordSource([odd], read)
+    with pytest.raises(ConfigError, match=r"no record of .*b\.jsonl can be used \(1 were skipped\)"):
+        next(RecordSource([bad], read, epochs=None, on_error="skip"))
+
+
+def test_a_growing_file_is_read_line_by_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("")
+    writes = ['{"input_ids": [0', ', 1]}\n{"input_', 'ids": [1, 2]}\n\n', '{"input_ids": [2, 3]}']
+
+    def wait() -> bool:
+        if not writes:
+            return False
+        with path.open("a") as file:
+            file.write(writes.pop(0))
+        return True
+
+    source = FollowedLines([path], read, follow=True, wait=wait)
+    assert firsts(source) == [0, 1]
+    state = FollowedLines([path], read, follow=True, wait=wait)
+    next(state)
+    later = FollowedLines([path], read, follow=True, wait=lambda: False)
+    with path.open("a") as file:
+        file.write("\n")
+    later.load_state_dict(state.state_dict())
+    assert firsts(later) == [1, 2]
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"")
+    if importlib.util.find_spec("pyarrow") is None:
+        with pytest.raises(ConfigError, match=r"pip install 'chairlift\[train\]'"):
+            TableFile(path)
+    else:
+        with pytest.raises(ConfigError, match="cannot be read as Parquet"):
+            TableFile(path)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_parquet_rows_are_records(tmp_path: Path, shuffle: bool) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    rows = pyarrow.table({"input_ids": [[i, i + 1] for i in range(10)], "labels": [None] * 10})
+    parquet.write_table(rows, path, row_group_size=4)
+    source = RecordSource([path], Encoder(), shuffle=shuffle)
+    beginning = [next(source) for _ in range(4)]
+    again = RecordSource([path], Encoder(), shuffle=shuffle)
+    again.load_state_dict(source.state_dict())
+    found = firsts(beginning) + firsts(again)
+    assert sorted(found) == list(range(10))
+    assert (found == list(range(10))) is not shuffle
+    parquet.write_table(rows.slice(1), path, row_group_size=4)
+    with pytest.raises(ConfigError, match=r"a\.parquet.* same data"):
+        RecordSource([path], Encoder(), shuffle=shuffle).load_state_dict(source.state_dict())
