@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -44,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("split", "truncate", "drop", "error"),
         default="split",
         help="what becomes of sequences longer than a pack (default: split)",
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="at a record that cannot be used: stop (default), or skip and count it",
     )
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="model directory whose tokenizer reads texts")
     parser.add_argument("--text-field", metavar="NAME", default="text", help="field with the text (default: text)")
@@ -92,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from chairlift.train.sources import RecordSource
     from chairlift.train.stream import PackStream
 
-    source = RecordSource([args.file], _reader(args))
+    source = RecordSource([args.file], _reader(args), on_error=args.on_error)
     tally = _Tally(args.capacity)
     stream = PackStream(
         _counted(source, tally, args),
@@ -110,7 +117,10 @@ def run(args: argparse.Namespace) -> int:
                 _write(output, pack.ids, pack.lengths)
     tally.end_batch()
     stats = stream.stats()
-    print("\n".join([json.dumps(_record(stats, tally))] if args.json else _lines(stats, tally, args)))
+    record = _record(stats, tally) | {"skipped": source.skipped}
+    print("\n".join([json.dumps(record)] if args.json else _lines(stats, tally, args)))
+    if source.skipped:
+        print(f"{source.skipped:,} records of {args.file} could not be used and were skipped", file=sys.stderr)
     return 0
 
 

@@ -17,7 +17,7 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Encoder"]
 
-_PASSED_ON = ("input_ids", "labels", "loss_weight", "completion_mask", "weight", "attention_mask")
+_PASSED_ON = ("labels", "loss_weight", "completion_mask", "weight", "attention_mask")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class Encoder:
     def __call__(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raises ConfigError, RequestError or TemplateError for a record that cannot be used."""
         if "input_ids" in record:
-            return {name: record[name] for name in _PASSED_ON if record.get(name) is not None}
+            others = {name: record[name] for name in _PASSED_ON if record.get(name) is not None}
+            return {"input_ids": _token_ids(record["input_ids"]), **others}
         if "messages" in record:
             return self._chat(record["messages"])
         if "prompt" in record and "completion" in record:
@@ -141,6 +142,13 @@ def _learn_closing_tokens(weights: npt.NDArray[np.float32], added: npt.NDArray[n
         last -= 1
     if last and weights[last - 1]:
         weights[last:] = 1
+
+
+def _token_ids(given: Any) -> npt.NDArray[np.int32]:
+    ids = np.asarray(given) if isinstance(given, list) and all(type(entry) is int for entry in given) else None
+    if ids is None or not ids.size or not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+        raise ConfigError(f"input_ids must be a list of token ids, at least one, from 0 up; got {str(given)[:60]}")
+    return ids.astype(np.int32)
 
 
 def _string(record: Mapping[str, Any], name: str) -> str:

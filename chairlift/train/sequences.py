@@ -125,8 +125,7 @@ def _wrong(position: int, what: str, remedy: str) -> ConfigError:
 def _token_ids(values: Any, position: int) -> npt.NDArray[np.int32]:
     found = _as_array(values)
     if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
-        given = f"{found.dtype} {list(found.shape)}"
-        raise _wrong(position, f"is {given}, not a row of at least one token id", "give integers, [L]")
+        raise _wrong(position, f"is {str(values)[:60]}, not a row of token ids", "give at least one integer, [L]")
     if found.dtype != np.int32 and np.maximum.reduce(found) > _LARGEST:
         raise _wrong(position, f"holds the token id {found.max()}", f"ids are at most {_LARGEST}")
     tokens = found.astype(np.int32)

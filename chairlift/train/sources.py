@@ -345,10 +345,12 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{where}: not JSON ({error}): {line[:60]!r}; correct the line, or set on_error: skip"
+            f"{where}: not JSON ({error}): {line[:60]!r}; correct the line, or skip such records (on_error: skip)"
         ) from None
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: a record must be a JSON object, got {line[:60]!r}; or set on_error: skip")
+        raise ConfigError(
+            f"{where}: a record must be a JSON object, got {line[:60]!r}; correct it, or skip such records (on_error: skip)"
+        )
     return record
 
 
@@ -358,7 +360,7 @@ def _encoded(
     try:
         return encode(record)
     except ChairliftError as error:
-        raise ConfigError(f"{where}: {error}; correct it, or set on_error: skip") from None
+        raise ConfigError(f"{where}: {error}; correct it, or skip such records (on_error: skip)") from None
 
 
 def _compare(mine: Sequence[Any], saved: Sequence[Any]) -> None:

@@ -62,3 +62,15 @@ def test_texts_need_a_tokenizer(chairlift: Run, model_dir: Path, tmp_path: Path)
     assert "text must be a number of tokens, at least 1, got 'one two three'" in err[0]
     assert chairlift("pack", file, "--length-field", "text", "--capacity", "0")[0] == 2
     assert chairlift("pack", tmp_path / "none.jsonl")[0] == 2
+
+
+def test_records_that_cannot_be_used_stop_it_or_are_counted(chairlift: Run, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"input_ids": [1, 2]}\n{"input_ids": [3,\n{"input_ids": [4, 5]}\n')
+    code, out, err = chairlift("pack", file)
+    assert (code, out) == (2, [])
+    assert f"{file}, line 2: not JSON" in err[0]
+    code, out, err = chairlift("pack", file, "--on-error", "skip", "--json")
+    assert code == 0
+    assert (json.loads(out[0])["sequences"], json.loads(out[0])["skipped"]) == (2, 1)
+    assert err == [f"1 records of {file} could not be used and were skipped"]

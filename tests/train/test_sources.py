@@ -183,10 +183,10 @@ def test_a_corrupt_line_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
     path.write_text("\n".join([lines[0], '{"input_ids": [1,', lines[1], '{"other": 1}', lines[2]]) + "\n")
     for make in (RecordSource, FollowedLines):
         source = make([path], Encoder())
-        assert next(source)["input_ids"] == [0, 1]
+        assert next(source)["input_ids"].tolist() == [0, 1]
         with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: not JSON .*\{\"input_ids\": \[1,"):
             next(source)
-        assert next(source)["input_ids"] == [1, 2]  # an error loses nothing
+        assert next(source)["input_ids"].tolist() == [1, 2]  # an error loses nothing
         with pytest.raises(ConfigError, match=r"a\.jsonl, line 4: .*this one has other"):
             next(source)
         lenient = make([path], Encoder(), on_error="skip")
@@ -259,3 +259,11 @@ def test_parquet_rows_are_records(tmp_path: Path, shuffle: bool) -> None:
     parquet.write_table(rows.slice(1), path, row_group_size=4)
     with pytest.raises(ConfigError, match=r"a\.parquet.* same data"):
         RecordSource([path], Encoder(), shuffle=shuffle).load_state_dict(source.state_dict())
+
+
+@pytest.mark.parametrize("ids", ["7", "[]", "[-1]", "[1.5]", '[1, "x"]', "[true]", "[4294967296]", "null", "[[1]]"])
+def test_what_is_no_row_of_token_ids_is_named_with_its_line(tmp_path: Path, ids: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"input_ids": [1, 2]}\n{"input_ids": ' + ids + "}\n")
+    with pytest.raises(ConfigError, match=r"data\.jsonl, line 2: input_ids must be a list of token ids"):
+        list(RecordSource([file], Encoder()))
