@@ -349,7 +349,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         ) from None
     if not isinstance(record, dict):
         raise ConfigError(
-            f"{where}: a record must be a JSON object, got {line[:60]!r}; correct it, or skip such records (on_error: skip)"
+            f"{where}: a record must be a JSON object, got {line[:60]!r}; correct the line, or skip such records"
+            " (on_error: skip)"
         )
     return record
 

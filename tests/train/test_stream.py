@@ -643,7 +643,7 @@ def test_a_stateful_data_loader_resumes(workers: int) -> None:
 
 def test_a_hugging_face_dataset_is_a_source() -> None:
     datasets = pytest.importorskip("datasets")
-    items = [{"input_ids": row} for row in rows(100)]
+    items = [{"input_ids": row, "completion_mask": [0, *[1] * (len(row) - 1)], "tags": [1, 2]} for row in rows(100)]
     expected = list(PackStream(items, CAPACITY, pool=8))
     for make in (datasets.Dataset.from_list, lambda rows: datasets.Dataset.from_list(rows).to_iterable_dataset()):
         stream = PackStream(make(items), CAPACITY, pool=8)
@@ -651,6 +651,7 @@ def test_a_hugging_face_dataset_is_a_source() -> None:
         resumed = PackStream(make(items), CAPACITY, pool=8)
         resumed.load_state_dict(stream.state_dict())
         assert all_same(head + list(resumed), expected)
+        assert json.dumps(head[0].meta) == json.dumps(expected[0].meta)
 
 
 # ---- figures

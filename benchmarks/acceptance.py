@@ -1,0 +1,174 @@
+"""What a benchmark demanded, what it measured, and whether that is enough: figures, their table, and their record.
+
+A measurement is a generator of :class:`Figure`. Nothing is judged by hand: a figure is met when the median over its
+rounds is on the right side of its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chairlift import __version__
+from chairlift.bench.machine import describe_machine
+
+__all__ = ["Figure", "Measure", "at_least", "at_most", "context", "interleaved", "main", "missing", "peer", "ratios"]
+
+ROOT = Path(__file__).parent.parent
+PEERS = ("torch", "transformers", "trl", "datasets", "grain", "binpacking", "river", "torchdata", "numpy")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figure:
+    """One number, measured once per round."""
+
+    name: str
+    values: tuple[float, ...] = ()
+    """One per round; empty when it could not be measured, and ``note`` says why."""
+    bound: float | None = None
+    sign: str = ""
+    """``<=`` or ``>=``: on which side of the bound the median must be; empty for a figure to compare with."""
+    unit: str = ""
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def met(self) -> bool | None:
+        """None when nothing is demanded, or nothing was measured."""
+        if self.bound is None or not self.values:
+            return None
+        return self.median <= self.bound if self.sign == "<=" else self.median >= self.bound
+
+    def row(self) -> str:
+        """One line of the table."""
+        demanded = "" if self.bound is None else f"{self.sign} {self.bound:g} {self.unit}"
+        if not self.values:
+            return f"  {self.name:58} {demanded:>14}   {self.note}"
+        spread = f"{min(self.values):.4g} to {max(self.values):.4g}" if len(self.values) > 1 else ""
+        verdict = {None: "", True: "met", False: "NOT MET"}[self.met]
+        measured = f"{self.median:.4g} {self.unit}"
+        return f"  {self.name:58} {demanded:>14}  {measured:>14}  {spread:22} {verdict:8}{self.note}".rstrip()
+
+
+Measure = Callable[[argparse.Namespace], Iterator[Figure]]
+
+
+def at_most(name: str, values: Sequence[float] | float, bound: float, unit: str = "", note: str = "") -> Figure:
+    return Figure(name, _values(values), bound, "<=", unit, note)
+
+
+def at_least(name: str, values: Sequence[float] | float, bound: float, unit: str = "", note: str = "") -> Figure:
+    return Figure(name, _values(values), bound, ">=", unit, note)
+
+
+def context(name: str, values: Sequence[float] | float, unit: str = "", note: str = "") -> Figure:
+    """A figure that nothing is demanded of."""
+    return Figure(name, _values(values), None, "", unit, note)
+
+
+def _values(values: Sequence[float] | float) -> tuple[float, ...]:
+    return tuple(values) if isinstance(values, Sequence) else (values,)
+
+
+def peer(name: str) -> Any:
+    """A package that we compare with, or None where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def missing(name: str, package: str) -> Figure:
+    """Stands for a comparison that could not be made."""
+    return Figure(name, note=f"{package}: not installed")
+
+
+def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[str, list[float]]:
+    """Seconds of each run in each round; all of them in every round, in turns, so that a slow minute hits them all."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(-1 if warm_up else 0, rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            begin = time.perf_counter()
+            runs[name]()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def main(measures: Mapping[str, Measure], parser: argparse.ArgumentParser) -> None:
+    """Run what ``--only`` names, print the table, with ``--json`` keep it. Exits with 1 when a bound is missed."""
+    parser.add_argument("--only", nargs="+", choices=measures, default=list(measures), metavar="ID")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))  # for the generators that tests use, too
+    print(f"  {'':58} {'demanded':>14}  {'measured':>14}  {'over the rounds':22}")
+    results: dict[str, list[Figure]] = {}
+    for name in args.only:
+        print(f"{name}  {(measures[name].__doc__ or '').strip().splitlines()[0]}", flush=True)
+        results[name] = []
+        for figure in measures[name](args):
+            results[name].append(figure)
+            print(figure.row(), flush=True)
+    if args.json is not None:
+        _record(args.json, results)
+    missed = [figure for figures in results.values() for figure in figures if figure.met is False]
+    print(f"{len(missed)} bounds missed" if missed else "no bound missed")
+    sys.exit(1 if missed else 0)
+
+
+def _record(path: Path, results: Mapping[str, Sequence[Figure]]) -> None:
+    """Add these results to the file; those of sections that were not run again stay, with their own circumstances."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    installed = {name: version for name in PEERS if (version := _version(name)) is not None}
+    run = {
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "commit": commit,
+        "chairlift": __version__,
+        "python": platform.python_version(),
+        "versions": installed,
+        "load_average": round(os.getloadavg()[0], 2),
+        "machine": dataclasses.asdict(describe_machine()),
+    }
+    record = json.loads(path.read_text()) if path.exists() else {"runs": [], "sections": {}}
+    record["runs"].append(run)
+    for name, figures in results.items():
+        rows = [{**dataclasses.asdict(figure), "met": figure.met} for figure in figures]
+        record["sections"][name] = {"run": len(record["runs"]) - 1, "figures": rows}
+    kept = sorted({section["run"] for section in record["sections"].values()})
+    record["runs"] = [record["runs"][number] for number in kept]
+    for section in record["sections"].values():
+        section["run"] = kept.index(section["run"])
+    record["sections"] = dict(sorted(record["sections"].items()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
