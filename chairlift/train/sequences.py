@@ -86,8 +86,9 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
 
     Raises ConfigError, naming ``position``, for what is no sequence of at least one token id.
     """
-    group = None if key is None else key(item) if callable(key) else item[key] if isinstance(item, Mapping) else None
-    if not isinstance(item, Mapping):
+    described = not isinstance(item, (np.ndarray, list)) and isinstance(item, Mapping)
+    group = None if key is None else key(item) if callable(key) else item[key] if described else None
+    if not described:
         return Sample(position, _token_ids(item, position), key=group)
     if "input_ids" not in item:
         raise _wrong(position, f"has the fields {sorted(map(str, item))}", "give it token ids as input_ids")

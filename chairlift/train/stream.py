@@ -308,7 +308,8 @@ class PackStream:
     def _close_step(self) -> None:
         """Say who takes which pack of the open step, and what its losses are divided by."""
         rows, self._open = self._open, []
-        costs = [[self._cost_of(plan) for plan in row] for row in rows]
+        alone = self._settings.ranks == 1  # nobody waits for it, whatever its packs cost
+        costs = [[0.0 if alone else self._cost_of(plan) for plan in row] for row in rows]
         if self._settings.balance is not None:
             taken = level_rows(costs, self._step)
             rows = [[row[pack] for pack in chosen] for row, chosen in zip(rows, taken, strict=True)]
