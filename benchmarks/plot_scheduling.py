@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     args = parser.parse_args()
     record = json.loads(args.record.read_text())
+    matplotlib.rcParams["axes.titlesize"] = 9
     matplotlib.rcParams["svg.hashsalt"] = "chairlift"  # the same record gives the same file
     figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
     for (name, draw), place in zip(PANELS.items(), axes.flat, strict=True):
