@@ -418,7 +418,7 @@ def run_worlds(name: str, config: pytest.Config, default: int) -> None:
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_promise_holds(name: str, pytestconfig: pytest.Config) -> None:
-    run_worlds(name, pytestconfig, 30)
+    run_worlds(name, pytestconfig, 50)
 
 
 @pytest.mark.nightly
