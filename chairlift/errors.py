@@ -11,6 +11,7 @@
     ├── OverloadedError (RuntimeError)    nothing is wrong with the request; there is no room for it now
     │   ├── QueueFullError                too many requests, or prompt tokens, wait already, or for too long
     │   └── QueueTimeoutError             the request waited for as long as it may
+    ├── DivergedError (RuntimeError)      training: the loss is no number any more
     ├── TemplateError (ValueError)        a chat template failed, or is not there
     └── InvariantError (AssertionError)   Chairlift itself is broken: a bug, never the caller's fault
 
@@ -20,6 +21,7 @@ Each message says what was given, what is allowed, and what to do.
 __all__ = [
     "ChairliftError",
     "ConfigError",
+    "DivergedError",
     "EngineDeadError",
     "InvariantError",
     "ModelLoadError",
@@ -75,6 +77,10 @@ class QueueFullError(OverloadedError):
 
 class QueueTimeoutError(OverloadedError):
     """The request was not started within its queue timeout."""
+
+
+class DivergedError(ChairliftError, RuntimeError):
+    """The loss or its gradient is no number any more. The weights are those from before the step."""
 
 
 class TemplateError(ChairliftError, ValueError):

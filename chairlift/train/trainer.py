@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from chairlift.errors import ChairliftError, ConfigError
+from chairlift.errors import ConfigError, DivergedError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.mlp import GatedMLP
@@ -33,13 +33,9 @@ from chairlift.train.varlen import VarlenContext
 if TYPE_CHECKING:
     from chairlift.train.stream import PackStream
 
-__all__ = ["DivergedError", "StepResult", "Trainer", "TrainerConfig", "predictions"]
+__all__ = ["StepResult", "Trainer", "TrainerConfig", "predictions"]
 
 _collate = PackCollator(keys=("input_ids", "position_ids", "labels", "loss_weight", "segment_ids", "cu_seqlens"))
-
-
-class DivergedError(ChairliftError, RuntimeError):
-    """The loss or its gradient is no number any more. The weights are those from before the step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, DivergedError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext
 from chairlift.models.hf_config import parse_config
@@ -24,7 +24,7 @@ from chairlift.train.config import TrainConfig, TrainerConfig
 from chairlift.train.loss import Reduce
 from chairlift.train.run import train
 from chairlift.train.stream import PackStream
-from chairlift.train.trainer import DivergedError, Trainer
+from chairlift.train.trainer import Trainer
 from tests.train import tiny_run
 
 VOCAB = tiny_run.VOCAB
