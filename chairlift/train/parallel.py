@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import signal
 import subprocess
@@ -46,6 +47,9 @@ def process_group() -> Iterator[Ranks]:
     if size == 1:
         yield Ranks()
         return
+    # This module keeps the group of the moment at which it is imported in its defaults, and an optimizer's first step
+    # imports it. A group that is kept so long ends with the interpreter, whose end its threads sometimes abort.
+    importlib.import_module("torch.distributed.nn.functional")
     distributed.init_process_group("gloo")
     try:
         yield Ranks(distributed.get_rank(), size)

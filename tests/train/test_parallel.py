@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import Final
+
+ENDS: Final = """
+import os, torch
+from chairlift.train.parallel import process_group, sum_gradients
+
+def threads():
+    return {open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
+
+with process_group():
+    model = torch.nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    sum_gradients(list(model.parameters()))
+    torch.optim.AdamW(model.parameters()).step()
+    within = threads()
+print(sum("gloo" in name for name in within) > 0, sum("gloo" in name for name in threads()))
+"""
+
+
+def test_nothing_is_left_of_a_process_group() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    where = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen([sys.executable, "-c", ENDS], env=where | {"RANK": rank}, stdout=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    assert [process.communicate(timeout=120)[0].split() for process in both] == [["True", "0"]] * 2
