@@ -9,10 +9,13 @@ from chairlift.sim.world import make_world
 from tests.simulation.mutants import MUTANTS
 
 MOST_SEEDS = 2_000
+SEEN_AT = {"collision_taken_for_the_same_content": 1_378}
+"""Where the search begins for what few seeds notice: it saves a minute, and when worlds change, it just takes longer."""
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](lambda owner, attribute, value: monkeypatch.setattr(owner, attribute, value))
-    found = next((seed for seed in range(MOST_SEEDS) if failure_of(make_world(seed)) is not None), None)
+    seeds = (SEEN_AT.get(name, 0), *range(MOST_SEEDS))
+    found = next((seed for seed in seeds if failure_of(make_world(seed)) is not None), None)
     assert found is not None, f"{MOST_SEEDS} seeds did not notice: {name}"
