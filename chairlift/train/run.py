@@ -242,7 +242,12 @@ def train(
         trainer = Trainer(_make_model(prepared), config.training, stream, seed=config.seed)
         if prepared.resume_from is not None:
             state = load_state(prepared.resume_from)
-            trainer.load_state_dict(state["trainer"])
+            try:
+                trainer.load_state_dict(state["trainer"])
+            except ConfigError as error:
+                raise ConfigError(
+                    f"cannot go on from {prepared.resume_from}: {error}; to begin anew, give another --output"
+                ) from None
             set_random_state(state["random"])
         interrupts.watch(trainer)
         outcome = _Run(prepared, ranks, trainer, on_step).go()

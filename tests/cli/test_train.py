@@ -120,6 +120,16 @@ def test_bad_data_is_named_when_it_is_met(chairlift: Run, config: Path) -> None:
     assert err[-1].startswith("left out 2 records")  # 12 steps of 10 are two epochs
 
 
+def test_changed_settings_are_named_with_the_way_out(chairlift: Run, config: Path) -> None:
+    few = ("--quiet", "--set", "training.steps=2", "--set", "training.warmup_steps=1")
+    assert chairlift("train", config, *few)[0] == 0
+    more = ("--quiet", "--set", "training.steps=3", "--set", "training.warmup_steps=1", "--set", "packing.pool=3")
+    code, _, err = chairlift("train", config, *more)
+    assert code == 2
+    assert "cannot go on from" in err[-1] and "pool was" in err[-1]
+    assert err[-1].endswith("to begin anew, give another --output")
+
+
 def test_a_source_of_ones_own(chairlift: Run, config: Path) -> None:
     kept = {"source": "tests.cli.test_train:Counting", "options": {"first": 5}}
     raw = json.loads(config.read_text())
