@@ -1,0 +1,45 @@
+"""What a server really exposes, read once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from chairlift.server.app import make_app
+from tests.deploy.promql import Exposed
+from tests.server.harness import INFO, Client, StateOnlyEngine, make_state, run, serving
+
+
+@pytest.fixture(scope="session")
+def exposed() -> dict[str, Exposed]:
+    """Every series of ``GET /metrics`` by name, and ``up``, which Prometheus makes itself."""
+    engine = StateOnlyEngine()
+    engine.info = dataclasses.replace(INFO, block_bytes=4096)
+    engine.stats.last_token_time = 0.0
+    body = ""
+
+    async def scrape() -> None:
+        nonlocal body
+        async with serving(make_app(make_state(engine))) as client:
+            body = await _metrics(client)
+
+    run(scrape())
+    found = {"up": Exposed("gauge", {})}
+    for family in text_string_to_metric_families(body):
+        values: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for sample in family.samples:
+            for label, value in sample.labels.items():
+                values[sample.name][label].add(value)
+            values[sample.name]  # also where there are no labels
+        for name, labels in values.items():
+            found[name] = Exposed(family.type, {label: frozenset(each) for label, each in labels.items()})
+    return found
+
+
+async def _metrics(client: Client) -> str:
+    reply = await client.get("/metrics")
+    assert reply.status == 200
+    return reply.body.decode()
