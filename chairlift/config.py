@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import difflib
 import inspect
 import os
@@ -284,13 +285,15 @@ class ServerConfig:
     """Log each request's id, sizes and times. Prompts are never logged."""
     status_interval: float = 10.0
     """Seconds between status lines while there is traffic; 0 is none."""
+    otlp_traces_endpoint: str | None = None
+    """Send OpenTelemetry traces to this URL (OTLP over HTTP), as http://127.0.0.1:4318/v1/traces; never a text."""
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "api_key", "allowed_host"):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(item, str) and item for item in value):
                 raise ConfigError(f"{name} must be a list of names, got {value!r}")
-        for name in ("host", "api_key_file", "chat_template"):
+        for name in ("host", "api_key_file", "chat_template", "otlp_traces_endpoint"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike)) and (value is not None or name == "host"):
                 raise ConfigError(f"{name} must be text, got {value!r}")
@@ -338,15 +341,17 @@ class Flag:
     choices: tuple[str, ...] | None
 
 
-def flat_fields() -> list[Flag]:
+@functools.cache
+def flat_fields() -> tuple[Flag, ...]:
     """Every setting of the engine with type, default and help, in the order in which it is declared."""
     parts: dict[str, type[Any]] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
-    return [flag for part, owner in parts.items() for flag in _fields_of(part, owner)]
+    return tuple(flag for part, owner in parts.items() for flag in _fields_of(part, owner))
 
 
-def server_fields() -> list[Flag]:
+@functools.cache
+def server_fields() -> tuple[Flag, ...]:
     """The same for the settings of the server."""
-    return _fields_of("server", ServerConfig)
+    return tuple(_fields_of("server", ServerConfig))
 
 
 def _fields_of(part: str, owner: type[Any]) -> list[Flag]:

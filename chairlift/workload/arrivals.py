@@ -11,7 +11,18 @@ import numpy.typing as npt
 
 from chairlift.errors import ConfigError
 
-__all__ = ["ARRIVAL_FORMS", "AllAtOnce", "Arrivals", "Constant", "Gamma", "OnOff", "Ramp", "parse_arrivals"]
+__all__ = [
+    "ARRIVAL_FORMS",
+    "AllAtOnce",
+    "Arrivals",
+    "ClosedLoop",
+    "Constant",
+    "Diurnal",
+    "Gamma",
+    "OnOff",
+    "Ramp",
+    "parse_arrivals",
+]
 
 _Times = npt.NDArray[np.float64]
 
@@ -27,6 +38,25 @@ class Arrivals(Protocol):
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllAtOnce:
     """Offline: everybody is there at the start."""
+
+    def times(self, count: int, seed: int = 0) -> list[float]:
+        return [0.0] * count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """``users`` clients of whom each sends its next request when its last one has been answered.
+
+    The times are all zero: who sends the requests keeps ``users`` of them in flight. A closed loop hides queueing. A
+    slow server is asked less often, so the line never grows and latency looks better than real visitors, who come when
+    they like, would find it (Schroeder et al., Open Versus Closed, NSDI 2006).
+    """
+
+    users: int
+
+    def __post_init__(self) -> None:
+        if self.users < 1:
+            raise ConfigError(f"users of arrivals must be at least 1, got {self.users!r}")
 
     def times(self, count: int, seed: int = 0) -> list[float]:
         return [0.0] * count
@@ -103,6 +133,37 @@ class Ramp:
         return _listed(ramp + np.maximum(wanted - within, 0.0) / self.end)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Diurnal:
+    """Poisson arrivals whose rate swings like a day: lowest at the start, highest after half of ``period`` seconds.
+
+    ``rate`` is the mean over a period, ``peak_to_trough`` the ratio of highest to lowest.
+    """
+
+    rate: float
+    peak_to_trough: float
+    period: float
+
+    def __post_init__(self) -> None:
+        _positive("rate", self.rate)
+        _positive("period", self.period)
+        if not 1 <= self.peak_to_trough < math.inf:
+            raise ConfigError(f"peak_to_trough of arrivals must be 1 or more, got {self.peak_to_trough!r}")
+
+    def times(self, count: int, seed: int = 0) -> list[float]:
+        # rate (1 - swing cos(2 pi t / period)), integrated and inverted: Kepler's equation, whose root lies within
+        # ``far`` of the time that a constant rate would give.
+        wanted = _unit_poisson(count, seed) / self.rate
+        swing = (self.peak_to_trough - 1) / (self.peak_to_trough + 1)
+        far = swing * self.period / (2 * math.pi)
+        low, high = np.maximum(wanted - far, 0.0), wanted + far
+        for _ in range(64):
+            middle = (low + high) / 2
+            early = middle - far * np.sin(2 * math.pi * middle / self.period) < wanted
+            low, high = np.where(early, middle, low), np.where(early, high, middle)
+        return _listed(np.maximum.accumulate(high))
+
+
 ARRIVAL_FORMS: Final = {
     "all": (AllAtOnce, ()),
     "constant": (Constant, ("RATE",)),
@@ -110,6 +171,8 @@ ARRIVAL_FORMS: Final = {
     "gamma": (Gamma, ("RATE", "BURSTINESS")),
     "onoff": (OnOff, ("RATE", "ON_SECONDS", "OFF_SECONDS")),
     "ramp": (Ramp, ("START_RATE", "END_RATE", "SECONDS")),
+    "diurnal": (Diurnal, ("RATE", "PEAK_TO_TROUGH", "PERIOD_SECONDS")),
+    "closed": (ClosedLoop, ("USERS",)),
 }
 """How :func:`parse_arrivals` spells each process; rates are in requests per second."""
 
@@ -121,7 +184,7 @@ def parse_arrivals(text: str) -> Arrivals:
     if name not in ARRIVAL_FORMS or len(parts) != len(ARRIVAL_FORMS[name][1]):
         raise ConfigError(f"arrivals must be one of {forms}; got {text!r}")
     try:
-        numbers = [float(part) for part in parts]
+        numbers = [int(part) if name == "closed" else float(part) for part in parts]
     except ValueError:
         raise ConfigError(f"arrivals must be one of {forms}, with numbers; got {text!r}") from None
     arrivals: Arrivals = ARRIVAL_FORMS[name][0](*numbers)

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
 from chairlift.errors import ConfigError
+from chairlift.workload.formats import read_trace
 
-__all__ = ["LogNormal", "Workload"]
+__all__ = [
+    "LENGTH_FORMS",
+    "Empirical",
+    "Fixed",
+    "Lengths",
+    "LogNormal",
+    "Uniform",
+    "Workload",
+    "Zipf",
+    "parse_lengths",
+]
 
+_MOST: Final = 1 << 24
 _FIRST_ID = 10
 """Smallest token id of a drawn prompt: those below are special tokens in most vocabularies."""
+
+
+class Lengths(Protocol):
+    """A distribution of whole numbers from 1 up: tokens, turns of a chat, ms."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """``count`` independent draws."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,10 +47,120 @@ class LogNormal:
     least: int
     most: int
 
+    def __post_init__(self) -> None:
+        _check_range(self.least, self.most)
+        if not (-50 <= self.mu <= 50 and 0 <= self.sigma <= 50):
+            raise ConfigError(f"lengths need MU from -50 to 50 and SIGMA from 0 to 50, got {self.mu} and {self.sigma}")
+
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
         """``count`` lengths, fractions cut off."""
-        lengths = rng.lognormal(self.mu, self.sigma, count).astype(int)
+        lengths = np.minimum(rng.lognormal(self.mu, self.sigma, count), self.most).astype(int)
         return [int(length) for length in np.clip(lengths, self.least, self.most)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Zipf:
+    """Lengths from ``least`` to ``most``, each as likely as its own power ``-alpha``: many short, a long tail."""
+
+    alpha: float
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        _check_range(self.least, self.most)
+        if not 0 <= self.alpha <= 50:
+            raise ConfigError(f"lengths need ALPHA from 0 to 50, got {self.alpha}")
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        lengths = np.arange(self.least, self.most + 1, dtype=np.float64)
+        until = np.cumsum((lengths / self.least) ** -self.alpha)
+        found = np.searchsorted(until, rng.random(count) * until[-1], side="right")
+        return [self.least + int(place) for place in np.minimum(found, len(lengths) - 1)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Uniform:
+    """Every length from ``least`` to ``most`` is as likely as the others."""
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        _check_range(self.least, self.most)
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        return [int(length) for length in rng.integers(self.least, self.most + 1, count)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    """Always ``tokens``."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        _check_range(self.tokens, self.tokens)
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        return [self.tokens] * count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Empirical:
+    """Lengths that were seen, drawn with replacement.
+
+    Prompts and answers drawn like this do not know of each other; a sample of the trace itself keeps them together.
+    """
+
+    seen: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.seen:
+            raise ConfigError("there are no lengths to draw from")
+        _check_range(min(self.seen), max(self.seen))
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        return [int(length) for length in rng.choice(np.array(self.seen), count)]
+
+
+LENGTH_FORMS: Final[dict[str, tuple[Any, tuple[str, ...]]]] = {
+    "lognormal": (LogNormal, ("MU", "SIGMA", "LEAST", "MOST")),
+    "zipf": (Zipf, ("ALPHA", "LEAST", "MOST")),
+    "uniform": (Uniform, ("LEAST", "MOST")),
+    "fixed": (Fixed, ("N",)),
+}
+"""How :func:`parse_lengths` spells each distribution, besides ``file:TRACE``. MU and SIGMA are of the logarithm."""
+
+
+def parse_lengths(text: str, of: Literal["prompt", "output"] = "prompt") -> Lengths:
+    """``uniform:16:64`` and the like (:data:`LENGTH_FORMS`); ``file:TRACE`` draws from the lengths that a trace has.
+
+    ``of`` says which of the trace's lengths. Raises ConfigError that lists the forms, or says what is wrong with the
+    trace.
+    """
+    name, *parts = text.split(":")
+    if name == "file" and parts:
+        trace = read_trace(Path(text.removeprefix("file:")))
+        prompts = of == "prompt"
+        return Empirical(tuple(each.prompt_tokens if prompts else each.output_tokens for each in trace))
+    forms = ", ".join([":".join((form, *names)) for form, (_, names) in LENGTH_FORMS.items()] + ["file:TRACE"])
+    if name not in LENGTH_FORMS or len(parts) != len(LENGTH_FORMS[name][1]):
+        raise ConfigError(f"lengths must be one of {forms}; got {text!r}")
+    kind, names = LENGTH_FORMS[name]
+    try:
+        numbers = [
+            float(part) if wanted in ("MU", "SIGMA", "ALPHA") else int(part)
+            for wanted, part in zip(names, parts, strict=True)
+        ]
+    except ValueError:
+        raise ConfigError(f"lengths must be one of {forms}, with numbers; got {text!r}") from None
+    lengths: Lengths = kind(*numbers)
+    return lengths
+
+
+def _check_range(least: int, most: int) -> None:
+    if not 1 <= least <= most <= _MOST:
+        raise ConfigError(f"lengths must go from at least 1 to at most {_MOST:,}, got {least} to {most}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,126 +1,41 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import dataclasses
 from typing import Any
 
 import pytest
 
 from chairlift.errors import ConfigError
-from chairlift.workload.arrivals import Gamma
-from chairlift.workload.lengths import Workload
-from chairlift.workload.trace import (
-    PREFIX_BLOCK,
-    WORKLOADS,
-    TracedRequest,
-    draw_trace,
-    prompt_token_ids,
-    read_trace,
-    write_trace,
-)
+from chairlift.workload.trace import PREFIX_BLOCK, TracedRequest, prompt_token_ids
 
-REQUESTS = [
-    TracedRequest(arrival=0.0, prompt_tokens=6755, output_tokens=500, prefix_ids=tuple(range(14))),
-    TracedRequest(arrival=0.25, prompt_tokens=10, output_tokens=1, tenant="a", priority=-3, service_tier="flex"),
-    TracedRequest(arrival=3.0, prompt_tokens=1, output_tokens=7, ttft_ms=200.0, tpot_ms=50, deadline_ms=9e3),
-]
-
-
-def written(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
-
-
-def test_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    write_trace(path, REQUESTS)
-    assert read_trace(path) == REQUESTS
-    assert set(json.loads(path.read_text().splitlines()[1])) == {
-        "timestamp",
-        "input_length",
-        "output_length",
-        "tenant",
-        "priority",
-        "service_tier",
-    }
-
-
-def test_reads_mooncake_in_order_of_arrival(tmp_path: Path) -> None:
-    lines = [
-        '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47], "other": 1}',
-        "",
-        '{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": []}',
-    ]
-    first, second = read_trace(written(tmp_path / "t.jsonl", "\n".join(lines)))
-    assert (first.arrival, first.prompt_tokens, first.output_tokens, first.prefix_ids) == (0, 6758, 500, ())
-    assert (second.arrival, second.prefix_ids) == (pytest.approx(27.482), (46, 47))
-
-
-def test_reads_burstgpt_without_what_failed(tmp_path: Path) -> None:
-    text = (
-        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-        "5,ChatGPT,472,18,490,Conversation log\n45.5,ChatGPT,1087,0,1087,API log\n118,GPT-4,417,276,693,API log\n"
-    )
-    requests = read_trace(written(tmp_path / "t.csv", text))
-    assert [(each.arrival, each.prompt_tokens, each.output_tokens) for each in requests] == [
-        (5, 472, 18),
-        (118, 417, 276),
-    ]
-
-
-GOOD: dict[str, Any] = {"timestamp": 1, "input_length": 2, "output_length": 3}
+REQUEST = TracedRequest(arrival=0.25, prompt_tokens=10, output_tokens=1)
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("change", "complaint"),
     [
-        ("{", "line 2 of .* is not valid JSON"),
-        ("[1]", "line 2 of .* must be a JSON object"),
-        (json.dumps({"timestamp": 1, "input_length": 2}), "line 2 of .* has no 'output_length'"),
-        (json.dumps(GOOD | {"timestamp": -1}), "line 2 of .*: timestamp must be a number from 0"),
-        ('{"timestamp": NaN, "input_length": 2, "output_length": 3}', "line 2 of .*: timestamp must be"),
-        (json.dumps(GOOD | {"timestamp": "now"}), "line 2 of .*: timestamp must be"),
-        (json.dumps(GOOD | {"input_length": 0}), "line 2 of .*: input_length must be a whole number from 1"),
-        (json.dumps(GOOD | {"output_length": 1.5}), "line 2 of .*: output_length must be a whole number"),
-        (json.dumps(GOOD | {"output_length": True}), "line 2 of .*: output_length must be a whole number"),
-        (json.dumps(GOOD | {"hash_ids": 3}), "line 2 of .*: hash_ids must be a list"),
-        (json.dumps(GOOD | {"hash_ids": [-3]}), "line 2 of .*: a hash id must be"),
-        (json.dumps(GOOD | {"hash_ids": [1, 2]}), "line 2 of .*: input_length is 2, which is 1 blocks of 512, but"),
-        (json.dumps(GOOD | {"tenant": 7}), "line 2 of .*: tenant must be text"),
-        (json.dumps(GOOD | {"ttft_ms": -7}), "line 2 of .*: ttft_ms must be"),
-        (json.dumps(GOOD | {"priority": "high"}), "line 2 of .*: priority must be"),
+        ({"arrival": -1.0}, "timestamp must be a number from 0"),
+        ({"arrival": float("nan")}, "timestamp must be a number"),
+        ({"prompt_tokens": 0}, "input_length must be a whole number from 1"),
+        ({"output_tokens": 1.5}, "output_length must be a whole number"),
+        ({"output_tokens": True}, "output_length must be a whole number"),
+        ({"prefix_ids": (-3,)}, "a hash id must be a whole number from 0"),
+        ({"prefix_ids": (2**62 + 1,)}, "a hash id must be a whole number"),
+        ({"prefix_ids": ("a",)}, "a hash id must be a whole number"),
+        ({"prefix_ids": (1, 2)}, "input_length is 10, which is 1 blocks of 512, but there are 2 hash_ids"),
+        ({"prefix_block": 8}, "block_size must be a whole number from 16"),
+        ({"tenant": 7}, "tenant must be text"),
+        ({"session": None}, "session must be text"),
+        ({"turn": 2}, "turn is 2, but there is no session"),
+        ({"session": "a", "turn": -1}, "turn must be a whole number from 0"),
+        ({"cancel_ms": -1}, "cancel_ms must be a number from 0"),
+        ({"ttft_ms": float("inf")}, "ttft_ms must be a number"),
+        ({"priority": "high"}, "priority must be a whole number"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+def test_values_out_of_range_are_refused(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        read_trace(written(tmp_path / "t.jsonl", json.dumps(GOOD) + "\n" + line + "\n"))
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "complaint"),
-    [
-        ("t.csv", "Timestamp,Request tokens\n1,2\n", "line 2 of .* has no 'Response tokens'"),
-        (
-            "t.csv",
-            "Timestamp,Request tokens,Response tokens\n1,2,3\n1,x,3\n",
-            "line 3 of .*: Request tokens must be a number",
-        ),
-        ("t.jsonl", "\n", "has no requests"),
-        ("t.txt", "", "jsonl file in Mooncake's format"),
-        ("t.jsonl", None, "cannot read the trace"),
-    ],
-)
-def test_bad_files(tmp_path: Path, name: str, text: str | None, complaint: str) -> None:
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=complaint):
-        read_trace(tmp_path / name)
-
-
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="not text in UTF-8"):
-        read_trace(tmp_path / "t.jsonl")
+        dataclasses.replace(REQUEST, **change)
 
 
 @pytest.mark.parametrize("vocab_size", [50, 151_936, 2**31 - 1])
@@ -144,17 +59,26 @@ def test_equal_prefix_ids_are_equal_tokens_and_others_are_not(vocab_size: int) -
 
 def test_prompts_need_ids() -> None:
     with pytest.raises(ConfigError, match="vocab_size is 11"):
-        prompt_token_ids(REQUESTS[1], 0, 11)
+        prompt_token_ids(REQUEST, 0, 11)
 
 
-def test_drawn_traces() -> None:
-    chat = draw_trace("chat", Gamma(2.0), 50, seed=3)
-    lengths = [(len(prompt), output) for prompt, output in Workload(count=50, seed=3).requests()]
-    assert [(each.prompt_tokens, each.output_tokens) for each in chat] == lengths
-    assert [each.arrival for each in chat] == Gamma(2.0).times(50, 3)
-    assert {each.prefix_ids for each in draw_trace("assistant", count=5)} == {(0, 1)}
-    assert min(each.prompt_tokens for each in draw_trace("assistant", count=50)) > 1024
-    for name in WORKLOADS:
-        assert draw_trace(name, count=20) == draw_trace(name, count=20)
-    with pytest.raises(ConfigError, match="chat, assistant"):
-        draw_trace("chats")
+@pytest.mark.parametrize("vocab_size", [50, 4096, 151_936, 2**31 - 1])
+def test_prefix_ids_may_be_hashes_and_stand_for_small_blocks(vocab_size: int) -> None:
+    def prompt(index: int, length: int, *ids: int) -> list[int]:
+        request = TracedRequest(arrival=0, prompt_tokens=length, output_tokens=1, prefix_ids=ids, prefix_block=16)
+        tokens = prompt_token_ids(request, index, vocab_size)
+        assert len(tokens) == length
+        assert 10 <= min(tokens) <= max(tokens) < vocab_size
+        return tokens
+
+    top = 2**62
+    assert prompt(0, 70, top, 5, 6, 7, 8)[:48] == prompt(1, 50, top, 5, 6, 9)[:48]
+    assert prompt(0, 20, top, 5) == prompt(1, 99, top, 5)[:20]
+    # Hashes that differ in the highest bit or digit only, or in the lowest.
+    base = vocab_size - 10
+    powers = {base**power for power in range(1, 62) if base**power <= top}
+    ids = sorted({0, 1, 2**61, 2**61 + 1, top - 1, top, *(3**power for power in range(1, 39))} | powers)
+    assert len({tuple(prompt(0, 16, number)) for number in ids}) == len(ids)
+    own = {tuple(prompt(index, 16)) for index in range(100)}
+    assert len(own) == 100
+    assert not own & {tuple(prompt(0, 16, number)) for number in ids}

@@ -1,0 +1,350 @@
+"""``chairlift trace``: traffic as a file: recorded, drawn, cut down, looked at."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from chairlift.cli import trace_record, trace_view
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.workload.trace import LoadedTrace, TracedRequest, Traffic
+    from chairlift.workload.traffic import RequestClass
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "record, draw, sample or show traffic: lengths and times, never a text"
+DESCRIPTION: Final = """Traffic as a file: when requests came, how long prompts and answers were, what they shared.
+
+A trace holds no text. Ours is a file of JSON lines, and the formats in which traces are published are read as well:
+Mooncake, Bailian, Azure, BurstGPT and ShareGPT, and logs of your own with --columns or --pattern.
+
+  chairlift trace record http://127.0.0.1:8000 -o monday.jsonl --duration 10m
+  chairlift trace show monday.jsonl --png monday.png
+  chairlift trace sample monday.jsonl -n 1000 -o small.jsonl
+  chairlift trace draw --workload chat --arrivals poisson:4 -n 1000 -o made.jsonl"""
+
+_SHOW: Final = """Show what a trace is like: figures, and histograms of lengths and arrivals.
+
+  chairlift trace show trace.jsonl
+  chairlift trace show AzureLLMInferenceTrace_conv.csv --png azure.png
+  chairlift trace show gateway.csv --columns time=started_at,input=prompt_tokens,output=completion_tokens
+  chairlift trace show access.log --pattern '\\[(?P<time>[^]]+)\\].* in=(?P<input>\\d+) out=(?P<output>\\d+)'"""
+_SAMPLE: Final = """Write N requests of a trace, like the whole; without -n all of them: any format becomes ours.
+
+Requests are drawn at random from all of the trace, chats as a whole, so that short and long are as frequent as before.
+Times are pressed together so that the rate stays. What a random sample loses: bursts get smoother, and prefixes repeat
+less often, and of few long chats the last ones trail behind. --window keeps bursts and prefixes: it takes neighbours,
+from a random place, with the times they had. But one hour's lengths need not be the day's: where they change with time,
+compare the two with `chairlift trace show`."""
+_DRAW: Final = """Write a made-up trace. The same flags and the same seed give the same trace, on any machine.
+
+Lengths are in tokens: lognormal:MU:SIGMA:LEAST:MOST (MU and SIGMA of the logarithm), zipf:ALPHA:LEAST:MOST,
+uniform:LEAST:MOST, fixed:N, or file:TRACE for the lengths that a trace has.
+Arrivals are in requests per second: all, constant:RATE, poisson:RATE, gamma:RATE:BURSTINESS (1 is Poisson, less comes
+in bursts), onoff:RATE:ON_SECONDS:OFF_SECONDS, ramp:START_RATE:END_RATE:SECONDS,
+diurnal:RATE:PEAK_TO_TROUGH:PERIOD_SECONDS, or closed:USERS, where each user asks again when answered.
+
+  chairlift trace draw --workload chat --arrivals poisson:4 -n 1000 -o made.jsonl
+  chairlift trace draw --input-len uniform:100:900 --output-len fixed:20 --arrivals diurnal:2:5:600 -o day.jsonl
+  chairlift trace draw --turns uniform:2:6 --think 10 --shared-prefix 512:0.8:3 --cancel 0.1:uniform:500:5000 \\
+      --class weight=3,tenant=app,ttft_ms=500,tpot_ms=80 --class tenant=batch,priority=5 -o mix.jsonl"""
+
+_MOST_REQUESTS: Final = 10_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The commands of ``chairlift trace`` and their flags."""
+    commands = parser.add_subparsers(title="commands", metavar="NAME", dest="trace_command", required=True)
+    for name, summary, description, add in (
+        ("show", "figures and histograms of a trace", _SHOW, _add_show_flags),
+        ("sample", "some of a trace, like the whole; or all of it, in our format", _SAMPLE, _add_sample_flags),
+        ("draw", "a made-up trace", _DRAW, _add_draw_flags),
+        ("record", trace_record.SUMMARY, trace_record.DESCRIPTION, trace_record.add_arguments),
+        ("view", trace_view.SUMMARY, trace_view.DESCRIPTION, trace_view.add_arguments),
+        ("replay", trace_view.REPLAY_SUMMARY, trace_view.REPLAY_DESCRIPTION, trace_view.add_replay_arguments),
+    ):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        verbose = "log what is done, with tracebacks"
+        command.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=verbose)
+        command.set_defaults(parser=command)
+        add(command)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the command says; its exit code. What keeps it from being done raises ChairliftError."""
+    commands = {"show": _show, "sample": _sample, "draw": _draw, "record": trace_record.run}
+    commands |= {"view": trace_view.run, "replay": trace_view.replay}
+    return commands[args.trace_command](args)
+
+
+# --- show and sample -------------------------------------------------------------------------------------------------
+
+
+def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
+    reading = parser.add_argument_group("reading")
+    reading.add_argument("file", metavar="FILE", type=Path, help="the trace")
+    ways = reading.add_mutually_exclusive_group()
+    ways.add_argument(
+        "--format",
+        choices=("mooncake", "bailian", "azure", "burstgpt", "sharegpt"),
+        help="what the file is (default: what its first line looks like)",
+    )
+    ways.add_argument(
+        "--columns",
+        metavar="FIELD=COLUMN,...",
+        help="read CSV, TSV or JSON lines: which columns, by name or place from 1, are time, input and output, and "
+        "perhaps tenant, priority, service_tier, session, turn, cancel_ms, ttft_ms, tpot_ms, deadline_ms",
+    )
+    ways.add_argument("--pattern", metavar="REGEX", help="read a text log, with groups (?P<time>...) of the same names")
+    reading.add_argument("--sort", action="store_true", help="take lines in any order of time")
+    reading.add_argument(
+        "--arrivals", metavar="FORM", help="of ShareGPT's conversations, which have no times (default: all at once)"
+    )
+    reading.add_argument(
+        "--tokenizer", metavar="DIR", type=Path, help="counts ShareGPT's tokens (default: 4 characters are a token)"
+    )
+    reading.add_argument("--seed", metavar="N", type=_number(0), default=0, help="of what is random (default: 0)")
+
+
+def _add_show_flags(parser: argparse.ArgumentParser) -> None:
+    _add_reading_flags(parser)
+    parser.add_argument("--png", metavar="FILE", type=Path, help="draw the histograms there as well")
+
+
+def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
+    _add_reading_flags(parser)
+    parser.add_argument("-n", "--num-prompts", metavar="N", type=_number(1), help="how many requests (default: all)")
+    _add_output_flags(parser)
+    parser.add_argument("--window", action="store_true", help="take neighbours, with the times they had")
+    rate = parser.add_mutually_exclusive_group()
+    rate.add_argument("--rate", metavar="R", type=float, help="stretch the times to R requests per second")
+    rate.add_argument("--keep-rate", action="store_true", help="as many requests per second as before (the default)")
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the new trace, JSON lines")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
+
+
+def _show(args: argparse.Namespace) -> int:
+    from chairlift.cli.trace_picture import fact_lines, histogram_lines, write_picture
+
+    if args.png is not None and not args.png.parent.is_dir():
+        raise ConfigError(f"cannot write {args.png}: there is no directory {args.png.parent}")
+    loaded = _load(args)
+    print("\n".join([f"{args.file}, read as {loaded.format}", *fact_lines(loaded.requests)]))
+    for note in loaded.notes:
+        print(f"note          {note}")
+    print("\n".join(histogram_lines(loaded.requests)))
+    if args.png is not None:
+        write_picture(args.png, args.file.name, loaded.requests)
+        print(f"\nwrote {args.png}")
+    return 0
+
+
+def _sample(args: argparse.Namespace) -> int:
+    from chairlift.workload.sample import sample_trace
+
+    if args.window and args.num_prompts is None:
+        raise ConfigError("--window is a number of neighbours; say how many with -n")
+    _check_output(args)
+    loaded = _load(args)
+    sample = sample_trace(loaded.requests, args.num_prompts, args.seed, rate=args.rate, window=args.window)
+    _write(args, sample)
+    for note in loaded.notes:
+        print(f"note          {note}")
+    return 0
+
+
+def _load(args: argparse.Namespace) -> LoadedTrace:
+    from chairlift.workload.arrivals import parse_arrivals
+    from chairlift.workload.columns import parse_columns
+    from chairlift.workload.trace import load_trace
+
+    return load_trace(
+        args.file,
+        format=args.format,
+        columns=None if args.columns is None else parse_columns(args.columns),
+        pattern=args.pattern,
+        arrivals=None if args.arrivals is None else parse_arrivals(args.arrivals),
+        tokenizer=None if args.tokenizer is None else _counter(args.tokenizer),
+        sort=args.sort,
+        seed=args.seed,
+    )
+
+
+def _counter(folder: Path) -> Callable[[str], int]:
+    """How many tokens a text has."""
+    from chairlift.tokenizer.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_dir(folder)
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    """Found before anything is read: what is there already, and what cannot be written."""
+    if args.output.is_file() and not args.force:
+        raise ConfigError(f"{args.output} is there already; give another -o, or --force to replace it")
+    if not args.output.parent.is_dir():
+        raise ConfigError(f"cannot write {args.output}: there is no directory {args.output.parent}")
+
+
+def _write(args: argparse.Namespace, trace: list[TracedRequest]) -> None:
+    from chairlift.cli.trace_picture import fact_lines
+    from chairlift.workload.trace import write_trace
+
+    write_trace(args.output, trace)
+    print("\n".join([f"wrote {args.output}", *fact_lines(trace)]))
+
+
+# --- draw ------------------------------------------------------------------------------------------------------------
+
+
+def _add_draw_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-n", "--num-prompts", metavar="N", type=_number(1), default=1000, help="requests (default: 1000)"
+    )
+    _add_output_flags(parser)
+    parser.add_argument("--seed", metavar="N", type=_number(0), default=0, help="(default: 0)")
+    parser.add_argument(
+        "--workload",
+        metavar="NAME",
+        default="chat",
+        help="chat, assistant, summarize, write, uniform, conversation or agents; the flags below change it",
+    )
+    parser.add_argument("--arrivals", metavar="FORM", default="all", help="when they come (default: all at once)")
+    parser.add_argument("--input-len", metavar="FORM", help="lengths of prompts; in chats, of what is new in a turn")
+    parser.add_argument("--output-len", metavar="FORM", help="lengths of answers")
+    parser.add_argument(
+        "--shared-prefix",
+        metavar="TOKENS[:SHARE[:DISTINCT[:ALPHA]]]",
+        help="a SHARE of the prompts (default: 1) begin with one of DISTINCT texts (default: 1), the k-th of which is "
+        "as frequent as 1 / k ** ALPHA (default: 1). TOKENS is a multiple of 512, in chats of 16",
+    )
+    parser.add_argument("--turns", metavar="FORM", help="make chats: how many turns they have")
+    parser.add_argument("--think", metavar="SECONDS", type=float, help="mean time from a turn to the next")
+    parser.add_argument("--context", metavar="N", type=_number(1), help="chats end before they have more tokens")
+    parser.add_argument("--cancel", metavar="SHARE:FORM", help="who leaves, and after how many ms: 0.1:fixed:2000")
+    parser.add_argument(
+        "--class",
+        dest="classes",
+        metavar="FIELD=VALUE,...",
+        action="append",
+        help="a kind of client, may be repeated: weight, tenant, priority, service_tier, ttft_ms, tpot_ms, deadline_ms",
+    )
+
+
+def _draw(args: argparse.Namespace) -> int:
+    from chairlift.workload.arrivals import ClosedLoop, parse_arrivals
+
+    _check_output(args)
+    arrivals = parse_arrivals(args.arrivals)
+    _write(args, _traffic(args).draw(args.num_prompts, arrivals, args.seed))
+    if isinstance(arrivals, ClosedLoop):
+        print(
+            f"note          a file cannot say that {arrivals.users} users take turns: hold so many requests in flight"
+            f" when it is replayed (bench serve --max-concurrency {arrivals.users}). A closed loop hides queueing."
+        )
+    return 0
+
+
+def _traffic(args: argparse.Namespace) -> Traffic:
+    from chairlift.workload.lengths import parse_lengths
+    from chairlift.workload.trace import WORKLOADS
+    from chairlift.workload.traffic import Cancels, Chats
+
+    if args.workload not in WORKLOADS:
+        raise ConfigError(f"workload must be one of {', '.join(WORKLOADS)}; got {args.workload!r}")
+    base = WORKLOADS[args.workload]
+    changes: dict[str, Any] = {}
+    if args.input_len is not None:
+        changes["prompt"] = parse_lengths(args.input_len)
+    if args.output_len is not None:
+        changes["output"] = parse_lengths(args.output_len, of="output")
+    chats = base.chats if args.turns is None else Chats(parse_lengths(args.turns))
+    given = {"think_seconds": args.think, "most_tokens": args.context}
+    given = {name: value for name, value in given.items() if value is not None}
+    if chats is None and given:
+        raise ConfigError("--think and --context are for chats; say how many turns they have with --turns")
+    changes["chats"] = None if chats is None else dataclasses.replace(chats, **given)
+    if args.shared_prefix is not None:
+        changes["prefixes"] = _prefixes(args.shared_prefix)
+    if args.cancel is not None:
+        share, colon, after = args.cancel.partition(":")
+        if not colon:
+            raise ConfigError(f"--cancel must be SHARE:FORM, such as 0.1:fixed:2000 for ms, got {args.cancel!r}")
+        changes["cancels"] = Cancels(_as(float, "the share of --cancel", share), parse_lengths(after))
+    if args.classes:
+        changes["classes"] = tuple(map(_request_class, args.classes))
+    return dataclasses.replace(base, **changes)
+
+
+def _prefixes(text: str) -> Any:
+    from chairlift.workload.traffic import SharedPrefixes
+
+    kinds: list[tuple[str, Callable[[str], Any]]] = [
+        ("tokens", int),
+        ("share", float),
+        ("distinct", int),
+        ("alpha", float),
+    ]
+    parts = text.split(":")
+    if len(parts) > len(kinds):
+        raise ConfigError(f"--shared-prefix must be TOKENS[:SHARE[:DISTINCT[:ALPHA]]], got {text!r}")
+    fields = {
+        name: _as(kind, f"{name} of --shared-prefix", part) for (name, kind), part in zip(kinds, parts, strict=False)
+    }
+    return SharedPrefixes(**fields)
+
+
+def _request_class(text: str) -> RequestClass:
+    from chairlift.workload.traffic import RequestClass
+
+    kinds: dict[str, Callable[[str], Any]] = {
+        "weight": float,
+        "tenant": str,
+        "priority": int,
+        "service_tier": str,
+        "ttft_ms": float,
+        "tpot_ms": float,
+        "deadline_ms": float,
+    }
+    fields: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if name not in kinds or not equals or name in fields:
+            raise ConfigError(f"--class must be FIELD=VALUE,... with {', '.join(kinds)}, each once; got {text!r}")
+        fields[name] = _as(kinds[name], f"{name} of --class", value)
+    return RequestClass(**fields)
+
+
+def _as(kind: Callable[[str], Any], name: str, text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{name} must be {wanted}, got {text!r}") from None
+
+
+def _number(least: int) -> Callable[[str], int]:
+    """A whole number, not below."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not least <= int(text) <= _MOST_REQUESTS:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {least:,} to {_MOST_REQUESTS:,}, got {text!r}"
+            )
+        return int(text)
+
+    return parse
