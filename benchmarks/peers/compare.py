@@ -1,9 +1,10 @@
-"""Chairlift against vLLM's CPU backend and OpenVINO GenAI: same requests, same precision, interleaved rounds.
+"""Chairlift against vLLM's CPU backend, OpenVINO GenAI, llama.cpp and transformers: same requests, same precision,
+interleaved rounds.
 
-    sh benchmarks/peers/setup_vllm.sh /tmp/vllm
-    sh benchmarks/peers/setup_openvino.sh /tmp/openvino
+    sh benchmarks/peers/setup_vllm.sh /tmp/vllm        (likewise openvino, llama_cpp, transformers)
     python benchmarks/make_random_model.py /tmp/q05
     python benchmarks/peers/compare.py --model /tmp/q05 --vllm /tmp/vllm --openvino /tmp/openvino \\
+        --llama-cpp /tmp/llama --transformers /tmp/transformers \\
         --bandwidth 45e9 --peak 1.05e12 --rounds 3 --json benchmarks/results/peers.json
 
 All 64 requests of ``workload.py`` arrive at once; greedy; end of sequence ignored; 16-bit weights, activations and KV
@@ -50,6 +51,15 @@ def export(environment: Path, model: Path, work: Path) -> Path:
     return target
 
 
+def convert(environment: Path, model: Path, work: Path) -> Path:
+    """The model as a GGUF file in bfloat16, written below ``work``."""
+    target = work / f"{model.resolve().name}-bf16.gguf"
+    script = [str(environment / "bin" / "python"), str(HERE / "to_gguf.py")]
+    if subprocess.run([*script, "--model", str(model), "--out", str(target)], check=False).returncode:
+        raise SystemExit(f"{model} could not be converted; the reason stands above")
+    return target
+
+
 def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
     """The engines to run, in the order of a round."""
     model = str(args.model)
@@ -64,6 +74,16 @@ def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
         exported = args.openvino_model or export(args.openvino, args.model, work)
         openvino = [str(args.openvino / "bin" / "python"), str(HERE / "run_openvino.py"), "--model", str(exported)]
         engines["openvino"] = [*openvino, *shlex.split(args.openvino_args)]
+    if args.llama_cpp:
+        python = str(args.llama_cpp / "bin" / "python")
+        file = args.llama_cpp_model or convert(args.llama_cpp, args.model, work)
+        command = [python, str(HERE / "run_llama_cpp.py"), "--model", str(file)]
+        engines["llama.cpp"] = [*command, *shlex.split(args.llama_cpp_args)]
+    if args.transformers:
+        command = [str(args.transformers / "bin" / "python"), str(HERE / "run_transformers.py"), "--model", model]
+        engines["transformers"] = [*command, *shlex.split(args.transformers_args)]
+        if args.transformers_padded:
+            engines["padded"] = [*command, "--engine", "padded"]
     return engines
 
 
@@ -144,8 +164,15 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--openvino", type=Path, help="environment made by setup_openvino.sh; left out: not compared")
     parser.add_argument("--openvino-model", type=Path, help="the exported model; left out: exported now")
-    for name in ("chairlift", "vllm", "openvino"):
-        parser.add_argument(f"--{name}-args", default="", help=f"more options for run_{name}.py, in one string")
+    parser.add_argument("--llama-cpp", type=Path, help="environment made by setup_llama_cpp.sh; left out: not compared")
+    parser.add_argument("--llama-cpp-model", type=Path, help="the GGUF file; left out: converted now")
+    parser.add_argument(
+        "--transformers", type=Path, help="environment made by setup_transformers.sh; left out: not compared"
+    )
+    parser.add_argument("--transformers-padded", action="store_true", help="also its plain generate, in padded batches")
+    for name in ("chairlift", "vllm", "openvino", "llama-cpp", "transformers"):
+        script = name.replace("-", "_")
+        parser.add_argument(f"--{name}-args", default="", help=f"more options for run_{script}.py, in one string")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, help="bytes per second that memory can be read with")

@@ -22,7 +22,7 @@ def environment(engine: str, cores: str) -> dict[str, str]:
     """What must be set before the process starts. vLLM binds the threads of worker processes itself; an engine in this
     process is bound the same way through OpenMP's own variables. Raises SystemExit for cores that it can't bind."""
     variables = {
-        "LD_PRELOAD": ":".join(preloads()),
+        "LD_PRELOAD": ":".join(preloads(Path(sys.prefix))),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if engine == "processes" else "0",
@@ -43,12 +43,12 @@ def environment(engine: str, cores: str) -> dict[str, str]:
     return variables
 
 
-def preloads() -> list[str]:
-    """Paths of tcmalloc and libiomp5; SystemExit says which one is missing."""
+def preloads(prefix: Path) -> list[str]:
+    """Paths of tcmalloc and, of the environment at ``prefix``, libiomp5; SystemExit says which one is missing."""
     found = []
     for name, places, remedy in (
         ("tcmalloc", ["/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4"], "your system's"),
-        ("libiomp5", [f"{sys.prefix}/lib/libiomp5.so"], "the environment's intel-openmp"),
+        ("libiomp5", [f"{prefix}/lib/libiomp5.so"], "the environment's intel-openmp"),
     ):
         paths = [path for place in places for path in sorted(glob.glob(place))]
         if not paths:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import chairlift
+from chairlift.cli import bench_serve
 from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
 from chairlift.config import BUNDLED_MODEL, flat_fields
 from chairlift.errors import ConfigError
@@ -38,6 +39,12 @@ _OFFLINE: Final = """Answer a seeded workload, all requests at once, greedily an
 Lengths are log-normal, as chat traffic has them: with 64 requests 8,700 prompt tokens and 6,415 output tokens. They
 are cut where the model has no room for them. Prompts are random token ids, so the tokenizer is not loaded."""
 
+_STARTUP: Final = """Time how long a newcomer waits: fresh processes, from their start to their first token.
+
+Twice over: in Python (interpreter, import, loading the model, first token), and as a server (until /ready says that
+it takes requests, then the first token over HTTP). A first round, not counted, warms the file cache. Settings of the
+engine go to both."""
+
 _STATIC_ROWS: Final = 16
 _DEFAULT_SHAPES: Final = "qwen2.5-0.5b,smollm-135m"
 _QUICK: Final[dict[str, Any]] = {
@@ -55,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, summary, description, add in (
         ("kernels", "time the compiled CPU kernels", _KERNELS, _add_kernel_flags),
         ("offline", "answer a seeded workload with the engine", _OFFLINE, _add_offline_flags),
+        ("serve", bench_serve.SUMMARY, bench_serve.DESCRIPTION, bench_serve.add_arguments),
+        ("startup", "time processes from their start to their first token", _STARTUP, _add_startup_flags),
     ):
         benchmark = benchmarks.add_parser(
             name,
@@ -65,28 +74,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         verbose = "log what the engine does, with tracebacks"
         benchmark.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=verbose)
-        benchmark.add_argument("--json", metavar="FILE", type=Path, help="write machine, limits and results there")
+        benchmark.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")
         benchmark.set_defaults(parser=benchmark)
         add(benchmark)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one benchmark; 0. What keeps it from running raises ChairliftError."""
+    """Run one benchmark; 0, or another exit code of the benchmark's own. What keeps it from running raises
+    ChairliftError.
+    """
+    for flag in ("json", "html"):
+        path = getattr(args, flag, None)
+        if path is not None:
+            _check_writable(path, flag)
+    code, page = 0, None
+    if args.benchmark == "serve":
+        record, page, code = bench_serve.run(args)
+    else:
+        record = {"kernels": _run_kernels, "offline": _run_offline, "startup": _run_startup}[args.benchmark](args)
+    record = {"chairlift": chairlift.__version__, **record}
     if args.json is not None:
-        _check_writable(args.json)
-    record = {"kernels": _run_kernels, "offline": _run_offline}[args.benchmark](args)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"chairlift": chairlift.__version__, **record}, indent=1) + "\n")
-    return 0
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if page is not None and args.html is not None:
+        args.html.write_text(page(), encoding="utf-8")
+    elif args.benchmark == "offline" and args.html is not None:
+        from chairlift.bench import offline_report
+
+        offline_report.write(args.html, record)
+    return code
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path, flag: str) -> None:
     """A wrong path is found before anything is measured, and what a file holds stays until there is something new."""
     existed = path.exists()
     try:
         path.open("a").close()
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; give another --json") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give another --{flag}") from None
     if not existed:
         path.unlink()
 
@@ -179,6 +203,7 @@ def _add_offline_flags(parser: argparse.ArgumentParser) -> None:
         "--num-prompts", metavar="N", type=_number(1, 1_000_000), default=64, help="requests (default: 64)"
     )
     parser.add_argument("--seed", metavar="N", type=_number(0, 2**63), default=0, help="of the workload (default: 0)")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with charts there")
     parser.add_argument(
         "--baseline", action="store_true", help=f"also run static batches of {_STATIC_ROWS}, first, and print the ratio"
     )
@@ -260,6 +285,36 @@ def _floor(
         _print("               The weights fit into the L3 cache, so memory does not bound this model.")
     _print("", *limits_lines(limits))
     return {"limits": limits_record(limits), "floor": {**dataclasses.asdict(floor), "share": share}}
+
+
+# --- startup ---------------------------------------------------------------------------------------------------------
+
+
+def _add_startup_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
+    parser.add_argument("--rounds", metavar="N", type=_number(1, 1000), default=5, help="processes (default: 5)")
+    add_engine_flags(parser, leave_out={"model"})
+
+
+def _run_startup(args: argparse.Namespace) -> dict[str, Any]:
+    settings, _ = read_settings(args, sampling=False)
+    if args.model is not None:
+        settings |= {"model": args.model}
+    from chairlift.bench.machine import describe_machine
+    from chairlift.bench.report import machine_lines
+    from chairlift.bench.startup import measure_startup, startup_lines
+
+    machine = describe_machine()
+    _print(*machine_lines(machine), f"model: {settings.get('model', BUNDLED_MODEL)}", "")
+    seconds = measure_startup(settings, args.rounds)
+    _print(*startup_lines(seconds))
+    return {
+        "benchmark": "startup",
+        "machine": dataclasses.asdict(machine),
+        "settings": settings,
+        "rounds": args.rounds,
+        "seconds": seconds,
+    }
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------

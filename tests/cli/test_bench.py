@@ -50,7 +50,8 @@ def test_offline_against_static_batches(chairlift: Run, model_dir: Path, tmp_pat
     path = tmp_path / "offline.json"
     path.write_text("of last time")
     flags = ("--num-prompts", "20", "--baseline", "--threads", "1", "--num-kv-blocks", "100", "--kernels", "torch")
-    code, out, err = chairlift("bench", "offline", model_dir, *flags, "--json", path)
+    page = tmp_path / "offline.html"
+    code, out, err = chairlift("bench", "offline", model_dir, *flags, "--json", path, "--html", page)
     assert (code, err) == (0, [])
     text = "\n".join(out)
     for words in (
@@ -60,6 +61,7 @@ def test_offline_against_static_batches(chairlift: Run, model_dir: Path, tmp_pat
         "floor          not meas",
     ):
         assert words in text
+    assert "<svg" in page.read_text()
     record = json.loads(path.read_text())
     keys = {"chairlift", "benchmark", "machine", "model", "kernels", "settings", "workload", "shortened", "result"}
     assert set(record) == keys | {"baseline", "limits", "floor"}

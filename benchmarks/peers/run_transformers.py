@@ -1,0 +1,129 @@
+"""transformers as a child of ``compare.py``; runs inside the environment that ``setup_transformers.sh`` makes.
+
+    ENV/bin/python benchmarks/peers/run_transformers.py --model DIR --engine continuous
+    ENV/bin/python benchmarks/peers/run_transformers.py --model DIR --engine padded --rows 16
+
+``continuous`` is its paged KV cache and continuous batching, as behind ``generate_batch``. ``padded`` is plain
+``generate``: batches in the order of arrival, prompts padded on the left, every row computed to the longest answer of
+its batch. bfloat16 weights, activations and KV cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from protocol import Requests, serve
+
+Answer = Callable[[Requests], Sequence[int]]
+NO_END = -1
+"""A token id that no model produces: the end of sequence is not looked for."""
+KV_BYTES = 2 << 30
+PATIENCE = 1800
+"""Seconds without any finished request after which the run is given up."""
+
+
+def load(args: argparse.Namespace, at_end: ExitStack) -> tuple[Answer, dict[str, Any]]:
+    import torch
+    import transformers
+
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+    ).eval()
+    settings: dict[str, Any] = {"engine": args.engine, "threads": args.threads, "dtype": "bfloat16"}
+    if args.engine == "padded":
+        settings |= {"rows": args.rows}
+        answer = padded(model, args.rows)
+    else:
+        blocks = kv_blocks(model.config, args.block_size)
+        settings |= {"block_size": args.block_size, "num_blocks": blocks, "max_batch_tokens": args.max_batch_tokens}
+        settings |= {"max_requests_per_batch": args.max_requests, "allow_block_sharing": False}
+        answer = continuous(model, settings, at_end)
+    return answer, {"version": transformers.__version__, "torch": torch.__version__, "settings": settings}
+
+
+def kv_blocks(config: Any, block_size: int) -> int:
+    """How many blocks of ``block_size`` tokens 2 GiB of KV cache in 16 bits hold, all layers together."""
+    heads = config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return KV_BYTES // (2 * 2 * config.num_hidden_layers * heads * width * block_size)
+
+
+def padded(model: Any, rows: int) -> Answer:
+    import torch
+
+    def answer(requests: Requests) -> list[int]:
+        produced = []
+        for first in range(0, len(requests), rows):
+            batch = requests[first : first + rows]
+            longest, most = max(len(prompt) for prompt, _ in batch), max(count for _, count in batch)
+            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch])
+            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch])
+            options = {"do_sample": False, "min_new_tokens": most, "max_new_tokens": most}
+            with torch.inference_mode():
+                output = model.generate(
+                    input_ids=ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, use_cache=True, **options
+                )
+            # What is beyond the tokens asked for is waste, and not counted.
+            produced += [min(count, output.shape[1] - longest) for _, count in batch]
+        return produced
+
+    return answer
+
+
+def continuous(model: Any, settings: dict[str, Any], at_end: ExitStack) -> Answer:
+    import transformers
+
+    config = transformers.GenerationConfig(do_sample=False, eos_token_id=NO_END, pad_token_id=0, max_new_tokens=1)
+    batching = transformers.ContinuousBatchingConfig(
+        page_size=settings["block_size"],
+        num_blocks=settings["num_blocks"],
+        max_batch_tokens=settings["max_batch_tokens"],
+        max_requests_per_batch=settings["max_requests_per_batch"],
+        allow_block_sharing=settings["allow_block_sharing"],
+    )
+    manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
+    manager.start()
+    at_end.callback(manager.stop, block=True, timeout=5, hard_stop=True)  # its thread would keep the process
+
+    def answer(requests: Requests) -> list[int]:
+        ids = [manager.add_request(prompt, max_new_tokens=count, eos_token_id=NO_END) for prompt, count in requests]
+        done: dict[str, int] = {}
+        last = time.monotonic()
+        while len(done) < len(requests):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.error is not None:
+                raise SystemExit(f"transformers failed: {result.error}")
+            if result is not None and result.is_finished():
+                done[result.request_id] = len(result.generated_tokens)
+                last = time.monotonic()
+            elif not manager.is_running() or time.monotonic() - last > PATIENCE:
+                raise SystemExit("transformers stopped answering")
+        return [done[name] for name in ids]
+
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--engine", choices=["continuous", "padded"], default="continuous")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rows", type=int, default=16, help="of a padded batch")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--max-batch-tokens", type=int, default=512)
+    parser.add_argument("--max-requests", type=int, default=128)
+    args = parser.parse_args()
+    with ExitStack() as at_end:
+        serve(lambda: load(args, at_end))
+
+
+if __name__ == "__main__":
+    main()

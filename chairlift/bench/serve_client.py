@@ -1,0 +1,317 @@
+"""What ``bench serve`` sends, and what it sees come back: one OpenAI-compatible server from the client's side.
+
+A chunk's time is taken when it has been read from the socket, before it is understood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import json
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from chairlift.bench.serve_outcome import MOST_BYTES, EventReader, Outcome, message_of
+from chairlift.errors import ConfigError
+from chairlift.workload.traced_request import TracedRequest, prompt_token_ids
+
+__all__ = ["Dialect", "Server", "clock", "connect"]
+
+clock: Final = time.perf_counter
+
+_VOCABULARIES: Final = (8000, 250)
+"""How many token ids prompts are made of; the second for models of bytes."""
+_SYLLABLES: Final = [a + b + c for c in ("", "n", "r", "s", "l") for b in "aeiou" for a in "bcdfghjklmnprstvwz"]
+"""Words of prompts that are sent as text: short ones, which tokenizers know or cut alike."""
+_PERIOD: Final = 8
+"""Words after which a block of a prompt repeats: with so many words in the language, a number has so many digits."""
+_RULER: Final = (8, 136)
+"""Words of the two prompts from which the number of tokens per word is learned."""
+_MOST_MESSAGE: Final = 300
+_REFUSALS: Final = (400, 404, 405, 415, 422, 500, 501)
+"""Statuses by which servers refuse fields that they do not know."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Which of the fields that help measuring a server takes."""
+
+    chat: bool
+    vocab_size: int = 0
+    """Prompts are token ids below this; with 0 they are text."""
+    words: tuple[float, float] = (0.0, 1.0)
+    """Of text: tokens that every prompt has besides its words, and tokens per word."""
+    ignore_eos: bool = False
+    usage: bool = True
+    continuous_usage: bool = True
+    timing: bool = False
+
+    def common(self, other: Dialect) -> Dialect:
+        """What both servers take, so that both are asked the same."""
+        return Dialect(
+            chat=self.chat,
+            vocab_size=min(self.vocab_size, other.vocab_size),
+            words=self.words if not self.vocab_size or other.vocab_size else other.words,
+            ignore_eos=self.ignore_eos and other.ignore_eos,
+            usage=self.usage and other.usage,
+            continuous_usage=self.continuous_usage and other.continuous_usage,
+            timing=self.timing and other.timing,
+        )
+
+    def prompt(self, request: TracedRequest, index: int) -> list[int] | str:
+        """A prompt of the request's length. Those whose prefix ids begin alike begin alike."""
+        ids = prompt_token_ids(request, index, self.vocab_size or len(_SYLLABLES))
+        if self.vocab_size:
+            return ids
+        fixed, per_word = self.words
+        size, last = request.prefix_block, len(ids) - 1
+        words: list[str] = []
+        block, first = 0, 0
+        for number in range(max(1, round((request.prompt_tokens - fixed) / per_word))):
+            # A block repeats a few ids, and a word stands for several tokens: the block's words take its ids in turn.
+            at = min(int(number * per_word) // size, len(request.prefix_ids)) * size
+            if at != block:
+                block, first = at, number
+            words.append(_SYLLABLES[ids[min(block + (number - first) % _PERIOD, last)] % len(_SYLLABLES)])
+        return " ".join(words)
+
+
+class Server:
+    """An OpenAI-compatible server, after :func:`connect` has asked it what it serves.
+
+    Raises ConfigError from :meth:`learn` when it cannot be measured at all.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, timeout: float) -> None:
+        self.url = url
+        self.model = ""
+        self.is_ours = False
+        self.owner = ""
+        self.max_model_len: int | None = None
+        self.dialect = Dialect(chat=False)
+        self.notes: list[str] = []
+        """What it does not take, in words."""
+        self._session = session
+        self._timeout = timeout
+        path = url.rstrip("/")
+        self._root = path if re.search(r"/v\d+$", path) else f"{path}/v1"
+
+    def body(self, request: TracedRequest, index: int, temperature: float, promises: bool = False) -> bytes:
+        """What :meth:`send` sends. ``promises``: also the request's class, tenant and limits."""
+        dialect = self.dialect
+        prompt = dialect.prompt(request, index)
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": request.output_tokens,
+            "temperature": temperature,
+            "stream": True,
+        }
+        if dialect.chat:
+            fields["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            fields["prompt"] = prompt
+        if dialect.ignore_eos:
+            fields["ignore_eos"] = True
+        if dialect.usage:
+            fields["stream_options"] = {"include_usage": True}
+            if dialect.continuous_usage:
+                fields["stream_options"]["continuous_usage_stats"] = True
+        if dialect.timing:
+            fields["return_timing"] = True
+        if promises:
+            told = {name: getattr(request, name) for name in _PROMISES} | {"user": request.tenant}
+            fields |= {name: value for name, value in told.items() if value}
+        return msgspec.json.encode(fields)
+
+    async def send(self, body: bytes, outcome: Outcome, cancel_ms: float | None = None) -> None:
+        """Send a request, and read its answer to the end, or until ``cancel_ms`` after sending. Raises nothing."""
+        leaves = cancel_ms is not None and cancel_ms / 1000 < self._timeout
+        seconds = cancel_ms / 1000 if cancel_ms is not None and leaves else self._timeout
+        path = "/chat/completions" if self.dialect.chat else "/completions"
+        outcome.start = clock()
+        try:
+            request = self._session.post(self._root + path, data=body, trace_request_ctx=outcome)
+            async with asyncio.timeout(seconds), request as reply:
+                outcome.headers = clock()
+                if reply.status != 200:
+                    text = await reply.content.read(1 << 16)
+                    outcome.fail(f"HTTP {reply.status}", _message_in(text) or str(reply.reason))
+                    return
+                reader = EventReader(outcome)
+                async for data in reply.content.iter_any():
+                    reader.feed(data, clock())
+                    if reader.done:
+                        break
+                reader.close()
+        except TimeoutError:
+            if leaves:
+                outcome.status = "cancelled"
+            else:
+                outcome.fail("timeout", f"no end within {self._timeout:g} s; {sum(outcome.counts)} tokens came")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            outcome.fail(*_explain(error, begun=bool(outcome.headers)))
+        finally:
+            if outcome.status != "completed":
+                outcome.end = clock()
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    async def learn(self, model: str | None, *, chat: bool, ignore_eos: bool) -> None:
+        """Find out what it serves and what it takes; ``notes`` say what it does not. Raises ConfigError."""
+        await self._models(model)
+        full = Dialect(
+            chat=chat, vocab_size=0 if chat else _VOCABULARIES[0], ignore_eos=ignore_eos, timing=self.is_ours
+        )
+        self.dialect = await self._accepted(full)
+        notes = self.notes = []
+        if not self.dialect.vocab_size:
+            notes += await self._measure_words()
+            if not chat:
+                notes.append("it takes no token ids: prompts are text, and their lengths what the server counts")
+        if ignore_eos and not self.dialect.ignore_eos:
+            notes.append("it refuses ignore_eos: answers may end before the length that was asked for")
+        if not self.dialect.usage:
+            notes.append("it refuses stream_options: tokens are counted by chunks")
+
+    async def _models(self, model: str | None) -> None:
+        try:
+            async with asyncio.timeout(self._timeout), self._session.get(f"{self._root}/models") as reply:
+                status, text = reply.status, await reply.content.read(MOST_BYTES)
+        except TimeoutError:
+            raise ConfigError(f"{self.url} has not answered for {self._timeout:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            _, reason = _explain(error, begun=False)
+            raise ConfigError(f"no server answers at {self.url} ({reason}); start one with: chairlift serve") from None
+        if status not in (404, 405) or model is None:  # some servers list nothing, but know the model
+            _check_status(self.url, status, _message_in(text))
+        listed = _parsed(text).get("data")
+        cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+        cards = [card for card in cards if isinstance(card.get("id"), str)]
+        if model is None and not cards:
+            raise ConfigError(f"{self.url} lists no models at {self._root}/models; name one with --model")
+        named = [card for card in cards if card["id"] == model]
+        if model is not None and cards and not named:
+            raise ConfigError(f"{self.url} has no model {model!r}; it has {', '.join(card['id'] for card in cards)}")
+        card: dict[str, Any] = named[0] if named else cards[0] if cards else {"id": model}
+        self.model, self.owner = str(card["id"]), str(card.get("owned_by") or "")
+        self.is_ours = self.owner == "chairlift"
+        room = card.get("max_model_len")
+        self.max_model_len = room if isinstance(room, int) and room > 1 else None
+
+    async def _accepted(self, full: Dialect) -> Dialect:
+        """The most of ``full`` that it takes: all, else all but one field, else with more and more of them left out."""
+        changes: list[dict[str, Any]] = []
+        if full.vocab_size:
+            changes += [{"vocab_size": size} for size in (*_VOCABULARIES[1:], 0)]
+        changes.append({"continuous_usage": False})
+        changes += [{"ignore_eos": False}] if full.ignore_eos else []
+        changes.append({"usage": False, "continuous_usage": False})
+        together = [dict(pair for each in changes[:end] for pair in each.items()) for end in range(2, len(changes) + 1)]
+        for change in [{}, *changes, *together]:
+            tried = dataclasses.replace(full, **change)
+            last = await self._try(tried)
+            if not last.kind:
+                return tried
+        raise ConfigError(f"{self.url} refuses even the simplest request: {last.kind}: {last.message}")
+
+    async def _try(self, dialect: Dialect) -> Outcome:
+        """One short answer; its kind is empty when it came. Raises ConfigError for what no dialect would change."""
+        self.dialect = dialect
+        outcome = await self._ask(12, 2)
+        status = int(outcome.kind.removeprefix("HTTP ")) if outcome.kind.startswith("HTTP ") else 0
+        if status and status not in _REFUSALS:
+            _check_status(self.url, status, outcome.message)
+        elif outcome.kind and outcome.kind != "error in the stream" and not status:
+            raise ConfigError(f"{self.url} does not answer: {outcome.kind}: {outcome.message}")
+        return outcome
+
+    async def _measure_words(self) -> list[str]:
+        """Learn from two prompts how many tokens words make."""
+        self.dialect = dataclasses.replace(self.dialect, words=(0.0, 1.0))
+        short, long = [await self._ask(words, 1) for words in _RULER]
+        if short.completion_tokens is None or long.prompt_tokens <= short.prompt_tokens:
+            return ["it does not count prompt tokens: a prompt has one word for each token that was wanted"]
+        per_word = (long.prompt_tokens - short.prompt_tokens) / (_RULER[1] - _RULER[0])
+        words = (short.prompt_tokens - per_word * _RULER[0], per_word)
+        self.dialect = dataclasses.replace(self.dialect, words=words)
+        return []
+
+    async def _ask(self, prompt_tokens: int, output_tokens: int) -> Outcome:
+        request = TracedRequest(arrival=0.0, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        outcome = Outcome(index=0, scheduled=clock(), wanted_tokens=output_tokens, prompt_tokens=prompt_tokens)
+        await self.send(self.body(request, 0, 0.0), outcome)
+        return outcome
+
+
+_PROMISES: Final = ("priority", "service_tier", "ttft_ms", "tpot_ms", "deadline_ms")
+
+
+@asynccontextmanager
+async def connect(urls: Sequence[str], api_key: str | None, timeout: float) -> AsyncIterator[list[Server]]:
+    """A :class:`Server` for each URL; every request has a connection of its own. ``timeout`` is of a request, in s."""
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_create_start.append(_note_start)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    unlimited = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=unlimited, headers=headers, trace_configs=[trace]
+    ) as session:
+        yield [Server(session, url, timeout) for url in urls]
+
+
+async def _note_start(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
+    """The request is made, and its connection is about to be opened: what comes before is the client's own time."""
+    if isinstance(context.trace_request_ctx, Outcome):
+        context.trace_request_ctx.start = clock()
+
+
+def _check_status(url: str, status: int, message: str) -> None:
+    """Raise ConfigError for a status that means that nothing can be measured here."""
+    if status == 200:
+        return
+    if status in (401, 403):
+        raise ConfigError(f"{url} wants an API key, or another one; give it with --api-key-file FILE ({message})")
+    if status in (429, 503):
+        raise ConfigError(f"{url} takes no requests now ({status}: {message}); try again later")
+    raise ConfigError(f"{url} answered {status}: {message or 'without a reason'}; is it an OpenAI-compatible server?")
+
+
+def _explain(error: Exception, *, begun: bool) -> tuple[str, str]:
+    """Kind and message of what a connection came to."""
+    number = getattr(error, "errno", None)
+    if number == errno.ECONNREFUSED:
+        return "connection refused", os.strerror(errno.ECONNREFUSED)
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "too many connections", "this machine lets the client open no more; lower the rate, or raise ulimit -n"
+    if begun:
+        return "cut stream", str(error) or type(error).__name__
+    if isinstance(error, aiohttp.ServerDisconnectedError) or number in (errno.ECONNRESET, errno.EPIPE):
+        return "connection closed", "the server closed the connection without an answer"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return "not HTTP", str(error.message)
+    return "connection failed", os.strerror(number) if isinstance(number, int) else str(error) or type(error).__name__
+
+
+def _parsed(text: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _message_in(text: bytes) -> str:
+    """What a refusal says, or its beginning where it is no JSON."""
+    return message_of(_parsed(text)) or text[:_MOST_MESSAGE].decode("utf-8", "replace").strip()

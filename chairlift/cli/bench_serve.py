@@ -1,0 +1,458 @@
+"""``chairlift bench serve``: flags, traffic, and what is printed. The measuring is in ``chairlift/bench/serve.py``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import math
+import random
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import chairlift
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.bench.serve import Plan, Progress, ServeRun
+    from chairlift.bench.serve_outcome import Outcome
+    from chairlift.bench.serve_result import Figures, Ratio
+    from chairlift.workload.arrivals import Arrivals
+    from chairlift.workload.lengths import Lengths
+    from chairlift.workload.traced_request import TracedRequest
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "send traffic to a running server, and time its answers"
+DESCRIPTION: Final = """Send traffic to a running OpenAI-compatible server, and time its answers as a client sees them.
+
+Requests leave at their times, whatever the server does (open loop). Every run has fresh prompts, so no cache of the
+server knows them; their lengths and times depend on --seed alone. Examples:
+
+  chairlift bench serve --workload chat --request-rate 4 --num-prompts 200 --goodput ttft:500 tpot:80
+  chairlift bench serve --trace monday.jsonl --html monday.html
+  chairlift bench serve --input-len 512 --output-len uniform:16:128 --request-rate 1,2,4,8 --ignore-eos
+  chairlift bench serve --compare http://127.0.0.1:8000 http://127.0.0.1:8001 --rounds 5 --ignore-eos
+
+Exit code 1: some requests failed, and are counted by kind."""
+
+_DEFAULT_PROMPTS: Final = 256
+_MOST_PROMPTS: Final = 1_000_000
+_ENDPOINTS: Final = {
+    "completions": False,
+    "/v1/completions": False,
+    "chat": True,
+    "/v1/chat/completions": True,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags; where ``vllm bench serve`` has one, it is spelled the same."""
+    server = parser.add_argument_group("server")
+    where = server.add_mutually_exclusive_group()
+    where.add_argument(
+        "--base-url", metavar="URL", default="http://127.0.0.1:8000", help="(default: http://127.0.0.1:8000)"
+    )
+    where.add_argument("--compare", metavar=("URL_A", "URL_B"), nargs=2, help="the same requests to both, in turns")
+    server.add_argument("--rounds", metavar="N", type=int, default=3, help="of --compare (default: 3)")
+    server.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it lists)")
+    server.add_argument("--endpoint", choices=_ENDPOINTS, default="completions", help="(default: completions)")
+    server.add_argument("--api-key-file", metavar="FILE", type=Path, help="file with the API key")
+    traffic = parser.add_argument_group("traffic")
+    source = traffic.add_mutually_exclusive_group()
+    source.add_argument("--trace", metavar="FILE", type=Path, help="lengths and times from a file (chairlift trace)")
+    source.add_argument(
+        "--workload", metavar="NAME", help="a kind of traffic, such as chat or summarize (default: chat)"
+    )
+    source.add_argument(
+        "--input-len",
+        "--random-input-len",
+        metavar="LENGTHS",
+        help="tokens of prompts: a number, or uniform:LEAST:MOST, lognormal:MU:SIGMA:LEAST:MOST, zipf:ALPHA:LEAST:MOST",
+    )
+    traffic.add_argument(
+        "--output-len", "--random-output-len", metavar="LENGTHS", help="of answers, with --input-len; the same forms"
+    )
+    traffic.add_argument(
+        "--num-prompts", metavar="N", type=int, help=f"requests (default: {_DEFAULT_PROMPTS}; of a trace: all)"
+    )
+    timing = traffic.add_mutually_exclusive_group()
+    timing.add_argument(
+        "--request-rate",
+        metavar="R",
+        help="requests per second; inf: all at once; several, with commas: a run each. A trace is stretched to it. "
+        "(default: inf; of a trace: its own times)",
+    )
+    timing.add_argument(
+        "--arrivals",
+        metavar="FORM",
+        help="poisson:RATE, gamma:RATE:BURSTINESS, constant:RATE, onoff:RATE:ON_S:OFF_S, ramp:START:END:SECONDS, "
+        "closed:USERS, all, and others",
+    )
+    traffic.add_argument(
+        "--burstiness",
+        metavar="X",
+        type=float,
+        help="of --request-rate: 1 is Poisson, less comes in bursts (default: 1)",
+    )
+    traffic.add_argument("--max-concurrency", metavar="N", type=int, help="most requests under way: a closed loop")
+    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="of lengths and times (default: 0)")
+    answers = parser.add_argument_group("answers")
+    answers.add_argument("--ignore-eos", action="store_true", help="answers are exactly as long as asked for")
+    answers.add_argument("--temperature", metavar="X", type=float, default=0.0, help="(default: 0)")
+    answers.add_argument(
+        "--promises", action="store_true", help="send the class, priority, tenant and limits that the trace has"
+    )
+    answers.add_argument(
+        "--timeout", metavar="S", type=float, default=600.0, help="a request fails after so many seconds (default: 600)"
+    )
+    answers.add_argument(
+        "--num-warmups", "--warmup", metavar="N", type=int, default=4, help="requests before, not counted (default: 4)"
+    )
+    answers.add_argument(
+        "--goodput", metavar="NAME:MS", nargs="+", default=[], help="limits to keep, such as ttft:500 tpot:80 e2el:9000"
+    )
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots there")
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], str], int]:
+    """Measure: the record for ``--json``, what makes the page for ``--html``, and the exit code.
+
+    Raises ConfigError, before anything is sent if it can.
+    """
+    from chairlift.bench.serve import raise_file_limit
+    from chairlift.bench.serve_result import parse_goodput
+
+    slo = parse_goodput(args.goodput) if args.goodput else {}
+    plan, cells = _plan(args, slo)
+    raise_file_limit(max(min(len(load.requests), load.max_concurrency or _MOST_PROMPTS) for load in plan.loads))
+    with _event_loop() as runner:
+        measured = runner.run(_measure(plan, cells, slo))
+    record, ratios, table = _record(args, measured)
+    code = 1 if any(each.figures.failed for each in measured) else 0
+    code = 130 if any(each.run.interrupted for each in measured) else code
+    return record, lambda: _page(args, measured, ratios, table), code
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------------
+
+
+def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, list[dict[str, Any]]]:
+    """The plan, and of each load what the record says about it."""
+    from chairlift.bench.serve import Load, Plan
+    from chairlift.cli.remote_server import RemoteServer, read_key
+
+    _check(args)
+    rates = [None] if args.request_rate is None else [_rate(text) for text in args.request_rate.split(",")]
+    if args.compare is not None and len(rates) > 1:
+        raise ConfigError("--compare takes one --request-rate; compare at several in several runs")
+    source = _source(args)
+    rounds = args.rounds if args.compare is not None else 1
+    loads, cells = [], []
+    salt = random.SystemRandom().getrandbits(58)
+    for number, rate in enumerate(rates * rounds):
+        requests, users, arrivals = source(rate)
+        loads.append(
+            Load(
+                requests=requests,
+                max_concurrency=min([each for each in (args.max_concurrency, users) if each is not None], default=None),
+                temperature=args.temperature,
+                promises=args.promises,
+                salt=salt + number * 2 * _MOST_PROMPTS,
+            )
+        )
+        cells.append(_settings(args, requests, arrivals, rate) | {"round": number + 1, "goodput_limits_ms": dict(slo)})
+    urls = [RemoteServer(url, name="the URL").url for url in args.compare or [args.base_url]]
+    plan = Plan(
+        urls=urls,
+        loads=loads,
+        api_key=None if args.api_key_file is None else read_key(args.api_key_file),
+        model=args.model,
+        chat=_ENDPOINTS[args.endpoint],
+        ignore_eos=args.ignore_eos,
+        num_warmups=args.num_warmups,
+        timeout=args.timeout,
+    )
+    return plan, cells
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least, most in (
+        ("num_prompts", 1, _MOST_PROMPTS),
+        ("max_concurrency", 1, _MOST_PROMPTS),
+        ("seed", 0, 2**62),
+        ("rounds", 1, 1000),
+        ("num_warmups", 0, 10_000),
+        ("timeout", 0.001, 1e6),
+        ("temperature", 0, 100),
+        ("burstiness", 1e-3, 1e6),
+    ):
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} must be from {least:,g} to {most:,g}, got {value}")
+    if args.burstiness is not None and args.request_rate is None:
+        raise ConfigError("--burstiness goes with --request-rate; with --arrivals say gamma:RATE:BURSTINESS")
+    if args.burstiness is not None and args.trace is not None:
+        raise ConfigError(
+            "a trace keeps its own bursts; leave out --burstiness, or give --arrivals gamma:RATE:BURSTINESS"
+        )
+    if (args.input_len is None) != (args.output_len is None):
+        raise ConfigError("--input-len and --output-len go together; give both")
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not rate > 0:
+        raise ConfigError(f"--request-rate must be a number above 0, or inf, or several with commas; got {text!r:.40}")
+    return rate
+
+
+Source = Callable[[float | None], "tuple[Sequence[TracedRequest], int | None, str]"]
+"""From a rate to requests, the users of a closed loop, and the times in words."""
+
+
+def _source(args: argparse.Namespace) -> Source:
+    if args.trace is None:
+        return lambda rate: _drawn(args, rate)
+    from chairlift.workload.formats import read_trace
+
+    recorded = read_trace(args.trace)[: args.num_prompts]
+
+    def of_the_trace(rate: float | None) -> tuple[Sequence[TracedRequest], int | None, str]:
+        if rate is None and args.arrivals is None:
+            return recorded, None, "the trace's own"
+        if rate is None or math.isinf(rate):
+            arrivals, users, words = _arrivals(args, rate)
+            times = arrivals.times(len(recorded), args.seed)
+        else:
+            span = recorded[-1].arrival - recorded[0].arrival
+            if not span:
+                raise ConfigError(f"all requests of {args.trace} have one time; give --arrivals poisson:{rate:g}")
+            factor = (len(recorded) - 1) / span / rate
+            times, users, words = [each.arrival * factor for each in recorded], None, "the trace's own, stretched"
+        return [dataclasses.replace(r, arrival=t) for r, t in zip(recorded, times, strict=True)], users, words
+
+    return of_the_trace
+
+
+def _drawn(args: argparse.Namespace, rate: float | None) -> tuple[Sequence[TracedRequest], int | None, str]:
+    import numpy as np
+
+    from chairlift.workload.trace import draw_trace
+    from chairlift.workload.traced_request import TracedRequest
+
+    count = args.num_prompts or _DEFAULT_PROMPTS
+    arrivals, users, words = _arrivals(args, rate)
+    if args.input_len is None:
+        return draw_trace(args.workload or "chat", arrivals, count, args.seed), users, words
+    rng = np.random.default_rng(args.seed)
+    prompts, outputs = _lengths(args.input_len).draw(rng, count), _lengths(args.output_len, "output").draw(rng, count)
+    requests = [
+        TracedRequest(arrival=time, prompt_tokens=prompt, output_tokens=output)
+        for time, prompt, output in zip(arrivals.times(count, args.seed), prompts, outputs, strict=True)
+    ]
+    return requests, users, words
+
+
+def _lengths(text: str, of: Literal["prompt", "output"] = "prompt") -> Lengths:
+    """A number is a fixed length."""
+    from chairlift.workload.lengths import parse_lengths
+
+    return parse_lengths(f"fixed:{text}" if text.isdigit() else text, of)
+
+
+def _arrivals(args: argparse.Namespace, rate: float | None) -> tuple[Arrivals, int | None, str]:
+    """When requests come, the users of a closed loop, and the same in words."""
+    from chairlift.workload.arrivals import AllAtOnce, ClosedLoop, Gamma, parse_arrivals
+
+    if args.arrivals is not None:
+        arrivals = parse_arrivals(args.arrivals)
+        return arrivals, arrivals.users if isinstance(arrivals, ClosedLoop) else None, args.arrivals
+    if rate is None or math.isinf(rate):
+        return AllAtOnce(), None, "all at once"
+    burstiness = 1.0 if args.burstiness is None else args.burstiness
+    return Gamma(rate, burstiness), None, f"{rate:g} requests/s, burstiness {burstiness:g}"
+
+
+def _settings(
+    args: argparse.Namespace, requests: Sequence[TracedRequest], arrivals: str, rate: float | None
+) -> dict[str, Any]:
+    if rate is None:
+        span = requests[-1].arrival - requests[0].arrival
+        rate = (len(requests) - 1) / span if span else math.inf
+    if args.trace is not None:
+        workload = f"trace {args.trace}"
+    elif args.input_len is not None:
+        workload = f"prompts of {args.input_len} tokens, answers of {args.output_len}"
+    else:
+        workload = args.workload or "chat"
+    return {
+        "version": chairlift.__version__,
+        "benchmark": "serve",
+        "workload": workload,
+        "arrivals": arrivals,
+        "seed": args.seed,
+        "request_rate": "inf" if math.isinf(rate) else rate,
+        "burstiness": 1.0 if args.burstiness is None else args.burstiness,
+        "ignore_eos": args.ignore_eos,
+        "temperature": args.temperature,
+        "timeout": args.timeout,
+        "num_warmups": args.num_warmups,
+    }
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cell:
+    """One run of one server."""
+
+    place: int
+    """Of the server: 0, or 1 for the second of two."""
+    settings: Mapping[str, Any]
+    run: ServeRun
+    figures: Figures
+    record: dict[str, Any]
+
+
+async def _measure(plan: Plan, settings: Sequence[Mapping[str, Any]], slo: Mapping[str, float]) -> list[_Cell]:
+    """Run the plan, and print each run when it has ended."""
+    from chairlift.bench.serve import measure
+    from chairlift.bench.serve_report import run_lines, serve_record
+    from chairlift.bench.serve_result import figures_of
+
+    cells: list[_Cell] = []
+    async for index, place, run in measure(plan, _watch):
+        if place not in {cell.place for cell in cells}:
+            print("\n".join(_head(run, place if len(plan.urls) > 1 else None)))
+        figures, told = figures_of(run, slo), settings[index]
+        cells.append(_Cell(place, told, run, figures, serve_record(run, figures, told)))
+        side = f"{_SIDES[place]}, " if len(plan.urls) > 1 else ""
+        which = f"round {told['round']}: " if len(plan.urls) > 1 else f"{told['arrivals']}: "
+        print(f"\n{side}{which}{told['workload']}, {len(run.load.requests):,} requests, seed {told['seed']}")
+        print("\n".join(run_lines(run, figures, slo)), flush=True)
+    return cells
+
+
+def _head(run: ServeRun, place: int | None) -> Iterator[str]:
+    server = run.server
+    prompts = "token ids" if server.dialect.vocab_size else "text"
+    kind = "chat completions" if server.dialect.chat else "completions"
+    side = "" if place is None else f"{_SIDES[place]}: "
+    yield f"{side}{server.model} at {server.url}, {kind}, prompts as {prompts}"
+    yield from (f"note: {note}" for note in server.notes)
+    if run.load.shortened:
+        room = server.max_model_len or 0
+        yield f"note: {run.load.shortened:,} requests were shortened, to the {room:,} tokens that fit"
+
+
+@contextlib.contextmanager
+def _event_loop() -> Iterator[asyncio.Runner]:
+    """The loop in C where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        factory = None
+    else:
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        yield runner
+
+
+@contextlib.contextmanager
+def _watch(url: str, total: int) -> Iterator[Progress]:
+    """A progress bar, on a terminal."""
+    from tqdm import tqdm
+
+    failed = 0
+    with tqdm(total=total, desc=url, unit="req", leave=False, disable=None, dynamic_ncols=True) as bar:
+
+        def ended(num_running: int, outcome: Outcome) -> None:
+            nonlocal failed
+            failed += outcome.status == "failed"
+            bar.set_postfix(running=num_running, failed=failed, refresh=False)
+            bar.update()
+
+        yield ended
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+_SIDES: Final = "AB"
+
+
+def _record(
+    args: argparse.Namespace, cells: Sequence[_Cell]
+) -> tuple[dict[str, Any], dict[str, Ratio], list[list[str]]]:
+    """What ``--json`` gets; with ``--compare`` also the ratios, as a table too. That of several rates is printed."""
+    from chairlift.bench.serve_report import COMPARED, aligned, compared_rows, sweep_rows
+    from chairlift.bench.serve_result import compare
+
+    if args.compare is None:
+        if len(cells) == 1:
+            return cells[0].record, {}, []
+        rows = sweep_rows([(_rate_label(cell), cell.figures) for cell in cells])
+        print("", *aligned(rows), sep="\n", flush=True)
+        return {"benchmark": "serve", "runs": [cell.record for cell in cells]}, {}, []
+    first, second = ([cell.record for cell in cells if cell.place == place] for place in (0, 1))
+    rounds = {cell.settings["round"] for cell in cells if cell.place == 0}
+    rounds &= {cell.settings["round"] for cell in cells if cell.place == 1}
+    pairs = [[each for each in side if each["chairlift"]["round"] in rounds] for side in (first, second)]
+    ratios = compare(*pairs)
+    table = compared_rows(ratios, *pairs)
+    print(
+        "", f"B over A, {len(rounds)} rounds", *aligned(table), "", *textwrap.wrap(COMPARED, 100), sep="\n", flush=True
+    )
+    record = {
+        "benchmark": "serve",
+        "compared": {
+            "A": args.compare[0],
+            "B": args.compare[1],
+            "rounds": len(rounds),
+            "ratios": {key: dataclasses.asdict(ratio) for key, ratio in ratios.items()},
+        },
+        "runs": {"A": first, "B": second},
+    }
+    return record, ratios, table
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {limit:g}" for name, limit in value.items()) or "none"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _rate_label(cell: _Cell) -> str:
+    rate = cell.settings["request_rate"]
+    return "all at once" if rate == "inf" else f"{rate:.4g}/s"
+
+
+def _page(
+    args: argparse.Namespace, cells: Sequence[_Cell], ratios: Mapping[str, Ratio], table: Sequence[Sequence[str]]
+) -> str:
+    from chairlift.bench.serve_page import serve_page
+
+    results: dict[str, list[tuple[ServeRun, Figures]]] = {}
+    for cell in cells:
+        told = cell.settings
+        label = _SIDES[cell.place] if args.compare is not None else _rate_label(cell)
+        results.setdefault(label, []).append((cell.run, cell.figures))
+    run, told = cells[-1].run, cells[-1].settings
+    facts = {_SIDES[place]: url for place, url in enumerate(args.compare or [])}
+    facts |= {
+        name.replace("_", " "): _said(value) for name, value in told.items() if name not in ("benchmark", "round")
+    }
+    facts |= {
+        "requests": f"{len(run.load.requests):,}",
+        "most at once": "no limit" if run.load.max_concurrency is None else f"{run.load.max_concurrency:,}",
+        "date": f"{run.date:%Y-%m-%d %H:%M}",
+    }
+    return serve_page(results, facts, ratios, table)

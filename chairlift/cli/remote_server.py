@@ -1,0 +1,170 @@
+"""A running server, for the commands that talk to one: its address, its key, and what its answers mean. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from chairlift.errors import ConfigError, EngineDeadError, OverloadedError, PromptTooLongError, RequestError
+
+__all__ = ["MOST_BYTES", "NotThereError", "RemoteServer", "message", "parse_object", "plain", "read_key"]
+
+MOST_BYTES: Final = 1 << 20
+"""Of an answer that is no stream, and of a line of one that is."""
+_CONNECT_SECONDS: Final = 10.0
+_ANSWER_SECONDS: Final = 600.0
+"""Longest wait for the next piece of an answer; it may be in a queue."""
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""What could move the cursor, change the terminal or turn text around."""
+
+
+class NotThereError(RequestError):
+    """The server knows no such path or model."""
+
+
+class RemoteServer:
+    """Where a server is and who asks. Nothing is sent before :meth:`request`.
+
+    ``url`` is http or https, with or without a path that ends in /v1; ``name`` is what the person called it.
+    ``api_key_file`` has the key in its first line that is neither empty nor a # comment. Raises ConfigError.
+    """
+
+    def __init__(self, url: str, *, api_key_file: Path | None = None, name: str = "--url") -> None:
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError:
+            raise ConfigError(f"{name} must be like http://127.0.0.1:8000, got {url!r}") from None
+        if parts.scheme not in ("http", "https") or not self._host or parts.username is not None:
+            raise ConfigError(f"{name} must be like http://127.0.0.1:8000, got {url!r}")
+        self._secure = parts.scheme == "https"
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
+        self._headers = {"Content-Type": "application/json"}
+        self._has_key = api_key_file is not None
+        if api_key_file is not None:
+            self._headers["Authorization"] = f"Bearer {read_key(api_key_file)}"
+        self._socket: socket.socket | None = None
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object that a path answers with; raises as :meth:`request` does."""
+        with self.request(method, path, body) as response:
+            return parse_object(response.read(MOST_BYTES))
+
+    @contextmanager
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        seconds: float = _ANSWER_SECONDS,
+        statuses: Collection[int] = (200,),
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The answer to a request, once its status is one of ``statuses``; the connection ends with the block.
+
+        ``seconds`` is the longest wait for the next piece. Raises ConfigError when nobody is there or the key is
+        refused, NotThereError for an unknown path, OverloadedError, PromptTooLongError or RequestError for a refusal,
+        and EngineDeadError when the server fails or breaks off.
+        """
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=min(seconds, _CONNECT_SECONDS))
+        try:
+            content = None if body is None else json.dumps(body).encode()
+            try:
+                connection.connect()
+            except (OSError, UnicodeError) as error:
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                raise ConfigError(
+                    f"no server answers at {self.url} ({reason}); start one with: chairlift serve"
+                ) from None
+            self._socket = connection.sock
+            connection.sock.settimeout(seconds)
+            try:
+                connection.request(method, self._path + path, content, {**self._headers, **(headers or {})})
+                with connection.getresponse() as response:
+                    if response.status not in statuses:
+                        self._refuse(response)
+                    yield response
+            except TimeoutError:
+                raise EngineDeadError(f"{self.url} has not answered for {seconds:.0f} s") from None
+            except (OSError, http.client.HTTPException) as error:
+                raise EngineDeadError(f"the connection to {self.url} broke: {plain(str(error))}") from None
+        finally:
+            self._socket = None
+            connection.close()
+
+    def break_off(self) -> None:
+        """End the request that another thread waits for: it sees the connection close."""
+        sock = self._socket
+        if sock is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _refuse(self, response: http.client.HTTPResponse) -> None:
+        """Raise what an answer with an unwanted status means."""
+        try:
+            answer = parse_object(response.read(MOST_BYTES))
+        except RequestError:
+            answer = {}
+        text = message(answer) or f"the server answered {response.status} {plain(response.reason)}"
+        wait = response.headers.get("Retry-After", "")
+        hint = f"; try again in {wait} s" if re.fullmatch("[0-9]{1,6}", wait) else ""
+        if response.status == 401:
+            given = "the key that was given is refused" if self._has_key else "give one with --api-key-file FILE"
+            raise ConfigError(f"{self.url} wants an API key: {given}")
+        if response.status in (404, 405):
+            raise NotThereError(text)
+        if response.status in (429, 503):
+            raise OverloadedError(f"{text}{hint}", float(wait) if hint else 1.0)
+        if response.status >= 500:
+            raise EngineDeadError(text)
+        error = answer.get("error")
+        code = error.get("code") if isinstance(error, dict) else None
+        raise PromptTooLongError(text) if code == "context_length_exceeded" else RequestError(text)
+
+
+def message(answer: Mapping[str, Any]) -> str:
+    """What an OpenAI error object says, or nothing."""
+    error = answer.get("error")
+    text = error.get("message") if isinstance(error, dict) else error
+    return plain(text)[:1000] if isinstance(text, str) else ""
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Raises RequestError for what is no JSON object."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError("the server's answer is no JSON object; is it an OpenAI-compatible server?")
+    return value
+
+
+def plain(text: str) -> str:
+    """The text without what could take over a terminal."""
+    return _CONTROL.sub("�", text)
+
+
+def read_key(path: Path) -> str:
+    """The key in a file: its first line that is neither empty nor a # comment. Raises ConfigError."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the API key file {path}: {reason}") from None
+    key = next((line for line in lines if line and not line.startswith("#")), "")
+    if not re.fullmatch("[!-~]+", key):
+        raise ConfigError(f"the API key file {path} must have a key of printable ASCII characters in a line of its own")
+    return key
