@@ -75,6 +75,8 @@ class RequestMetrics:
     """Seconds from arrival to the end, by what they went on: docs/why-slow.md. Of ``n`` answers, of the last to end."""
     preempted_by: list[str] = dataclasses.field(default_factory=list)
     """Sequences that it had to give way to: the last three at most, the newest at the end."""
+    preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """From when until when it was preempted: the last eight times at most."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -25,7 +25,7 @@ from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prepar
 from chairlift.engine.intake import Intake, Place
 from chairlift.engine.messages import Refused, Step
 from chairlift.engine.output_processor import OutputProcessor
-from chairlift.engine.output_stream import OutputStream
+from chairlift.engine.output_stream import OutputStream, RequestWatcher
 from chairlift.engine.process_client import ProcessClient
 from chairlift.errors import (
     ChairliftError,
@@ -110,6 +110,8 @@ class AsyncEngine:
         self._queue_timeout = queue_timeout
         self._request_timeout = request_timeout
         self._health_timeout = health_timeout
+        self.watchers: dict[str, RequestWatcher] = {}
+        """Who is told of every request, by a name of their own."""
         self._client: ProcessClient | None = None
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
@@ -119,6 +121,7 @@ class AsyncEngine:
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._busy_since = time.monotonic()
         self._keeper: asyncio.Task[None] | None = None
+        self._watcher: Callable[[bytes], object] | None = None
 
     @classmethod
     def start(cls, config: EngineConfig, **settings: Any) -> AsyncEngine:
@@ -181,9 +184,19 @@ class AsyncEngine:
             (self._streams[place.request_id], place) for place in self.intake.line(time.monotonic(), self._free_rows)
         ]
 
+    def requests(self) -> list[OutputStream]:
+        """Requests that have not ended, the oldest first."""
+        return list(self._streams.values())
+
     def named(self, name: str) -> list[OutputStream]:
         """Requests that have not ended, by the name that :meth:`submit` was given."""
         return [stream for stream in self._streams.values() if stream.name == name]
+
+    def watch(self, watcher: Callable[[bytes], object] | None) -> None:
+        """Have ``watcher`` told of every step, in lines of a :class:`~chairlift.engine.step_recorder.StepRecorder`."""
+        self._watcher = watcher
+        if self._client is not None:
+            self._client.watch(watcher is not None)
 
     @property
     def _free_rows(self) -> int:
@@ -286,6 +299,8 @@ class AsyncEngine:
         state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
         stream = OutputStream(state, kind, self.abort, name)
         self._streams[stream.request_id] = stream
+        for watcher in self.watchers.values():
+            watcher.began(stream)
         lane = tenant if foreseeable else None
         self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, lane)
         if patience is not None:
@@ -302,12 +317,14 @@ class AsyncEngine:
         usual = 0 if classes is None else classes[service.service_class].priority
         return request.priority == usual and not service.has_deadline
 
-    def abort(self, request_id: str) -> None:
-        """End a request in any state, at once. Unknown ids, and those that have ended, are ignored."""
+    def abort(self, request_id: str, *, failed: bool = False) -> None:
+        """End a request in any state, at once; ``failed``: not for its caller's sake. Unknown ids are ignored."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
         now = time.monotonic()
+        for watcher in self.watchers.values():
+            watcher.ended(stream, FinishReason.ERROR if failed else FinishReason.ABORT, now)
         self.intake.leave(request_id, now, started=False)
         stream.settle()
         if self._outputs is not None and request_id in self._outputs:
@@ -340,6 +357,10 @@ class AsyncEngine:
     def on_refused(self, refused: Refused) -> None:
         kind = PromptTooLongError if refused.too_long else RequestError
         self._fail(refused.request_id, kind(refused.message))
+
+    def on_watched(self, lines: bytes) -> None:
+        if self._watcher is not None:
+            self._watcher(lines)
 
     def on_step(self, step: Step) -> None:
         """Give what steps brought to whom it belongs."""
@@ -377,12 +398,14 @@ class AsyncEngine:
         stream = self._streams.pop(request_id, None)
         self.intake.leave(request_id, now, started=False)
         if stream is not None:
+            for watcher in self.watchers.values():
+                watcher.ended(stream, None, now)
             stream.settle()
             stream.wake()
 
     def _fail(self, request_id: str, error: ChairliftError) -> None:
         stream = self._streams.get(request_id)
-        self.abort(request_id)
+        self.abort(request_id, failed=True)
         if stream is not None:
             stream.fail(error)
 
@@ -463,6 +486,8 @@ class AsyncEngine:
         self._outputs = OutputProcessor(self.tokenizer, info.eos_token_ids, self.stats)
         self.failure = ""
         self.state = EngineState.READY
+        if self._watcher is not None and self._client is not None:
+            self._client.watch(True)
 
 
 def _settings_of(config: EngineConfig) -> dict[str, Any]:

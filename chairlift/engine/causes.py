@@ -31,6 +31,7 @@ _COLUMNS: Final = (*_WAITS, *_RUNS)
 _NUM_WAITS: Final = len(_WAITS)
 _DECODE, _STRETCHED, _HOST = range(_NUM_WAITS, len(_COLUMNS))
 _MOST_NAMES: Final = 3
+_MOST_TIMES: Final = 8
 
 
 class _Phase(enum.Enum):
@@ -64,7 +65,19 @@ _BESIDES_HOST: Final = {
 class _Account:
     """What one sequence has been charged, and the totals at its last change of phase."""
 
-    __slots__ = ("back_at", "phase", "preempted_by", "request", "seconds", "seen", "share", "since", "stalled", "step")
+    __slots__ = (
+        "back_at",
+        "phase",
+        "preempted_by",
+        "preempted_during",
+        "request",
+        "seconds",
+        "seen",
+        "share",
+        "since",
+        "stalled",
+        "step",
+    )
 
     def __init__(self, request: Request, since: float, seen: list[float]) -> None:
         self.request = request
@@ -81,6 +94,7 @@ class _Account:
         """Positions it had computed when it was preempted."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.preempted_by: list[str] = []
+        self.preempted_during: list[tuple[float, float]] = []
 
 
 class CauseLedger:
@@ -171,12 +185,12 @@ class CauseLedger:
                 else:
                     self._decodes(account)
 
-    def ended(self, request: Request, now: float) -> tuple[dict[str, float], list[str]]:
-        """It has left for good: seconds by cause, which add up to its time since its arrival, and the ids of the last
-        that it was preempted for, at most 3, the newest at the end."""
+    def ended(self, request: Request, now: float) -> tuple[dict[str, float], list[str], list[tuple[float, float]]]:
+        """It has left for good: seconds by cause, which add up to its time since its arrival; the ids of the last that
+        it was preempted for, at most 3, the newest at the end; from when until when it was away, the last 8 times."""
         account = self._accounts.pop(request.request_id, None)
         if account is None:
-            return {}, []
+            return {}, [], []
         self._advance(now)
         if account.phase is _Phase.HANGING:
             source = self._accounts[_source(account).request_id]
@@ -187,9 +201,10 @@ class CauseLedger:
                 del self._hanging[source.request.request_id]
         else:
             self._charge(account)
+        self._note_return(account)
         if request.request_id in self._hanging:
             self._release(request.request_id, account)
-        return dict(account.seconds), account.preempted_by
+        return dict(account.seconds), account.preempted_by, account.preempted_during
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -228,8 +243,16 @@ class CauseLedger:
 
     def _move(self, account: _Account, phase: _Phase) -> None:
         self._charge(account)
+        if phase is _Phase.AWAY and account.phase is not phase:
+            account.preempted_during = [*account.preempted_during[1 - _MOST_TIMES :], (self._at, self._at)]
+        elif phase is not _Phase.AWAY:
+            self._note_return(account)
         account.phase = phase
         account.since, account.seen = self._at, self._columns.copy()
+
+    def _note_return(self, account: _Account) -> None:
+        if account.phase is _Phase.AWAY:
+            account.preempted_during[-1] = (account.preempted_during[-1][0], self._at)
 
     def _decodes(self, account: _Account) -> None:
         self._move(account, _Phase.DECODING)
@@ -269,7 +292,9 @@ class CauseLedger:
 
     def _inherit(self, account: _Account, source: _Account) -> None:
         self._charge(source)
+        self._note_return(source)
         account.seconds, account.preempted_by = source.seconds.copy(), source.preempted_by.copy()
+        account.preempted_during = source.preempted_during.copy()
         account.since, account.seen = self._at, self._columns.copy()
 
     def _release(self, source_id: str, source: _Account) -> None:

@@ -18,6 +18,7 @@ from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.step_log import StepLog
+from chairlift.engine.step_recorder import StepRecorder
 from chairlift.errors import ConfigError, InvariantError, RequestError
 from chairlift.executor.executor import Executor, LiveWeights, PendingTokens, WeightSource
 from chairlift.kv_cache.manager import KVCacheManager
@@ -25,6 +26,7 @@ from chairlift.metrics.stats import EngineStats
 from chairlift.models.flat_batch import SampledTokens
 from chairlift.outputs import FinishReason
 from chairlift.request import Request
+from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
 from chairlift.scheduler.fairness import VirtualTokenCounters
 from chairlift.scheduler.forecast import AnswerLengths
@@ -37,7 +39,7 @@ from chairlift.scheduler.preemption import PreemptionMode
 from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.scheduler import Scheduler
 
-__all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "TokenRecord"]
+__all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Progress", "TokenRecord"]
 
 _log = logging.getLogger(__name__)
 _SHARES_SECONDS = 1.0
@@ -68,6 +70,22 @@ class FinishedSequence:
     """Seconds from its arrival to its end, by cause; None where somebody other than the core ended it."""
     preempted_by: list[str] = dataclasses.field(default_factory=list)
     """Sequences it was preempted for: the last three at most, the newest at the end."""
+    preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """From when until when it was away, on the core's clock: the last eight times at most."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a sequence is whose next token takes several steps: a long prompt, or one that was preempted."""
+
+    sequence_id: str
+    num_output_tokens: int
+    """When this was so: with more tokens it is out of date."""
+    num_computed: int
+    """Leading positions of prompt and answer whose KV is computed."""
+    preempted: bool
+    seconds_left: float | None = None
+    """Until its next token, by the cost model, if the steps until then are like this one; None while it rests."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,6 +105,8 @@ class CoreOutputs:
     """See :attr:`CauseLedger.decoding`."""
     decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
     """The ledger's totals when the tokens were known."""
+    progress: list[Progress] = dataclasses.field(default_factory=list)
+    """Only of sequences that have news other than a token."""
 
     def merge(self, later: CoreOutputs) -> None:
         """Append what came later, when nobody could take this one yet."""
@@ -99,6 +119,7 @@ class CoreOutputs:
         self.prompt_logprobs += later.prompt_logprobs
         self.finished += later.finished
         self.decoding += later.decoding
+        self.progress += later.progress
         self.decode_seconds = max(self.decode_seconds, later.decode_seconds)
 
 
@@ -165,10 +186,14 @@ class EngineCore(EngineClient):
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
         self.step_log = StepLog()
+        self.recorder: StepRecorder | None = None
+        """There while somebody watches: :meth:`watch`."""
+        self.config = config
         self.answer_lengths = AnswerLengths()
         self.executor = executor
         self._depth = config.num_lookahead_steps
         self._joined: list[tuple[str, int, float]] = []
+        self._progress: list[Progress] = []
         self._flights: deque[tuple[SchedulerOutput, PendingTokens | Exception, float]] = deque()
         self._landed_at = 0.0
         self._counted = EngineStats()
@@ -200,6 +225,8 @@ class EngineCore(EngineClient):
         now = self.clock.now()
         for sequence in sequences:
             self.causes.added(sequence, now)
+            if self.recorder is not None:
+                self.recorder.added(sequence)
 
     def abort(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
         """End sequences in any state. Returns mates in a static batch, which only waited for them and leave too."""
@@ -217,6 +244,11 @@ class EngineCore(EngineClient):
             self.governor.govern(now)
         out = self.scheduler.schedule(now)
         self.causes.scheduled(out, now)
+        if self.recorder is not None:
+            self.recorder.scheduled(out, now)
+        for name in out.preempted_for:
+            if (request := self.scheduler.requests.get(name)) is not None:
+                self._progress.append(Progress(name, request.num_output_tokens, request.num_computed_tokens, True))
         if out.num_tokens:
             self._launch(out, now)
         outputs = None
@@ -247,6 +279,14 @@ class EngineCore(EngineClient):
             )
         self.executor.update_weights(source)
         self.scheduler.weights_changed(recompute=recompute)
+
+    def watch(self, wanted: bool) -> None:
+        """Begin to write down everything that happens, in :attr:`recorder`, or stop; nothing changes when it is so."""
+        if wanted and self.recorder is None:
+            self.recorder = StepRecorder(self)
+        elif not wanted and self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
 
     def next_event(self) -> float | None:
         """When :meth:`step` has something to do if nobody comes or goes; None if only then."""
@@ -341,10 +381,14 @@ class EngineCore(EngineClient):
             outputs.finished = self._finished(result.finished, now, f"the step failed: {type(failure).__name__}")
         else:
             result = self._update(out, tokens, outputs, self._landed(out))
+            self._note_chunks(out)
+        outputs.progress, self._progress = self._progress, []
         outputs.decode_seconds, outputs.decoding = self.causes.decode_seconds, self.causes.decoding
         self.causes.decoding = []
         end = self.clock.now()
         record = self.step_log.record(out, result, start, end)
+        if self.recorder is not None:
+            self.recorder.landed(record)
         if self.governor is not None:
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
         if result.sampled and self.costs.wants(out):
@@ -358,6 +402,20 @@ class EngineCore(EngineClient):
         counted.num_swapped_out_blocks += len(out.swap_out)
         counted.num_swapped_in_blocks += len(out.swap_in)
         return outputs
+
+    def _note_chunks(self, out: SchedulerOutput) -> None:
+        """How far those are whose prompt goes on in later steps."""
+        size = sum(chunk.num_tokens for chunk in out.chunks)
+        for name, chunk in zip(out.chunk_ids, out.chunks, strict=True):
+            request = self.scheduler.running.get(name)
+            if chunk.samples or request is None or request.num_computed_tokens < chunk.end:
+                continue
+            left = len(request.token_ids) - chunk.end
+            each = min(left, size)
+            step = StepFeatures(out.num_decodes, out.context_tokens, each, each * (chunk.end + left / 2))
+            seconds = math.ceil(left / each) * self.costs.model.step_seconds(step)
+            known, again = request.num_output_tokens, chunk.why != "prefill"
+            self._progress.append(Progress(name, known, chunk.end, again, seconds))
 
     def _landed(self, out: SchedulerOutput) -> float:
         """When a step has landed, and with that the next one in flight has begun: now."""
@@ -395,6 +453,10 @@ class EngineCore(EngineClient):
         for request in ended:
             if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.answer_lengths.add(request.num_output_tokens)
+        charged = [(request, *self.causes.ended(request, now)) for request in ended]
+        if self.recorder is not None:
+            for request, causes, preempted_by, _ in charged:
+                self.recorder.ended(request, now, causes, preempted_by)
         return [
             FinishedSequence(
                 request.request_id,
@@ -402,9 +464,11 @@ class EngineCore(EngineClient):
                 request.stop_reason,
                 request.num_preemptions,
                 errors.get(request.request_id, error),
-                *self.causes.ended(request, now),
+                causes,
+                preempted_by,
+                preempted_during,
             )
-            for request in ended
+            for request, causes, preempted_by, preempted_during in charged
         ]
 
 

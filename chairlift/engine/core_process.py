@@ -16,7 +16,19 @@ from typing import Final
 from chairlift.engine.core import CoreOutputs, EngineCore
 from chairlift.engine.forecaster import Forecaster
 from chairlift.engine.info import EngineInfo
-from chairlift.engine.messages import Add, FrameReader, Leave, Log, Message, Ready, Refused, Step, encode
+from chairlift.engine.messages import (
+    Add,
+    FrameReader,
+    Leave,
+    Log,
+    Message,
+    Ready,
+    Refused,
+    Step,
+    Watch,
+    Watched,
+    encode,
+)
 from chairlift.errors import PromptTooLongError, RequestError
 from chairlift.metrics.stats import EngineStats
 from chairlift.scheduler.forecast import Forecast
@@ -25,6 +37,8 @@ from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 __all__ = ["Connection", "CoreProcess", "FrameLogHandler"]
 
 _READ: Final = 1 << 18
+_WATCH_SECONDS: Final = 0.1
+"""What is watched is told so often: often enough to look alive, and not a frame per step."""
 
 
 class Connection:
@@ -106,6 +120,7 @@ class CoreProcess:
         """The newest, until it is delivered."""
         self._pending: CoreOutputs | None = None
         """What steps brought and the socket had no room for."""
+        self._watched_at = 0.0
 
     def run(self) -> None:
         """Serve until the other side closes the connection."""
@@ -122,6 +137,7 @@ class CoreProcess:
                     self._deliver(outputs)
             if self._pending is not None and not connection.backlog:
                 self._deliver(CoreOutputs())
+            self._show()
         core.shutdown()
 
     def _patience(self) -> float | None:
@@ -142,8 +158,20 @@ class CoreProcess:
             end = self._core.stop if message.stopped else self._core.abort
             finished = end(message.sequence_ids)
             self._deliver(CoreOutputs(finished=finished))
+        elif isinstance(message, Watch):
+            self._core.watch(message.wanted)
         else:
             self._connection.frames.num_bad += 1
+
+    def _show(self) -> None:
+        """Tell what is watched, when it is time to, or nothing else is there to do."""
+        recorder, now = self._core.recorder, self._core.clock.now()
+        if recorder is None or self._connection.backlog:
+            return
+        if now >= self._watched_at + _WATCH_SECONDS or not self._core.has_work:
+            self._watched_at = now
+            if lines := recorder.take():
+                self._connection.send(Watched(lines))
 
     def _deliver(self, outputs: CoreOutputs) -> None:
         if self._pending is not None:

@@ -35,6 +35,8 @@ __all__ = [
     "Refused",
     "Start",
     "Step",
+    "Watch",
+    "Watched",
     "decode",
     "encode",
 ]
@@ -158,7 +160,19 @@ class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):
     """A new one, when there is one."""
 
 
-Message = Hello | Start | Loading | Ready | NotLoaded | Log | Add | Leave | Refused | Step
+class Watch(msgspec.Struct, tag="watch", forbid_unknown_fields=True):
+    """Somebody wants to see every step from now on, or (``wanted`` false) nobody does any more."""
+
+    wanted: bool
+
+
+class Watched(msgspec.Struct, tag="watched", forbid_unknown_fields=True):
+    """What a :class:`~chairlift.engine.step_recorder.StepRecorder` gave: lines of JSON."""
+
+    lines: bytes
+
+
+Message = Hello | Start | Loading | Ready | NotLoaded | Log | Add | Leave | Refused | Step | Watch | Watched
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
 _DEFAULTS = SamplingParams()

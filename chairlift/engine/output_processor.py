@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Sequence
 
 from chairlift.engine.causes import DecodeSeconds, causes_until
-from chairlift.engine.core import CoreOutputs, FinishedSequence, TokenRecord
+from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress, TokenRecord
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.metrics.stats import DEADLINE_KINDS, FinishedRequest, RequestStats
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from chairlift.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["OutputProcessor", "RequestState"]
+__all__ = ["OutputProcessor", "RequestPhase", "RequestProgress", "RequestState"]
 
 _Logprobs = dict[int, Logprob]
 
@@ -45,6 +46,8 @@ class _Answer:
         self._taken = 0
         """Tokens already delivered as deltas."""
         self._told_end = False
+        self.progress: tuple[Progress, float] | None = None
+        """The newest, and when it came."""
         self.weight_versions = [(0, 0)]
         """See :attr:`CompletionOutput.weight_versions`."""
 
@@ -122,6 +125,26 @@ class _Answer:
         )
 
 
+class RequestPhase(enum.StrEnum):
+    """What a request is doing. WAITING: it has not been in a step. PREEMPTED: it is not back where it was."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """How far a request is; of several answers, the first that has not ended."""
+
+    phase: RequestPhase
+    num_computed: int
+    """Leading positions of prompt and answer whose KV is there."""
+    next_token_at: float | None = None
+    """Expected, on the engine's clock; known only of those that compute a prompt in several steps."""
+
+
 class RequestState:
     """One request on its way to the caller: all answers to one prompt."""
 
@@ -150,6 +173,20 @@ class RequestState:
     def num_tokens(self) -> int:
         """Tokens generated so far, over all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
+
+    def progress(self) -> RequestProgress:
+        """Where it stands."""
+        if self.metrics.first_scheduled_time is None:
+            return RequestProgress(RequestPhase.WAITING, 0)
+        answer = next((each for each in self.answers if each.finish_reason is None), self.answers[-1])
+        known, phase = len(answer.token_ids), RequestPhase.DECODE if answer.token_ids else RequestPhase.PREFILL
+        if answer.progress is not None and answer.progress[0].num_output_tokens == known:
+            newest, when = answer.progress
+            phase = RequestPhase.PREEMPTED if newest.preempted else phase
+            until = None if newest.seconds_left is None else when + newest.seconds_left
+            return RequestProgress(phase, newest.num_computed, until)
+        done = len(self.prepared.prompt_token_ids) + known - 1 if known else self.num_cached_tokens
+        return RequestProgress(phase, done)
 
     def output(self) -> RequestOutput:
         """The state of the request, with all text so far."""
@@ -286,6 +323,9 @@ class OutputProcessor:
         for sequence_id, causes, totals in step.decoding:
             if sequence_id in self._answers:
                 self._answers[sequence_id][1].decodes_since = (causes, totals)
+        for progress in step.progress:
+            if progress.sequence_id in self._answers:
+                self._answers[progress.sequence_id][1].progress = (progress, now)
         self._decode_seconds = step.decode_seconds
         stopped = []
         for row, sequence_id in enumerate(step.sequence_ids):
@@ -333,6 +373,7 @@ class OutputProcessor:
             if causes is None and answer.decodes_since is not None:
                 causes = causes_until(*answer.decodes_since, self._decode_seconds)
             state.metrics.causes, state.metrics.preempted_by = causes, ended.preempted_by
+            state.metrics.preempted_during = ended.preempted_during
             answer.close(ended, self._eos)
             state.error = state.error or ended.error
             state.metrics.num_preemptions += ended.num_preemptions

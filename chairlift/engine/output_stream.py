@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from chairlift.engine.output_processor import RequestState
 from chairlift.errors import ChairliftError
-from chairlift.outputs import OutputKind, RequestOutput
+from chairlift.outputs import FinishReason, OutputKind, RequestOutput
 
-__all__ = ["OutputStream"]
+__all__ = ["OutputStream", "RequestWatcher"]
+
+
+class RequestWatcher(Protocol):
+    """Who is told when requests come and go. Called on the event loop, where a step's tokens are: be quick."""
+
+    def began(self, stream: OutputStream) -> None:
+        """It was let in."""
+
+    def ended(self, stream: OutputStream, cut_off: FinishReason | None, now: float) -> None:
+        """It has left. ``cut_off``: ABORT by its caller, ERROR by the engine, None where its answers have ended."""
 
 
 class OutputStream:
@@ -22,8 +33,8 @@ class OutputStream:
         self.tenant = state.prepared.service.tenant
         self.prompt_token_ids = state.prepared.prompt_token_ids
         self.service_class = state.prepared.service.service_class
+        self.state = state
         self._abort = abort
-        self._state = state
         self._kind = kind
         self._news = asyncio.Event()
         self._error: ChairliftError | None = None
@@ -41,7 +52,7 @@ class OutputStream:
                 self._over = True
                 raise self._error
             self._news.clear()
-            finished = self._over = self._state.finished
+            finished = self._over = self.state.finished
             output = self._next(finished)
             if output is not None:
                 return output
@@ -51,11 +62,11 @@ class OutputStream:
 
     def _next(self, finished: bool) -> RequestOutput | None:
         if self._kind is OutputKind.DELTA:
-            return self._state.delta()
+            return self.state.delta()
         if finished:
-            return self._state.output()
-        seen, self._seen = self._seen, self._state.num_tokens
-        return self._state.output() if self._kind is OutputKind.CUMULATIVE and self._seen > seen else None
+            return self.state.output()
+        seen, self._seen = self._seen, self.state.num_tokens
+        return self.state.output() if self._kind is OutputKind.CUMULATIVE and self._seen > seen else None
 
     def abort(self) -> None:
         """End the request, whatever its state. Nothing happens when it has ended."""
@@ -72,7 +83,7 @@ class OutputStream:
 
     def fail(self, error: ChairliftError) -> None:
         """End with an error."""
-        if self._error is None and not self._state.finished:
+        if self._error is None and not self.state.finished:
             self._error = error
         self._news.set()
 

@@ -33,6 +33,8 @@ from chairlift.engine.messages import (
     Refused,
     Start,
     Step,
+    Watch,
+    Watched,
     encode,
 )
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -53,6 +55,8 @@ class EngineEvents(Protocol):
     def on_step(self, step: Step) -> None: ...
 
     def on_refused(self, refused: Refused) -> None: ...
+
+    def on_watched(self, lines: bytes) -> None: ...
 
 
 class ProcessClient(EngineClient):
@@ -111,6 +115,10 @@ class ProcessClient(EngineClient):
 
     def stop(self, sequence_ids: Sequence[str]) -> None:
         self._send(Leave(list(sequence_ids), stopped=True))
+
+    def watch(self, wanted: bool) -> None:
+        """Have every step told, as lines of JSON (``on_watched``), or no longer."""
+        self._send(Watch(wanted))
 
     async def died(self) -> str:
         """Wait for the end of the process; how it ended, in words."""
@@ -193,6 +201,8 @@ class ProcessClient(EngineClient):
             self._events.on_step(message)
         elif isinstance(message, Refused):
             self._events.on_refused(message)
+        elif isinstance(message, Watched):
+            self._events.on_watched(message.lines)
         elif isinstance(message, Log):
             logging.getLogger(message.name).log(message.level, "%s", message.text)
         elif isinstance(message, Loading):

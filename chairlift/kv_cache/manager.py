@@ -18,10 +18,11 @@ from chairlift.kv_cache.prefix_cache import NEVER, PrefixCache, PrefixNode
 from chairlift.kv_cache.swap import Swapped, SwapPool
 from chairlift.request import Request, RequestStatus
 
-__all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks"]
-
+__all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks", "TableChange"]
 
 _NO_LIMIT = 1 << 40
+TableChange = tuple[str, int, int, list[int], list[int]]
+"""(request id, group, first, blocks it has from entry ``first`` on, blocks given back); ``first`` = -n: its first n."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class KVCacheManager:
         self._deferred: deque[tuple[int, int, list[int]]] = deque()  # (last step that reads them, group, blocks)
         self._num_deferred = [0] * len(self.pools)
         self._done_step = 0  # steps count from 1
+        self.journal: list[TableChange] | None = None  # every change of a table, while somebody watches
         self._num_changes = 0  # counts what may let a request in that did not fit: blocks given back, blocks published
 
     # -- sizes ---------------------------------------------------------------------------------------------------
@@ -185,6 +187,8 @@ class KVCacheManager:
                 table.extend(self._take(group, want))
                 self.held_blocks += want
                 grown.append(NewBlocks(group, first, table[first:]))
+                if self.journal is not None:
+                    self.journal.append((request.request_id, group, first, table[first:], []))
         return grown
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
@@ -410,6 +414,8 @@ class KVCacheManager:
             table.extend(new)
             request.block_ids.append(table)
             self.held_blocks += len(table)
+            if self.journal is not None:
+                self.journal.append((request.request_id, group, 0, list(table), []))
         request.num_out_of_reach = [self._first_in_reach(group, known) for group in range(len(tables))]
         request.num_published = NEVER if path is None else len(path)
         request.last_node = path[-1] if path else None
@@ -440,6 +446,8 @@ class KVCacheManager:
         table = request.block_ids[group]
         passed = [i for i in range(request.num_out_of_reach[group], first) if table[i] != NULL_BLOCK]
         if passed:
+            if self.journal is not None:
+                self.journal.append((request.request_id, group, -first, [], [table[i] for i in passed]))
             self._give_back(group, request, [table[i] for i in passed], in_flight)
             for i in passed:
                 table[i] = NULL_BLOCK
@@ -456,6 +464,8 @@ class KVCacheManager:
     def _cut(self, group: int, request: Request, end: int, in_flight: int) -> None:
         """Take back the request's table in ``group`` from entry ``end`` on, the last entry first."""
         table = request.block_ids[group]
+        if self.journal is not None:
+            self.journal.append((request.request_id, group, end, [], table[end:]))
         self.held_blocks -= max(0, len(table) - end)
         self._give_back(group, request, [block for block in reversed(table[end:]) if block != NULL_BLOCK], in_flight)
         request.block_ids[group] = table[:end]

@@ -30,6 +30,8 @@ REJECTION_REASONS: Final = (
 
 _ENGINE: Final = "0"
 _OURS: Final = "chairlift"
+_STATUSES: Final = ("200", "400", "401", "403", "404", "405", "408", "413", "415", "429", "431", "500", "503")
+_RECENT_SECONDS: Final = 60.0
 _LABELS: Final = ("model_name", "engine")
 _HISTOGRAMS: Final = (
     ("ttft", "time_to_first_token_seconds", "From arrival to the first token."),
@@ -209,8 +211,9 @@ def _histograms(names: _Names, stats: RequestStats) -> Iterator[HistogramMetricF
 
 def _ours(names: _Names, stats: RequestStats, up: bool, now: float, num_tasks: int) -> Iterator[Metric]:
     engine = stats.engine
+    idle = stats.last_token_time is None or now - stats.last_token_time > _RECENT_SECONDS
     rates = {
-        "60s": engine.preemption_rate,
+        "60s": 0.0 if idle else engine.preemption_rate,  # an engine without work does not tell it any more
         "total": _share(engine.num_preempted_sequences, engine.num_finished_sequences),
     }
     text = "Share of finished sequences that were preempted: below 0.02 is healthy, above 0.05 costs throughput."
@@ -225,6 +228,7 @@ def _ours(names: _Names, stats: RequestStats, up: bool, now: float, num_tasks: i
     if stats.last_token_time is not None:
         age = max(0.0, now - stats.last_token_time)
         yield names.gauge("seconds_since_last_token", "Age of the newest token delivered.", age)
+    yield names.counter_by("http_responses", "Answers of the API, by HTTP status.", "code", _STATUSES, stats.responses)
     seconds = {(cause,): spent for cause, spent in stats.cause_seconds.items()}
     yield names.counter_of("request_seconds", "Time of answers that have ended, by cause.", ("cause",), seconds.items())
 

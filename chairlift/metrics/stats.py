@@ -155,6 +155,8 @@ class RequestStats:
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         """By reason: queue_requests, queue_tokens, queue_timeout, forecast, draining, unavailable, connections."""
+        self.responses: Counter[str] = Counter()
+        """Of the API, by HTTP status; a stream that breaks off began as 200."""
         self.classes: Counter[str] = Counter()
         """Requests that have ended, by class of service."""
         self.with_deadline: Counter[str] = Counter()

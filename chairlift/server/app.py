@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chairlift.engine.async_engine import EngineState
 from chairlift.metrics import prometheus
 from chairlift.metrics.stats import FORECAST_RATIOS
-from chairlift.server import chat, completions, models, openapi, pages, queue, tokens
+from chairlift.server import chat, completions, live, models, openapi, pages, queue, tokens, traffic
 from chairlift.server.auth import Auth, HostCheck
 from chairlift.server.errors import ApiError, error_response, to_api_error
 from chairlift.server.logs import log_event
@@ -42,7 +42,7 @@ _DRAIN_RETRY_SECONDS: Final = 5
 def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
     """The application around ``state``, with all endpoints, or with the ``routes`` given instead."""
     if routes is None:
-        endpoints = (chat, completions, tokens, models, queue, openapi, pages)
+        endpoints = (chat, completions, tokens, models, queue, traffic, openapi, pages, live)
         routes = [*_routes, *(route for module in endpoints for route in module.routes)]
     return _App(state, routes)
 
@@ -66,6 +66,8 @@ class _App:
         exchange = _Exchange(scope, receive, send)
         scope["app"] = self._holder
         scope.setdefault("state", {})["request_id"] = exchange.request_id
+        if self._state.tracer is not None:
+            self._state.tracer.received(scope)
         counted = scope["path"].startswith("/v1/")
         self._state.num_in_progress += counted
         try:
@@ -74,12 +76,16 @@ class _App:
         except ClientDisconnect:
             return
         except Exception as error:
-            response = error_response(to_api_error(error, self._state, exchange.request_id))
+            told = to_api_error(error, self._state, exchange.request_id)
+            self._state.engine.stats.rejected.update(("unavailable",) if told.code == "engine_unavailable" else ())
+            response = error_response(told)
             if exchange.status is not None:
                 raise  # in the middle of an answer only the end of the connection can tell
             await response(scope, receive, exchange.send)
         finally:
             self._state.num_in_progress -= counted
+            if counted and exchange.status is not None:
+                self._state.engine.stats.responses[str(exchange.status)] += 1
             if self._state.config.log_requests:
                 exchange.log()
 

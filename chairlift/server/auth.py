@@ -1,6 +1,6 @@
 """Who may ask: API keys, and the names under which the server may be addressed.
 
-Everything but three routes without data needs a key. What is open is decided by the path exactly as it was sent:
+Everything but four routes without data needs a key. What is open is decided by the path exactly as it was sent:
 nothing is decoded, folded or joined first, so no spelling of another path can pass for an open one. The Host header
 is compared with a list of names, so that a web page cannot reach the server through a name that its owner points at
 this machine (DNS rebinding).
@@ -22,10 +22,23 @@ from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
 from chairlift.server.errors import ApiError
 
-__all__ = ["OPEN_PATHS", "Auth", "Caller", "HostCheck", "check_exposure", "is_loopback", "load_keys", "salt_for"]
+__all__ = [
+    "ADMIN",
+    "OPEN_PATHS",
+    "Auth",
+    "Caller",
+    "HostCheck",
+    "check_exposure",
+    "is_loopback",
+    "load_keys",
+    "salt_for",
+]
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
-"""Served without a key: two answers for probes, and a page that has no data in it."""
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/live"})
+"""Served without a key: two answers for probes, and two pages that have no data in them."""
+
+ADMIN: Final = "admin"
+"""Name of the keys that see every tenant's requests: when, how long and how many, never what they say."""
 
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 _HOST: Final = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_-][A-Za-z0-9._-]{0,252})(?::[0-9]{1,5})?")
@@ -100,6 +113,11 @@ class Caller:
     """The X-Request-Id of the request."""
     arrived: float | None = None
     """When the whole request was there, on the monotonic clock."""
+
+    def sees(self, tenant: str) -> bool:
+        """Whether it may know of a tenant's requests: of its own, of all with the key named ``admin``, and of all where
+        keys do not tell callers apart."""
+        return not self.holder or self.tenant in (tenant, ADMIN)
 
 
 class Auth:

@@ -28,6 +28,7 @@ from chairlift.server.auth import check_exposure, load_keys
 from chairlift.server.http_protocol import HttpLimits, HttpServer
 from chairlift.server.state import ServerState
 from chairlift.server.status_line import PreemptionAlarm, StatusLine
+from chairlift.server.tracing import RequestTracer, otlp_exporter
 
 __all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names", "start_engine"]
 
@@ -118,6 +119,7 @@ async def serve(
     or ModelLoadError when the settings, the port or the model cannot be used.
     """
     keys = load_keys(config)
+    exporter = None if config.otlp_traces_endpoint is None else otlp_exporter(config.otlp_traces_endpoint)
     sock = bind(config, keys)
     url = _url(sock)
     try:
@@ -129,6 +131,8 @@ async def serve(
         sock.close()
         raise
     state = ServerState(config, engine, served_names(config, engine_config), api_keys=keys, started_at=int(time.time()))
+    if exporter is not None:
+        state.tracer = engine.watchers["tracer"] = RequestTracer(exporter, state.model_names[0])
     limits = HttpLimits(max_connections=config.max_connections, flush_timeout=config.stall_timeout)
     server = HttpServer(make_app(state), limits, lambda: engine.stats.rejected.update(("connections",)))
     with contextlib.ExitStack() as stack:
@@ -143,6 +147,8 @@ async def serve(
             await engine.shutdown()
             await _finished(server.requests(), _LAST_WORDS_SECONDS)
             await server.close(_FLUSH_SECONDS)
+            if state.tracer is not None:
+                await asyncio.to_thread(state.tracer.shutdown)
 
 
 async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Callable[[], None]) -> int:

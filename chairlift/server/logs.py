@@ -60,7 +60,8 @@ def configure_logging(log_format: str, *, verbose: bool = False, stream: TextIO 
     """Send the ``chairlift`` logger's lines to ``stream`` (standard error). ``log_format`` is text or json."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    for name, level in (("chairlift", logging.DEBUG if verbose else logging.INFO), ("uvicorn", logging.ERROR)):
+    levels = {"chairlift": logging.DEBUG if verbose else logging.INFO}
+    for name, level in (levels | {"uvicorn": logging.ERROR, "opentelemetry": logging.ERROR}).items():
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False

@@ -19,6 +19,7 @@ from chairlift.server.queue import QueueReply
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 from chairlift.server.tokens import DetokenizeReply, TokenizeReply
+from chairlift.server.traffic import RequestsReply, TrafficRecord
 from chairlift.version import __version__
 
 __all__ = ["ErrorReply", "document", "routes"]
@@ -77,7 +78,7 @@ _WITH_BODY: Final = (404, 408, 413, 415)
 _TYPES: Final = (
     *(ChatRequest, ChatCompletion, CompletionRequest, TextCompletion, TokenizeRequest, TokenizeReply),
     *(DetokenizeRequest, DetokenizeReply, ModelList, ModelCard, ErrorReply, StatusReply, VersionReply, LoadReply),
-    QueueReply,
+    *(QueueReply, RequestsReply, TrafficRecord),
 )
 
 
@@ -92,6 +93,8 @@ def document(state: ServerState) -> dict[str, Any]:
         "/v1/models": _get("The names of the model", ModelList),
         "/v1/models/{name}": _get("One of them", ModelCard, (404,), [_NAME_PARAMETER]),
         "/v1/queue": _get("What waits, and when it is expected to start", QueueReply, (404,), [_ID_PARAMETER]),
+        "/v1/requests": _get("What waits and runs now", RequestsReply, (), [_LIMIT_PARAMETER]),
+        "/v1/traffic": {"get": _traffic()},
         "/health": _status("Whether requests make progress"),
         "/ping": _status("The same"),
         "/ready": _status("Whether new requests are taken"),
@@ -118,12 +121,18 @@ def document(state: ServerState) -> dict[str, Any]:
     return out
 
 
-_ID_PARAMETER: Final = {
-    "name": "request_id",
-    "in": "query",
-    "description": "The X-Request-Id of one request that has not ended",
-    "schema": {"type": "string"},
-}
+def _query(name: str, text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "description": text, "schema": schema}
+
+
+_ID_PARAMETER: Final = _query("request_id", "The X-Request-Id of one request that has not ended", {"type": "string"})
+_LIMIT_PARAMETER: Final = _query("limit", "Most requests to list", {"type": "integer", "minimum": 1, "maximum": 1000})
+_RECORDING_PARAMETERS: Final = (
+    _query("block_size", "Tokens per hash id", {"type": "integer", "minimum": 16, "maximum": 512, "default": 64}),
+    _query("requests", "End after so many requests", {"type": "integer", "minimum": 1, "maximum": 10**9}),
+    _query("duration", "End after so many seconds", {"type": "number", "minimum": 0.001, "maximum": 10**9}),
+    _query("recording", "Go on with this one, which was broken off less than a minute ago", {"type": "string"}),
+)
 _NAME_PARAMETER: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
@@ -170,6 +179,13 @@ def _get(
     if parameters:
         operation["parameters"] = list(parameters)
     return {"get": operation}
+
+
+def _traffic() -> dict[str, Any]:
+    """Events whose data is a TrafficRecord, and some with names; OpenAPI 3.1 cannot say so."""
+    content = {"text/event-stream": {"schema": {"type": "string"}}}
+    operation = _operation("Record traffic, without texts: an event per request that ends", content, (404, 429))
+    return operation | {"parameters": list(_RECORDING_PARAMETERS)}
 
 
 def _status(summary: str) -> dict[str, Any]:

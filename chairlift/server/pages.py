@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-__all__ = ["content_security_policy", "page", "routes"]
+__all__ = ["content_security_policy", "page", "page_response", "routes"]
 
 _BLOCK: Final = re.compile(r"<(?P<tag>script|style)>(?P<content>.*?)</(?P=tag)>", re.DOTALL)
 
@@ -49,9 +49,8 @@ def content_security_policy(html: str) -> str:
 
 
 @functools.cache
-def _answer() -> tuple[bytes, dict[str, str]]:
-    html = page()
-    headers = {
+def _headers(html: str) -> dict[str, str]:
+    return {
         "content-security-policy": content_security_policy(html),
         "cache-control": "no-cache",
         "cross-origin-opener-policy": "same-origin",
@@ -60,12 +59,15 @@ def _answer() -> tuple[bytes, dict[str, str]]:
         "x-content-type-options": "nosniff",
         "x-frame-options": "DENY",
     }
-    return html.encode(), headers
+
+
+def page_response(html: str) -> Response:
+    """A page in which nothing runs but what it has now."""
+    return Response(html.encode(), media_type="text/html; charset=utf-8", headers=_headers(html))
 
 
 async def _show(request: Request) -> Response:
-    content, headers = _answer()
-    return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+    return page_response(page())
 
 
 routes: list[Route] = [Route("/", _show, methods=["GET"]), Route("/docs", _show, methods=["GET"])]

@@ -92,8 +92,7 @@ def _requests(state: ServerState, caller: Caller, wanted: str | None) -> list[Qu
     """What the caller may see of what it asked for."""
 
     def shown(stream: OutputStream) -> bool:
-        own = not caller.holder or stream.tenant == caller.tenant
-        return own and (wanted is None or stream.name == wanted)
+        return caller.sees(stream.tenant) and (wanted is None or stream.name == wanted)
 
     line = [(stream, place) for stream, place in state.engine.line() if shown(stream)]
     found = [

@@ -10,6 +10,8 @@ from chairlift.config import ServerConfig
 
 if TYPE_CHECKING:
     from chairlift.engine.async_engine import AsyncEngine
+    from chairlift.server.live_feed import LiveFeed
+    from chairlift.server.tracing import RequestTracer
 
 __all__ = ["ServerState"]
 
@@ -32,3 +34,7 @@ class ServerState:
     """Request bodies that are being read, all together."""
     num_in_progress: int = 0
     """HTTP requests to /v1/* that have not been answered to the end."""
+    live: LiveFeed | None = None
+    """What the live view shows, once somebody has looked."""
+    tracer: RequestTracer | None = None
+    """Writes a trace of every request, where the settings say so."""

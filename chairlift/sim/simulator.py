@@ -364,6 +364,11 @@ class Simulation:
         unknown, spent = set(metrics.causes) - set(CAUSES), metrics.finished_time - metrics.arrival_time
         if unknown or min(metrics.causes.values()) < 0 or abs(sum(metrics.causes.values()) - spent) > 1e-6:
             raise Violation(f"{output.request_id} took {spent} s, but was charged {metrics.causes}")
+        away = metrics.preempted_during
+        bounds = [metrics.arrival_time, *(moment for span in away for moment in span), metrics.finished_time]
+        seconds = sum(end - start for start, end in away)
+        if bounds != sorted(bounds) or (len(away) < 8 and abs(seconds - metrics.causes.get("preempted", 0.0)) > 1e-6):
+            raise Violation(f"{output.request_id} was preempted during {away}, but was charged {metrics.causes}")
 
     def _check_answer(self, name: str, answer: CompletionOutput, expected: Expected, submitted: _Submitted) -> None:
         where = f"{name}, answer {answer.index}"

@@ -47,7 +47,7 @@ ALLOWED: dict[str, list[str]] = {
     "engine_process": ["errors", "config", "engine", "loading"],
     "server": [*PLAIN, "version", "engine", "loading", "metrics", "tokenizer"],
     "workload": ["errors"],
-    "bench": [*PLAIN, "llm", "engine", "executor", "models", "kernels", "workload"],
+    "bench": [*PLAIN, "llm", "engine", "executor", "models", "kernels", "scheduler.cost_model", "sim", "workload"],
     "train": ["errors", "models", "kernels", "tokenizer"],
     "rollout": [*PLAIN, "llm", "train"],
     "sim": [

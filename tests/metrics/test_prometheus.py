@@ -145,6 +145,11 @@ HISTOGRAMS = {
 }
 
 
+def test_the_last_minute_passes_without_work_too() -> None:
+    for now, rate in ((150.9, 0.03), (151.1, 0.0)):
+        assert value(samples(busy(), now=now), "chairlift:preemption_rate", window="60s") == rate
+
+
 def test_every_histogram_is_there() -> None:
     held = {name for name, field in vars(RequestStats()).items() if isinstance(field, Histogram)}
     assert set(HISTOGRAMS.values()) == held

@@ -165,6 +165,7 @@ class FakeEngine:
         self.waits: dict[str, float | None] = {}
         """What is expected by class of service; 0 for others."""
         self.queued: list[tuple[FakeStream, Place]] = []
+        self.watchers: dict[str, Any] = {}
 
     @property
     def num_requests(self) -> int:
@@ -181,6 +182,9 @@ class FakeEngine:
 
     def line(self) -> list[tuple[FakeStream, Place]]:
         return self.queued
+
+    def requests(self) -> list[FakeStream]:
+        return []  # what is listed of them is more than a script knows
 
     def named(self, name: str) -> list[FakeStream]:
         return [stream for stream in self.streams if stream.name == name]

@@ -150,8 +150,11 @@ def test_errors_become_error_objects(
         raise error
 
     async def test() -> None:
-        async with serving(make_app(make_state(), [Route("/v1/fail", fail)])) as client:
+        state = make_state()
+        async with serving(make_app(state, [Route("/v1/fail", fail)])) as client:
             reply = await client.get("/v1/fail", "X-Request-Id: mine")
+            assert state.engine.stats.responses == {str(status): 1}
+            assert state.engine.stats.rejected["unavailable"] == (code == "engine_unavailable")
             assert reply.status == status
             assert (reply.error["code"], reply.error["type"]) == (code, kind)
             assert reply.headers.get("retry-after") == retry

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from chairlift.server import app as app_module
-from chairlift.server import chat, completions, models, openapi, pages, protocol, tokens
+from chairlift.server import chat, completions, live, models, openapi, pages, protocol, queue, tokens, traffic
 from chairlift.server.app import make_app
 from chairlift.tokenizer.chat_template import ChatTemplate
 from tests.server import fake_engine
@@ -24,6 +24,8 @@ from tests.server.fake_engine import FakeEngine, make_state
 POSTS = {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"}
 GETS = {
     *("/", "/docs", "/openapi.json", "/v1/models", "/v1/models/{name:path}"),
+    *("/v1/queue", "/v1/requests", "/v1/traffic"),
+    *("/live", "/live/events", "/live/export", "/live/static", "/live/demo"),
     *("/health", "/ping", "/ready", "/version", "/load", "/metrics"),
 }
 GOOD: dict[str, dict[str, Any]] = {
@@ -79,7 +81,7 @@ def http(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
 
 
 def all_routes() -> list[Route]:
-    modules = (chat, completions, models, openapi, pages, tokens)
+    modules = (chat, completions, models, openapi, pages, queue, tokens, traffic, live)
     return [*app_module._routes, *(route for module in modules for route in module.routes)]
 
 

@@ -1,0 +1,250 @@
+"""``chairlift top``: what a server is doing, live on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import select
+import shutil
+import signal
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.cli.remote_server import MOST_BYTES, NotThereError, RemoteServer, parse_object
+from chairlift.cli.top_view import SORTS, Line, Metrics, Snapshot, text_of, view
+from chairlift.errors import ChairliftError, ConfigError, RequestError
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "watch a server at work"
+DESCRIPTION: Final = """Watch a running server: batch, queue, KV cache, preemption, speed, and every request.
+
+  s  sorts the requests by something else
+  q  quits
+
+ETA is the time until a waiting request starts, or until a long prompt that is being computed gives
+its next token.
+A server that loads, hangs or is gone is said to be so, and asked again. Where the output is no
+terminal, and with --once, the view is printed once, as plain text."""
+
+_ASK_SECONDS: Final = 5.0
+_MOST_LISTED: Final = 500
+_MOST_BYTES: Final = 16 * MOST_BYTES
+_STYLES: Final = {
+    **{"title": "1", "good": "32", "watch": "33", "bad": "1;31"},
+    **{"dim": "2", "busy": "36"},
+}
+_ENTER: Final = "\x1b[?1049h\x1b[?25l\x1b[?7l"
+"""Another screen, no cursor, and no line that goes on in the next row."""
+_LEAVE: Final = "\x1b[?7h\x1b[?25h\x1b[?1049l"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``chairlift top``."""
+    parser.add_argument(
+        "url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000"
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
+    parser.add_argument("--interval", metavar="S", type=float, default=1.0, help="seconds between looks (default: 1)")
+    parser.add_argument("--once", action="store_true", help="print the view once")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Watch until somebody quits; 0. ``--once`` raises what keeps it from seeing anything."""
+    if not 0.1 <= args.interval <= 3600:
+        raise ConfigError(f"--interval must be from 0.1 to 3600 seconds, got {args.interval:g}")
+    observer = _Observer(RemoteServer(args.url, api_key_file=args.api_key_file, name="URL"))
+    if args.once or not sys.stdout.isatty():
+        return _print_once(observer, args.interval)
+    return _Screen(observer, args.interval).show()
+
+
+def _print_once(observer: _Observer, interval: float) -> int:
+    """Look twice, because rates need two moments."""
+    before = observer.look()
+    if observer.failure is not None:
+        raise observer.failure
+    time.sleep(interval)
+    now = observer.look()
+    width = shutil.get_terminal_size((120, 24)).columns
+    for line in view(now, before, width=width, height=_MOST_LISTED + 20):
+        print(text_of(line)[:width] if sys.stdout.isatty() else text_of(line))
+    return 0
+
+
+class _Observer:
+    """Asks a server how it is. One thread uses it."""
+
+    def __init__(self, server: RemoteServer) -> None:
+        self.failure: ChairliftError | None = None
+        """Why the last look saw nothing, if it did not."""
+        self._server = server
+        self._model = self._version = ""
+
+    def look(self) -> Snapshot:
+        """Never raises for what a server does."""
+        self.failure = None
+        when = time.monotonic()
+        seen: dict[str, Any] = {}
+        try:
+            seen["state"] = self._state()
+            seen["metrics"] = metrics = Metrics(self._get("/metrics", (200,))[1].decode("utf-8", "replace"))
+            started = metrics.value("process_start_time_seconds")
+            seen["uptime"] = None if started is None else max(0.0, time.time() - started)
+            seen["requests"] = self._requests()
+            if not self._model:
+                self._model, self._version = self._names()
+        except ChairliftError as error:
+            self.failure, self._model = error, ""
+            seen["state"] = str(error)
+        return Snapshot(when, self._server.url, model=self._model, version=self._version, **seen)
+
+    def _get(self, path: str, statuses: Sequence[int]) -> tuple[int, bytes]:
+        with self._server.request("GET", path, seconds=_ASK_SECONDS, statuses=statuses) as response:
+            body = response.read(_MOST_BYTES)
+            return response.status, body
+
+    def _state(self) -> str:
+        """Of progress first, then whether it takes anything new."""
+        for path in ("/health", "/ready"):
+            try:
+                status, body = self._get(path, (200, 503))
+            except NotThereError:  # other servers have no /ready
+                continue
+            if status != 200:
+                try:
+                    reason = parse_object(body).get("reason")
+                except RequestError:
+                    reason = None
+                return reason if isinstance(reason, str) else "it says that it is not healthy"
+        return "serving"
+
+    def _requests(self) -> list[dict[str, Any]] | None:
+        try:
+            listed = parse_object(self._get(f"/v1/requests?limit={_MOST_LISTED}", (200,))[1]).get("requests")
+        except NotThereError:
+            return None
+        return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else None
+
+    def _names(self) -> tuple[str, str]:
+        """Of the model and the version, where the server tells them."""
+        try:
+            models = parse_object(self._get("/v1/models", (200,))[1])["data"]
+            return str(models[0]["id"]), str(parse_object(self._get("/version", (200,))[1])["version"])
+        except (NotThereError, LookupError, TypeError):
+            return "", ""
+
+
+class _Screen:
+    """The terminal while it shows a server, looked at by a thread of its own: keys are heard while a server hangs."""
+
+    def __init__(self, observer: _Observer, interval: float) -> None:
+        self._observer = observer
+        self._interval = interval
+        self._seen: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._bell, self._rope = os.pipe()
+        os.set_blocking(self._rope, False)
+        self._ended_by = 0
+        self._sort = SORTS[0]
+        self._colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+
+    def show(self) -> int:
+        """Until somebody quits; 0, or 128 and the number of the signal that ended it."""
+        watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
+        before: Snapshot | None = None
+        now: Snapshot | None = None
+        with self._taken():
+            watcher.start()
+            while not self._over.is_set() and not self._ended_by:
+                self._draw(now, before)
+                self._heed(self._pressed())
+                while not self._seen.empty():
+                    before, now = now, self._seen.get()
+        self._over.set()
+        return 128 + self._ended_by if self._ended_by else 0
+
+    def _watch(self) -> None:
+        while not self._over.is_set():
+            self._seen.put(self._observer.look())
+            os.write(self._rope, b"!")
+            self._over.wait(self._interval)
+
+    def _pressed(self) -> bytes:
+        """Wait for a key, a signal or news; the keys that were pressed."""
+        keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+        ready, _, _ = select.select([self._bell, *keyboard], [], [])
+        if self._bell in ready:
+            os.read(self._bell, 4096)
+        if not keyboard or keyboard[0] not in ready:
+            return b""
+        return os.read(keyboard[0], 64) or b"q"  # nobody will press a key any more
+
+    def _heed(self, keys: bytes) -> None:
+        if keys.startswith(b"\x1b"):  # an arrow, or another key without a meaning here
+            return
+        for key in keys.decode("ascii", "replace").lower():
+            if key == "q":
+                self._over.set()
+            elif key == "s":
+                self._sort = SORTS[(SORTS.index(self._sort) + 1) % len(SORTS)]
+
+    def _draw(self, now: Snapshot | None, before: Snapshot | None) -> None:
+        width, height = os.get_terminal_size(sys.stdout.fileno())  # COLUMNS and LINES do not change with the window
+        if now is None:
+            lines: list[Line] = [[("asking the server ...", "")]]
+        else:
+            keys = f"sorted by {self._sort}: s changes it, q quits"
+            lines = view(now, before, width=width, height=height, sort=self._sort, keys=keys)
+        rows = "\x1b[K\r\n".join(self._paint(line, width) for line in lines)
+        sys.stdout.write(f"\x1b[H{rows}\x1b[K\x1b[J")
+        sys.stdout.flush()
+
+    def _paint(self, line: Line, width: int) -> str:
+        painted = []
+        for text, style in line:
+            text = text[:width]
+            width -= len(text)
+            code = _STYLES.get(style) if self._colour else None
+            painted.append(f"\x1b[{code}m{text}\x1b[0m" if code and text.strip() else text)
+        return "".join(painted)
+
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
+        """The terminal is ours inside the block, and as it was afterwards, whatever ends it."""
+
+        def end(number: int, frame: object) -> None:
+            self._ended_by = number
+
+        handlers: dict[int, Any] = {signal.SIGINT: end, signal.SIGTERM: end, signal.SIGHUP: end}
+        handlers[signal.SIGWINCH] = lambda number, frame: None  # only to wake up
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        bell = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
+        keyboard = sys.stdin.fileno() if sys.stdin.isatty() else None
+        settings = None if keyboard is None else termios.tcgetattr(keyboard)
+        try:
+            if keyboard is not None:
+                tty.setcbreak(keyboard)
+                quiet = termios.tcgetattr(keyboard)
+                quiet[6][termios.VSUSP] = b"\x00"  # stopped by Ctrl-Z it would leave its screen behind
+                termios.tcsetattr(keyboard, termios.TCSADRAIN, quiet)
+            sys.stdout.write(_ENTER)
+            yield
+        finally:
+            try:
+                sys.stdout.write(_LEAVE)
+                sys.stdout.flush()
+            finally:
+                if keyboard is not None and settings is not None:
+                    termios.tcsetattr(keyboard, termios.TCSADRAIN, settings)
+                signal.set_wakeup_fd(bell)
+                for number, handler in before.items():
+                    signal.signal(number, handler)

@@ -1,0 +1,275 @@
+"""What ``chairlift top`` shows: a server's answers, made into lines. Nothing here knows a terminal or a clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from chairlift.cli.remote_server import plain
+
+__all__ = ["SORTS", "Line", "Metrics", "Snapshot", "quantile", "span", "text_of", "view"]
+
+SORTS: Final = ("age", "output", "speed", "prompt", "queued")
+"""What requests may be sorted by; ``age`` is the order in which the server lists them."""
+
+_WATCH, _TOO_MANY = 0.02, 0.05
+"""Preemption rates from which work is done twice too often."""
+_SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_BAR: Final = 20
+_PROMPT_BAR: Final = 8
+_REST: Final = 77
+"""Columns of a request's line without its id."""
+
+Line = list[tuple[str, str]]
+"""Pieces of text and what each is: ``title``, ``good``, ``watch``, ``bad``, ``dim``, ``busy``, or empty."""
+
+
+class Metrics:
+    """Samples in Prometheus' text format, by name without the prefix (``vllm:``, ``chairlift:``)."""
+
+    def __init__(self, text: str) -> None:
+        self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for line in text.splitlines():
+            match = None if line.startswith("#") else _SAMPLE.fullmatch(line.strip())
+            if match is not None:
+                try:
+                    value = float(match[3])
+                except ValueError:
+                    continue
+                labels = dict(_LABEL.findall(match[2] or ""))
+                self._samples.setdefault(match[1].rpartition(":")[2], []).append((labels, value))
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The sum of the samples with these labels; None when there are none."""
+        wanted = labels.items()
+        found = [value for has, value in self._samples.get(name, ()) if wanted <= has.items()]
+        return sum(found) if found else None
+
+    def buckets(self, name: str) -> dict[float, float]:
+        """A histogram: inclusive upper bound -> how many observations are not above it."""
+        counts: dict[float, float] = {}
+        for labels, value in self._samples.get(f"{name}_bucket", ()):
+            bound = labels.get("le", "").replace("+Inf", "inf")
+            if re.fullmatch(r"inf|[0-9.e+-]+", bound):
+                counts[float(bound)] = counts.get(float(bound), 0.0) + value
+        return counts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a server said at one moment."""
+
+    when: float
+    """Seconds on a clock that does not jump."""
+    url: str
+    state: str = "serving"
+    """``serving``, or what is wrong, in words."""
+    model: str = ""
+    version: str = ""
+    uptime: float | None = None
+    metrics: Metrics | None = None
+    requests: Sequence[Mapping[str, Any]] | None = None
+    """None where the server does not list them."""
+
+
+def quantile(before: Mapping[float, float], after: Mapping[float, float], share: float) -> float | None:
+    """Of the observations between two states of a histogram, linear within a bucket as Prometheus has it; None without
+    any, and for what is above the last bound that bound."""
+    bounds = sorted(after)
+    counts = [after[bound] - before.get(bound, 0.0) for bound in bounds]
+    if not counts or counts[-1] <= 0:
+        return None
+    wanted, low, seen = share * counts[-1], 0.0, 0.0
+    for bound, count in zip(bounds, counts, strict=True):
+        if count >= wanted and count > seen:
+            return low if bound == float("inf") else low + (bound - low) * max(0.0, wanted - seen) / (count - seen)
+        low, seen = (low if bound == float("inf") else bound), count
+    return low
+
+
+def view(
+    now: Snapshot, before: Snapshot | None, *, width: int, height: int, sort: str = "age", keys: str = ""
+) -> list[Line]:
+    """The screen: at most ``height`` lines; who paints them cuts them at ``width``. Rates and latencies are those since
+    ``before``, where there is one. ``keys`` says what may be pressed."""
+    lines = [*_header(now), *_gauges(now, before), [(keys, "dim")]]
+    if now.requests is None:
+        why = "this server does not list its requests" if now.metrics is not None else ""
+        return [*lines, [(why, "dim")]][:height]
+    room = max(0, height - len(lines) - 1)
+    lines.append(_columns(width))
+    found = _sorted(now.requests, sort)
+    shown = found if len(found) <= room else found[: max(0, room - 1)]
+    lines += [_row(request, width) for request in shown]
+    if len(shown) < len(found):
+        lines.append([(f"... and {len(found) - len(shown):,} more", "dim")])
+    elif not found and now.state == "serving":
+        lines.append([("nothing runs or waits", "dim")])
+    return lines[:height]
+
+
+def text_of(line: Line) -> str:
+    """A line without its colours."""
+    return "".join(text for text, _ in line).rstrip()
+
+
+def span(seconds: float | None) -> str:
+    """A time; up to 99 days at most six characters."""
+    if seconds is None:
+        return "-"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours < 24 else f"{hours // 24:,}d{hours % 24:02}h"
+
+
+# --- the top ----------------------------------------------------------------------------------------------------------
+
+
+def _header(now: Snapshot) -> list[Line]:
+    about = [f"{plain(now.model)} at {now.url}" if now.model else now.url]
+    about += [f"version {plain(now.version)}"] if now.version else []
+    about += [f"up {span(now.uptime)}"] if now.uptime is not None else []
+    return [
+        [("chairlift top", "title"), ("  " + "  ".join(about), "")],
+        [(plain(now.state), "good" if now.state == "serving" else "bad")],
+    ]
+
+
+def _gauges(now: Snapshot, before: Snapshot | None) -> list[Line]:
+    metrics = now.metrics
+    if metrics is None:
+        return []
+    running, waiting = metrics.value("num_requests_running") or 0, metrics.value("num_requests_waiting") or 0
+    limit, usage = metrics.value("running_limit"), metrics.value("kv_cache_usage_perc")
+    rate = metrics.value("preemption_rate", window="60s")
+    style, word = _judge(rate)
+    left: list[Line] = [
+        [("running   ", ""), *_bar(running, limit, _BAR), (f" {running:,.0f}{_of(limit)}", "")],
+        [("KV cache  ", ""), *_bar(usage, 1.0, _BAR), (" -" if usage is None else f" {usage:.0%}", "")],
+        [("waiting   ", ""), (f"{waiting:,.0f}", "watch" if waiting else "")],
+        [("preempted ", ""), ("-" if rate is None else f"{rate:.1%} of the last minute's, {word}", style)],
+    ]
+    right = [
+        _rates(now, before),
+        _latencies(now, before, "TTFT", "time_to_first_token_seconds"),
+        _latencies(now, before, "ITL", "inter_token_latency_seconds"),
+        "",
+    ]
+    padded = [[*line, (" " * max(2, 46 - len(text_of(line))), "")] for line in left]
+    return [[*line, (more, "")] for line, more in zip(padded, right, strict=True)]
+
+
+def _judge(rate: float | None) -> tuple[str, str]:
+    if rate is None or rate < _WATCH:
+        return "good", "healthy"
+    return ("watch", "keep an eye on it") if rate <= _TOO_MANY else ("bad", "too many")
+
+
+def _rates(now: Snapshot, before: Snapshot | None) -> str:
+    found = []
+    for name in ("prompt_tokens_total", "generation_tokens_total"):
+        new = None if now.metrics is None else now.metrics.value(name)
+        old = None if before is None or before.metrics is None else before.metrics.value(name)
+        known = new is not None and old is not None and before is not None and new >= old and now.when > before.when
+        found.append(f"{(new - old) / (now.when - before.when):,.0f}" if known else "-")  # type: ignore[operator,union-attr]
+    return f"tokens/s  prompt {found[0]}  output {found[1]}"
+
+
+def _latencies(now: Snapshot, before: Snapshot | None, label: str, name: str) -> str:
+    if now.metrics is None or before is None or before.metrics is None:
+        return f"{label:4}  p50 -  p99 -"
+    old, new = before.metrics.buckets(name), now.metrics.buckets(name)
+    return f"{label:4}  p50 {span(quantile(old, new, 0.5))}  p99 {span(quantile(old, new, 0.99))}"
+
+
+def _bar(value: float | None, most: float | None, width: int) -> Line:
+    share = 0.0 if not value or not most else min(1.0, value / most)
+    filled = min(width, max(round(share * width), 1 if share else 0))
+    return [("[", ""), ("|" * filled, "busy"), (" " * (width - filled), ""), ("]", "")]
+
+
+def _of(most: float | None) -> str:
+    return "" if most is None else f" of {most:,.0f}"
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def _columns(width: int) -> Line:
+    heads = (f"{'ID':<{_id_width(width)}}", f"{'STATUS':<9}", f"{'AGE':>6}", f"{'PROMPT':<21}", f"{'ETA':>6}")
+    more = (f"{'OUTPUT':>11}", f"{'TOK/S':>6}", f"{'QUEUED':>6}", "CLASS")
+    return [(" ".join((*heads, *more)), "title")]
+
+
+def _row(request: Mapping[str, Any], width: int) -> Line:
+    room = _id_width(width)
+    name, status = plain(str(request.get("id", ""))), plain(str(request.get("status", "")))
+    prompt, computed = _count(request, "prompt_tokens"), _count(request, "computed_tokens")
+    output, most = _count(request, "output_tokens"), _count(request, "max_tokens") * max(1, _count(request, "n"))
+    done = min(computed, prompt)
+    eta = _time(request, "expected_start_seconds" if status == "waiting" else "expected_token_seconds")
+    style = {"decode": "good", "prefill": "busy", "preempted": "bad"}.get(status, "dim")
+    progress = _short(prompt) if done == prompt else f"{_short(done)}/{_short(prompt)}"
+    speed = _speed(request)
+    rest = (
+        f" {span(eta) if eta is not None else '-':>6} {_short(output) + '/' + _short(most):>11}"
+        f" {'-' if speed is None else f'{speed:.1f}':>6} {span(_time(request, 'queue_seconds')):>6}"
+        f" {plain(str(request.get('service_tier', '')))}"
+    )
+    tenant = plain(str(request.get("tenant", "")))
+    return [
+        (f"{name if len(name) <= room else name[: room - 1] + '~':<{room}} ", ""),
+        (f"{status:<9} ", style),
+        (f"{span(_time(request, 'age_seconds')):>6} ", ""),
+        *_bar(done, prompt, _PROMPT_BAR),
+        (f" {progress:<10}", ""),
+        (rest + (f" ({tenant})" if tenant else ""), ""),
+    ]
+
+
+def _id_width(width: int) -> int:
+    return max(8, min(36, width - _REST))
+
+
+def _speed(request: Mapping[str, Any]) -> float | None:
+    """Tokens per second since the first."""
+    first, age = _time(request, "first_token_seconds"), _time(request, "age_seconds")
+    output = _count(request, "output_tokens")
+    return None if first is None or age is None or age <= first or output < 2 else (output - 1) / (age - first)
+
+
+def _sorted(requests: Iterable[Mapping[str, Any]], sort: str) -> list[Mapping[str, Any]]:
+    keys = {
+        "output": lambda request: _count(request, "output_tokens"),
+        "speed": lambda request: _speed(request) or 0.0,
+        "prompt": lambda request: _count(request, "prompt_tokens"),
+        "queued": lambda request: _time(request, "queue_seconds") or 0.0,
+    }
+    return sorted(requests, key=keys[sort], reverse=True) if sort in keys else list(requests)
+
+
+def _count(request: Mapping[str, Any], name: str) -> int:
+    value = request.get(name)
+    return value if isinstance(value, int) and value >= 0 else 0
+
+
+def _time(request: Mapping[str, Any], name: str) -> float | None:
+    value = request.get(name)
+    return float(value) if isinstance(value, (int, float)) and value >= 0 else None
+
+
+def _short(count: int) -> str:
+    """A count in at most five characters."""
+    for unit, size in (("M", 1_000_000), ("k", 10_000)):
+        if count >= size:
+            return f"{count / (1_000_000 if unit == 'M' else 1000):.4g}"[:4].rstrip(".") + unit
+    return str(count)

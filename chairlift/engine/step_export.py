@@ -1,0 +1,274 @@
+"""What a recording of steps says: as Chrome's trace events, as arrivals to replay, as step times to learn from.
+
+A recording is what a :class:`~chairlift.engine.step_recorder.StepRecorder` wrote, line by line. Trace events are the
+JSON object format that Perfetto and chrome://tracing read: a process for the steps, one with a thread per row, one for
+the line at the door.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from chairlift.engine.step_recorder import FORMAT
+from chairlift.errors import ConfigError
+from chairlift.scheduler.cost_model import StepFeatures
+from chairlift.scheduler.output import Chunk
+
+__all__ = ["RecordedRequest", "Recording", "read_recording", "to_perfetto"]
+
+_ENGINE, _ROWS, _DOOR = 1, 2, 3
+_SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "block_bytes")
+_MOST = 1 << 32
+_MOST_NAMED = 4096
+_Event = dict[str, Any]
+
+
+@dataclasses.dataclass(slots=True)
+class RecordedRequest:
+    """One sequence of a recording. Times are seconds on the recording's clock."""
+
+    request_id: str
+    arrival: float = 0.0
+    prompt_tokens: int = 0
+    """0 where it came before anybody watched, and only its rows are known."""
+    service_class: str = "default"
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    """At its end, or as far as the recording goes."""
+    started: float | None = None
+    ended: float | None = None
+    reason: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Recording:
+    """A recording, read."""
+
+    about: dict[str, Any]
+    """The first line's facts: sizes, settings."""
+    lines: list[dict[str, Any]]
+    requests: dict[int, RecordedRequest]
+    """By the number that they have in the lines."""
+    steps: list[tuple[StepFeatures, float]]
+    """What a cost model learns from."""
+    end: float
+    """Of the last step or event."""
+
+    @property
+    def arrivals(self) -> list[RecordedRequest]:
+        """Requests whose arrival and lengths are known and that got an answer, in the order in which they came."""
+        known = [each for each in self.requests.values() if each.prompt_tokens and each.output_tokens]
+        return sorted(known, key=lambda each: each.arrival)
+
+
+def read_recording(data: bytes) -> Recording:
+    """Read the lines of a recording. Raises ConfigError that names the line that is not one of them."""
+    lines = list(_parsed(data))
+    about = lines[0].get("key") if lines else None
+    if not isinstance(about, dict):
+        raise ConfigError(
+            f"this is not a recording of steps: its first line must be a snapshot in the format {FORMAT}, as the page"
+            " /live saves it"
+        )
+    if about.get("format") != FORMAT:
+        raise ConfigError(f"the recording is in the format {about.get('format')!r:.40}; this version reads {FORMAT}")
+    pools = about.get("pools")
+    sizes = [about.get(name) for name in _SIZES] + (pools if isinstance(pools, list) and pools else [None])
+    if not all(type(size) is int and 0 < size < _MOST for size in sizes) or not isinstance(about.get("settings"), dict):
+        raise ConfigError(f"the recording's first line must have settings and {', '.join(_SIZES)} and pools above 0")
+    reader = _Reader()
+    for number, line in enumerate(lines, 1):
+        try:
+            reader.take(line)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
+            raise ConfigError(f"line {number} of the recording cannot be read; record it again") from None
+    return Recording(about, lines, reader.requests, reader.steps, reader.end)
+
+
+def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
+    for number, text in enumerate(data.splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if not isinstance(line, dict):
+            shown = text[:40].decode("utf-8", "replace")
+            raise ConfigError(f"line {number} of the recording is not a JSON object: {shown}")
+        yield line
+
+
+class _Reader:
+    """Goes through the lines once. ``rows`` is who decodes where."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, RecordedRequest] = {}
+        self.steps: list[tuple[StepFeatures, float]] = []
+        self.rows: dict[int, int] = {}
+        self.end = 0.0
+        self._step_end = 0.0
+
+    def take(self, line: dict[str, Any]) -> None:
+        if "key" in line:
+            for fields in line["key"].get("requests", ()):
+                self._described(*fields)
+            self.rows = dict(line["key"].get("on", self.rows.items()))
+        for change in line.get("do", ()):
+            self._happened(*change)
+        self.end = max(self.end, line.get("at", 0.0))
+        if "step" not in line:
+            return
+        for slot in line.get("off", ()):
+            self.rows.pop(slot, None)
+        self.rows.update(dict(line.get("on", ())))
+        start, end = line["t"]
+        chunks = [Chunk(slot, at, count, samples, why) for _, slot, at, count, samples, why in line.get("chunks", ())]
+        count = 0 if line.get("rest") else len(self.rows)
+        features = StepFeatures.of(count, line.get("ctx", 0), chunks)
+        self.steps.append((features, float(end - max(start, self._step_end))))
+        self._step_end, self.end = end, max(self.end, end)
+        for number in () if line.get("rest") else self.rows.values():
+            self._request(number).output_tokens += 1
+        for number, *_, samples, _ in line.get("chunks", ()):
+            self._request(number).output_tokens += samples
+
+    def _request(self, number: int) -> RecordedRequest:
+        return self.requests.setdefault(number, RecordedRequest(f"#{number}"))
+
+    def _described(self, number: int, *fields: Any) -> None:
+        name, arrival, prompt, _, service, _, _, started, cached, generated, _, _ = fields
+        request = self._request(number)
+        request.request_id, request.arrival = name, arrival
+        request.prompt_tokens, request.service_class = prompt, service
+        request.cached_tokens, request.output_tokens = cached, generated
+        request.started = started
+
+    def _happened(self, what: str, number: int, *fields: Any) -> None:
+        request = self._request(number)
+        if what == "add":
+            request.arrival, request.request_id, request.prompt_tokens, _, request.service_class = fields
+        elif what == "seen":
+            request.request_id = fields[0]
+        elif what == "join" and request.started is None:
+            request.started, _, request.cached_tokens, _ = fields
+        elif what == "end":
+            request.ended, request.reason, generated = fields[:3]
+            request.output_tokens = generated or request.output_tokens
+            self.end = max(self.end, fields[0])
+
+
+# --- Chrome's trace events -------------------------------------------------------------------------------------------
+
+
+def to_perfetto(data: bytes) -> bytes:
+    """A recording as trace events. Raises ConfigError for what is none."""
+    recording = read_recording(data)
+    writer = _Writer(recording)
+    for line in recording.lines:
+        writer.take(line)
+    writer.close()
+    trace = {"traceEvents": writer.events, "displayTimeUnit": "ms", "otherData": {"source": FORMAT}}
+    return json.dumps(trace, separators=(",", ":")).encode()
+
+
+class _Writer:
+    """Turns lines into events; rows that decode are one event from their first such step to their last."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._requests = recording.requests
+        times = [line["t"][0] for line in recording.lines if "step" in line]
+        known = [each.arrival for each in recording.requests.values() if each.prompt_tokens]
+        self._zero = min([*times[:1], *known], default=0.0)
+        self._rows: dict[int, tuple[int, float]] = {}
+        """Slot -> who decodes there, and since when."""
+        self._resting: dict[int, int] = {}
+        self._end = self._zero
+        self._begun = False
+        self.events: list[_Event] = []
+        for process, name in ((_ENGINE, "engine"), (_ROWS, "rows of the batch"), (_DOOR, "the door")):
+            self._add("M", process, 0, name="process_name", args={"name": name})
+        self._add("M", _ENGINE, 1, name="thread_name", args={"name": "steps"})
+        for slot in range(min(_MOST_NAMED, recording.about["max_num_seqs"])):
+            self._add("M", _ROWS, slot + 1, name="thread_name", args={"name": f"row {slot}"})
+
+    def _add(self, kind: str, process: int, thread: int, at: float | None = None, **fields: Any) -> None:
+        event = {"ph": kind, "pid": process, "tid": thread, **fields}
+        if at is not None:
+            event["ts"] = self._micros(at)
+        self.events.append(event)
+
+    def _micros(self, at: float) -> float:
+        return max(0.0, round((at - self._zero) * 1e6, 3))
+
+    def _span(self, process: int, thread: int, begin: float, end: float, name: str, **args: Any) -> None:
+        length = round(max(0.0, self._micros(end) - self._micros(begin)), 3)
+        self._add("X", process, thread, begin, name=name, dur=length, args=args)
+
+    def take(self, line: dict[str, Any]) -> None:
+        for change in line.get("do", ()):
+            self._happened(*change)
+        if "key" in line and not self._begun:
+            self._rows = {slot: (number, self._zero) for slot, number in line["key"].get("on", ())}
+        if "step" not in line:
+            return
+        self._begun = True
+        begin, end = max(line["t"][0], self._end), line["t"][1]
+        self._move_rows(line, begin)
+        self._end = end
+        chunks = line.get("chunks", ())
+        args = {"step": line["step"], "decodes": len(self._rows), "prompt_tokens": sum(chunk[3] for chunk in chunks)}
+        self._span(_ENGINE, 1, begin, end, "step", **args)
+        self._add("C", _ENGINE, 0, begin, name="rows", args={"decode": len(self._rows), "prompt": len(chunks)})
+        for number, slot, start, count, _, why in chunks:
+            self._span(_ROWS, slot + 1, begin, end, why, request=self._name(number), first=start, tokens=count)
+        if "state" in line:
+            waiting, _, free, used, cached = line["state"]
+            self._add("C", _DOOR, 0, begin, name="waiting", args={"requests": waiting})
+            self._add("C", _ENGINE, 0, begin, name="KV blocks", args={"used": used, "cached": cached, "free": free})
+
+    def _move_rows(self, line: dict[str, Any], begin: float) -> None:
+        if line.get("rest"):
+            for slot, (number, _) in list(self._rows.items()):
+                self._stop(slot)
+                self._resting[slot] = number
+            return
+        for slot, number in self._resting.items():
+            self._rows[slot] = (number, begin)
+        self._resting.clear()
+        for slot in line.get("off", ()):
+            self._stop(slot, begin)
+        for slot, number in line.get("on", ()):
+            self._rows[slot] = (number, begin)
+
+    def _stop(self, slot: int, begin: float | None = None) -> None:
+        number, since = self._rows.pop(slot, (0, None))
+        if since is not None and since != begin:  # else it only rested, and does not come back
+            self._span(_ROWS, slot + 1, since, self._end, "decode", request=self._name(number))
+
+    def _happened(self, what: str, number: int, *fields: Any) -> None:
+        name = self._name(number)
+        if what == "add":
+            args = {"request": name, "prompt_tokens": fields[2]}
+            self._add("i", _DOOR, 0, fields[0], name="arrival", s="p", args=args)
+        elif what in ("join", "preempt", "end", "hold"):
+            more: dict[str, Any] = {}
+            if what == "join":
+                more = {"row": fields[1], "cached_tokens": fields[2]}
+            elif what == "preempt":
+                more = {"how": fields[1], "for": self._name(fields[2])}
+            elif what == "end":
+                more = {"reason": fields[1], "causes": fields[4]}
+            self._add("i", _DOOR, 0, fields[0], name=what, s="p", args={"request": name, **more})
+
+    def _name(self, number: int) -> str:
+        found = self._requests.get(number)
+        return "" if found is None else found.request_id
+
+    def close(self) -> None:
+        """The recording is over: what still decodes ends with its last step."""
+        for slot in list(self._rows):
+            self._stop(slot)

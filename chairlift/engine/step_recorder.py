@@ -1,0 +1,275 @@
+"""What a watched core does, as lines of JSON: every step, who came, joined, gave way and left, who owns which block.
+
+Differences only, so that a steady step is one short line however many rows it has, and a snapshot now and then, from
+which a reader can begin. The same lines are what the live view draws, what a recording on file is made of, and what a
+simulated run leaves behind; docs/live-view.md describes them. Of a prompt they have nothing but its length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from chairlift.config import SchedulerConfig
+from chairlift.engine.step_log import StepRecord
+from chairlift.request import Request, RequestStatus
+from chairlift.scheduler.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from chairlift.engine.core import EngineCore
+
+__all__ = ["FORMAT", "StepRecorder"]
+
+FORMAT: Final = "chairlift-steps-1"
+_PAST_STEPS: Final = 1024
+_ENDED: Final = 4096
+_KEY_BYTES: Final = 1 << 16
+_KEY_SECONDS: Final = 30.0
+_encode: Final = msgspec.json.Encoder().encode
+_Change = list[Any]
+
+
+class StepRecorder:
+    """Told of what happens by its core; :meth:`take` gives what there is to tell. It begins with the steps that the
+    core's log still has, of which only rows are known, and a snapshot. What nobody takes is at most ``most_bytes``."""
+
+    def __init__(self, core: EngineCore, *, most_bytes: int = 8 << 20) -> None:
+        self._core = core
+        self._most_bytes = most_bytes
+        self._lines: list[bytes] = []
+        self._num_bytes = self._since_key = self._key_size = 0
+        self._key_at = core.clock.now()
+        self._numbers: dict[str, int] = {}
+        """Requests by id; numbers are not used twice."""
+        self._count = 0
+        self._ended: deque[str] = deque()
+        self._started: dict[str, float] = {}
+        """When requests that have not ended first joined."""
+        self._changes: list[_Change] = []
+        """Since the last line, or the last step that was scheduled."""
+        self._flights: dict[int, list[_Change]] = {}
+        """By step in flight, what led up to it."""
+        self._decodes: tuple[tuple[str, int], ...] = ()
+        self._status: tuple[Any, ...] = ()
+        self._held: set[str] = set()
+        self._run = f"{time.time():.3f}"
+        core.kv.journal = []
+        self._tell_past()
+        self._write_key()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the lines that nobody has taken."""
+        return self._num_bytes
+
+    def close(self) -> None:
+        """The core goes on unwatched."""
+        self._core.kv.journal = None
+
+    def take(self) -> bytes:
+        """The lines since the last call; a snapshot comes first, and when one does the reader may begin there."""
+        self._end_idle()
+        lines, self._lines, self._num_bytes = self._lines, [], 0
+        now = self._core.clock.now()
+        enough = max(_KEY_BYTES, 4 * self._key_size)
+        if lines and (self._since_key >= enough or (self._since_key and now >= self._key_at + _KEY_SECONDS)):
+            self._write_key()  # for the next time
+        return b"\n".join(lines)
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def added(self, request: Request) -> None:
+        """The scheduler has taken it."""
+        name, prompt = request.request_id, request.num_prompt_tokens
+        most, service_class = request.max_total_tokens - prompt, request.service.service_class
+        arrived = round(request.arrival_time, 6)
+        self._changes.append(["add", self._number(name), arrived, name, prompt, most, service_class])
+
+    def scheduled(self, out: SchedulerOutput, now: float) -> None:
+        """A step was put together, be there anything to execute or not."""
+        requests, now = self._core.scheduler.requests, round(now, 6)
+        for name, by in out.preempted_for.items():
+            request = requests.get(name)
+            if request is not None:
+                how = "tail" if request.slot >= 0 else "recompute"
+                how = "swap" if request.status is RequestStatus.SWAPPED else how
+                self._changes.append(["preempt", self._number(name), now, how, self._numbers.get(by, -1)])
+        self._drain()
+        if not out.num_tokens:
+            return
+        for row in out.joined:
+            request, number = requests[row.request_id], self._number(row.request_id)
+            self._started.setdefault(row.request_id, now)
+            again = bool(request.num_preemptions)
+            self._changes.append(["join", number, now, row.slot, row.num_computed_tokens, again])
+        if out.num_held > len(self._held):
+            done = {name for name, _ in out.decode_rows if requests[name].finish_reason is not None} - self._held
+            self._held |= done
+            self._changes += [["hold", self._numbers[name], now] for name in sorted(done)]
+        if self._changes:
+            self._flights[out.step], self._changes = self._changes, []
+
+    def ended(self, request: Request, now: float, causes: dict[str, float], preempted_by: list[str]) -> None:
+        """It has left for good."""
+        self._drain()
+        name = request.request_id
+        self._changes.append(
+            [
+                *("end", self._number(name), round(now, 6), request.finish_reason, request.num_output_tokens),
+                *(request.num_preemptions, {cause: round(seconds, 6) for cause, seconds in causes.items()}),
+                [self._numbers.get(by, by) for by in preempted_by],
+            ]
+        )
+        self._held.discard(name)
+        self._started.pop(name, None)
+        self._ended.append(name)
+        while len(self._ended) > _ENDED:
+            old = self._ended.popleft()
+            if old not in self._core.scheduler.requests:
+                self._numbers.pop(old, None)
+
+    def landed(self, record: StepRecord) -> None:
+        """The step's tokens, or its failure, are known."""
+        self._write(self._step_line(record, self._flights.pop(record.step, [])))
+        if self._num_bytes > self._most_bytes + self._key_size:  # nobody takes them: who comes next begins anew
+            self._lines, self._num_bytes = [], 0
+            self._write_key()
+
+    # -- lines -------------------------------------------------------------------------------------------------------
+
+    def _number(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = self._count
+            self._count += 1
+        return number
+
+    def _drain(self) -> None:
+        """Changes of block tables, as the cache wrote them down."""
+        kv = self._core.kv
+        if not kv.journal:
+            return
+        for name, group, first, blocks, given_back in kv.journal:
+            number = self._numbers.get(name)
+            if number is not None:
+                nodes = kv.pools[group].nodes
+                known = [block for block in given_back if nodes[block] is not None]
+                self._changes.append(["table", number, group, first, blocks, known])
+        kv.journal = []
+
+    def _step_line(self, record: StepRecord, changes: list[_Change]) -> dict[str, Any]:
+        line: dict[str, Any] = {"step": record.step, "t": [round(record.start, 6), round(record.end, 6)]}
+        if changes:
+            line["do"] = changes
+        decodes = record.decodes
+        if not decodes and self._decodes:
+            line["rest"] = True  # the decodes stay, and none of them is in this step
+        elif decodes is not self._decodes:
+            before, now = set(self._decodes), set(decodes)
+            line["off"] = [slot for name, slot in self._decodes if (name, slot) not in now]
+            line["on"] = [(slot, self._number(name)) for name, slot in decodes if (name, slot) not in before]
+            self._decodes = decodes
+        if decodes:
+            line["ctx"] = record.context_tokens
+        if record.chunks:
+            line["chunks"] = [
+                (self._number(name), chunk.slot, chunk.start, chunk.num_tokens, chunk.samples, chunk.why)
+                for name, chunk in record.chunks
+            ]
+        blocks = record.blocks
+        status = (record.num_waiting, record.held_up_by, blocks.free, blocks.used, blocks.cached)
+        if status != self._status:
+            line["state"] = self._status = status
+        return line
+
+    def _write(self, line: dict[str, Any]) -> None:
+        data = _encode(line)
+        self._lines.append(data)
+        self._num_bytes += len(data) + 1
+        self._since_key += len(data) + 1
+
+    def _end_idle(self) -> None:
+        """What happened since the last step, when no other is under way that it could be told with."""
+        self._drain()
+        if self._changes and not self._core.num_in_flight:
+            changes, self._changes = self._changes, []
+            status = (len(self._core.scheduler.waiting), "", *dataclasses.astuple(self._core.kv.counts()))
+            line = {"at": round(self._core.clock.now(), 6), "do": changes}
+            if status != self._status:
+                line["state"] = self._status = status
+            self._write(line)
+
+    def _tell_past(self) -> None:
+        records = list(self._core.step_log)[-_PAST_STEPS:]
+        self._write({"key": self._about() | {"after": records[0].step - 1 if records else 0, "past": True}})
+        for record in records:
+            names = [row[0] for row in (*record.decodes, *record.chunks)] if record.decodes is not self._decodes else ()
+            names = names or [name for name, _ in record.chunks]
+            changes = [["seen", self._number(name), name] for name in names if name not in self._numbers]
+            changes += [["preempt", self._number(name), round(record.start, 6), "", -1] for name in record.preempted]
+            self._write(self._step_line(record, changes))
+            gone = [["end", self._number(name), round(record.end, 6), "", 0, 0, {}, []] for name in record.finished]
+            if gone:
+                self._write({"at": round(record.end, 6), "do": gone})
+
+    def _about(self) -> dict[str, Any]:
+        core, scheduler = self._core, self._core.scheduler
+        return {
+            "format": FORMAT,
+            "run": self._run,
+            "unix": round(time.time() - core.clock.now(), 3),
+            "max_num_seqs": scheduler.max_running,
+            "max_num_batched_tokens": core.config.max_num_batched_tokens,
+            "max_model_len": scheduler.max_model_len,
+            "block_size": core.kv.block_size,
+            "block_bytes": sum(core.executor.block_bytes),
+            "pools": [pool.num_blocks for pool in core.kv.pools],
+            "settings": _settings(core.config),
+        }
+
+    def _write_key(self) -> None:
+        """Everything as it is now. Steps in flight are told after it though they were scheduled before; to tell again
+        what led up to them changes nothing."""
+        core, requests = self._core, self._core.scheduler.requests
+        self._drain()
+        if self._changes and not core.num_in_flight:
+            self._end_idle()
+        cached = [
+            [block for block, node in enumerate(pool.nodes) if node is not None and not pool.ref_counts[block]]
+            for pool in core.kv.pools
+        ]
+        key = self._about() | {
+            "after": core.step_log[-1].step if len(core.step_log) else 0,
+            "requests": [self._described(request) for request in requests.values()],
+            "on": [(slot, self._number(name)) for name, slot in self._decodes],
+            "state": self._status or (len(core.scheduler.waiting), "", *dataclasses.astuple(core.kv.counts())),
+            "cached": cached,
+        }
+        size, self._key_at = self._num_bytes, core.clock.now()
+        self._write({"key": key})
+        self._key_size, self._since_key = max(0, self._num_bytes - size), 0
+
+    def _described(self, request: Request) -> _Change:
+        started = self._started.get(request.request_id)
+        if started is None and (request.slot >= 0 or request.num_preemptions):
+            started = -1.0  # before anybody watched
+        return [
+            *(self._number(request.request_id), request.request_id, round(request.arrival_time, 6)),
+            *(request.num_prompt_tokens, request.max_total_tokens - request.num_prompt_tokens),
+            *(request.service.service_class, request.status.value, request.slot, started),
+            *(request.num_cached_tokens, request.num_output_tokens, request.num_preemptions, request.block_ids),
+        ]
+
+
+def _settings(config: SchedulerConfig) -> dict[str, Any]:
+    """What is not at its default, as far as plain values go."""
+    given, usual = dataclasses.asdict(config), dataclasses.asdict(SchedulerConfig())
+    return {
+        name: value
+        for name, value in given.items()
+        if value != usual[name] and isinstance(value, (str, int, float, bool))
+    }

@@ -1,0 +1,201 @@
+"""The live view: ``/live`` shows which request sits in which row at each step, and which blocks it owns.
+
+The page is open as ``/`` is and has no data in it. What it shows comes from ``/live/events``, which needs a key where
+there are keys, and the one named ``admin`` where they tell tenants apart: it is a view of everybody's requests. It has
+lengths, times and ids, and nothing of what anybody asked or was answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import re
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from chairlift.engine.step_export import to_perfetto
+from chairlift.server.auth import ADMIN, Caller
+from chairlift.server.errors import ApiError
+from chairlift.server.live_feed import LiveFeed
+from chairlift.server.pages import page_response
+from chairlift.server.state import ServerState
+
+__all__ = ["live_page", "routes"]
+
+_MOST_VIEWERS: Final = 64
+_LOOK_SECONDS: Final = 1.0
+_BEAT_SECONDS: Final = 15.0
+_WORK_SECONDS: Final = 60.0
+_FIRST_SECONDS: Final = 3.0
+_PLACE: Final = re.compile(r"<(script|style) data-file=\"([a-z_.]+)\"></\1>")
+_NDJSON: Final = "application/x-ndjson"
+_ROOT: Final = str(Path(__file__).parents[2])
+_BOOT: Final = "import sys; sys.path.append(sys.argv[1]); from chairlift.sim.side_by_side import main; main()"
+
+
+@functools.cache
+def live_page() -> str:
+    """The HTML file with its style and its scripts inside, so that all of it comes from one open path."""
+    folder = resources.files("chairlift.server").joinpath("static")
+    html = folder.joinpath("live.html").read_text(encoding="utf-8")
+
+    def fill(place: re.Match[str]) -> str:
+        return f"<{place[1]}>\n{folder.joinpath(place[2]).read_text(encoding='utf-8')}</{place[1]}>"
+
+    return _PLACE.sub(fill, html)
+
+
+async def _show(request: Request) -> Response:
+    return page_response(live_page())
+
+
+def _feed(request: Request) -> LiveFeed:
+    """The server's feed. Raises ApiError for a caller who may not see everybody's requests."""
+    state: ServerState = request.app.state.server
+    caller: Caller = getattr(request.state, "caller", Caller())
+    if caller.holder and caller.tenant != ADMIN:
+        message = f"the live view shows the requests of all keys; it needs a key that is named {ADMIN} in the key file"
+        raise ApiError(403, message, code="admin_key_needed")
+    if state.live is None:
+        state.live = LiveFeed(state.engine)
+    return state.live
+
+
+async def _events(request: Request) -> Response:
+    """The step stream as server-sent events, from the beginning of the ring on."""
+    state: ServerState = request.app.state.server
+    feed = _feed(request)
+    if feed.num_viewers >= _MOST_VIEWERS:
+        raise ApiError(503, f"{_MOST_VIEWERS} viewers look already; close one of them", headers={"retry-after": "30"})
+    headers = {"x-recording": "1"} if feed.is_recording else {}
+    return _EventStream(_follow(feed, state), state.config.stall_timeout, headers)
+
+
+class _EventStream(Response):
+    """Sends events until they end; a reader who takes nothing for ``patience`` seconds is cut off."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], patience: float, headers: Mapping[str, str]) -> None:
+        self.status_code, self.background = 200, None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        self._events, self._patience = events, patience
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for event in events:
+                    async with asyncio.timeout(self._patience):
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
+            except TimeoutError:
+                raise asyncio.CancelledError from None  # ends the connection, which is all that could reach it
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _follow(feed: LiveFeed, state: ServerState) -> AsyncGenerator[bytes, None]:
+    with feed.looking():
+        at, told = feed.first, time.monotonic()
+        yield b"retry: 2000\n\n"
+        while not state.draining:
+            if at < feed.first:  # what it has not read is gone: it goes on with the newest snapshot, and is told so
+                at = feed.newest_key
+                yield b"event: skipped\ndata: {}\n\n"
+            elif at < feed.end:
+                at += 1
+                yield feed[at - 1]
+                told = time.monotonic()
+            elif feed.is_recording:
+                break
+            else:
+                await feed.news(_LOOK_SECONDS)
+                if time.monotonic() - told > _BEAT_SECONDS:
+                    told = time.monotonic()
+                    yield b": still here\n\n"
+        yield b"event: end\ndata: {}\n\n"
+
+
+async def _recording(request: Request) -> bytes:
+    """The lines that a request is about: what has been seen of this engine, or the simulated example."""
+    feed = _feed(request)
+    if request.query_params.get("source") == "demo":
+        return await _demo(feed)
+    with feed.looking():
+        end = time.monotonic() + _FIRST_SECONDS
+        while feed.first == feed.end and time.monotonic() < end:
+            await feed.news(_LOOK_SECONDS)
+        return feed.lines()
+
+
+async def _export(request: Request) -> Response:
+    """The recording as a file: ``format=jsonl`` (our lines) or ``format=perfetto`` (Chrome's trace events)."""
+    kind = request.query_params.get("format", "jsonl")
+    if kind not in ("jsonl", "perfetto"):
+        raise ApiError(400, f"format must be jsonl or perfetto, got {kind!r:.40}", param="format")
+    lines = await _recording(request)
+    content, suffix = (
+        (lines + b"\n", "jsonl") if kind == "jsonl" else (await asyncio.to_thread(to_perfetto, lines), "json")
+    )
+    headers = {"content-disposition": f'attachment; filename="chairlift-{kind}-{int(time.time())}.{suffix}"'}
+    return Response(content, media_type="application/json" if suffix == "json" else _NDJSON, headers=headers)
+
+
+async def _static(request: Request) -> Response:
+    """The arrivals of the recording through static batching, simulated: a line that compares, then a recording."""
+    return Response(await _work(_feed(request), "static", await _recording(request)), media_type=_NDJSON)
+
+
+async def _show_demo(request: Request) -> Response:
+    """A simulated recording, for when there is nothing to look at yet."""
+    return Response(await _demo(_feed(request)), media_type=_NDJSON)
+
+
+_demo_lines: list[bytes] = []
+
+
+async def _demo(feed: LiveFeed) -> bytes:
+    if not _demo_lines:
+        _demo_lines.append(await _work(feed, "demo", b""))
+    return _demo_lines[0]
+
+
+async def _work(feed: LiveFeed, what: str, lines: bytes) -> bytes:
+    """What the simulator makes of a recording, in a process of its own. Raises ApiError with its reason."""
+    async with feed.working:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", _BOOT, _ROOT, what),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            out, error = await asyncio.wait_for(process.communicate(lines), _WORK_SECONDS)
+        except TimeoutError:
+            raise ApiError(503, "the simulation took too long; record a shorter time", code="too_long") from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    if process.returncode:
+        reason = error.decode("utf-8", "replace").strip().rpartition("\n")[2] or "the simulation failed"
+        raise ApiError(422 if process.returncode == 2 else 500, reason, code="cannot_simulate")
+    return out
+
+
+routes: Final = [
+    Route("/live", _show, methods=["GET"]),
+    Route("/live/events", _events, methods=["GET"]),
+    Route("/live/export", _export, methods=["GET"]),
+    Route("/live/static", _static, methods=["GET"]),
+    Route("/live/demo", _show_demo, methods=["GET"]),
+]

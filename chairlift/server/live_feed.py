@@ -1,0 +1,172 @@
+"""What all viewers of the live view look at: the last minutes of the step stream, kept once, encoded once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from chairlift.engine.async_engine import AsyncEngine
+    from chairlift.engine.output_stream import OutputStream
+    from chairlift.outputs import FinishReason
+
+__all__ = ["Entry", "LiveFeed", "as_event"]
+
+_LINGER_SECONDS: Final = 30.0
+"""The engine goes on telling for so long when the last viewer has left: a page that is loaded again finds its past."""
+_KEY: Final = b'{"key":'
+_CHUNK: Final = 1 << 16
+
+
+class Entry(NamedTuple):
+    """Some lines of a step stream."""
+
+    event: bytes
+    """The lines as one server-sent event, which all viewers are sent as it is."""
+    is_key: bool
+    """It begins with a snapshot: a viewer may begin here."""
+    time: float
+
+
+def as_event(lines: bytes) -> bytes:
+    """Lines as one server-sent event."""
+    return b"data: " + lines.replace(b"\n", b"\ndata: ") + b"\n\n"
+
+
+class LiveFeed:
+    """The last ``most_seconds``, as far as they fit into ``most_bytes``; or a ``recording``, which never changes.
+
+    The engine tells of its steps only while somebody looks (:meth:`looking`). What is dropped at the old end are whole
+    stretches from snapshot to snapshot, so that the ring always begins with one.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine | None,
+        *,
+        recording: bytes = b"",
+        most_bytes: int = 16 << 20,
+        most_seconds: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.first = 0
+        """Number of the oldest entry; they are numbered without a gap."""
+        self.num_viewers = 0
+        self.num_bytes = 0
+        self.working = asyncio.Semaphore(1)
+        """The simulator works for one viewer at a time."""
+        self._engine = engine
+        self._most_bytes, self._most_seconds = most_bytes, most_seconds
+        self._clock = clock
+        self._entries: deque[Entry] = deque()
+        self._keys: deque[int] = deque()
+        """Numbers of the entries that begin with a snapshot."""
+        self._names: dict[str, str] = {}
+        """Requests that came since the last entry, and what their callers call them."""
+        self._news = asyncio.Event()
+        self._leaving: asyncio.TimerHandle | None = None
+        lines = recording.splitlines(keepends=True)
+        while lines:
+            size = count = 0
+            while count < len(lines) and size < _CHUNK:
+                size, count = size + len(lines[count]), count + 1
+            self._append(b"".join(lines[:count]).rstrip(b"\n"))
+            del lines[:count]
+
+    @property
+    def end(self) -> int:
+        """Number of the entry to come."""
+        return self.first + len(self._entries)
+
+    @property
+    def newest_key(self) -> int:
+        """The last entry that a viewer may begin with."""
+        return self._keys[-1] if self._keys else self.first
+
+    @property
+    def is_recording(self) -> bool:
+        return self._engine is None
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._entries[number - self.first].event
+
+    def lines(self) -> bytes:
+        """Everything there is, as lines."""
+        events = [entry.event[len(b"data: ") : -2].replace(b"\ndata: ", b"\n") for entry in self._entries]
+        return b"\n".join(events)
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Somebody looks: the engine tells of its steps meanwhile, and a little longer."""
+        self.num_viewers += 1
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
+        elif self.num_viewers == 1 and self._engine is not None:
+            self._engine.watch(self.take)
+            self._engine.watchers["live"] = self
+        try:
+            yield
+        finally:
+            self.num_viewers -= 1
+            if not self.num_viewers and self._engine is not None:
+                self._leaving = asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._stop)
+
+    async def news(self, timeout: float) -> None:
+        """Wait until there is another entry, or for ``timeout`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._news.wait()
+
+    def take(self, lines: bytes) -> None:
+        """What the engine tells."""
+        if lines.startswith(_KEY):
+            for stream in [] if self._engine is None else self._engine.requests():
+                self.began(stream)
+            if b'"past":true' in lines[:4096].partition(b"\n")[0]:  # another recorder: what it knows it tells itself
+                self.first, self.num_bytes = self.end, 0
+                self._entries.clear()
+                self._keys.clear()
+        if self._names:
+            lines += b'\n{"names":' + json.dumps(self._names, separators=(",", ":")).encode() + b"}"
+            self._names = {}
+        self._append(lines)
+        self._trim()
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def began(self, stream: OutputStream) -> None:
+        """A request was let in."""
+        if stream.name:
+            self._names[stream.request_id] = stream.name
+
+    def ended(self, stream: OutputStream, cut_off: FinishReason | None, now: float) -> None:
+        """What became of it the engine tells."""
+
+    def _append(self, lines: bytes) -> None:
+        entry = Entry(as_event(lines), lines.startswith(_KEY), self._clock())
+        if entry.is_key:
+            self._keys.append(self.end)
+        self._entries.append(entry)
+        self.num_bytes += len(entry.event)
+
+    def _trim(self) -> None:
+        while len(self._keys) > 1:
+            age = self._clock() - self._entries[self._keys[1] - self.first].time
+            if self.num_bytes <= self._most_bytes and age <= self._most_seconds:
+                return
+            self._keys.popleft()
+            while self.first < self._keys[0]:
+                self.num_bytes -= len(self._entries.popleft().event)
+                self.first += 1
+
+    def _stop(self) -> None:
+        self._leaving = None
+        if self._engine is not None:
+            self._engine.watch(None)
+            self._engine.watchers.pop("live", None)

@@ -1,0 +1,57 @@
+"""The live view of a recording: the same page without an engine behind it, for this machine only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from chairlift.config import ServerConfig
+from chairlift.metrics.stats import RequestStats
+from chairlift.server import live
+from chairlift.server.app import make_app
+from chairlift.server.http_protocol import HttpServer
+from chairlift.server.lifecycle import bind
+from chairlift.server.live_feed import LiveFeed
+from chairlift.server.state import ServerState
+
+__all__ = ["serve_recording"]
+
+
+class _NoEngine:
+    """What the application asks of an engine where there is none."""
+
+    def __init__(self) -> None:
+        self.stats = RequestStats()
+
+    def retry_after(self) -> float:
+        """Seconds after which to come again."""
+        return 1.0
+
+
+async def serve_recording(data: bytes, port: int, announce: Callable[[str], None]) -> None:
+    """Show the recording until SIGINT or SIGTERM. ``announce`` is given the page's address. Raises ConfigError."""
+    config = ServerConfig(port=port)
+    state = ServerState(config, cast(Any, _NoEngine()), ("a recording",), live=LiveFeed(None, recording=data))
+    server = HttpServer(make_app(state, [Route("/", _to_page), *live.routes]))
+    sock = bind(config, ())
+    await server.start(sock)
+    announce(f"http://127.0.0.1:{sock.getsockname()[1]}/live")
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError, ValueError):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        await stop.wait()
+    finally:
+        await server.close(1.0)
+
+
+async def _to_page(request: Request) -> Response:
+    return RedirectResponse("/live")

@@ -1,0 +1,444 @@
+"use strict";
+// The page: gets the stream, keeps the view, and shows what is pointed at.
+
+const $ = (id) => document.getElementById(id);
+const asked = new URLSearchParams(location.search);
+const CAUSES = {  // docs/why-slow.md says more
+  front_door: "checks, tokenizing, the way to the engine", waiting_step: "the step under way when it came", waiting_slots: "all rows were taken",
+  waiting_blocks: "the KV cache was full", waiting_tokens: "the step's token budget went to others", waiting_reservation: "rows kept for another class",
+  waiting_batch: "its batch had not begun, or not ended", preempted: "it gave way to others", prefill: "its own prompt", decode: "its own answer",
+  stretched: "others' work in its steps", host: "between two steps", delivery: "on the way back",
+  waiting: "before its first step", "first token": "from its first step to its first token", writing: "from its first token on, pauses included",
+};
+const WAITS_FOR = { slots: "a row", blocks: "KV memory", tokens: "the token budget", reservation: "a reserved row", batch: "their batch" };
+const model = new Model(), line = new Timeline($("timeline"), model);
+const view = { mode: "steps", left: 0, right: 400, chosen: undefined };
+let span = Math.max(120, Math.min(400, innerWidth / 3));
+let held = null;  // the right edge while somebody looks at the past
+let moment = null;  // the step that gauges and blocks show, where it is not the one at the right edge
+let live = true, source = "", heard = 0, followText = "";
+let dirty = true, colours = null, shownMap = null, beat = 0;
+let second = null, playing = null;  // the other timeline of a comparison
+
+function make(tag, text = "", kind = "") {
+  const node = document.createElement(tag);
+  node.textContent = text;  // all that is shown goes through here: nothing can be markup
+  node.className = kind;
+  return node;
+}
+
+// The stream
+
+async function ask(path) {
+  const key = sessionStorage.getItem("key");
+  const response = await fetch(path, { headers: key ? { Authorization: `Bearer ${key}` } : {} });
+  if (response.ok) return response;
+  const { error = {} } = await response.json().catch(() => ({}));
+  if (response.status === 401 || response.status === 403) lock(key ? error.message ?? "This key is not accepted." : "");
+  throw Object.assign(new Error(error.message || `The server answered ${response.status}.`), { status: response.status });
+}
+
+function lock(reason) {
+  sessionStorage.removeItem("key");
+  $("refused").textContent = reason;
+  $("door").hidden = false;
+  $("view").hidden = true;
+  $("corner").textContent = "";
+  $("key").focus();
+}
+
+async function* textLines(response) {
+  let rest = "";
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) { if (rest) yield rest; return; }
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    yield* lines;
+  }
+}
+
+async function listen() {
+  for (let pause = 500; ; pause = Math.min(10000, 2 * pause)) {
+    try {
+      const response = await ask("/live/events");
+      let kind = "";
+      say("");
+      for await (const text of textLines(response)) {
+        if (text.startsWith("event: ")) kind = text.slice(7);
+        else if (text === "") kind = "";
+        else if (text.startsWith("data: ") && kind === "") { take(JSON.parse(text.slice(6))); pause = 500; }
+        else if (kind === "skipped") say("This page could not keep up and has skipped ahead.");
+        else if (kind === "end") { say("The server has ended the view."); if (response.headers.get("x-recording")) { say(""); still("a recording"); return; } }
+      }
+    } catch (error) {
+      if (error.status === 401 || error.status === 403) return;
+      say(`${error.message || "The connection was lost."} Trying again …`);
+    }
+    await new Promise((done) => setTimeout(done, pause));
+  }
+}
+
+function take(each) {
+  model.take(each);
+  if (each.step !== undefined) heard = performance.now();
+  dirty = true;
+}
+
+async function load(path, into) {
+  const response = await ask(path);
+  let compare = null;
+  for await (const text of textLines(response)) {
+    if (!text) continue;
+    const each = JSON.parse(text);
+    if (each.compare) compare = each.compare; else into.take(each);
+  }
+  dirty = true;
+  return compare;
+}
+
+function say(text) {
+  $("note").textContent = text;
+  $("note").hidden = !text;
+}
+
+// The view
+
+function head() { return view.mode === "steps" ? model.count : model.lastEnd - line.zero; }
+function tail() { return view.mode === "steps" ? model.first : (model.starts[0] ?? 0) - line.zero; }
+function least() { return view.mode === "steps" ? 20 : 0.2; }
+function most() { return Math.max(least(), view.mode === "steps" ? 24000 : second ? view.whole : head() - tail()); }
+
+function place() {
+  const right = held ?? head();
+  view.right = Math.max(right, tail() + Math.min(span, 1));
+  view.left = view.right - span;
+  const first = tail(), range = Math.max(1e-9, head() - first);
+  if (document.activeElement !== $("scrub") || held === null) $("scrub").value = held === null ? 1 : (right - first) / range;
+}
+
+function hold(right) {  // look at the past; null goes back to now
+  const low = tail() + span * 0.2, high = second ? view.whole * 1.02 : head();
+  moment = null;
+  held = right === null || (right >= high && !second) ? null : Math.max(Math.min(low, high), Math.min(high, right));
+  $("pause").setAttribute("aria-pressed", held !== null);
+  $("pause").textContent = held !== null ? "Go on" : "Pause";
+  dirty = true;
+}
+
+function zoom(factor, at = view.right) {
+  const old = span, share = (view.right - at) / old;
+  span = Math.max(least(), Math.min(most() * 1.05, span * factor));
+  if (held !== null) hold(at + share * span);
+  dirty = true;
+}
+
+function still(what) {  // nothing more will come: show all of it
+  live = false;
+  $("corner").textContent = what;
+  span = Math.max(least(), (head() - tail()) * 1.02);
+  moment = Math.round(model.first + 0.6 * model.numbers.length);
+  dirty = true;
+}
+
+function across(mode) {
+  if (mode === view.mode) return;
+  const i = held === null ? null : line.stepOf(held), steps = Math.max(1, Math.min(span, model.numbers.length));
+  const seconds = model.lastEnd - (model.starts[0] ?? 0);
+  const rate = model.numbers.length / Math.max(1e-9, seconds);
+  view.mode = mode;
+  span = mode === "time" ? Math.max(0.5, steps / rate) : Math.max(20, span * rate);
+  if (i !== null) hold(line.close(i));
+  $("across").value = mode;
+  dirty = true;
+}
+
+function choose(n, wanted = true) {
+  view.chosen = n;
+  const r = model.requests.get(n);
+  if (wanted) $("follow").value = r ? label(r) : "";
+  followText = $("follow").value;
+  dirty = true;
+}
+
+function follow(text) {
+  followText = text;
+  const r = model.find(text);
+  view.chosen = r?.n;
+  if (r && r.ended !== null && r.until < line.low) hold(line.close(r.until) + span / 3);
+  say(text && !r ? `No request ${text} so far. It is shown when it comes.` : "");
+  dirty = true;
+}
+
+// What is shown
+
+function seconds(value) { return value < 0.9995 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(2)} s`; }
+
+function facts(r, phase) {
+  const list = make("dl"), now = r.ended ?? model.lastEnd;
+  const row = (name, value) => list.append(make("dt", name), make("dd", value));
+  if (phase) row("now", PHASES[phase]);
+  if (r.slot >= 0) row("row", r.slot);
+  if (r.arrival !== null && (r.started ?? 0) >= 0) row("in the queue", seconds((r.started ?? now) - r.arrival) + (r.started === null ? " so far" : ""));
+  if (r.prompt) row("prompt", `${r.prompt} tokens, ${r.cached} from the cache`);
+  if (r.chunks) row("computed in", `${r.chunks} ${r.chunks === 1 ? "chunk" : "chunks"}`);
+  row("answer", `${r.tokens}${r.most ? ` of at most ${r.most}` : ""} tokens`);
+  if (r.timed > 1) row("between tokens", seconds((r.lastToken - r.firstToken) / (r.timed - 1)));
+  if (r.preemptions) row("gave way", `${r.preemptions} ×`);
+  if (r.ended !== null) row("ended", r.reason || "yes");
+  return list;
+}
+
+function causesOf(r) {
+  if (Object.keys(r.causes).length) return [Object.entries(r.causes), "Where its time went"];
+  const now = model.lastEnd, found = [];
+  if (r.arrival !== null && (r.started === null || r.started >= 0)) found.push(["waiting", (r.started ?? now) - r.arrival]);
+  if (r.started > 0) found.push(["first token", (r.firstToken ?? now) - r.started]);
+  if (r.firstToken) found.push(["writing", now - r.firstToken]);
+  return [found, "Where its time went so far"];
+}
+
+function detail() {
+  const r = model.requests.get(view.chosen), box = $("detail");
+  const shown = r ? JSON.stringify([r.n, r.ended, r.slot, r.tokens, r.preemptions]) : "";
+  if (box.dataset.shown === shown) return;
+  box.dataset.shown = shown;
+  if (!r) { box.replaceChildren(); return; }
+  const columns = make("div", "", "columns"), right = make("div"), [causes, title] = causesOf(r);
+  const found = causes.filter(([, spent]) => spent > 0).sort((one, other) => other[1] - one[1]);
+  const all = found.reduce((sum, [, spent]) => sum + spent, 0) || 1, bar = make("div", "", "split"), list = make("ul", "", "causes");
+  found.forEach(([name, spent], at) => {
+    const part = make("i"), item = make("li"), dot = make("i"), colour = `hsl(${165 + at * 47} 45% ${colours.dark ? 58 : 46}%)`;
+    part.style.width = `${100 * spent / all}%`;
+    part.style.background = dot.style.background = colour;
+    bar.append(part);
+    item.append(dot, make("span", seconds(spent)), make("span", `${name.replace("_", " ")}: ${CAUSES[name] ?? ""}`));
+    list.append(item);
+  });
+  right.append(make("h3", found.length ? title : "Its times are not known: it came before anybody watched"), bar, list);
+  const names = r.by.map((by) => label(model.requests.get(by)) || by).join(", ");
+  if (names) right.append(make("p", `It gave way to ${names}.`, "hint"));
+  const left = make("div");
+  left.append(make("h3", label(r)), facts(r));
+  columns.append(left, right);
+  box.replaceChildren(columns);
+}
+
+function gauges(i) {
+  const seats = model.about?.max_num_seqs ?? 1, { waiting, why, running, used, speed, perStep, rate } = model.gauges(i);
+  const set = (id, text) => { if ($(id).textContent !== text) $(id).textContent = text; };
+  set("running", `${running} / ${seats}`);
+  $("runningbar").value = running / seats;
+  set("waiting", String(waiting));
+  set("heldup", waiting && why ? `for ${WAITS_FOR[why] ?? why}` : "");
+  set("kv", `${Math.round(100 * used)} %`);
+  $("kvbar").value = used;
+  const idle = live && held === null && performance.now() - heard > 2000;
+  set("speed", idle ? "0" : Math.round(speed).toLocaleString("en"));
+  set("perstep", idle ? "idle" : perStep ? `${seconds(perStep)} per step` : "");
+  set("preempted", `${(100 * rate).toFixed(1)} %`);
+  $("ratebar").firstElementChild.style.width = `${Math.min(100, 1000 * rate)}%`;
+  $("ratebar").firstElementChild.className = rate > 0.05 ? "bad" : rate > 0.02 ? "high" : "";
+  $("ratebar").setAttribute("aria-valuenow", (100 * rate).toFixed(1));
+  $("timeline").setAttribute("aria-label", `Timeline: ${running} of ${seats} rows busy, ${waiting} waiting, ${Math.round(100 * used)} percent of KV memory in use`);
+  if (live && model.about) set("corner", held === null ? `live · ${running} running` : "paused");
+}
+
+function shownStep() {
+  const now = held === null ? Infinity : line.stepOf(view.right);
+  return Math.max(model.first, Math.min(model.count - 1, view.until !== undefined ? line.stepOf(view.until) : moment ?? now));
+}
+
+function blockMap() {
+  const now = live && held === null, i = shownStep();
+  const memory = now ? model.memoryNow() : model.memoryAt(i);
+  const known = memory && model.about && !model.past;
+  $("blocks").hidden = !known;
+  $("blocktitle").textContent = `KV memory ${now ? "now" : `at step ${model.numbers[i - model.first] ?? ""}`}`;
+  if (!known) { $("blocknote").textContent = model.count ? "Who had which block is not known before somebody watched." : ""; return; }
+  shownMap = drawBlocks($("blocks"), model.about.pools, memory, view.chosen, colours);
+  const shared = shownMap.owners.reduce((sum, owners) => sum + [...owners.values()].filter((own) => own.length > 1).length, 0);
+  const few = shownMap.each > 1 ? ` One square stands for ${shownMap.each} blocks.` : "";
+  $("blocknote").textContent = `A block holds ${model.about.block_size} tokens; a colour is a request. Hatched: shared (${shared}).`
+    + ` With a dot: kept for the next prompt that begins alike.${few}`;
+  $("blocks").setAttribute("aria-label", `KV blocks: ${shownMap.owners.reduce((sum, owners) => sum + owners.size, 0)} in use, ${shared} shared`);
+}
+
+function draw(time) {
+  requestAnimationFrame(draw);
+  if (playing) play(time);
+  if (!dirty || document.hidden) return;
+  dirty = false;
+  colours ??= palette();
+  if (followText && view.chosen === undefined) { const r = model.find(followText); if (r) { view.chosen = r.n; say(""); } }
+  place();
+  view.share = second ? 0.28 : 0.5;
+  view.moment = moment;
+  line.draw(view, colours);
+  second?.draw({ ...view, chosen: undefined, moment: null }, colours);
+  const pause = model.about?.pools.some((blocks) => blocks > 20000) ? 1000 : 200;
+  if (time - beat > pause || held !== null) {  // texts need not follow every frame
+    beat = time;
+    gauges(live && held === null ? undefined : shownStep());
+    $("empty").hidden = model.count > 0 || source !== "" || !model.about;
+    blockMap();
+    detail();
+  } else dirty = true;
+}
+
+// Pointing
+
+function tip(event, title, body) {
+  const box = $("tip");
+  box.hidden = !title;
+  if (!title) return;
+  box.replaceChildren(make("b", title), body);
+  const { innerWidth: w, innerHeight: h } = window, { offsetWidth, offsetHeight } = box;
+  box.style.left = `${Math.max(4, Math.min(event.clientX + 14, w - offsetWidth - 8))}px`;
+  box.style.top = `${event.clientY + 18 + offsetHeight > h ? Math.max(4, event.clientY - offsetHeight - 12) : event.clientY + 18}px`;
+}
+
+function watchCanvas(timeline, own) {
+  const { canvas } = timeline, fingers = new Map();
+  let moved = 0, apart = 0;
+  const spread = () => { const [a, b] = [...fingers.values()]; return Math.hypot(a.x - b.x, a.y - b.y); };
+  canvas.addEventListener("pointerdown", (event) => {
+    fingers.set(event.pointerId, { x: event.offsetX, y: event.offsetY });
+    moved = 0;
+    if (fingers.size === 2) apart = spread();
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    const finger = fingers.get(event.pointerId);
+    if (finger && fingers.size === 1) {
+      const dx = event.offsetX - finger.x;
+      moved += Math.abs(dx);
+      if (moved > 4) { canvas.setPointerCapture(event.pointerId); hold((held ?? view.right) - dx / (timeline.width - LEFT) * span); }
+    }
+    if (finger) Object.assign(finger, { x: event.offsetX, y: event.offsetY });
+    if (fingers.size === 2) { const now = spread(); zoom(apart / now, view.left + span / 2); apart = now; moved = 9; return; }
+    const found = timeline.hit(event.offsetX, event.offsetY);
+    if (found && own && (held !== null || !live)) { moment = found.i; dirty = true; }  // blocks and gauges as they were then
+    const r = timeline.model.requests.get(found?.n);
+    if (r && moved <= 4) tip(event, label(r), facts(r, found.phase)); else tip(event, "");
+  });
+  const up = (event) => {
+    fingers.delete(event.pointerId);
+    if (event.type === "pointerup" && moved <= 4 && own) choose(timeline.hit(event.offsetX, event.offsetY)?.n);
+  };
+  for (const type of ["pointerup", "pointercancel", "pointerleave"]) canvas.addEventListener(type, up);
+  canvas.addEventListener("pointerleave", (event) => tip(event, ""));
+  canvas.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey) hold((held ?? view.right) + (event.deltaX || event.deltaY) / timeline.width * span);
+    else zoom(Math.exp(event.deltaY * 0.0015), timeline.value(event.offsetX));
+  }, { passive: false });
+}
+
+$("blocks").addEventListener("pointermove", (event) => {
+  const found = shownMap?.at(event.offsetX, event.offsetY);
+  const who = found?.owners.map((n) => label(model.requests.get(n))) ?? [];
+  const owners = who.length > 1 ? `shared by ${who.join(", ")}` : who[0];
+  tip(event, found ? `block ${found.block}` : "", make("span", owners ?? (found?.cached ? "kept for the next prompt that begins alike" : "free")));
+});
+$("blocks").addEventListener("pointerleave", (event) => tip(event, ""));
+$("blocks").addEventListener("click", (event) => choose(shownMap?.at(event.offsetX, event.offsetY)?.owners[0]));
+
+const KEYS = {
+  ArrowLeft: () => hold((held ?? view.right) - span / 10), ArrowRight: () => hold(held === null ? null : held + span / 10),
+  Home: () => hold(tail() + span * 0.9), End: () => hold(null), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1.4),
+  " ": () => hold(held === null ? head() - 1e-6 : null), Escape: () => choose(undefined),
+  ArrowDown: () => next(1), ArrowUp: () => next(-1),
+};
+function next(by) {  // the request in the next busy row
+  const i = Math.min(model.count - 1, line.stepOf(view.right)), seated = [];
+  for (let slot = 0; slot < model.slots; slot++) { const { run, seat } = model.at(slot, i); if (run || seat) seated.push((run ?? seat).n); }
+  if (!seated.length) return;
+  choose(seated[(seated.indexOf(view.chosen) + by + seated.length) % seated.length]);
+  const r = model.requests.get(view.chosen);
+  $("spoken").textContent = `${label(r)}: ${facts(r).innerText.replaceAll("\n", " ")}`;
+}
+$("timeline").addEventListener("keydown", (event) => {
+  if (!KEYS[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+  event.preventDefault();
+  KEYS[event.key]();
+});
+
+$("pause").addEventListener("click", () => hold(held === null ? head() - 1e-6 : null));
+$("narrow").addEventListener("click", () => zoom(1.5));
+$("widen").addEventListener("click", () => zoom(1 / 1.5));
+$("across").addEventListener("change", (event) => { if (second) event.target.value = "time"; else across(event.target.value); });
+$("follow").addEventListener("input", (event) => follow(event.target.value));
+$("scrub").addEventListener("input", (event) => hold(event.target.value >= 1 ? null : tail() + event.target.value * (head() - tail())));
+$("compare").addEventListener("click", compare);
+$("example").addEventListener("click", () => { location.search = "?demo"; });
+for (const id of ["perfetto", "jsonl"]) $(id).addEventListener("click", () => save(id));
+$("door").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("key", $("key").value.trim());
+  $("key").value = "";
+  $("door").hidden = true;
+  $("view").hidden = false;
+  begin();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours = null; dirty = true; drawLegend(); });
+addEventListener("resize", () => { dirty = true; });
+setInterval(() => { dirty = true; }, 1000);  // to notice that nothing comes
+document.addEventListener("visibilitychange", () => { dirty = true; });
+
+async function save(kind) {
+  try {
+    const response = await ask(`/live/export?format=${kind}${source.replace("?", "&")}`);
+    const link = make("a");
+    link.href = URL.createObjectURL(await response.blob());
+    link.download = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "")?.[1] ?? `chairlift.${kind}`;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  } catch (error) { say(error.message); }
+}
+
+function drawLegend() {
+  colours ??= palette();
+  $("legend").replaceChildren(...Object.entries(PHASES).map(([phase, text]) => {
+    const item = make("li"), swatch = make("canvas");
+    item.append(swatch, text);
+    swatch.width = 16;
+    swatch.height = 13;
+    const ctx = swatch.getContext("2d");
+    ctx.fillStyle = colours[phase];
+    ctx.fillRect(0, 0, 16, 13);
+    if (phase === "held") hatch(ctx, 0, 0, 16, 13, colours.panel);
+    return item;
+  }));
+}
+
+async function begin() {
+  try {
+    if (asked.has("demo")) {
+      source = "?source=demo";
+      await load("/live/demo", model);
+      still("a simulated example");
+    } else {
+      const listening = listen();
+      if (asked.has("static")) await Promise.race([listening, new Promise((done) => setTimeout(done, 1500))]);
+    }
+    if (asked.has("static") && $("door").hidden) await compare();
+  } catch (error) { say(error.message); }
+}
+
+if (asked.get("follow")) { $("follow").value = followText = asked.get("follow"); }
+watchCanvas(line, true);
+watchCanvas({ get canvas() { return $("timeline2"); }, get width() { return second.width; }, get model() { return second.model; },
+  hit: (x, y) => second?.hit(x, y), value: (x) => second.value(x) }, false);
+drawLegend();
+begin();
+requestAnimationFrame(draw);
+window.chairlift = {  // for tests and the console
+  model,
+  requests() {
+    const runs = model.runs.flatMap((list, slot) => (list ?? []).map((run) => ({ slot, ...run })));
+    return [...model.requests.values()].map((r) => ({ ...r, runs: runs.filter((run) => run.n === r.n) }));
+  },
+  memory: (i) => { const m = model.memoryAt(i); return m && { tables: Object.fromEntries(m.tables), cached: m.cached.map((set) => [...set]) }; },
+  view: () => ({ ...view, span, held }),
+};

@@ -1,0 +1,70 @@
+"use strict";
+// Side by side: the same requests in static batches, as the simulator of the server has it.
+
+const COMPARED = ["title", "title2", "timeline2", "verdict", "words"];
+
+async function compare() {
+  if (second) return uncompare();
+  $("compare").disabled = true;
+  say("The simulator replays the same requests …");
+  try {
+    const other = new Model();
+    const found = await load(`/live/static${source}`, other);
+    say("");
+    second = new Timeline($("timeline2"), other);
+    across("time");
+    line.zero = found.begin;
+    second.zero = Math.min(...[...other.requests.values()].map((r) => r.arrival));
+    view.relative = true;
+    view.whole = Math.max(model.lastEnd - line.zero, other.lastEnd - second.zero);
+    span = view.whole * 1.02;
+    hold(view.whole * 1.01);
+    verdict(found);
+    choose(undefined);
+    for (const id of COMPARED) $(id).hidden = false;
+    $("verdict").scrollIntoView({ block: "nearest" });
+    $("compare").setAttribute("aria-pressed", "true");
+  } catch (error) {
+    say(error.message);
+  } finally {
+    $("compare").disabled = false;
+    dirty = true;
+  }
+}
+
+function uncompare() {
+  second = playing = null;
+  line.zero = 0;
+  view.relative = false;
+  view.until = undefined;
+  for (const id of COMPARED) $(id).hidden = true;
+  $("compare").setAttribute("aria-pressed", "false");
+  span = Math.min(span, most());
+  hold(null);
+}
+
+function verdict({ continuous, static: other, words, validity, requests }) {
+  const versus = make("div", "", "versus"), box = $("verdict"), button = make("button", "▶ Play both", "main");
+  const figure = (name, one, two) => {
+    const each = make("div", name), value = make("b", one);
+    value.append(make("small", " against "), make("s", two));
+    each.prepend(value);
+    versus.append(each);
+  };
+  versus.append(make("h3", "Continuous against static"));
+  figure("tokens per second", Math.round(continuous.tokens_per_second).toLocaleString("en"), Math.round(other.tokens_per_second).toLocaleString("en"));
+  figure("until the first word (median)", seconds(continuous.first_p50), seconds(other.first_p50));
+  figure("whole answer (median)", seconds(continuous.whole_p50), seconds(other.whole_p50));
+  figure("all done after", seconds(continuous.seconds), seconds(other.seconds));
+  button.addEventListener("click", () => { playing = { since: null, pace: view.whole / Math.min(20, Math.max(6, view.whole)) }; dirty = true; });
+  const note = `${requests} requests, both sides of these figures simulated with a cost model ${validity}.${source ? "" : " The upper timeline is as it really ran."}`;
+  box.replaceChildren(versus, button);
+  $("words").replaceChildren(...words.map((text) => make("p", text)), make("p", note, "hint"));
+}
+
+function play(time) {
+  playing.since ??= time;
+  view.until = (time - playing.since) / 1000 * playing.pace;
+  if (view.until >= view.whole) { view.until = undefined; playing = null; }
+  dirty = true;
+}

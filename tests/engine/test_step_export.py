@@ -1,0 +1,360 @@
+"""What a recording says is what happened, and what is exported from it keeps to the format it claims."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from chairlift.engine.step_export import read_recording, to_perfetto
+from chairlift.engine.step_recorder import FORMAT
+from chairlift.errors import ConfigError
+from tests.server.watched import Tables, Truth, make_truth
+
+MODES: dict[str, dict[str, Any]] = {
+    "recompute": {"preemption_mode": "recompute"},
+    "swap": {"preemption_mode": "swap", "host": 60},
+    "ahead": {"num_lookahead_steps": 1},
+    "two ahead": {"num_lookahead_steps": 2, "preemption_mode": "swap", "host": 30},
+    "windows": {"windows": (None, 8), "num_blocks": 44},
+    "apart": {"prefill_mode": "separate"},
+    "prompts first": {"prefill_mode": "prefill_first"},
+    "static": {"batching": "static", "num_blocks": 200},
+    "dynamic": {"batching": "dynamic", "num_blocks": 200},
+}
+
+HEAD = json.dumps(
+    {
+        "key": {
+            "format": FORMAT,
+            **dict.fromkeys(
+                ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "block_bytes"), 8
+            ),
+            "pools": [14],
+            "settings": {},
+        }
+    },
+    separators=(",", ":"),
+).encode()
+
+
+class Reader:
+    """The lines as docs/live-view.md describes them, read in the plainest way."""
+
+    def __init__(self) -> None:
+        self.ids: dict[int, str] = {}
+        self.tables: Tables = {}
+        self.decodes: dict[int, str] = {}
+        self.rows: dict[str, list[tuple[int, int, int, str]]] = {}
+        self.at: dict[int, Tables] = {}
+        self.slots: dict[int, str] = {}
+        self.problems: list[str] = []
+        self.known = False
+
+    def take(self, line: dict[str, Any]) -> None:
+        if "key" in line and not line["key"].get("past"):
+            self.known = True
+            for fields in line["key"]["requests"]:
+                self.ids[fields[0]] = fields[1]
+                self.tables[fields[1]] = [list(table) for table in fields[-1]]
+                if fields[7] >= 0:
+                    self.slots[fields[7]] = fields[1]
+            self.decodes = {slot: self.ids.get(number, "gone") for slot, number in line["key"]["on"]}
+        for change in line.get("do", ()):
+            self.change(*change)
+        if "step" in line:
+            self.step(line)
+
+    def change(self, what: str, number: int, *fields: Any) -> None:
+        if what == "add":
+            self.ids[number] = fields[1]
+        elif what == "seen":
+            self.ids[number] = fields[0]
+        name = self.ids[number]
+        if what == "table":
+            group, first, blocks, _ = fields
+            own = self.tables.setdefault(name, [])
+            while len(own) <= group:
+                own.append([])
+            table = own[group]
+            if first < 0:
+                table[:-first] = [0] * -first
+            else:
+                del table[first:]
+                table += blocks
+        elif what == "join":
+            if fields[1] in self.slots:
+                self.problems.append(f"{name} joins in the row of {self.slots[fields[1]]}")
+            self.slots[fields[1]] = name
+        elif what == "end" or (what == "preempt" and fields[1] in ("swap", "recompute")):
+            self.slots = {slot: other for slot, other in self.slots.items() if other != name}
+            if what == "end":
+                self.tables.pop(name, None)
+
+    def step(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        for slot in line.get("off", ()):
+            del self.decodes[slot]
+        for slot, number in line.get("on", ()):
+            self.decodes[slot] = self.ids[number]
+        for slot, name in () if line.get("rest") else self.decodes.items():
+            self.rows.setdefault(name, []).append((step, slot, 1, "decode"))
+        for number, slot, _, count, _, why in line.get("chunks", ()):
+            self.rows.setdefault(self.ids[number], []).append((step, slot, count, why))
+        if self.known:
+            self.at[step] = {name: [list(t) for t in own] for name, own in self.tables.items() if any(map(any, own))}
+
+
+def owned(tables: Tables) -> Tables:
+    return {name: own for name, own in tables.items() if any(map(any, own))}
+
+
+def watched(truth: Truth, before: int = 0, **load: Any) -> bytes:
+    """A run of which the first steps were not watched, taken in pieces."""
+    pieces = []
+    if before:
+        truth.burst(7)
+        for _ in range(before):
+            truth.step()
+    truth.core.watch(True)
+    recorder = truth.core.recorder
+    assert recorder is not None
+    step = truth.step
+
+    def step_and_take() -> None:
+        step()
+        if truth.core.scheduler.step % 7 == 0:
+            pieces.append(recorder.take())
+
+    truth.step = step_and_take  # type: ignore[method-assign]
+    truth.run(**{"bursts": 5, **load})
+    return b"\n".join(piece for piece in [*pieces, recorder.take(), recorder.take()] if piece)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("before", [0, 23])
+def test_the_lines_say_what_happened(mode: str, before: int) -> None:
+    truth = make_truth(seed=len(mode) + before, **MODES[mode])
+    reader = Reader()
+    for line in watched(truth, before).splitlines():
+        reader.take(json.loads(line))
+    assert reader.rows == truth.rows
+    assert reader.problems == []
+    assert not reader.slots and not owned(reader.tables)
+    assert len(reader.at) > 50
+    late = 2 * truth.core.config.num_lookahead_steps  # what was in flight at the beginning is told once more
+    for step in sorted(reader.at)[late:]:
+        assert reader.at[step] == owned(truth.tables[step]), f"step {step}"
+    assert truth.aborted
+    truth.engine.check_invariants()
+
+
+def test_the_worlds_have_what_they_are_for() -> None:
+    for mode, how in (("recompute", "recompute"), ("swap", "swap"), ("ahead", "tail")):
+        lines = [json.loads(line) for line in watched(make_truth(seed=3, **MODES[mode]), bursts=8).splitlines()]
+        kinds = {change[3] for line in lines for change in line.get("do", ()) if change[0] == "preempt"}
+        assert how in kinds, mode
+    static = watched(make_truth(seed=3, **MODES["static"])).decode()
+    assert '["hold",' in static
+
+
+def test_a_recorder_that_is_closed_leaves_no_trace() -> None:
+    truth = make_truth()
+    truth.core.watch(True)
+    truth.burst(5)
+    truth.step()
+    truth.core.watch(False)
+    assert truth.core.recorder is None and truth.core.kv.journal is None
+    truth.run(2)
+    truth.core.watch(True)
+    truth.core.watch(True)
+    assert truth.core.recorder is not None
+
+
+def test_steady_steps_are_short_whatever_their_rows() -> None:
+    sizes = []
+    for rows in (4, 64):
+        truth = make_truth(num_blocks=4000, max_num_seqs=rows, max_num_batched_tokens=4096)
+        truth.burst(rows)
+        for _ in range(3):
+            truth.engine.step()
+        truth.core.watch(True)
+        recorder = truth.core.recorder
+        assert recorder is not None
+        recorder.take()
+        truth.engine.step()
+        lines = [line for line in recorder.take().splitlines() if b'"do"' not in line]
+        sizes += [len(line) for line in lines]
+    assert max(sizes, default=0) < 120
+
+
+def test_what_nobody_takes_is_bounded_and_begins_anew() -> None:
+    truth = make_truth(num_blocks=60)
+    truth.core.watch(True)
+    recorder = truth.core.recorder
+    assert recorder is not None
+    recorder._most_bytes = 20_000
+    most = 0
+    for _ in range(12):
+        truth.run(1)
+        most = max(most, recorder.num_bytes)
+    assert most < 40_000
+    lines = recorder.take().splitlines()
+    first = json.loads(lines[0])["key"]
+    assert not first.get("past") and first["after"] > 100
+    reader = Reader()
+    for line in lines:
+        reader.take(json.loads(line))
+    assert all(reader.at[step] == owned(truth.tables[step]) for step in reader.at)
+
+
+def test_a_reader_may_begin_at_every_snapshot() -> None:
+    truth = make_truth(num_blocks=50, preemption_mode="recompute")
+    truth.core.watch(True)
+    recorder = truth.core.recorder
+    assert recorder is not None
+    pieces = []
+    for _ in range(6):
+        truth.burst(9)
+        for _ in range(30):
+            truth.step()
+        recorder._since_key = 1 << 30  # as if much had been told: a snapshot is due
+        pieces.append(recorder.take())
+    later = pieces[3:]
+    assert later[0].startswith(b'{"key":') and b'"past"' not in later[0].partition(b"\n")[0]
+    reader = Reader()
+    first = json.loads(later[0].partition(b"\n")[0])["key"]
+    for line in b"\n".join(later).splitlines():
+        reader.take(json.loads(line))
+    for name, rows in reader.rows.items():
+        assert rows == [row for row in truth.rows[name] if first["after"] < row[0] <= max(reader.at)]
+    recording = read_recording(b"\n".join(later))
+    ended = [each for each in recording.requests.values() if each.reason == "length"]
+    assert len(ended) > 5
+    assert all(each.output_tokens == truth.answers[each.request_id] for each in ended)
+    steps = [event for event in check_trace_events(to_perfetto(b"\n".join(later))) if event["name"] == "step"]
+    for event in steps:
+        rows = [row for own in truth.rows.values() for row in own if row[0] == event["args"]["step"]]
+        assert event["args"]["decodes"] == sum(row[3] == "decode" for row in rows)
+    assert all(reader.at[step] == owned(truth.tables[step]) for step in reader.at)
+
+
+# --- reading and exporting -------------------------------------------------------------------------------------------
+
+
+def test_a_recording_knows_its_requests() -> None:
+    truth = make_truth(seed=5, preemption_mode="recompute")
+    recording = read_recording(watched(truth))
+    by_id = {each.request_id: each for each in recording.requests.values()}
+    assert set(by_id) >= set(truth.rows)
+    for name, tokens in truth.answers.items():
+        if name.split("#")[0] not in truth.aborted:
+            assert by_id[name].output_tokens == tokens
+            assert by_id[name].reason == "length"
+    assert {name.split("#")[0] for name, each in by_id.items() if each.reason == "abort"} <= truth.aborted
+    assert [each.arrival for each in recording.arrivals] == sorted(each.arrival for each in recording.arrivals)
+    assert len(recording.steps) == len(truth.tables)
+    assert all(features.num_decodes + features.prefill_tokens > 0 for features, _ in recording.steps)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "its first line must be a snapshot"),
+        (b"{}", "its first line must be a snapshot"),
+        (b"[1]", "line 1 of the recording is not a JSON object"),
+        (b"\xff\xfe{", "line 1 of the recording is not a JSON object"),
+        (b"[" * 100_000, "line 1 of the recording is not a JSON object"),
+        (b'{"key":{"format":"other-2"}}', "the recording is in the format 'other-2'"),
+        (b'{"key":5}', "its first line must be a snapshot"),
+        (f'{{"key":{{"format":"{FORMAT}"}}}}'.encode(), "first line must have settings and max_num_seqs"),
+        (HEAD.replace(b'"pools":[14]', b'"pools":[]'), "first line must have settings and max_num_seqs"),
+        (HEAD.replace(b'"pools":[14]', b'"pools":[1e9]'), "first line must have settings and max_num_seqs"),
+        (HEAD + b'\n{"step":1}', "line 2 of the recording cannot be read"),
+        (HEAD + b'\n{"do":[["end"]]}', "line 2 of the recording cannot be read"),
+        (HEAD + b'\n{"do":5}', "line 2 of the recording cannot be read"),
+        (HEAD + b'\n{"step":1,"t":["a","b"]}', "line 2 of the recording cannot be read"),
+    ],
+)
+def test_what_is_no_recording_is_refused(data: bytes, message: str) -> None:
+    for read in (read_recording, to_perfetto):
+        with pytest.raises(ConfigError, match=message):
+            read(data)
+
+
+def check_trace_events(data: bytes) -> list[dict[str, Any]]:
+    """Chrome's Trace Event Format, JSON object form, as documented: every field of every kind of event."""
+    trace = json.loads(data)
+    assert set(trace) <= {"traceEvents", "displayTimeUnit", "otherData", "metadata"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    named: set[tuple[str, int, int]] = set()
+    for event in trace["traceEvents"]:
+        kind = event["ph"]
+        assert type(event["pid"]) is int and type(event["tid"]) is int and isinstance(event["name"], str)
+        fields = {"ph", "pid", "tid", "name"}
+        if kind == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert set(event) == fields | {"args"} and set(event["args"]) == {"name"}
+            named.add((event["name"], event["pid"], event["tid"] if event["name"] == "thread_name" else 0))
+            continue
+        assert type(event["ts"]) in (int, float) and event["ts"] >= 0
+        assert isinstance(event["args"], dict)
+        if kind == "X":
+            assert set(event) == fields | {"ts", "dur", "args"}
+            assert type(event["dur"]) in (int, float) and event["dur"] >= 0
+            assert ("thread_name", event["pid"], event["tid"]) in named
+        elif kind == "C":
+            assert set(event) == fields | {"ts", "args"}
+            assert event["args"] and all(type(value) in (int, float) for value in event["args"].values())
+        elif kind == "i":
+            assert set(event) == fields | {"ts", "s", "args"} and event["s"] in ("g", "p", "t")
+        else:
+            raise AssertionError(f"an event of kind {kind!r}")
+        assert ("process_name", event["pid"], 0) in named
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    return events
+
+
+def overlaps(events: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """Complete events of one thread that overlap without one holding the other, which the format forbids."""
+    found = []
+    lanes: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            lanes.setdefault((event["pid"], event["tid"]), []).append(event)
+    for lane in lanes.values():
+        lane.sort(key=lambda event: event["ts"])
+        for one, other in itertools.pairwise(lane):
+            if other["ts"] < one["ts"] + one["dur"] - 0.01:
+                found.append((one, other))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["recompute", "ahead", "apart", "static"])
+def test_trace_events_keep_to_their_format_and_to_the_truth(mode: str) -> None:
+    truth = make_truth(seed=11, **MODES[mode])
+    events = check_trace_events(to_perfetto(watched(truth)))
+    assert overlaps(events) == []
+    steps = [event for event in events if event["ph"] == "X" and event["name"] == "step"]
+    assert [event["args"]["step"] for event in steps] == sorted(truth.tables)
+    for event in steps:
+        rows = [row for own in truth.rows.values() for row in own if row[0] == event["args"]["step"]]
+        assert event["args"]["decodes"] == sum(row[3] == "decode" for row in rows)
+        assert event["args"]["prompt_tokens"] == sum(row[2] for row in rows if row[3] != "decode")
+    chunks = [event for event in events if event["ph"] == "X" and event["name"] in ("prefill", "recompute", "stalled")]
+    assert len(chunks) == sum(row[3] != "decode" for own in truth.rows.values() for row in own)
+    assert all(event["dur"] > 0 for event in events if event["ph"] == "X")
+    decoding = {event["args"]["request"] for event in events if event["name"] == "decode"}
+    assert decoding == {name for name, own in truth.rows.items() if any(row[3] == "decode" for row in own)}
+    arrivals = [event["args"]["request"] for event in events if event["name"] == "arrival"]
+    assert len(arrivals) == len(set(arrivals)) >= len(truth.rows)
+
+
+def test_no_token_of_anybody_is_in_it() -> None:
+    truth = make_truth(seed=2)
+    fields = set()
+    for line in watched(truth).splitlines():
+        fields |= json.loads(line).keys()
+    assert fields <= {"key", "step", "t", "do", "on", "off", "rest", "ctx", "chunks", "state", "at"}

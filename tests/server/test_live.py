@@ -1,0 +1,386 @@
+"""The live view's side of the server: one ring for all viewers, bounded, and shown to those only who may see it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift.engine.step_export import read_recording
+from chairlift.server import live, live_feed
+from chairlift.server.app import make_app
+from chairlift.server.live_feed import LiveFeed, as_event
+from tests.engine.test_step_export import check_trace_events, watched
+from tests.server.harness import Client, Connection, make_state, run, serving, until
+from tests.server.watched import WatchedEngine, make_truth
+
+KEY = b'{"key":{"run":"1","after":0}}'
+PAST = b'{"key":{"run":"1","after":0,"past":true}}'
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def feed_of(**settings: Any) -> tuple[LiveFeed, WatchedEngine]:
+    engine: Any = WatchedEngine()
+    return LiveFeed(engine, **settings), engine
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+HTML = live.live_page()
+SCRIPTS = re.findall("<script>(.*?)</script>", HTML, re.DOTALL)
+STATIC = Path(live.__file__).parent / "static"
+
+
+def test_the_page_has_all_of_itself_inside_and_asks_for_nothing_from_elsewhere() -> None:
+    assert len(SCRIPTS) == 4 and HTML.count("<style>") == 1
+    assert "data-file" not in HTML
+    without_the_namespace = HTML.replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?://|url\(|@import|<link(?! rel=\"icon\" href=\"data:)|<iframe", without_the_namespace)
+    bare = re.sub("<(script|style)>.*?</\\1>", "", HTML, flags=re.DOTALL)
+    assert not re.search(r"\s(src|on[a-z]+|style)=", bare)
+
+
+def test_text_can_only_become_text() -> None:
+    for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "srcdoc"):
+        assert not any(name in script for script in SCRIPTS)
+
+
+def test_every_element_the_scripts_name_is_there_and_every_field_has_a_label() -> None:
+    ids = re.findall(r' id="([a-z0-9]+)"', HTML)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'\$\("([a-z0-9]+)"\)', "".join(SCRIPTS))) <= set(ids)
+    for field in re.findall(r"<(?:input|select)[^>]*>", HTML):
+        before = HTML[: HTML.index(field)]
+        assert "aria-label" in field or before.rfind("<label") > before.rfind("</label>")
+    assert all("aria-label" in field for field in re.findall(r"<(?:meter|canvas)[^>]*>", HTML))
+
+
+def test_the_page_is_open_and_its_policy_allows_its_scripts_only() -> None:
+    async def test() -> None:
+        async with serving(make_app(make_state(WatchedEngine(), api_key=("sk-1",)))) as client:
+            reply = await client.get("/live")
+            assert (reply.status, reply.body.decode()) == (200, HTML)
+            policy = dict(rule.split(" ", 1) for rule in reply.headers["content-security-policy"].split("; "))
+            digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in SCRIPTS]
+            assert policy["script-src"] == " ".join(f"'sha256-{digest}'" for digest in digests)
+            assert policy["default-src"] == "'none'"
+            for path in ("/live/", "/live/live.js", "/static/live.js", "/LIVE", "/%6cive"):
+                assert (await client.get(path)).status in (401, 404), path
+
+    run(test())
+
+
+def test_files_are_small_enough_to_read() -> None:
+    for name in ("live.html", "live.css", "live.js", "live_compare.js", "live_draw.js", "live_model.js"):
+        lines = (STATIC / name).read_text().splitlines()
+        assert len(lines) < 500
+        assert not name.endswith(".js") or max(map(len, lines)) < 180
+
+
+# --- who may look ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/live/events", "/live/export", "/live/static", "/live/demo"])
+def test_what_it_shows_needs_a_key_and_of_several_the_admins(path: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice sk-alice\nadmin sk-admin\n")
+
+    async def test() -> None:
+        state = make_state(WatchedEngine(), api_key_file=str(keys))
+        async with serving(make_app(state)) as client:
+            assert (await client.get(path)).status == 401
+            refused = await client.get(path, "Authorization: Bearer sk-alice")
+            assert (refused.status, refused.error["code"]) == (403, "admin_key_needed")
+            assert "admin" in refused.error["message"]
+            connection = await client.connect()
+            connection.get("/live/events", "Authorization: Bearer sk-admin")
+            assert (await connection.head())[0] == 200
+
+    run(test())
+
+
+def test_one_key_or_none_is_enough_where_keys_do_not_tell_tenants_apart() -> None:
+    async def test() -> None:
+        for settings, header in (({}, ()), ({"api_key": ("sk-1",)}, ("Authorization: Bearer sk-1",))):
+            async with serving(make_app(make_state(WatchedEngine(), **settings))) as client:
+                connection = await client.connect()
+                connection.get("/live/events", *header)
+                status, headers = await connection.head()
+                assert (status, headers["content-type"].partition(";")[0]) == (200, "text/event-stream")
+
+    run(test())
+
+
+# --- the stream ------------------------------------------------------------------------------------------------------
+
+
+async def open_events(client: Client, state: Any) -> Connection:
+    connection = await client.connect()
+    connection.get("/live/events")
+    assert (await connection.head())[0] == 200
+    assert (await connection.chunk()).startswith(b"retry:")
+    engine = state.engine
+    await until(lambda: engine.watcher is not None)
+    return connection
+
+
+def test_all_viewers_get_the_same_and_one_that_comes_late_gets_the_past() -> None:
+    async def test() -> None:
+        state = make_state(WatchedEngine())
+        async with serving(make_app(state)) as client:
+            first = await open_events(client, state)
+            state.engine.watcher(KEY)
+            state.engine.watcher(b'{"step":1}\n{"step":2}')
+            late = await open_events(client, state)
+            state.engine.watcher(b'{"step":3}')
+            for connection in (first, late):
+                assert await connection.chunk() == as_event(KEY)
+                assert await connection.chunk() == b'data: {"step":1}\ndata: {"step":2}\n\n'
+                assert await connection.chunk() == b'data: {"step":3}\n\n'
+            assert state.live is not None and state.live.num_viewers == 2
+            await first.close()
+            await until(lambda: state.live.num_viewers == 1)
+            state.draining = True
+            state.engine.watcher(b'{"step":4}')
+            assert b"event: end" in (await late.chunk()) + (await late.chunk())
+
+    run(test())
+
+
+def test_the_engine_is_watched_only_while_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_feed, "_LINGER_SECONDS", 0.0)
+
+    async def test() -> None:
+        feed, engine = feed_of()
+        with feed.looking():
+            assert engine.watcher == feed.take
+            with feed.looking():
+                assert feed.num_viewers == 2
+            await asyncio.sleep(0)
+            assert engine.watcher is not None
+        assert engine.watcher is not None  # it lingers, for a page that is loaded again
+        with feed.looking():
+            await asyncio.sleep(0.001)
+            assert engine.watcher is not None
+        await until(lambda: engine.watcher is None)
+        assert engine.watchers == {}
+
+    run(test())
+
+
+def test_there_is_an_end_to_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_MOST_VIEWERS", 1)
+
+    async def test() -> None:
+        state = make_state(WatchedEngine())
+        async with serving(make_app(state)) as client:
+            await open_events(client, state)
+            refused = await client.get("/live/events")
+            assert refused.status == 503 and "1 viewers look already" in refused.error["message"]
+
+    run(test())
+
+
+def test_a_viewer_that_cannot_keep_up_is_skipped_ahead_and_told() -> None:
+    async def test() -> None:
+        state = make_state(WatchedEngine())
+        state.live = feed = LiveFeed(state.engine, most_bytes=200)
+        events = live._follow(feed, state)
+        await anext(events)
+        feed.take(KEY)
+        assert await anext(events) == as_event(KEY)
+        for number in range(20):
+            feed.take(KEY.replace(b"after", b"after%d" % number) + b'\n{"step":%d}' % number)
+        assert await anext(events) == b"event: skipped\ndata: {}\n\n"
+        assert await anext(events) == as_event(KEY.replace(b"after", b"after19") + b'\n{"step":19}')
+        await events.aclose()
+        assert feed.num_viewers == 0
+
+    run(test())
+
+
+# --- the ring --------------------------------------------------------------------------------------------------------
+
+
+def test_the_ring_is_bounded_and_begins_with_a_snapshot() -> None:
+    async def test() -> None:
+        feed, _ = feed_of(most_bytes=5000)
+        for number in range(3000):
+            feed.take(KEY if number % 10 == 0 else b'{"step":%d}' % number)
+            assert feed[feed.first] == as_event(KEY)
+            assert feed.num_bytes == sum(len(feed[i]) for i in range(feed.first, feed.end)) <= 5000 + 600
+            assert feed[feed.newest_key] == as_event(KEY)
+        assert feed.end == 3000 and feed.first > 2600
+        assert feed[feed.first + 1] is feed[feed.first + 1]
+
+    run(test())
+
+
+def test_the_ring_forgets_with_time_but_never_all_of_it() -> None:
+    async def test() -> None:
+        clock = Clock()
+        feed, _ = feed_of(most_seconds=60.0, clock=clock)
+        for _ in range(10):
+            feed.take(KEY)
+            clock.now += 10.0
+        assert feed.end - feed.first == 8  # the last 60 s, and what is needed to begin there
+        clock.now += 1000.0
+        feed.take(KEY)
+        assert feed.end - feed.first == 2
+
+    run(test())
+
+
+def test_another_recorder_begins_another_ring() -> None:
+    async def test() -> None:
+        feed, _ = feed_of()
+        feed.take(KEY)
+        feed.take(b'{"step":1}')
+        feed.take(PAST + b'\n{"step":1}')
+        assert feed.lines() == PAST + b'\n{"step":1}'
+        assert (feed.first, feed.end, feed.newest_key) == (2, 3, 2)
+
+    run(test())
+
+
+def test_requests_are_called_what_their_callers_call_them() -> None:
+    class Stream:
+        def __init__(self, request_id: str, name: str) -> None:
+            self.request_id, self.name = request_id, name
+
+    async def test() -> None:
+        feed, engine = feed_of()
+        engine.streams = [Stream("a1", "mine-1"), Stream("b2", "")]
+        with feed.looking():
+            feed.take(KEY)
+            feed.take(b'{"step":1}')
+            engine.streams.append(Stream("c3", "mine-3"))
+            for stream in (
+                engine.streams[-1],
+                Stream("d4", "mine-4"),
+                Stream("e5", ""),
+            ):  # d4 ends before it is told of
+                engine.watchers["live"].began(stream)
+            feed.take(b'{"step":2}')
+            feed.take(KEY)
+        lines = [json.loads(line) for line in feed.lines().splitlines()]
+        named = [line["names"] for line in lines if "names" in line]
+        assert named == [{"a1": "mine-1"}, {"c3": "mine-3", "d4": "mine-4"}, {"a1": "mine-1", "c3": "mine-3"}]
+
+    run(test())
+
+
+def test_a_recording_is_shown_from_its_beginning_and_ends() -> None:
+    lines = watched(make_truth(seed=1))
+
+    async def test() -> None:
+        state = make_state(WatchedEngine())
+        state.live = LiveFeed(None, recording=lines + b"\n")
+        assert state.live.lines() == lines
+        async with serving(make_app(state)) as client:
+            for _ in range(2):
+                reply = await client.get("/live/events")
+                assert reply.headers["x-recording"] == "1"
+                data = b"\n".join(line[6:] for line in reply.body.splitlines() if line.startswith(b"data: {"))
+                assert data == lines + b"\n{}"
+            assert state.engine.watcher is None
+
+    run(test())
+
+
+# --- what can be taken away ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recording() -> bytes:
+    return watched(make_truth(seed=8, max_num_seqs=4), bursts=4)
+
+
+@pytest.fixture
+def shown(recording: bytes) -> Any:
+    state = make_state(WatchedEngine())
+    state.live = LiveFeed(None, recording=recording)
+    return state
+
+
+def test_exports_are_files_in_the_formats_they_claim(shown: Any, recording: bytes) -> None:
+    async def test() -> None:
+        async with serving(make_app(shown)) as client:
+            lines = await client.get("/live/export?format=jsonl")
+            assert lines.body == recording + b"\n"
+            assert re.fullmatch(
+                r'attachment; filename="chairlift-jsonl-\d+\.jsonl"', lines.headers["content-disposition"]
+            )
+            trace = await client.get("/live/export?format=perfetto")
+            assert trace.headers["content-type"] == "application/json"
+            assert check_trace_events(trace.body)
+            refused = await client.get("/live/export?format=xml")
+            assert (refused.status, refused.error["param"]) == (400, "format")
+
+    run(test())
+
+
+def test_static_batching_of_the_same_requests(shown: Any, recording: bytes) -> None:
+    async def test() -> None:
+        async with serving(make_app(shown)) as client:
+            reply = await client.get("/live/static")
+            assert reply.status == 200, reply.body
+            first, _, lines = reply.body.partition(b"\n")
+            compare = json.loads(first)["compare"]
+            known = read_recording(recording).arrivals
+            static = read_recording(lines)
+            assert compare["requests"] == len(known) == len(static.arrivals)
+            assert compare["begin"] == known[0].arrival
+            for real, simulated in zip(known, static.arrivals, strict=True):
+                assert simulated.arrival == pytest.approx(real.arrival - known[0].arrival, abs=1e-5)
+                assert simulated.prompt_tokens == real.prompt_tokens
+                assert simulated.output_tokens == real.output_tokens
+            one, other = compare["continuous"], compare["static"]
+            assert one["tokens_per_second"] > other["tokens_per_second"]
+            assert one["whole_p50"] < other["whole_p50"]
+            assert other["held_share"] > 0.1 and one["held_share"] == 0
+            held = {change[1] for line in static.lines for change in line.get("do", ()) if change[0] == "hold"}
+            assert held
+
+    run(test())
+
+
+def test_what_cannot_be_simulated_says_why() -> None:
+    async def test() -> None:
+        state = make_state(WatchedEngine())
+        state.live = LiveFeed(None, recording=watched(make_truth(), bursts=0))
+        async with serving(make_app(state)) as client:
+            refused = await client.get("/live/static")
+            assert (refused.status, refused.error["code"]) == (422, "cannot_simulate")
+            assert "record for longer" in refused.error["message"]
+
+    run(test())
+
+
+def test_the_example_is_a_recording_with_all_there_is_to_see() -> None:
+    async def test() -> None:
+        async with serving(make_app(make_state(WatchedEngine()))) as client:
+            reply = await client.get("/live/demo")
+            assert reply.status == 200, reply.body
+            example = read_recording(reply.body)
+            kinds = {change[0] for line in example.lines for change in line.get("do", ())}
+            assert kinds >= {"add", "join", "preempt", "table", "end"}
+            assert len(example.steps) > 300
+            assert any(each.cached_tokens for each in example.arrivals)
+            again = await client.get("/live/export?source=demo")
+            assert again.body == reply.body + b"\n"
+
+    run(test())

@@ -1,0 +1,191 @@
+"""A real core in this process that is watched over HTTP, and what it really did, noted without the recorder's help."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from chairlift.config import CacheGroup, SchedulerConfig, ServerConfig
+from chairlift.engine.clock import VirtualClock
+from chairlift.engine.engine import Engine
+from chairlift.engine.input_processor import ModelLimits
+from chairlift.executor.local import LocalExecutor
+from chairlift.models.hashlm import HashLM
+from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.output import SchedulerOutput
+from chairlift.server.app import make_app
+from chairlift.server.http_protocol import HttpServer
+from chairlift.server.lifecycle import bind
+from chairlift.server.live_feed import LiveFeed
+from chairlift.server.state import ServerState
+from tests.server.harness import StateOnlyEngine, make_state
+
+__all__ = ["Truth", "WatchedEngine", "make_truth", "serve_watched"]
+
+_VOCAB, _LENGTH, _BLOCK = 20, 96, 4
+Row = tuple[int, int, int, str]
+Tables = dict[str, list[list[int]]]
+
+
+class _NotingExecutor(LocalExecutor):
+    """Notes the block tables that a step runs with."""
+
+    note: Callable[[SchedulerOutput], None]
+
+    def execute(self, out: SchedulerOutput) -> Any:
+        self.note(out)
+        return super().execute(out)
+
+
+class Truth:
+    """An engine under a load with bursts and aborts, and what it did: per request its rows, per step all tables."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self.core = engine.core
+        self.rows: dict[str, list[Row]] = {}
+        """(step, slot, tokens, why) per request."""
+        self.tables: dict[int, Tables] = {}
+        self.aborted: set[str] = set()
+        self.answers: dict[str, int] = {}
+        """Tokens of sequences whose request ended well."""
+        self._random = random.Random(seed)
+        self._count = 0
+        self.core.step_log.listener = self._stepped
+        executor = self.core.executor
+        assert isinstance(executor, _NotingExecutor)
+        executor.note = self._scheduled
+
+    def _scheduled(self, out: SchedulerOutput) -> None:
+        self._clock().advance(0.004 + 0.0003 * out.num_tokens)
+        running = self.core.scheduler.running
+        self.tables[out.step] = {name: [list(t) for t in request.block_ids] for name, request in running.items()}
+
+    def _stepped(self, record: Any) -> None:
+        for row in record.rows:
+            self.rows.setdefault(row.request_id, []).append((record.step, row.slot, row.num_tokens, row.why))
+
+    def _clock(self) -> VirtualClock:
+        clock = self.core.clock
+        assert isinstance(clock, VirtualClock)
+        return clock
+
+    def burst(self, count: int) -> None:
+        """As many requests at once; some prompts begin alike."""
+        for _ in range(count):
+            draw = self._random
+            prompt = [3] * draw.choice([0, 8, 16]) + [draw.randrange(18) for _ in range(draw.randrange(2, 24))]
+            params = SamplingParams(
+                temperature=0.0, seed=1, max_tokens=draw.randrange(2, 30), ignore_eos=True, n=draw.choice([1, 1, 1, 2])
+            )
+            self.engine.add_request(prompt, params, request_id=f"request-{self._count}")
+            self._count += 1
+
+    def step(self) -> None:
+        """One step, some time, and perhaps somebody who leaves."""
+        self._clock().advance(0.0001 * self._random.randrange(2, 20))
+        for output in self.engine.step():
+            if output.finished:
+                several = len(output.outputs) > 1
+                for answer in output.outputs:
+                    name = f"{output.request_id}#{answer.index}" if several else output.request_id
+                    self.answers[name] = len(answer.token_ids)
+        if self._random.random() < 0.04 and (live := list(self.core.scheduler.requests)):
+            name = self._random.choice(live).split("#")[0]
+            if self.engine.abort(name):
+                self.aborted.add(name)
+
+    def churn(self, count: int) -> None:
+        """Requests that leave in the middle of their prompt, each in the row that the one before it had."""
+        for number in range(count):
+            name = f"churned-{number}"
+            params = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
+            self.engine.add_request([number % 18] * 60, params, request_id=name)
+            self.step()
+            self.aborted.add(name)
+            self.engine.abort(name)
+
+    def run(self, bursts: int, most: int = 12) -> None:
+        """Bursts, each larger than the batch, until all has ended."""
+        for _ in range(bursts):
+            self.burst(self._random.randrange(3, most))
+            for _ in range(self._random.randrange(10, 40)):
+                self.step()
+        while self.engine.has_unfinished:
+            self.step()
+
+
+def make_truth(
+    seed: int = 0, *, num_blocks: int = 40, windows: tuple[int | None, ...] = (None,), host: int = 0, **config: Any
+) -> Truth:
+    scheduler = SchedulerConfig(**{"max_num_seqs": 5, "max_num_batched_tokens": 24, **config})
+    groups = [CacheGroup(num_blocks, window, host) for window in windows]
+    executor = _NotingExecutor(
+        HashLM(groups, _BLOCK, _VOCAB, _LENGTH),
+        num_slots=scheduler.max_num_seqs,
+        max_model_len=_LENGTH,
+        block_size=_BLOCK,
+    )
+    limits = ModelLimits(_VOCAB, _LENGTH, ())
+    return Truth(Engine(executor, limits, scheduler, tokenizer=None, clock=VirtualClock()), seed)
+
+
+class WatchedEngine(StateOnlyEngine):
+    """What the live view sees of an engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watcher: Callable[[bytes], object] | None = None
+        self.streams: list[Any] = []
+        self.watchers: dict[str, Any] = {}
+
+    def requests(self) -> list[Any]:
+        return self.streams
+
+    def watch(self, watcher: Callable[[bytes], object] | None) -> None:
+        self.watcher = watcher
+
+
+class ServedView:
+    """A server on a thread of its own."""
+
+    def __init__(self, state: ServerState, engine: WatchedEngine, loop: asyncio.AbstractEventLoop, port: int) -> None:
+        self.state, self.engine, self._loop = state, engine, loop
+        self.url = f"http://127.0.0.1:{port}"
+
+    def tell(self, lines: bytes) -> None:
+        """The engine has something to tell."""
+        if lines and self.engine.watcher is not None:
+            self._loop.call_soon_threadsafe(self.engine.watcher, lines)
+
+
+@contextmanager
+def serve_watched(feed: Callable[[WatchedEngine], LiveFeed] | None = None, **settings: Any) -> Iterator[ServedView]:
+    """The whole application around an engine that is only there to be watched."""
+    ready, over, found = threading.Event(), asyncio.Event(), []
+
+    async def serve() -> None:
+        engine = WatchedEngine()
+        state = make_state(engine, **settings)
+        state.live = None if feed is None else feed(engine)
+        server = HttpServer(make_app(state))
+        sock = bind(ServerConfig(port=0), ())
+        await server.start(sock)
+        found.append(ServedView(state, engine, asyncio.get_running_loop(), sock.getsockname()[1]))
+        ready.set()
+        await over.wait()
+        state.draining = True
+        await server.close(5.0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(10), "the server does not start"
+    try:
+        yield found[0]
+    finally:
+        found[0]._loop.call_soon_threadsafe(over.set)
+        thread.join(10)
