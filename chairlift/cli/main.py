@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from chairlift import __version__
-from chairlift.cli import bench, chat, check, generate, pack, serve, sim, train
+from chairlift.cli import bench, chat, check, generate, pack, serve, sim, top, trace, train, tune
 from chairlift.errors import ChairliftError
 
 __all__ = ["entry_point", "main"]
@@ -89,7 +89,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"chairlift {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for module in (serve, generate, chat, check, bench, sim, train, pack):
+    for module in (serve, generate, chat, check, bench, tune, sim, trace, train, pack, top):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(
             name,

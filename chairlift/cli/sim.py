@@ -15,12 +15,11 @@ from chairlift.config import BUNDLED_MODEL, EngineConfig, Flag, flat_fields
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from chairlift.scheduler.cost_model import StepFeatures
-    from chairlift.sim.machines import Deployment, ModelShape
+    from chairlift.sim.machines import Deployment
     from chairlift.sim.replay import SimReport
     from chairlift.workload.trace import TracedRequest
 
-__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "add_traffic_flags", "read_traffic", "report_lines", "run"]
 
 SUMMARY: Final = "replay traffic through the engine on a simulated machine"
 DESCRIPTION: Final = """Replay traffic through the real scheduler on a simulated machine, much faster than it would run.
@@ -52,26 +51,14 @@ _NOT_SIMULATED: Final = {
     "swap_directory",
 }
 _MOST_REQUESTS: Final = 1_000_000
-_MOST_FITTED_ROWS: Final = 64
+_A_SAMPLE: Final = 1000
 _BUSY: Final = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``chairlift sim``, and its other simulations."""
     parser.set_defaults(simulation=None)
-    traffic = parser.add_argument_group("traffic")
-    source = traffic.add_mutually_exclusive_group()
-    source.add_argument("--workload", metavar="NAME", default="chat", help="chat, assistant, summarize or write")
-    source.add_argument("--trace", metavar="FILE", type=Path, help="JSON lines in Mooncake's format, or BurstGPT's CSV")
-    traffic.add_argument("--num-prompts", metavar="N", type=int, help="requests (default: 256; of a trace: all)")
-    traffic.add_argument(
-        "--arrivals",
-        metavar="FORM",
-        default="all",
-        help="of a workload: all, poisson:RATE, gamma:RATE:BURSTINESS, constant:RATE, onoff:RATE:ON_S:OFF_S or "
-        "ramp:START:END:SECONDS, rates in requests per second (default: all at once)",
-    )
-    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="of the workload (default: 0)")
+    add_traffic_flags(parser, required=False)
     machine = parser.add_argument_group("machine")
     chosen = machine.add_mutually_exclusive_group()
     chosen.add_argument("--machine", metavar="NAME", help="one of the table, such as h100-sxm or turin-9755")
@@ -134,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     if refused:
         raise ConfigError(f"{refused[0]} in {args.config} means nothing to a simulation; leave it out")
     configs = _configs(settings, args.compare)
-    trace, traffic = _trace(args)
+    trace, users, traffic = read_traffic(args)
     deployment = _deployment(args, configs[0][1])
     if args.save is not None:
         from chairlift.sim.machines import write_deployment
@@ -142,9 +129,9 @@ def run(args: argparse.Namespace) -> int:
         write_deployment(args.save, deployment)
     from chairlift.sim.replay import replay
 
-    reports = [(value, replay(trace, config, deployment)) for value, config in configs]
+    reports = [(value, replay(trace, config, deployment, max_concurrency=users)) for value, config in configs]
     print(f"{traffic}\n{deployment.model} on {deployment.machine} ({deployment.validity})\n")
-    print("\n".join(_report_lines(reports[0][1]) if args.compare is None else _comparison_lines(args.compare, reports)))
+    print("\n".join(report_lines(reports[0][1]) if args.compare is None else _comparison_lines(args.compare, reports)))
     if args.json is not None:
         record = {
             "chairlift": chairlift.__version__,
@@ -184,9 +171,36 @@ def _value(flag: Flag, text: str) -> Any:
         raise ConfigError(f"compare: {flag.name} must be of type {flag.kind.__name__}, got {text!r}") from None
 
 
-def _trace(args: argparse.Namespace) -> tuple[list[TracedRequest], str]:
-    """The requests, and what they are in words."""
-    from chairlift.workload.arrivals import parse_arrivals
+def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Which requests, and when, for :func:`read_traffic`. Without ``required`` the workload ``chat`` is meant."""
+    traffic = parser.add_argument_group("traffic")
+    source = traffic.add_mutually_exclusive_group(required=required)
+    default = None if required else "chat"
+    kinds = "a kind of traffic: chat, summarize, write, ..." + ("" if required else " (default: chat)")
+    source.add_argument("--workload", metavar="NAME", default=default, help=kinds)
+    source.add_argument(
+        "--trace", metavar="FILE", type=Path, help="recorded traffic; chairlift trace says in what forms"
+    )
+    count = _A_SAMPLE if required else 256
+    traffic.add_argument("--num-prompts", metavar="N", type=int, help=f"requests (default: {count:,}; of a trace: all)")
+    traffic.add_argument(
+        "--arrivals",
+        metavar="FORM",
+        default="all",
+        help="of a workload: all, constant:RATE, poisson:RATE, gamma:RATE:BURSTINESS, onoff:RATE:ON_S:OFF_S, "
+        "ramp:START:END:S, diurnal:RATE:PEAK_TO_TROUGH:PERIOD_S or closed:USERS; rates are in requests per second "
+        "(default: all at once)",
+    )
+    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="of the workload (default: 0)")
+    parser.set_defaults(usual_count=count)
+
+
+def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | None, str]:
+    """The requests, how many users send them in a closed loop (None: nobody waits), and what they are in words.
+
+    Raises ConfigError.
+    """
+    from chairlift.workload.arrivals import ClosedLoop, parse_arrivals
     from chairlift.workload.trace import draw_trace, read_trace
 
     if args.num_prompts is not None and not 1 <= args.num_prompts <= _MOST_REQUESTS:
@@ -195,10 +209,11 @@ def _trace(args: argparse.Namespace) -> tuple[list[TracedRequest], str]:
         raise ConfigError(f"seed must be 0 or more, got {args.seed}")
     if args.trace is not None:
         trace = read_trace(args.trace)[: args.num_prompts]
-        return trace, f"trace {args.trace}, {len(trace):,} requests"
-    count = args.num_prompts or 256
-    trace = draw_trace(args.workload, parse_arrivals(args.arrivals), count, args.seed)
-    return trace, f"workload {args.workload}, {count:,} requests, arrivals {args.arrivals}, seed {args.seed}"
+        return trace, None, f"trace {args.trace}, {len(trace):,} requests"
+    count, arrivals = args.num_prompts or args.usual_count, parse_arrivals(args.arrivals)
+    trace = draw_trace(args.workload, arrivals, count, args.seed)
+    users = arrivals.users if isinstance(arrivals, ClosedLoop) else None
+    return trace, users, f"workload {args.workload}, {count:,} requests, arrivals {args.arrivals}, seed {args.seed}"
 
 
 def _deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
@@ -223,7 +238,7 @@ def _fitted_here(args: argparse.Namespace) -> Deployment:
     from chairlift.engine.input_processor import ModelLimits
     from chairlift.models.hf_config import read_config
     from chairlift.models.loader import resolve_dtype, resolve_model_dir
-    from chairlift.sim.calibrate import calibrate
+    from chairlift.sim.calibrate import fit_core
     from chairlift.sim.machines import ModelShape
 
     settings, _ = read_settings(args, sampling=False)
@@ -236,52 +251,33 @@ def _fitted_here(args: argparse.Namespace) -> Deployment:
         print(
             f"chairlift: warning: others use {machine.busy:.0%} of this machine; its times will vary", file=sys.stderr
         )
-    core, rows = llm.engine.core, llm.config.scheduler.max_num_seqs
-    limits = ModelLimits(network.vocab_size, llm.max_model_len)
     print(f"timing steps of {args.fit} on this machine ({machine.cpu})", file=sys.stderr)
-    times = calibrate(core, limits, min(rows, _MOST_FITTED_ROWS))
+    limits = ModelLimits(network.vocab_size, llm.max_model_len)
+    deployment, times = fit_core(llm.engine.core, limits, machine.cpu, shape)
     if args.save_steps is not None:
         args.save_steps.write_text("\n".join(times.lines) + "\n")
-    memory = core.executor.cache_groups[0].num_blocks * core.executor.block_size * shape.kv_bytes
-    return _fitted(machine.cpu, shape, times.steps, memory, llm.max_model_len)
+    return deployment
 
 
 def _fitted_on_log(args: argparse.Namespace, config: EngineConfig) -> Deployment:
-    from chairlift.sim.calibrate import read_steps
+    from chairlift.sim.calibrate import fit_deployment, read_steps
     from chairlift.sim.machines import shape_from_name
 
     steps, shape, memory = read_steps(args.step_log), shape_from_name(args.model), config.cache.kv_cache_memory_bytes
     if memory is None and config.cache.num_kv_blocks is None:
         raise ConfigError("a step log does not say how much memory there is; give --kv-cache-memory-bytes")
-    return _fitted(f"the machine of {args.step_log}", shape, steps, memory or 1 << 30, shape.max_model_len)
-
-
-def _fitted(
-    machine: str, shape: ModelShape, steps: list[tuple[StepFeatures, float]], memory: int, max_model_len: int
-) -> Deployment:
-    from chairlift.sim.calibrate import describe_fit, fit_steps
-    from chairlift.sim.machines import Deployment
-
-    cost = fit_steps(steps, shape)
-    return Deployment(
-        machine=machine,
-        model=shape.name,
-        cost=cost,
-        kv_bytes_per_token=shape.kv_bytes,
-        kv_memory_bytes=memory,
-        max_model_len=max_model_len,
-        validity=describe_fit(cost, steps),
-    )
+    return fit_deployment(f"the machine of {args.step_log}", shape, steps, memory or 1 << 30, shape.max_model_len)
 
 
 # --- what is printed -------------------------------------------------------------------------------------------------
 
 
-def _report_lines(report: SimReport) -> list[str]:
+def report_lines(report: SimReport) -> list[str]:
     served = report.served
     lines = [
         f"requests        {served.requests:,} served, {served.refused:,} refused at the door,"
-        f" {served.dropped:,} dropped at their deadline",
+        f" {served.dropped:,} dropped at their deadline"
+        + (f", {served.cancelled:,} cancelled by their client" if served.cancelled else ""),
         f"tokens          {served.prompt_tokens:,} of prompts, {served.cached_tokens:,} of them from the prefix cache;"
         f" {served.output_tokens:,} of answers",
         f"throughput      {served.requests_per_second:.2f} requests/s, {served.output_tokens_per_second:,.1f} output"

@@ -11,17 +11,18 @@ from chairlift.engine.input_processor import ModelLimits
 from chairlift.engine.step_log import StepRecord
 from chairlift.errors import ConfigError
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
-from chairlift.sim.machines import MACHINES, ModelShape
+from chairlift.sim.machines import MACHINES, Deployment, ModelShape
 from chairlift.sim.replay import serve_trace
 from chairlift.workload.trace import PREFIX_BLOCK, TracedRequest
 
-__all__ = ["StepTimes", "calibrate", "describe_fit", "fit_steps", "read_steps"]
+__all__ = ["StepTimes", "calibrate", "describe_fit", "fit_core", "fit_deployment", "fit_steps", "read_steps"]
 
 _PROMPTS: Final = (16, 200, 64)
 _ANSWER: Final = 12
 _USUAL: Final = "genoa-9654"
 """A machine of the usual ratio of arithmetic to bandwidth, for CPUs without matrix units."""
 _LONG_PROMPTS: Final = (32, 96, 200, 400, 800, 1600)
+_MOST_FITTED_ROWS: Final = 64
 
 
 class StepTimes:
@@ -87,6 +88,29 @@ def describe_fit(model: CostModel, steps: list[tuple[StepFeatures, float]]) -> s
     errors = model.errors(steps)
     half, most = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
     return f"fitted on {len(steps):,} real steps, half of them within {half:.0%} and nine of ten within {most:.0%}"
+
+
+def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelShape) -> tuple[Deployment, StepTimes]:
+    """Time steps of a real, idle engine (:func:`calibrate`) and fit a deployment with its KV cache on them."""
+    times = calibrate(core, limits, min(core.scheduler.max_running, _MOST_FITTED_ROWS))
+    memory = core.executor.cache_groups[0].num_blocks * core.executor.block_size * shape.kv_bytes
+    return fit_deployment(machine, shape, times.steps, memory, limits.max_model_len), times
+
+
+def fit_deployment(
+    machine: str, shape: ModelShape, steps: list[tuple[StepFeatures, float]], memory: int, max_model_len: int
+) -> Deployment:
+    """A model on the machine that the steps were timed on. Raises ConfigError when they are too few."""
+    cost = fit_steps(steps, shape)
+    return Deployment(
+        machine=machine,
+        model=shape.name,
+        cost=cost,
+        kv_bytes_per_token=shape.kv_bytes,
+        kv_memory_bytes=memory,
+        max_model_len=max_model_len,
+        validity=describe_fit(cost, steps),
+    )
 
 
 def read_steps(path: Path) -> list[tuple[StepFeatures, float]]:

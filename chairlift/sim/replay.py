@@ -10,15 +10,17 @@ Vidur's idea (MLSys 2024).
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from chairlift.config import CacheGroup, EngineConfig
 from chairlift.engine.clock import Clock, VirtualClock
-from chairlift.engine.core import CoreOutputs, EngineCore
+from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.errors import ConfigError, InvariantError, RequestError
 from chairlift.models.flat_batch import SampledTokens
@@ -120,16 +122,18 @@ class ServedTrace:
     """Turned away at the door, because they could never fit or asked for what the settings do not have."""
     dropped: int
     """Ended because they could not keep their deadline any more."""
+    cancelled: int
+    """Ended because their client left; they count nowhere else."""
     prompt_tokens: int
     cached_tokens: int
     """Of these, read from the prefix cache."""
     output_tokens: int
     seconds: float
-    """From the first arrival to the last token."""
+    """From the first request that is sent to the last token."""
     requests_per_second: float
     output_tokens_per_second: float
     ttft: Percentiles
-    """Time to the first token, from arrival. The others per request too, but for the gaps between tokens."""
+    """Time to the first token, from when it is sent. The others per request too, but for the gaps between tokens."""
     tpot: Percentiles
     """Time per output token after the first."""
     itl: Percentiles
@@ -169,12 +173,14 @@ class RequestTiming:
     """One request on its way. Times are on the core's clock; -1 is not yet."""
 
     request: TracedRequest
+    """With the time at which it was sent as its arrival."""
     started: float = -1.0
     first: float = -1.0
     last: float = -1.0
     tokens: int = 0
     ended: bool = False
     dropped: bool = False
+    cancelled: bool = False
 
     @property
     def tpot(self) -> float:
@@ -201,7 +207,7 @@ class _Collector:
     def __init__(self) -> None:
         self.timings: dict[str, RequestTiming] = {}
         self.gaps = array("d")
-        self.cached_tokens = self.steps = self.rows = 0
+        self.cached_tokens = self.steps = self.rows = self.preempted = 0
         self.busy = self.busy_until = 0.0
         self._last_step = 0
 
@@ -218,10 +224,15 @@ class _Collector:
                 timing.first = now
             timing.tokens += 1
             timing.last = now
-        for ended in outputs.finished:
-            timing = timings[ended.sequence_id]
+        self.end(outputs.finished)
+
+    def end(self, finished: Iterable[FinishedSequence]) -> None:
+        """Note who has left. Raises RequestError for one that failed."""
+        for ended in finished:
+            timing = self.timings[ended.sequence_id]
             timing.ended = ended.finish_reason is FinishReason.LENGTH
             timing.dropped = ended.finish_reason is FinishReason.DEADLINE
+            self.preempted += ended.num_preemptions > 0
             if not timing.ended and not timing.dropped:
                 raise RequestError(
                     f"request {ended.sequence_id} of the trace failed: {ended.error or ended.finish_reason}"
@@ -242,13 +253,14 @@ class _Collector:
         begin = min((timing.request.arrival for timing in self.timings.values()), default=0.0)
         seconds = max((timing.last for timing in done), default=begin) - begin
         tokens = sum(timing.tokens for timing in done)
-        over = [timing.kept for timing in self.timings.values() if timing.ended or timing.dropped]
-        kept = [each for each in over if each is not None]
+        over = [timing for timing in self.timings.values() if timing.ended or timing.dropped]
+        kept = [each for each in (timing.kept for timing in over) if each is not None]
         per_second = 1 / seconds if seconds > 0 else 0.0
         return ServedTrace(
             requests=len(done),
             refused=refused,
-            dropped=sum(timing.dropped for timing in self.timings.values()),
+            dropped=sum(timing.dropped for timing in over),
+            cancelled=sum(timing.cancelled for timing in self.timings.values()),
             prompt_tokens=sum(timing.request.prompt_tokens for timing in done),
             cached_tokens=self.cached_tokens,
             output_tokens=tokens,
@@ -264,7 +276,7 @@ class _Collector:
             mean_rows=self.rows / self.steps if self.steps else 0.0,
             utilisation=min(1.0, self.busy * per_second),
             preemptions=core.scheduler.num_preemptions - preemptions,
-            preemption_rate=core.scheduler.preemption_rate.total,
+            preemption_rate=self.preempted / len(over) if over else 0.0,
             goodput=sum(kept) / len(kept) if kept else None,
         )
 
@@ -272,37 +284,115 @@ class _Collector:
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
+class _Clients:
+    """Who is sent when: at its time, not before the turn before it has ended, with so many in flight at most."""
+
+    def __init__(self, trace: Sequence[TracedRequest], begin: float, most: int | None) -> None:
+        self._trace, self._begin = trace, begin
+        self._places = None if most is None else deque([begin] * most)
+        """Since when each user of a closed loop has had no request in flight."""
+        self._later: dict[str, deque[int]] = {}
+        order = list(range(len(trace)))
+        if any(request.session for request in trace):
+            order.sort(key=lambda index: (trace[index].turn, index))
+        first = []
+        for index in order:
+            turns = self._later.get(trace[index].session)
+            if turns is not None:
+                turns.append(index)
+                continue
+            first.append((begin + trace[index].arrival, index))
+            if trace[index].session:
+                self._later[trace[index].session] = deque()
+        heapq.heapify(first)
+        self._ready: list[tuple[float, int]] = first
+        self._leaving: list[tuple[float, int]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether all have been sent that can be without another one ending."""
+        return not self._ready
+
+    def next_event(self) -> float | None:
+        """When the next is sent or leaves, if nobody ends before."""
+        sent = self._ready[0][0] if self._ready and self._places is None else None
+        if self._ready and self._places:
+            sent = max(self._ready[0][0], self._places[0])
+        return min(
+            (when for when in (sent, *[each[0] for each in self._leaving[:1]]) if when is not None), default=None
+        )
+
+    def send(self, now: float) -> tuple[int, float] | None:
+        """The next to send at ``now``, and since when it could be."""
+        if not self._ready or self._ready[0][0] > now or (self._places is not None and not self._places):
+            return None
+        when, index = heapq.heappop(self._ready)
+        if self._places is not None:
+            when = max(when, self._places.popleft())
+        patience = self._trace[index].cancel_ms
+        if patience is not None:
+            heapq.heappush(self._leaving, (when + patience / 1000, index))
+        return index, when
+
+    def leaving(self, now: float) -> list[int]:
+        """Those who do not wait any longer, answered or not."""
+        over = []
+        while self._leaving and self._leaving[0][0] <= now:
+            over.append(heapq.heappop(self._leaving)[1])
+        return over
+
+    def ended(self, index: int, now: float) -> None:
+        """Its user, and the next turn of its session, may go on."""
+        if self._places is not None:
+            self._places.append(now)
+        turns = self._later.get(self._trace[index].session)
+        if turns:
+            later = turns.popleft()
+            heapq.heappush(self._ready, (max(now, self._begin + self._trace[later].arrival), later))
+
+
 def serve_trace(
     core: EngineCore,
     trace: Sequence[TracedRequest],
     limits: ModelLimits,
     timings: list[RequestTiming] | None = None,
+    *,
+    max_concurrency: int | None = None,
 ) -> ServedTrace:
     """Serve a trace to its end, greedily and to exactly its lengths; arrivals count from now on the core's clock.
 
-    ``timings`` is given one entry for every request that was let in.
+    ``timings`` is given one entry for every request that was let in. A turn of a session is sent at its time or when
+    the turn before it has ended, whichever is later; a request with ``cancel_ms`` is aborted then; with
+    ``max_concurrency`` no more than so many requests are in flight, as in a closed loop of users.
 
     Works for simulated and real cores alike; the core must be idle. Raises RequestError when a request that was let in
     fails; those that the door refuses, and those dropped at their deadline, are counted.
     """
     clock, door, collector = core.clock, InputProcessor(limits, None, core.kv, seed=0), _Collector()
-    begin, refused, upcoming, preemptions = clock.now(), 0, 0, core.scheduler.num_preemptions
-    while upcoming < len(trace) or core.has_work:
+    refused, preemptions = 0, core.scheduler.num_preemptions
+    clients = _Clients(trace, clock.now(), max_concurrency)
+    while core.has_work or not clients.done:
         now = clock.now()
-        while upcoming < len(trace) and begin + trace[upcoming].arrival <= now:
-            refused += not _enter(core, door, trace[upcoming], upcoming, begin, collector)
-            upcoming += 1
-        arrival = begin + trace[upcoming].arrival if upcoming < len(trace) else None
+        while (sent := clients.send(now)) is not None:
+            if not _enter(core, door, trace[sent[0]], *sent, collector):
+                refused += 1
+                clients.ended(sent[0], now)
+        _let_go(core, clients, collector, now)
+        event = clients.next_event()
         if not core.has_work:
-            if arrival is not None:
-                clock.wait_until(arrival)
+            if event is not None:
+                clock.wait_until(event)
+            elif not clients.done:
+                raise InvariantError("requests are left that nobody will ever send")
             continue
         outputs = core.step()
         if outputs is not None:
             collector.take(outputs, clock.now())
             collector.step(core)
+            for ended in outputs.finished:
+                clients.ended(int(ended.sequence_id), clock.now())
         elif not core.num_in_flight:
-            events = [when for when in (core.next_event(), arrival) if when is not None]
+            events = [when for when in (core.next_event(), event) if when is not None]
             if not events:
                 raise InvariantError("requests wait, but no step and no arrival will ever come")
             clock.wait_until(min(events))
@@ -311,11 +401,24 @@ def serve_trace(
     return collector.served(refused, core, preemptions)
 
 
+def _let_go(core: EngineCore, clients: _Clients, collector: _Collector, now: float) -> None:
+    """Abort those whose client has left, and hear of the others that leave a static batch with them."""
+    for index in clients.leaving(now):
+        timing = collector.timings.get(str(index))
+        if timing is None or timing.ended or timing.dropped:
+            continue
+        timing.cancelled = True
+        mates = [ended for ended in core.abort([str(index)]) if ended.sequence_id != str(index)]
+        collector.end(mates)
+        for gone in (index, *(int(ended.sequence_id) for ended in mates)):
+            clients.ended(gone, now)
+
+
 def _enter(
-    core: EngineCore, door: InputProcessor, request: TracedRequest, index: int, begin: float, collector: _Collector
+    core: EngineCore, door: InputProcessor, request: TracedRequest, index: int, arrival: float, collector: _Collector
 ) -> bool:
-    """Let a request in; False when the door refuses it. Policies that look at no promises are told of none."""
-    arrival = begin + request.arrival
+    """Let a request in that was sent at ``arrival``; False when the door refuses it. Policies that look at no promises
+    are told of none."""
     asked: dict[str, Any] = {}
     if door.limits.service_classes is not None:
         names = ("priority", "service_tier", "ttft_ms", "tpot_ms", "deadline_ms")
@@ -370,11 +473,15 @@ def simulated_core(
     return core, ModelLimits(_VOCAB_SIZE, longest, (), scheduler.promises)
 
 
-def replay(trace: Sequence[TracedRequest], config: EngineConfig, deployment: Deployment) -> SimReport:
+def replay(
+    trace: Sequence[TracedRequest], config: EngineConfig, deployment: Deployment, *, max_concurrency: int | None = None
+) -> SimReport:
     """Simulate a trace. The same trace, settings and cost model give the same report, bit for bit.
+
+    ``max_concurrency`` is as in :func:`serve_trace`.
 
     Raises ConfigError for settings that the deployment has no room for.
     """
     core, limits = simulated_core(deployment, config)
-    served = serve_trace(core, trace, limits)
+    served = serve_trace(core, trace, limits, max_concurrency=max_concurrency)
     return SimReport(deployment.machine, deployment.model, deployment.validity, served)

@@ -22,7 +22,7 @@ from chairlift.sim.machines import (
     deploy,
     shape_from_name,
 )
-from chairlift.sim.replay import ServedTrace, SimReport, replay, serve_trace, simulated_core
+from chairlift.sim.replay import RequestTiming, ServedTrace, SimReport, replay, serve_trace, simulated_core
 from chairlift.workload.arrivals import Gamma, parse_arrivals
 from chairlift.workload.trace import TracedRequest, draw_trace
 
@@ -315,3 +315,52 @@ def test_a_model_without_room_is_calibrated_with_what_fits() -> None:
     assert max(step.prefill_tokens for step, _ in times.steps) <= 2 * 48
     with pytest.raises(ConfigError, match="at least 16 steps"):
         fit_steps(times.steps[:15])
+
+
+def arrivals(trace: list[TracedRequest], max_concurrency: int | None = None, **settings: Any) -> list[RequestTiming]:
+    """Who was sent when, and what became of them, with steps of 0.1 s."""
+    core, limits = simulated_core(deployment(FLAT), EngineConfig.from_flat(settings))
+    timings: list[RequestTiming] = []
+    serve_trace(core, trace, limits, timings, max_concurrency=max_concurrency)
+    return timings
+
+
+def test_a_turn_waits_for_the_one_before_it_and_for_its_time() -> None:
+    turns = [one(0.0, output=5, session="a", turn=0), one(0.1, output=1, session="b"), one(0.2, session="a", turn=1)]
+    turns += [one(0.3, output=1), one(2.0, output=1, session="a", turn=4)]
+    sent = [timing.request.arrival for timing in arrivals(turns)]
+    assert sorted(sent) == pytest.approx([0.0, 0.1, 0.3, 0.5, 2.0])
+    late = [one(0.0, output=8, session="a"), one(0.1, output=8, session="a", turn=1), one(0.2, session="a", turn=2)]
+    assert [timing.request.arrival for timing in arrivals(late)] == pytest.approx([0.0, 0.8, 1.6])
+    refused = [one(0.0, prompt=20_000, session="a"), one(0.0, output=1, session="a", turn=1)]
+    assert [timing.request.turn for timing in arrivals(refused)] == [1], "whose first turn is refused may ask again"
+
+
+def test_users_of_a_closed_loop_send_one_request_after_the_other() -> None:
+    trace = [one(0.0, output=output) for output in (2, 5, 3, 1, 1)]
+    timings = arrivals(trace, max_concurrency=2)
+    assert [timing.request.arrival for timing in timings] == pytest.approx([0.0, 0.0, 0.2, 0.5, 0.5])
+    assert max(timing.last for timing in timings) == pytest.approx(0.6)
+    alone = replay(trace, EngineConfig(), deployment(FLAT), max_concurrency=1).served
+    assert alone.mean_rows == 1
+    assert alone.queue.p99 == pytest.approx(0)
+
+
+@pytest.mark.parametrize("batching", ["continuous", "static", "dynamic"])
+def test_who_leaves_before_the_answer_is_complete_is_aborted(batching: str) -> None:
+    trace = [one(0.0, output=40, cancel_ms=250.0), one(0.0, output=4, cancel_ms=5000.0), one(0.0, output=4)]
+    settings = {"batching": batching, "max_num_seqs": 4}
+    figures = served(trace, FLAT, **settings)
+    assert (figures.requests, figures.cancelled, figures.output_tokens) == (2, 1, 8)
+    assert figures.seconds == pytest.approx(0.4)
+    assert figures.goodput is None
+    promised = [dataclasses.replace(request, ttft_ms=1.0) for request in trace]
+    assert served(promised, FLAT, **settings).goodput == 0.0, "of the two who stayed"
+    session = [dataclasses.replace(trace[0], session="a"), one(0.0, output=1, session="a", turn=1)]
+    if batching == "continuous":
+        assert [timing.request.arrival for timing in arrivals(session)] == pytest.approx([0.0, 0.3])
+
+
+def test_who_leaves_while_waiting_is_never_started() -> None:
+    figures = served([one(0.0, output=9), one(0.0, cancel_ms=200.0)], FLAT, max_num_seqs=1)
+    assert (figures.requests, figures.cancelled, figures.steps) == (1, 1, 9)

@@ -1,0 +1,245 @@
+"""``chairlift tune``: what does batching do for this traffic, and what should be run?"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import chairlift
+from chairlift.cli.flags import add_engine_flags, read_settings
+from chairlift.cli.sim import add_traffic_flags, read_traffic
+from chairlift.config import BUNDLED_MODEL, EngineConfig
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.bench.tune_lab import MakeCore
+    from chairlift.engine.core import EngineCore
+    from chairlift.engine.input_processor import ModelLimits
+    from chairlift.workload.trace import TracedRequest
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "find out what batching does for your traffic, and which settings to run"
+DESCRIPTION: Final = """Find out what batching does for your traffic on this machine, and which settings to run.
+
+Static batches first, then continuous batching with its defaults. A simulator, fitted on steps of the model here, tries
+many settings; the real engine runs the few that matter, side by side. The best settings keep what you promise (--slo)
+for 99 of 100 requests, preempt fewer than 2 of 100, and get most work through.
+
+  chairlift tune --workload chat --output tuned
+  chairlift tune MODEL --trace traffic.jsonl --slo ttft:500,tpot:80 --price-per-hour 1.50 --output tuned
+  chairlift serve MODEL --config tuned/chairlift.yaml
+
+The directory gets chairlift.yaml, report.html and tune.json. Ctrl-C loses nothing: the same command goes on. Settings
+that are given as flags stay as they are; the others are searched."""
+
+_SLO: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms"}
+_UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600}
+_BUSY: Final = 0.1
+_EVERY: Final = 10.0
+"""Seconds between lines of progress where there is no terminal."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``chairlift tune``."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
+    add_traffic_flags(parser, required=True)
+    wanted = parser.add_argument_group("what is wanted")
+    wanted.add_argument(
+        "--slo",
+        metavar="NAME:MS,...",
+        type=_slo,
+        default={},
+        help="what is promised to a request without promises of its own: ttft (time to first token), tpot (time per "
+        "output token), e2el (whole request), in ms; as in ttft:500,tpot:80",
+    )
+    wanted.add_argument("--output", metavar="DIR", type=Path, required=True, help="where the results go")
+    wanted.add_argument(
+        "--time-limit", metavar="TIME", type=_duration, default=600.0, help="such as 90s or 10m (default: 10m)"
+    )
+    wanted.add_argument(
+        "--price-per-hour", metavar="PRICE", type=_positive, default=1.0, help="of this machine (default: 1)"
+    )
+    wanted.add_argument(
+        "--rate-scale", metavar="X", type=_positive, default=1.0, help="requests come X times as fast (default: 1)"
+    )
+    add_engine_flags(parser, leave_out={"model", "seed", "batching"})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune; 0. What keeps it from running raises ChairliftError."""
+    requests, users, what = read_traffic(args)
+    fixed, _ = read_settings(args, sampling=False)
+    name = fixed.pop("model", BUNDLED_MODEL) if args.model is None else args.model
+    EngineConfig.from_flat(fixed)
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the directory {args.output}: {error.strerror}; give another --output") from None
+    from chairlift.bench.machine import describe_machine
+    from chairlift.bench.tune import Question, tune
+    from chairlift.bench.tune_page import tune_page
+    from chairlift.bench.tune_report import Answer, config_lines, report_lines, verdict
+    from chairlift.bench.tune_state import State
+    from chairlift.engine.clock import SystemClock
+
+    machine = describe_machine()
+    inputs = {
+        "model": name,
+        "traffic": _digest(requests, users),
+        "slo": args.slo,
+        "rate_scale": args.rate_scale,
+        "settings": fixed,
+        "machine": f"{machine.cpu}, {machine.processors} processors",
+        "chairlift": chairlift.__version__,
+    }
+    state = State(args.output / "tune.json", inputs)
+    question = Question(
+        requests=_scaled(requests, args.rate_scale), users=users, slo=args.slo, fixed=fixed, time_limit=args.time_limit
+    )
+    progress = _Progress()
+    progress.line(_described(requests, what))
+    if state.resumed:
+        progress.line(f"{state.path} holds results of the same question: going on from there")
+    if machine.busy > _BUSY:
+        progress.line(f"warning: others use {machine.busy:.0%} of this machine; measured times will vary")
+    make_core, shape = _model(name, fixed)
+    try:
+        findings = tune(
+            question, state, make_core, machine=machine.cpu, shape=shape, clock=SystemClock(), say=progress.update
+        )
+    except KeyboardInterrupt:
+        state.save()
+        progress.line(f"stopped; what was found out is in {state.path}, and the same command goes on from there")
+        raise
+    progress.end()
+    command = shlex.join(["chairlift", *sys.argv[1:]]) if sys.argv[1:2] == ["tune"] else "chairlift tune ..."
+    answer = Answer(
+        findings=findings,
+        state=state,
+        model=name,
+        what=what,
+        fixed=fixed,
+        machine=machine,
+        price=args.price_per_hour,
+        command=command,
+        output=args.output,
+    )
+    for file, text in (("chairlift.yaml", "\n".join(config_lines(answer)) + "\n"), ("report.html", tune_page(answer))):
+        (args.output / file).write_text(text, encoding="utf-8")
+    state.report = {"verdict": verdict(answer), **findings.to_dict()}
+    state.save()
+    print("\n".join(report_lines(answer)))
+    return 0
+
+
+# --- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def _digest(requests: list[TracedRequest], users: int | None) -> str:
+    digest = hashlib.sha256(repr(users).encode())
+    for request in requests:
+        digest.update(repr(request).encode())
+    return digest.hexdigest()[:16]
+
+
+def _scaled(requests: list[TracedRequest], scale: float) -> list[TracedRequest]:
+    import dataclasses
+
+    return [dataclasses.replace(request, arrival=request.arrival / scale) for request in requests]
+
+
+def _described(requests: list[TracedRequest], what: str) -> str:
+    prompt, output = (sum(getattr(each, name) for each in requests) for name in ("prompt_tokens", "output_tokens"))
+    span = requests[-1].arrival - requests[0].arrival
+    rate = f", {(len(requests) - 1) / span:.2f} requests/s" if span > 0 else ", all at once"
+    return f"{what}: {prompt:,} prompt tokens, {output:,} output tokens{rate}"
+
+
+def _model(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
+    """How to make an engine with this model in it, and the model's shape."""
+    from chairlift import LLM
+    from chairlift.engine.input_processor import ModelLimits
+    from chairlift.models.hf_config import read_config
+    from chairlift.models.loader import resolve_dtype, resolve_model_dir
+    from chairlift.sim.machines import ModelShape
+
+    bundled = Path(chairlift.__file__).parent / "assets"
+    model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, fixed.get("revision"))
+    network = read_config(model_dir)
+    dtype = resolve_dtype(network, fixed.get("dtype", "auto"))
+
+    def make_core(settings: Mapping[str, Any]) -> tuple[EngineCore, ModelLimits]:
+        gc.collect()  # the engine before left much, and a collection in the middle of a run would count
+        llm = LLM(**{**settings, "model": str(model_dir), "skip_tokenizer_init": True})
+        limits = ModelLimits(network.vocab_size, llm.max_model_len, (), llm.config.scheduler.promises)
+        return llm.engine.core, limits
+
+    return make_core, ModelShape.of(name, network, dtype.itemsize)
+
+
+def _slo(text: str) -> dict[str, float]:
+    """``ttft:500,tpot:80`` by the names of TracedRequest's fields."""
+    promises: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition(":")
+        try:
+            promises[_SLO[name]] = _positive(value)
+        except (KeyError, argparse.ArgumentTypeError):
+            raise argparse.ArgumentTypeError(
+                f"must be names and milliseconds like ttft:500,tpot:80 (names: {', '.join(_SLO)}), got {text!r}"
+            ) from None
+    return promises
+
+
+def _duration(text: str) -> float:
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh]?)", text)
+    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 5 <= seconds <= 86_400 * 7:
+        raise argparse.ArgumentTypeError(f"must be a time from 5s to 168h, such as 90s or 10m, got {text!r}")
+    return seconds
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1e-9 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """On standard error: one line that changes on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._shown, self._stage = -_EVERY, ""
+
+    def update(self, text: str) -> None:
+        stage, now = text[:1], time.monotonic()
+        if self._terminal:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif stage != self._stage or now >= self._shown + _EVERY:
+            print(text, file=sys.stderr, flush=True)
+            self._shown, self._stage = now, stage
+
+    def line(self, text: str) -> None:
+        self.end()
+        print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from chairlift.cli import tune
+from tests.cli.conftest import Run
+
+FEW = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--prefill-mode", "mixed", "--kernels", "torch")
+
+
+@pytest.mark.nightly
+def test_a_small_model_is_tuned_and_the_result_can_be_used(chairlift: Run, tmp_path: Path, model_dir: Path) -> None:
+    out_dir = tmp_path / "tuned"
+    argv = ("tune", model_dir, "--workload", "chat", "--num-prompts", "12", "--output", out_dir, "--time-limit", "60s")
+    code, out, err = chairlift(*argv, *FEW)
+    assert code == 0, err
+    assert err[0].startswith("workload chat, 12 requests")
+    assert any(line.startswith("all at once: output tokens/s") for line in out)
+    assert "chairlift serve" in out[-2]
+    assert sorted(path.name for path in out_dir.iterdir()) == ["chairlift.yaml", "report.html", "tune.json"]
+    settings = yaml.safe_load((out_dir / "chairlift.yaml").read_text())
+    assert (settings["max_num_seqs"], settings["kernels"]) == (4, "torch")
+    config = ("--config", out_dir / "chairlift.yaml")
+    assert chairlift("generate", *config, "hello", "--max-tokens", "2")[0] == 0
+    assert json.loads((out_dir / "tune.json").read_text())["report"]["verdict"] == out[-2]
+    again = chairlift(*argv, *FEW)
+    assert again[0] == 0
+    assert again[1] == out, "nothing is left to do"
+    other = chairlift(*argv, *FEW, "--slo", "ttft:500")
+    assert other[0] == 2
+    assert "holds results for another question: slo was {} and is" in other[2][-1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (("--workload", "chat"), "the following arguments are required: --output"),
+        (("--output", "d"), "one of the arguments --workload --trace is required"),
+        (("--output", "d", "--workload", "chats"), "workload must be one of"),
+        (("--output", "d", "--workload", "chat", "--slo", "ttfb:5"), "must be names and milliseconds"),
+        (("--output", "d", "--workload", "chat", "--slo", "ttft:-5"), "must be names and milliseconds"),
+        (("--output", "d", "--workload", "chat", "--time-limit", "5 minutes"), "must be a time from 5s"),
+        (("--output", "d", "--workload", "chat", "--rate-scale", "0"), "must be a number above 0"),
+        (("--output", "d", "--workload", "chat", "--batching", "static"), "unknown flag '--batching'"),
+        (("--output", "d", "--workload", "chat", "--max-num-seqs", "0"), "max_num_seqs must be"),
+        (("--output", "d", "--trace", "/nowhere.jsonl"), "cannot read the trace"),
+        (("--output", "/proc/no", "--workload", "chat"), "cannot make the directory /proc/no"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    chairlift: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...], complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = chairlift("tune", *argv)
+    assert (code, out) == (2, [])
+    assert len(err) == 1
+    assert complaint in err[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_promises_and_times() -> None:
+    assert tune._slo("ttft:500, tpot:80,e2el:9e3") == {"ttft_ms": 500.0, "tpot_ms": 80.0, "deadline_ms": 9000.0}
+    assert [tune._duration(text) for text in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
