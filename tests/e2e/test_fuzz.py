@@ -139,7 +139,7 @@ def test_generated_from_the_document(server: ServerProcess, count: int) -> None:
 
         run()
 
-    for each in schema.get_all_operations():
+    for each in schema.exclude(path="/v1/traffic").get_all_operations():  # which goes on until somebody leaves
         operation = each.ok()
         for mode in (
             (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if operation.body else (GenerationMode.POSITIVE,)
