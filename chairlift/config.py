@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import difflib
+import functools
 import inspect
 import os
 import re
@@ -41,12 +41,14 @@ _LATE = ("downgrade", "drop")
 _GOVERNORS = ("off", "shadow", "rules", "learned")
 _PREEMPTION_MODES = ("auto", "recompute", "swap", "none")
 _PREFILL_MODES = ("mixed", "prefill_first", "decode_first", "separate", "auto")
-_KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch")
+_KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton")
+_CUDA_GRAPHS = ("lazy", "start", "off")
 _METRICS_PREFIXES = ("chairlift", "vllm")
 _LOG_FORMATS = ("text", "json")
 _CHOICES = {
     "dtype": _DTYPES,
     "kernels": _KERNELS,
+    "cuda_graphs": _CUDA_GRAPHS,
     "batching": _BATCHING,
     "late_requests": _LATE,
     "governor": _GOVERNORS,
@@ -76,7 +78,11 @@ class ModelConfig:
     threads: int | None = None
     """CPU threads. None: all the processors this process may use."""
     kernels: str = "auto"
-    """CPU kernels: auto picks the best this processor has; a name forces that path; torch is the reference."""
+    """Who computes: auto picks the best this processor or GPU has; a name forces that path (triton: on a GPU); torch is
+    the reference."""
+    cuda_graphs: str = "lazy"
+    """Decode steps recorded as CUDA graphs: lazy (when first needed), start (all at the start), or off (vLLM's
+    enforce_eager)."""
     max_model_len: int | None = None
     """Longest sequence, prompt and answer together, in tokens. None: what the model was made for."""
     seed: int | None = None
@@ -90,7 +96,10 @@ class CacheConfig:
     block_size: int = 16
     """Tokens per block: a power of two from 1 to 256."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for the KV cache. None: 40 % of what the machine and its control group allow."""
+    """Memory for the KV cache. None: 40 % of what the machine and its control group allow, or what
+    gpu_memory_utilization leaves."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that may be in use, by weights, steps and KV cache together (GPU only)."""
     num_kv_blocks: int | None = None
     """Exact number of blocks per cache group, instead of a size in bytes."""
     enable_prefix_caching: bool = True
@@ -184,6 +193,7 @@ class EngineConfig:
         model, cache, scheduler = self.model, self.cache, self.scheduler
         _one_of("dtype", model.dtype, _DTYPES)
         _one_of("kernels", model.kernels, _KERNELS)
+        _one_of("cuda_graphs", model.cuda_graphs, _CUDA_GRAPHS)
         _one_of("batching", scheduler.batching, _BATCHING)
         for name in ("late_requests", "preemption_mode", "prefill_mode", "governor"):
             _one_of(name, getattr(scheduler, name), _CHOICES[name])
@@ -203,6 +213,7 @@ class EngineConfig:
         _range("max_model_len", model.max_model_len, 2, 2**24)
         _range("seed", model.seed, -(2**63), 2**63 - 1)
         _range("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1, 2**50)
+        _range("gpu_memory_utilization", cache.gpu_memory_utilization, 0.01, 1)
         _range("num_kv_blocks", cache.num_kv_blocks, 2, 2**31)
         _range("swap_space_bytes", cache.swap_space_bytes, 0, 2**50)
         _range("max_num_seqs", scheduler.max_num_seqs, 1, 2**16)
@@ -422,6 +433,7 @@ def _range(name: str, value: Any, low: float, high: float) -> None:
         return
     whole = name not in (
         "admission_watermark",
+        "gpu_memory_utilization",
         "status_interval",
         "ageing_seconds",
     ) and not name.endswith(("_timeout", "_ms"))

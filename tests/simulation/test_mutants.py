@@ -10,7 +10,7 @@ from tests.simulation.mutants import MUTANTS
 
 MOST_SEEDS = 2_000
 SEEN_AT = {"collision_taken_for_the_same_content": 1_378}
-"""Where the search begins for what few seeds notice: it saves a minute, and when worlds change, it just takes longer."""
+"""Where the search begins for what few seeds notice: it saves a minute; when worlds change, it takes longer."""
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))

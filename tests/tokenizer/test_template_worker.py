@@ -119,7 +119,8 @@ def test_a_bomb_harms_only_its_own_request(name: str) -> None:
     more = 100 << 20
 
     async def work() -> None:
-        worker = TemplateWorker(guarded(BOMBS[name]), NAMED, time_limit=0.2, memory_bytes=more, max_chars=100_000)
+        limit = 0.5  # and on a busy machine enough for a worker that clears up after an answer of many megabytes
+        worker = TemplateWorker(guarded(BOMBS[name]), NAMED, time_limit=limit, memory_bytes=more, max_chars=100_000)
         await worker.start()
         start = {pid: peak(pid) for pid in worker.pids}
         began = time.monotonic()
@@ -131,7 +132,7 @@ def test_a_bomb_harms_only_its_own_request(name: str) -> None:
         with pytest.raises((RequestError, TemplateError)) as caught:
             await failed
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 1100
-        assert time.monotonic() - began < 0.2 + 1.5
+        assert time.monotonic() - began < limit + 1.5
         assert highest <= more + (1 << 20)
         await answered(worker)
         await worker.close()
