@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.engine.info import EngineInfo
@@ -15,7 +16,12 @@ from chairlift.executor.executor import Executor
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.version import __version__
 
-__all__ = ["LoadedExecutor", "Progress", "load_executor", "read_tokenizer"]
+if TYPE_CHECKING:
+    import torch
+
+    from chairlift.models.hf_config import ModelConfig
+
+__all__ = ["LoadedExecutor", "Progress", "device_name", "load_executor", "read_tokenizer"]
 
 Progress = Callable[[str, float], None]
 """Called with a label and the share done (0..1) while a model loads."""
@@ -35,13 +41,17 @@ class LoadedExecutor:
     dtype: str
     kernels: str
     threads: int
+    device: str = "cpu"
+    """With the name of a GPU."""
+    graphs: str = ""
+    """CUDA graphs recorded at the start, in words."""
     block_bytes: int = 0
     """Of a KV block, over its layers; the mean of the cache groups."""
 
     def info(self, config: EngineConfig) -> EngineInfo:
         """What others may know. The capacity is that of the executor's smallest pool."""
         groups, size = self.executor.cache_groups, self.executor.block_size
-        native = self.kernels not in ("torch", "hashlm")
+        native = self.kernels not in ("torch", "triton", "hashlm")
         return EngineInfo(
             model=config.model.model,
             model_dir=self.model_dir,
@@ -54,9 +64,10 @@ class LoadedExecutor:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             dtype=self.dtype,
-            device=config.model.device,
+            device=self.device,
             kernels=self.kernels,
             threads=self.threads,
+            graphs=self.graphs,
             memory_plan=self.memory_plan,
             held=config.scheduler.batching == "static",
             deterministic=native or self.kernels == "hashlm",
@@ -86,9 +97,9 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     # torch takes most of a second to import: only now is it needed.
     import torch
 
-    from chairlift.executor.kv_tensors import DEFAULT_SHARE, available_memory, plan_kv_cache
+    from chairlift.executor.kv_tensors import plan_kv_cache
     from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.select import choose_isa, make_runner
+    from chairlift.executor.select import choose_kernels, make_runner
     from chairlift.models.hf_config import read_config
     from chairlift.models.loader import WeightLayout, load_model, resolve_dtype, resolve_model_dir
 
@@ -101,22 +112,22 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {config.model.device!r}, but this torch finds no CUDA device; use device='cpu'")
     dtype = resolve_dtype(network, config.model.dtype)
-    isa = choose_isa(config, network, dtype, device)
-    layout = WeightLayout.ONEDNN if isa is None else WeightLayout.NATIVE
+    kernels = choose_kernels(config, network, dtype, device)
+    layout = {"torch": WeightLayout.ONEDNN, "triton": WeightLayout.PLAIN}.get(kernels, WeightLayout.NATIVE)
     model = load_model(model_dir, network, dtype, device, progress, layout=layout)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
         model.kv_cache_spec(),
         dtype=dtype,
         block_size=config.cache.block_size,
-        memory_bytes=int(available_memory(device) * DEFAULT_SHARE) if memory is None else memory,
+        memory_bytes=_cache_memory(config, network, dtype, device) if memory is None else memory,
         num_blocks=config.cache.num_kv_blocks,
         swap_bytes=config.cache.swap_space_bytes,
         swap_directory=config.cache.swap_directory,
         most_tokens=scheduler.max_num_seqs * max_model_len,
     )
     executor = LocalExecutor(
-        make_runner(model, plan, config, dtype, device, isa),
+        make_runner(model, plan, config, dtype, device, kernels, max_model_len),
         num_slots=scheduler.max_num_seqs,
         max_model_len=max_model_len,
         block_size=plan.block_size,
@@ -129,8 +140,10 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         eos_token_ids=tuple(network.eos_token_ids),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
-        kernels=isa or "torch",
-        threads=_threads(config, isa),
+        kernels=kernels,
+        threads=_threads(config, kernels),
+        device=device_name(device),
+        graphs=executor.describe_graphs(),
         block_bytes=sum(plan.block_bytes) // len(plan.block_bytes),
     )
 
@@ -166,8 +179,34 @@ def _max_model_len(asked: int | None, trained: int) -> int:
     return asked or trained
 
 
-def _threads(config: EngineConfig, isa: str | None) -> int:
-    if isa is None:
+def _cache_memory(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes for the KV cache when nobody says how many, with the weights loaded."""
+    import torch
+
+    from chairlift.executor.kv_tensors import DEFAULT_SHARE, available_memory, gpu_cache_memory
+
+    if device.type == "cpu" or config.cache.num_kv_blocks is not None:
+        return int(available_memory(device) * DEFAULT_SHARE)
+    # What is alive at once in the widest layer, and the logits with what sampling keeps of them; then a graph's copy.
+    heads = 2 * (network.num_attention_heads + network.num_key_value_heads) * network.head_dim
+    token = (heads + 3 * network.intermediate_size + 4 * network.hidden_size) * dtype.itemsize
+    rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    step = (tokens + rows) * token + 2 * rows * network.vocab_size * (dtype.itemsize + 4)
+    torch.cuda.empty_cache()  # what loading used and let go of
+    return gpu_cache_memory(*torch.cuda.mem_get_info(device), config.cache.gpu_memory_utilization, step)
+
+
+def device_name(device: torch.device) -> str:
+    """``cpu``, or a GPU with its name."""
+    if device.type == "cpu":
+        return str(device)
+    import torch
+
+    return f"{device} ({torch.cuda.get_device_name(device)})"
+
+
+def _threads(config: EngineConfig, kernels: str) -> int:
+    if kernels in ("torch", "triton"):
         import torch
 
         return torch.get_num_threads()

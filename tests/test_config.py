@@ -25,7 +25,7 @@ def test_defaults_are_legal_and_every_setting_is_documented() -> None:
     [
         ("max_num_sequences", "did you mean 'max_num_seqs'"),
         ("blocksize", "did you mean 'block_size'"),
-        ("gpu_memory_utilization", "known: model, "),
+        ("quantization", "known: model, "),
         ("zzz", "known: model, "),
         (5, "known: model, "),
     ],

@@ -14,7 +14,7 @@ import torch
 from chairlift.bench.floor import Floor, ModelCost, workload_floor
 from chairlift.bench.limits import Limits
 from chairlift.errors import ConfigError, RequestError
-from chairlift.executor.select import choose_isa, why_not_native
+from chairlift.executor.select import choose_isa, why_not_native, why_not_triton
 from chairlift.kernels.cpu.library import default_threads
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
@@ -75,10 +75,19 @@ class NativePath:
     threads: int
     reason: str
     """Empty with an isa."""
+    triton: bool = False
+    """Whether the Triton kernels do."""
+
+    @property
+    def kernels(self) -> str:
+        """As the setting ``kernels`` names them."""
+        return "triton" if self.triton else self.isa or "torch"
 
     def describe(self) -> str:
         """In a few words."""
         name = str(self.dtype).removeprefix("torch.")
+        if self.triton:
+            return f"triton in {name}"
         if self.isa is None:
             return f"PyTorch in {name}: {self.reason}"
         return f"{self.isa} in {name}, {self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -149,6 +158,9 @@ def native_path(llm: LLM, network: ModelConfig) -> NativePath:
     threads = config.model.threads or default_threads()
     if config.model.kernels == "torch":
         return NativePath(None, dtype, threads, "kernels is 'torch'")
+    if device.type != "cpu" or config.model.kernels == "triton":
+        reason = why_not_triton(network, dtype, device)
+        return NativePath(None, dtype, threads, reason or "the Triton kernels do", triton=not reason)
     reason = why_not_native(network, dtype, device, config.cache.block_size)
     isa = None if reason else choose_isa(config, network, dtype, device)
     return NativePath(isa, dtype, threads, reason)

@@ -119,7 +119,13 @@ def _check_writable(path: Path, flag: str) -> None:
 
 
 def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
-    paths = [path for flag in flat_fields() if flag.name == "kernels" for path in flag.choices or () if path != "torch"]
+    paths = [
+        path
+        for flag in flat_fields()
+        if flag.name == "kernels"
+        for path in flag.choices or ()
+        if path not in ("torch", "triton")
+    ]
     parser.add_argument("--threads", metavar="N", type=_number(1, 256), help="CPU threads (default: one per processor)")
     parser.add_argument("--kernels", choices=paths, default="auto", help="instruction-set path (default: the best)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: bfloat16)")
@@ -249,7 +255,7 @@ def _run_offline(args: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "offline",
         "machine": dataclasses.asdict(machine),
         "model": name,
-        "kernels": path.isa or "torch",
+        "kernels": path.kernels,
         "settings": dataclasses.asdict(llm.config),
         "workload": dataclasses.asdict(workload),
         "shortened": shortened,

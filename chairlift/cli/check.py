@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; 0 when the model passed. What is wrong with it raises ChairliftError."""
     settings, _ = read_settings(args, sampling=False)
     name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
+    from chairlift.executor.local import LocalExecutor
     from chairlift.models.hf_config import read_config  # takes torch along
     from chairlift.models.loader import resolve_model_dir
 
@@ -52,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
     _tell("model", name)
     dtype = _describe(llm, network)
     _tell("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
+    executor = llm.engine.core.executor
+    if isinstance(executor, LocalExecutor) and (graphs := executor.describe_graphs()):
+        _tell("CUDA graphs", graphs)
     return 0
 
 
@@ -64,6 +68,7 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     import torch
 
     from chairlift.bench.offline import native_path
+    from chairlift.loading import device_name
     from chairlift.models.loader import resolve_dtype
     from chairlift.models.registry import model_class
 
@@ -83,6 +88,7 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
         "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
     )
     _tell("parameters", f"{parameters:,} in {name} ({parameters * dtype.itemsize / 2**20:,.0f} MiB)")
+    _tell("device", device_name(torch.device(llm.config.model.device)))
     _tell("kernels", native_path(llm, network).describe())
     _tell("context", f"{llm.max_model_len:,} tokens")
     _tell("chat template", template)

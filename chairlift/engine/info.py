@@ -33,7 +33,7 @@ class EngineInfo:
     dtype: str
     device: str
     kernels: str
-    """Who computes: an instruction-set path of the native kernels, ``torch``, or ``hashlm``."""
+    """Who computes: an instruction-set path of the native kernels, ``triton``, ``torch``, or ``hashlm``."""
     threads: int
     memory_plan: str
     """The KV cache in words."""
@@ -45,6 +45,8 @@ class EngineInfo:
     """``fp_`` and ten hexadecimal digits of model, precision, kernels and version."""
     block_bytes: int = 0
     """Bytes of a block, K and V of all layers in its cache group (their mean, where groups differ); 0 if unknown."""
+    graphs: str = ""
+    """CUDA graphs of decode steps and their memory, in words; empty where there are none."""
 
     def too_much_reserved(self, classes: Mapping[str, ServiceClass] | None) -> str:
         """Why the blocks that the classes reserve cannot be kept for them; empty when they can."""

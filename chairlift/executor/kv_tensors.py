@@ -15,10 +15,18 @@ from chairlift.errors import ConfigError
 from chairlift.executor.host_memory import host_memory
 from chairlift.models.context import LayerCache
 
-__all__ = ["DEFAULT_SHARE", "KVPlan", "available_memory", "make_host_blocks", "make_kv_caches", "plan_kv_cache"]
+__all__ = [
+    "DEFAULT_SHARE",
+    "KVPlan",
+    "available_memory",
+    "gpu_cache_memory",
+    "make_host_blocks",
+    "make_kv_caches",
+    "plan_kv_cache",
+]
 
 DEFAULT_SHARE = 0.4
-"""Share of the memory this process may use that goes to the KV cache when nothing else is asked."""
+"""Share of the memory this process may use that goes to the KV cache on a CPU when nothing else is asked."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +84,21 @@ def available_memory(device: torch.device) -> int:
         if path.exists() and (text := path.read_text().strip()).isdigit():
             total = min(total or int(text), int(text))
     return total or 4 << 30
+
+
+def gpu_cache_memory(free: int, total: int, utilization: float, step_bytes: int) -> int:
+    """Bytes for the KV cache such that ``utilization`` of a GPU with ``total`` bytes is in use, steps included.
+
+    ``free`` is what is left with the weights loaded; others may use the rest too. Raises ConfigError when nothing is.
+    """
+    cache = int(total * utilization) - (total - free) - step_bytes
+    if cache <= 0:
+        raise ConfigError(
+            f"of the GPU's {total:,} bytes {total - free:,} are in use and a step may need {step_bytes:,}, so within "
+            f"gpu_memory_utilization {utilization:g} nothing is left for the KV cache; raise it, lower "
+            "max_num_batched_tokens, or free memory"
+        )
+    return cache
 
 
 def plan_kv_cache(

@@ -67,5 +67,10 @@ class LocalExecutor:
             )
         self._runner.update_weights(source)
 
+    def describe_graphs(self) -> str:
+        """CUDA graphs recorded until now, in words; empty where there are none."""
+        describe = getattr(self._runner, "describe_graphs", None)
+        return "" if describe is None else str(describe())
+
     def shutdown(self) -> None:
         """Nothing outlives the object."""

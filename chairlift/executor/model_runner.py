@@ -40,13 +40,9 @@ class TorchModelRunner:
         self._sampler = Sampler()
 
     @torch.inference_mode()
-    def forward(self, batch: FlatBatch) -> Tensor:
+    def forward(self, batch: FlatBatch) -> Any:
         """Hidden states of all tokens of the step, [T, D]."""
-        if batch.swap_out:
-            self._swap_space.swap_out(batch.swap_out)
-        self._copy_blocks(batch.copies)
-        if batch.swap_in:
-            self._swap_space.swap_in(batch.swap_in)
+        self._move_blocks(batch)
         ctx = PagedContext(
             cu_seqlens=batch.cu_seqlens.tolist(),
             seq_lens=batch.seq_lens.tolist(),
@@ -59,7 +55,7 @@ class TorchModelRunner:
         return hidden
 
     @torch.inference_mode()
-    def sample(self, hidden: Tensor, batch: FlatBatch, masks: Any) -> SampledTokens:
+    def sample(self, hidden: Any, batch: FlatBatch, masks: Any) -> SampledTokens:
         """Project the rows that sample to logits, and draw."""
         ends = batch.cu_seqlens[batch.sample_rows + 1].astype(np.int64) - 1
         tokens = SampledTokens([])
@@ -69,6 +65,11 @@ class TorchModelRunner:
             drawn = self._sampler(logits, rows, batch.histories, masks)
             asked = any(row is not None for row in drawn.logprobs)
             tokens = SampledTokens(drawn.token_ids, drawn.logprobs if asked else None, drawn.errors)
+        self._score_prompts(hidden, batch, tokens)
+        return tokens
+
+    def _score_prompts(self, hidden: Tensor, batch: FlatBatch, tokens: SampledTokens) -> None:
+        """Add the log-probabilities of prompt tokens that were asked for."""
         for row, first, known in batch.prompt_rows:
             start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
             count = min(count, len(known) - 1 - first)
@@ -78,11 +79,18 @@ class TorchModelRunner:
                 logits = self._model.compute_logits(hidden[start + at : start + at + len(targets)])
                 entries += token_logprobs(logits, targets, [batch.sampling[row].params.prompt_logprobs] * len(targets))
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries))
-        return tokens
 
     def update_weights(self, source: WeightSource) -> None:
         """See :func:`~chairlift.models.loader.replace_weights`."""
         replace_weights(self._model, source)
+
+    def _move_blocks(self, batch: FlatBatch) -> None:
+        """What must happen to blocks before anything of this step is computed."""
+        if batch.swap_out:
+            self._swap_space.swap_out(batch.swap_out)
+        self._copy_blocks(batch.copies)
+        if batch.swap_in:
+            self._swap_space.swap_in(batch.swap_in)
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)

@@ -1,8 +1,10 @@
-"""Who runs the model: the native CPU kernels where they can, PyTorch where they cannot."""
+"""Who runs the model: the native CPU kernels or the Triton kernels where they can, PyTorch where they cannot."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 
 import torch
 
@@ -17,9 +19,12 @@ from chairlift.kernels.cpu.packing import NATIVE_DTYPES
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig
 
-__all__ = ["choose_isa", "make_runner", "why_not_native"]
+__all__ = ["choose_isa", "choose_kernels", "make_runner", "why_not_native", "why_not_triton"]
 
 _log = logging.getLogger(__name__)
+
+_LEAST_CAPABILITY = (8, 0)
+"""Of a GPU (Ampere): asynchronous copies, and bfloat16 in the tensor cores."""
 
 
 def why_not_native(network: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> str:
@@ -37,6 +42,44 @@ def why_not_native(network: ModelConfig, dtype: torch.dtype, device: torch.devic
     if network.head_dim % 16 or not 16 <= network.head_dim <= 256:
         return f"they need a head size that is a multiple of 16 from 16 to 256, and this model's is {network.head_dim}"
     return ""
+
+
+def why_not_triton(network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the Triton kernels cannot run a model, and what to do about it; empty when they can.
+
+    On the CPU they run only in Triton's interpreter, which is for tests: it is slow, and right for float32 alone.
+    """
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return (
+            "they run on a GPU, and device is cpu; use device='cuda', or set TRITON_INTERPRET=1 in the environment to "
+            "try them in Triton's interpreter, which is very slow"
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed; install it, or a build of PyTorch for CUDA, which brings it"
+    if device.type == "cpu" and dtype != torch.float32:
+        return "in Triton's interpreter they compute in float32 only; use dtype='float32'"
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"they need a GPU of compute capability 8.0 or higher, and {name} has {found[0]}.{found[1]}"
+    if network.head_dim % 2 or not 16 <= network.head_dim <= 256:
+        return f"they need an even head size from 16 to 256, and this model's is {network.head_dim}"
+    return ""
+
+
+def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Who will run the model: ``triton``, ``torch``, or an instruction-set path of the native kernels.
+
+    Falling back on PyTorch unasked is said once, in the log. Raises ConfigError when ``kernels`` names what cannot be.
+    """
+    kernels = config.model.kernels
+    if kernels != "triton" and (kernels != "auto" or device.type == "cpu"):
+        return choose_isa(config, network, dtype, device) or "torch"
+    reason = why_not_triton(network, dtype, device)
+    if reason and kernels == "triton":
+        raise ConfigError(f"kernels is 'triton', but the Triton kernels cannot run this model: {reason}")
+    if reason:
+        _log.warning("PyTorch runs this model, more slowly than the Triton kernels would: %s", reason)
+    return "torch" if reason else "triton"
 
 
 def choose_isa(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -63,16 +106,30 @@ def choose_isa(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, d
 
 
 def make_runner(
-    model: CausalLM, plan: KVPlan, config: EngineConfig, dtype: torch.dtype, device: torch.device, isa: str | None
+    model: CausalLM,
+    plan: KVPlan,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: str,
+    max_model_len: int,
 ) -> ModelRunner:
-    """The runner for what :func:`choose_isa` chose, of a model loaded in the layout that goes with it."""
+    """The runner for what :func:`choose_kernels` chose, of a model loaded in the layout that goes with it."""
     threads = config.model.threads
-    if isa is None:
-        if threads is not None:
-            torch.set_num_threads(threads)
+    if kernels in ("torch", "triton") and threads is not None:
+        torch.set_num_threads(threads)
+    if kernels == "torch":
         return TorchModelRunner(model, plan, dtype, device)
+    if kernels == "triton":
+        from chairlift.executor.triton_runner import TritonModelRunner  # Triton may not be installed
+
+        slots, graphs = config.scheduler.max_num_seqs, config.model.cuda_graphs
+        return TritonModelRunner(
+            model, plan, dtype, device, num_slots=slots, max_model_len=max_model_len, graphs=graphs
+        )
     try:
         pool = Pool(threads)
     except OSError as error:
         raise ConfigError(f"threads is {threads}: {error}") from None
-    return NativeModelRunner(model, plan, dtype, pool, isa=isa, max_tokens=config.scheduler.max_num_batched_tokens)
+    most = config.scheduler.max_num_batched_tokens
+    return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most)

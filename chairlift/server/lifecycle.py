@@ -240,9 +240,10 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     body = (
         f'{{"model": "{state.model_names[0]}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     )
+    graphs = f", CUDA graphs: {info.graphs}" if info.graphs else ""
     lines = (
         ("model", f"{', '.join(state.model_names)}, up to {info.max_model_len:,} tokens per request"),
-        ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {info.dtype}"),
+        ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {info.dtype}{graphs}"),
         ("capacity", f"{room} ({info.capacity_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
         ("step", f"up to {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens"),
         ("queue", f"up to {engine.max_queued_requests:,} requests and {engine.max_queued_tokens:,} prompt tokens"),

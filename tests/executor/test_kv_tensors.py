@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from chairlift.errors import ConfigError
-from chairlift.executor.kv_tensors import KVPlan, available_memory, make_host_blocks, make_kv_caches, plan_kv_cache
+from chairlift.executor.kv_tensors import (
+    KVPlan,
+    available_memory,
+    gpu_cache_memory,
+    make_host_blocks,
+    make_kv_caches,
+    plan_kv_cache,
+)
 from chairlift.models.context import LayerCache
 
 
@@ -26,6 +33,14 @@ def plan(layers: list[LayerCache], **settings: Any) -> KVPlan:
         "most_tokens": 1 << 20,
     }
     return plan_kv_cache(layers, **{**defaults, **settings})
+
+
+def test_a_gpu_is_filled_up_to_the_share_that_was_asked_for() -> None:
+    assert gpu_cache_memory(free=90, total=100, utilization=0.9, step_bytes=15) == 65
+    assert gpu_cache_memory(free=100, total=100, utilization=1.0, step_bytes=0) == 100
+    words = r"GPU's 100 bytes 60 are in use and a step may need 30, .* gpu_memory_utilization 0.9 nothing is left"
+    with pytest.raises(ConfigError, match=words):
+        gpu_cache_memory(free=40, total=100, utilization=0.9, step_bytes=30)
 
 
 def test_layers_with_the_same_window_share_a_group() -> None:

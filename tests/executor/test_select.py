@@ -15,7 +15,7 @@ from chairlift.errors import ConfigError
 from chairlift.executor import select
 from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.native_runner import NativeModelRunner
-from chairlift.executor.select import choose_isa, why_not_native
+from chairlift.executor.select import choose_isa, choose_kernels, why_not_native, why_not_triton
 from chairlift.kernels.cpu.library import best_isa, supported_isas
 from chairlift.models.hf_config import ModelConfig, parse_config
 from tests.kernels.cpu.models import tiny_model
@@ -83,6 +83,67 @@ def test_a_path_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(select, "supported_isas", lambda: ("avx2", "avx512"))
     with pytest.raises(ConfigError, match="kernels is 'amx', but this processor runs avx2, avx512; use one of them"):
         choose(kernels="amx")
+
+
+def pick(device: str = "cuda", head_dim: int = 32, dtype: torch.dtype = torch.float32, **settings: Any) -> str:
+    return choose_kernels(EngineConfig.from_flat(settings), network(head_dim), dtype, torch.device(device))
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU and Triton, as far as the choice of kernels looks."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_on_a_gpu_triton_runs_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    assert pick() == pick("cuda:1", kernels="triton", dtype=torch.bfloat16) == "triton"
+    assert pick(kernels="torch") == "torch"
+    assert not caplog.records
+    assert pick("cpu") == best_isa()
+    with pytest.raises(ConfigError, match="kernels is 'avx2', but the native kernels cannot run this model"):
+        pick(kernels="avx2")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("capability", "found", "head_dim", "words"),
+    [
+        ((7, 5), "triton", 32, "compute capability 8.0 or higher, and H100 has 7.5"),
+        ((9, 0), None, 32, "the package triton is not installed"),
+        ((9, 0), "triton", 8, "head size from 16 to 256, and this model's is 8"),
+        ((8, 0), "triton", 258, "head size from 16 to 256, and this model's is 258"),
+    ],
+)
+def test_without_what_triton_needs_pytorch_runs_the_model(
+    capability: tuple[int, int],
+    found: str | None,
+    head_dim: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    with caplog.at_level(logging.WARNING, "chairlift"):
+        assert pick(head_dim=head_dim) == "torch"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and words in caplog.text
+    with pytest.raises(ConfigError, match="kernels is 'triton', but the Triton kernels cannot run this model") as error:
+        pick(head_dim=head_dim, kernels="triton")
+    assert words in str(error.value)
+
+
+def test_triton_on_a_cpu_is_for_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="device is cpu; use device='cuda', or set TRITON_INTERPRET=1"):
+        pick("cpu", kernels="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert pick("cpu", kernels="triton") == "triton"
+    assert pick("cpu") == best_isa()
+    assert "float32 only" in why_not_triton(network(), torch.bfloat16, CPU)
 
 
 def test_an_llm_is_run_by_what_was_chosen(tmp_path: Path) -> None:

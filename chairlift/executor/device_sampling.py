@@ -1,0 +1,65 @@
+"""How each slot samples, as flat arrays for the kernels that draw on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.sampling.failures import raw_reason, shaped_reason
+from chairlift.sampling.row import SamplingRow
+
+__all__ = ["SlotSettings", "failures"]
+
+
+class SlotSettings:
+    """Mirrors of what the rows in the slots ask for; a slot is looked at again only when another row is in it."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: list[SamplingRow | None] = [None] * num_slots
+        self._seeds = np.zeros(num_slots, dtype=np.int64)
+        self._top_p = np.ones(num_slots, dtype=np.float64)
+        self._temperature = np.zeros(num_slots, dtype=np.float32)
+        self._log_min_p = np.full(num_slots, -np.inf, dtype=np.float32)
+        self._top_k = np.zeros(num_slots, dtype=np.int32)
+        self.on_device = np.ones(num_slots, dtype=np.bool_)
+        """[S] whether the kernels know all that the row asks for: no penalties, no bias, no log-probabilities."""
+        self.truncates = np.zeros(num_slots, dtype=np.bool_)
+        """[S] whether it has min-p, top-k or top-p."""
+
+    def update(self, slots: Sequence[int], rows: Sequence[SamplingRow]) -> None:
+        """Say who is in ``slots`` now."""
+        for slot, row in zip(slots, rows, strict=True):
+            if self._rows[slot] is not row:
+                self._rows[slot] = row
+                self._set(slot, row)
+
+    def arrays(self, slots: npt.NDArray[np.int32]) -> list[npt.NDArray[Any]]:
+        """Entries of ``slots`` [R], in the order of :class:`~chairlift.kernels.triton.sampling.SamplingSettings`."""
+        fields = (self._seeds, self._temperature, self._log_min_p, self._top_k, self._top_p)
+        return [field[slots] for field in fields]
+
+    def _set(self, slot: int, row: SamplingRow) -> None:
+        params = row.params
+        self._seeds[slot] = np.uint64(row.seed).astype(np.int64)
+        self._temperature[slot] = 0.0 if params.greedy else params.temperature
+        # The logarithm of the float32 number, as the CPU takes it.
+        self._log_min_p[slot] = np.log(np.float32(params.min_p)) if params.min_p > 0.0 else -np.inf
+        self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        self._top_p[slot] = params.top_p
+        self.on_device[slot] = not row.reshapes and params.logprobs is None
+        limited = params.min_p > 0.0 or self._top_k[slot] > 0 or params.top_p < 1.0
+        self.truncates[slot] = not params.greedy and limited
+
+
+def failures(drawn: npt.NDArray[np.int32]) -> dict[int, str]:
+    """Row -> why it has no token. ``drawn`` is int32 [R, 3]: the token, and the bits of the two highest logits."""
+    errors: dict[int, str] = {}
+    for row in np.flatnonzero(drawn[:, 0] < 0).tolist():
+        raw, shaped = drawn[row, 1:].copy().view(np.float32).tolist()
+        errors[row] = shaped_reason(shaped) if math.isfinite(raw) else raw_reason(raw)
+    return errors

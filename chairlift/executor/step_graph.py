@@ -1,0 +1,105 @@
+"""Decode steps at fixed numbers of rows, each recorded once as a CUDA graph and replayed with a single launch."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+__all__ = ["CudaGraphs", "EagerSteps", "Graph", "GraphMaker", "graph_sizes", "padded_size"]
+
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class Graph(Protocol[_T_co]):
+    """A step over buffers at fixed addresses."""
+
+    def replay(self) -> _T_co:
+        """Compute it on what the buffers hold; what is returned may be overwritten by the next replay."""
+        ...
+
+
+class GraphMaker(Protocol):
+    """Makes graphs, and knows what they cost."""
+
+    num_graphs: int
+    num_bytes: int
+
+    def record(self, step: Callable[[], _T]) -> Graph[_T]: ...
+
+
+class _EagerGraph(Generic[_T]):
+    """A step that is computed anew each time."""
+
+    def __init__(self, step: Callable[[], _T]) -> None:
+        self._step = step
+
+    def replay(self) -> _T:
+        return self._step()
+
+
+class _CudaGraph(Generic[_T]):
+    """A step captured on the device."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: _T) -> None:
+        self._graph = graph
+        self._result = result
+
+    def replay(self) -> _T:
+        self._graph.replay()
+        return self._result
+
+
+class EagerSteps:
+    """No graphs: a step is computed anew each time, launch by launch."""
+
+    num_graphs = 0
+    num_bytes = 0
+
+    def record(self, step: Callable[[], _T]) -> Graph[_T]:
+        return _EagerGraph(step)
+
+
+class CudaGraphs:
+    """Captures steps. All graphs share one pool of memory: only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_graphs = 0
+        self.num_bytes = 0
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Callable[[], _T]) -> Graph[_T]:
+        """Run ``step`` once as it is, which compiles its kernels, then capture it.
+
+        So it runs twice on the same input before the first result is used, and must not mind.
+        """
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # capturing does it too, and it would be counted
+        before = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = step()
+        self.num_graphs += 1
+        self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        return _CudaGraph(graph, result)
+
+
+def graph_sizes(most_rows: int) -> list[int]:
+    """Numbers of rows that steps are recorded for: 1, 2, 4, 8, 16, 24 ... 256, then by 32, up to ``most_rows``."""
+    ladder = itertools.chain((1, 2, 4), range(8, 256, 8), itertools.count(256, 32))
+    return [*itertools.takewhile(lambda size: size < most_rows, ladder), most_rows]
+
+
+def padded_size(sizes: list[int], num_rows: int) -> int:
+    """The smallest of ``sizes`` that holds ``num_rows``."""
+    return sizes[bisect.bisect_left(sizes, num_rows)]

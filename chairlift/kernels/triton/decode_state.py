@@ -1,0 +1,235 @@
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+"""What decoding needs to know of every running request, resident on the device and advanced there.
+
+The host's :class:`~chairlift.executor.input_batch.InputBatch` is the model: a permanent row, here a slot, per request.
+A decode step reads its inputs from this state and writes the tokens it drew back into it, so that a captured graph
+serves step after step and the host may run one step ahead: what it learns late (an answer has ended) it sends as a
+difference before the next launch. All of it is one piece of int32 memory, so that any difference is "these words from
+here on", whatever it means, and one launch writes all of a step's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.errors import InvariantError
+from chairlift.kernels.triton.launch import APPLY_BLOCK
+from chairlift.kernels.triton.sampling import SamplingSettings
+
+__all__ = ["DecodeInputs", "DecodeState"]
+
+_NAMES_64 = ("seeds", "top_p")
+_NAMES_32 = ("tokens", "num_computed", "slots", "top_k", "temperature", "log_min_p")
+_DTYPES = {"seeds": torch.int64, "top_p": torch.float64, "temperature": torch.float32, "log_min_p": torch.float32}
+_NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.float32, torch.int32: np.int32}
+
+
+@triton.jit(do_not_specialize=["count"])
+def _write(
+    memory_ptr: tl.tensor, places_ptr: tl.tensor, words_ptr: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Program (block of words); no place occurs twice."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places_ptr + i, mask=i < count, other=0)
+    tl.store(memory_ptr + place, tl.load(words_ptr + i, mask=i < count, other=0), mask=i < count)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _begin(
+    token_ids_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    num_computed_ptr: tl.tensor,
+    memory_ptr: tl.tensor,
+    table_starts_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    TABLE_WIDTH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (block of rows): one more token of each is being computed."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < num_rows
+    slot = tl.load(slots_ptr + i, mask=inside, other=-1)
+    active = slot >= 0
+    position = tl.load(num_computed_ptr + slot, mask=active, other=0)
+    tl.store(token_ids_ptr + i, tl.load(tokens_ptr + slot, mask=active, other=0), mask=inside)
+    tl.store(positions_ptr + i, position, mask=inside)
+    tl.store(seq_lens_ptr + i, tl.where(active, position + 1, 0), mask=inside)
+    tl.store(num_computed_ptr + slot, position + 1, mask=active)
+    block = position // BLOCK_SIZE
+    held = active & (block < TABLE_WIDTH)
+    for group in tl.static_range(NUM_GROUPS):
+        table = memory_ptr + tl.load(table_starts_ptr + group)
+        number = tl.load(table + slot.to(tl.int64) * TABLE_WIDTH + block, mask=held, other=0).to(tl.int64)
+        place = tl.where(held, number * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(slot_mapping_ptr + group * num_rows + i, place, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _store(
+    tokens_ptr: tl.tensor, slots_ptr: tl.tensor, sampled_ptr: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Program (block of rows)."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + i, mask=i < num_rows, other=-1)
+    token = tl.load(sampled_ptr + i, mask=i < num_rows, other=0)
+    tl.store(tokens_ptr + slot, tl.maximum(token, 0), mask=slot >= 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """What a decode step of B rows reads: buffers at fixed addresses, filled by :meth:`DecodeState.begin_step`."""
+
+    token_ids: Tensor
+    """int32 [B]; 0 in rows that only fill up the batch."""
+    positions: Tensor
+    """int32 [B]; 0 in those."""
+    seq_lens: Tensor
+    """int32 [B], tokens of each sequence after this step, which is the index of the token to be drawn; 0 in those."""
+    slot_mapping: Tensor
+    """int64 [groups, B], where each token's K and V go; -1 in those, and past the end of a block table."""
+
+
+class DecodeState:
+    """The state of ``num_slots`` requests. Every attribute is a tensor on the device, a view of one piece of memory.
+
+    Differences are noted with :meth:`note` and take effect, all together, with :meth:`flush`, which must not be
+    captured in a graph; :meth:`begin_step` and :meth:`store` are meant to be. All run on the current stream.
+    """
+
+    tokens: Tensor
+    """int32 [S], the newest token of each slot: the next input."""
+    num_computed: Tensor
+    """int32 [S], tokens of each slot whose K and V are in the cache."""
+    slots: Tensor
+    """int32 [S], the slot of each row of the decode batch; -1 from its end on."""
+    block_tables: list[Tensor]
+    """Per cache group, int32 [S, max_blocks]."""
+    sampling: SamplingSettings
+
+    def __init__(
+        self, num_slots: int, max_blocks: int, num_groups: int, block_size: int, device: torch.device,
+        *, most_differences: int = 1 << 16,
+    ) -> None:  # fmt: skip
+        self.num_slots = num_slots
+        self._block_size = block_size
+        starts, length = {}, 0
+        for name in (*_NAMES_64, *_NAMES_32, *(f"table{group}" for group in range(num_groups))):
+            starts[name] = length
+            length += num_slots * (2 if name in _NAMES_64 else max_blocks if name.startswith("table") else 1)
+        if length > 2**31 - 1:
+            raise InvariantError(f"{num_slots} slots of {max_blocks} blocks need {length:,} words; 2^31 are too many")
+        self._starts = starts
+        self._memory = torch.zeros(length, dtype=torch.int32, device=device)
+        fields = {name: self._view(name) for name in (*_NAMES_64, *_NAMES_32)}
+        self.tokens, self.num_computed = fields["tokens"], fields["num_computed"]
+        self.slots = fields["slots"]
+        self.slots.fill_(-1)
+        self.block_tables = [self._view(f"table{group}").view(num_slots, -1) for group in range(num_groups)]
+        self.sampling = SamplingSettings(*(fields[field.name] for field in dataclasses.fields(SamplingSettings)))
+        table_starts = [starts[f"table{group}"] for group in range(num_groups)]
+        self._table_starts = torch.tensor(table_starts, dtype=torch.int64, device=device)
+        self._noted: list[tuple[int, npt.NDArray[np.int32]]] = []
+        self._most = most_differences
+        self._sent = torch.empty(2 * most_differences + 3, dtype=torch.int32, device=device)
+        # Two buffers: the host fills one while the copy out of the other may still be waiting for its turn.
+        self._buffers = itertools.cycle(self._make_buffer(device.type == "cuda") for _ in range(2))
+
+    def inputs(self, num_rows: int) -> DecodeInputs:
+        """Buffers for steps of ``num_rows`` rows, for :meth:`begin_step` to fill."""
+        flat = torch.zeros((3, num_rows), dtype=torch.int32, device=self._memory.device)
+        mapping = torch.full((len(self.block_tables), num_rows), -1, dtype=torch.int64, device=self._memory.device)
+        return DecodeInputs(flat[0], flat[1], flat[2], mapping)
+
+    def note(self, name: str, first: int, values: npt.ArrayLike) -> None:
+        """Remember that ``name`` is to hold ``values`` from element ``first`` on; later notes win.
+
+        ``name`` is ``tokens``, ``num_computed``, ``slots``, a field of :class:`SamplingSettings`, or ``table0``,
+        ``table1``, ... for the block tables, whose elements are counted through their rows. Seeds are given as int64.
+        Nothing is sent before :meth:`flush`, and the values are copied.
+
+        Raises:
+            InvariantError: there is no such name, or it has fewer elements.
+        """
+        if name not in self._starts:
+            raise InvariantError(f"the decode state has no {name!r}; it has {', '.join(self._starts)}")
+        width = 2 if name in _NAMES_64 else 1
+        words = np.array(values, dtype=_NUMPY[_DTYPES.get(name, torch.int32)], ndmin=1).view(np.int32)
+        size = len(self._view(name))
+        if first < 0 or first + len(words) // width > size:
+            raise InvariantError(f"{name} has {size} elements; {len(words) // width} from {first} on do not fit")
+        self._noted.append((self._starts[name] + width * first, words))
+
+    def flush(self) -> None:
+        """Send what was noted, in as few launches as fit; none if there is nothing."""
+        if not self._noted:
+            return
+        places = np.concatenate([np.arange(start, start + len(words), dtype=np.int32) for start, words in self._noted])
+        words = np.concatenate([words for _, words in self._noted])
+        self._noted.clear()
+        # The launch writes in no order, so of several words for one place only the newest is sent.
+        places, newest = np.unique(places[::-1], return_index=True)
+        words = words[::-1][newest]
+        for start in range(0, len(places), self._most):
+            self._send(places[start : start + self._most], words[start : start + self._most])
+
+    def begin_step(self, inputs: DecodeInputs) -> None:
+        """Fill ``inputs`` for the first B rows of ``slots``, and count their tokens as computed.
+
+        What a row reads and where it writes follows from device memory alone, so a captured call serves every step.
+        """
+        num_rows = len(inputs.token_ids)
+        if num_rows > self.num_slots:
+            raise InvariantError(f"a step of {num_rows} rows is larger than the {self.num_slots} slots")
+        _begin[(-(-num_rows // APPLY_BLOCK),)](
+            inputs.token_ids, inputs.positions, inputs.seq_lens, inputs.slot_mapping, self.slots, self.tokens,
+            self.num_computed, self._memory, self._table_starts, num_rows,
+            TABLE_WIDTH=self.block_tables[0].shape[1], NUM_GROUPS=len(self.block_tables),
+            BLOCK_SIZE=self._block_size, BLOCK=APPLY_BLOCK,
+        )  # fmt: skip
+
+    def store(self, slots: Tensor, sampled: Tensor) -> None:
+        """Make ``sampled`` (int32 [R]) the newest tokens of ``slots`` (int32 [R], -1 for none).
+
+        A failed row's -1 becomes 0, a harmless id: the row is about to leave.
+        """
+        if len(sampled):
+            grid = (-(-len(sampled) // APPLY_BLOCK),)
+            _store[grid](self.tokens, slots, sampled, len(sampled), BLOCK=APPLY_BLOCK)
+
+    def _view(self, name: str) -> Tensor:
+        """The words of ``name`` as what they mean, one-dimensional."""
+        starts = [*self._starts.values(), len(self._memory)]
+        start = self._starts[name]
+        return self._memory[start : min(end for end in starts if end > start)].view(_DTYPES.get(name, torch.int32))
+
+    def _make_buffer(self, pinned: bool) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Host memory for one launch's differences, and what says that they have been copied out of it."""
+        host = torch.empty(len(self._sent), dtype=torch.int32, pin_memory=pinned)
+        return host, torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+    def _send(self, places: npt.NDArray[np.int32], words: npt.NDArray[np.int32]) -> None:
+        count = len(places)
+        second = -(-count // 4) * 4  # where the words begin: aligned, or Triton would compile the kernel once more
+        host, copied = next(self._buffers)
+        if copied is not None:
+            copied.synchronize()
+        host[:count], host[second : second + count] = torch.from_numpy(places), torch.from_numpy(words)
+        self._sent[: second + count].copy_(host[: second + count], non_blocking=True)
+        if copied is not None:
+            copied.record()
+        grid = (-(-count // APPLY_BLOCK),)
+        _write[grid](self._memory, self._sent, self._sent[second:], count, BLOCK=APPLY_BLOCK)

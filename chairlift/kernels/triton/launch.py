@@ -1,0 +1,122 @@
+"""How each kernel is cut into tiles: every number in one place, and none of them searched for at run time.
+
+**Unmeasured.** The values follow what is published about kernels of this kind on an H100 (132 multiprocessors); nobody
+has timed these kernels with them yet. A search at run time would stall the first requests, and could choose
+differently after every start, which would change the last bits of the answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = [
+    "APPLY_BLOCK",
+    "DRAW_CHUNK",
+    "GEMM_ADD_BLOCK",
+    "GEMM_BLOCK_M",
+    "ROPE_HEADS",
+    "ROPE_WARPS",
+    "SAMPLING_WARPS",
+    "SEARCH_BLOCK",
+    "SEARCH_DIGIT",
+    "AttentionLaunch",
+    "GemmLaunch",
+    "attention_launch",
+    "elementwise_warps",
+    "gemm_launch",
+    "power_of_2",
+]
+
+PROGRAMS_PER_MULTIPROCESSOR = 3
+"""Programs a small launch should have for each multiprocessor, so that all of them have loads in flight."""
+MOST_ATTENTION_SPLITS = 16
+MOST_GEMM_SPLITS = 8
+
+GEMM_BLOCK_M = 16
+"""Rows of x in a tile: the fewest the tensor cores take. Never chosen by how many rows there are."""
+GEMM_ADD_BLOCK = 512
+"""Outputs for which one program adds the parts of a split sum."""
+ROPE_HEADS = 8
+"""Heads that one program rotates and writes."""
+ROPE_WARPS = 1
+SAMPLING_WARPS = 8
+DRAW_CHUNK = 4096
+"""Token ids that one program draws among."""
+SEARCH_BLOCK = 1024
+"""Token ids that the search for a threshold looks at in one go."""
+SEARCH_DIGIT = 4
+"""Bits of the threshold that one pass over the vocabulary settles."""
+APPLY_BLOCK = 256
+"""Words that one program writes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionLaunch:
+    """One configuration of the attention kernel. The same configuration gives the same bits for the same row."""
+
+    block_m: int
+    """Rows of a tile: query tokens times the query heads that share a KV head. A power of 2, at least 16."""
+    block_n: int
+    """Keys looked at in one go; need not divide, nor be divided by, the size of a block of the cache."""
+    num_splits: int
+    """Programs that share the keys of one tile of queries."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GemmLaunch:
+    """One configuration of the skinny product."""
+
+    block_n: int
+    block_k: int
+    num_splits: int
+    """Programs that share the sum over the inputs of one tile of outputs."""
+    num_warps: int
+    num_stages: int
+
+
+def attention_launch(
+    *,
+    head_dim: int,
+    group: int,
+    num_kv_heads: int,
+    max_rows: int,
+    decode_only: bool,
+    num_multiprocessors: int,
+    itemsize: int = 2,
+) -> AttentionLaunch:
+    """The configuration for launches of at most ``max_rows`` sequences with ``group`` query heads per KV head.
+
+    The keys are split only when all rows hold one query each (``decode_only``) and are too few to fill the GPU. Numbers
+    of 4 bytes (``itemsize``) take small tiles: their products run outside the tensor cores, out of registers.
+    """
+    block_n = 64 if head_dim <= 128 else 32
+    block_m = 64
+    if itemsize == 4:
+        block_n, block_m = block_n // 2, 16
+    if not decode_only:
+        return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=2)
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, max_rows * num_kv_heads)
+    num_splits = min(MOST_ATTENTION_SPLITS, power_of_2(wanted + 1) // 2) if wanted > 1 else 1
+    return AttentionLaunch(max(16, power_of_2(group)), block_n, num_splits, num_warps=4, num_stages=3)
+
+
+def gemm_launch(out_features: int, in_features: int, num_multiprocessors: int) -> GemmLaunch:
+    """The configuration for a weight [out_features, in_features]; it does not depend on the number of rows."""
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+    block_n = 32 if out_features >= 32 * wanted else 16
+    block_k = 128 if in_features >= 128 else max(16, power_of_2(in_features))
+    columns, steps = -(-out_features // block_n), -(-in_features // block_k)
+    num_splits = max(1, min(MOST_GEMM_SPLITS, wanted // columns, steps // 2))
+    return GemmLaunch(block_n, block_k, num_splits, num_warps=4, num_stages=4)
+
+
+def elementwise_warps(width: int) -> int:
+    """Warps for a program that works on ``width`` numbers at once."""
+    return 4 if width <= 2048 else 8 if width <= 8192 else 16
+
+
+def power_of_2(least: int) -> int:
+    """The smallest power of 2 that is at least ``least``."""
+    return 1 << max(0, least - 1).bit_length()

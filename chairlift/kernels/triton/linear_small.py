@@ -1,0 +1,115 @@
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+"""A linear layer for few rows, whose time is the time to read the weight once.
+
+The weight streams through tiles of 16 rows of x; where the outputs are too few to occupy the GPU, several programs
+share the sum over the inputs, and a second launch adds their float32 parts, first to last (split-K without atomics).
+
+**Determinism.** Tile sizes and splits follow from the weight's shape alone, and the tile has 16 rows however many there
+are. So a row's bits do not depend on the other rows or on their number. A product by another kernel (cuBLAS) has its
+own bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.errors import InvariantError
+from chairlift.kernels.triton.launch import GEMM_ADD_BLOCK, GEMM_BLOCK_M, GemmLaunch
+
+__all__ = ["linear_small"]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product(
+    out_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_out: tl.tensor,
+    num_in: tl.tensor,
+    x_stride: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+) -> None:
+    """Program (tile of rows, tile of outputs, split): tiles of rows first, so that they find the weight in the L2."""
+    split = tl.program_id(2)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_rows = x_ptr + m.to(tl.int64)[:, None] * x_stride
+    weight_rows = weight_ptr + n.to(tl.int64)[:, None] * num_in
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    steps = tl.cdiv(num_in, BLOCK_K)
+    share = tl.cdiv(steps, NUM_SPLITS)
+    for step in range(split * share, tl.minimum((split + 1) * share, steps)):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = (k < num_in)[None, :]
+        x = tl.load(x_rows + k[None, :], mask=(m < num_rows)[:, None] & inside, other=0.0)
+        weight = tl.load(weight_rows + k[None, :], mask=(n < num_out)[:, None] & inside, other=0.0)
+        sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + n, mask=n < num_out, other=0.0).to(tl.float32)[None, :]
+    place = (split * num_rows + m).to(tl.int64)[:, None] * num_out + n[None, :]
+    tl.store(out_ptr + place, sums.to(out_ptr.dtype.element_ty), mask=(m < num_rows)[:, None] & (n < num_out)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_splits(
+    out_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_out: tl.tensor,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (row, block of outputs)."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        total += tl.load(parts_ptr + (split * num_rows + row) * num_out + n, mask=n < num_out, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + n, mask=n < num_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * num_out + n, total.to(out_ptr.dtype.element_ty), mask=n < num_out)
+
+
+def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: GemmLaunch) -> Tensor:
+    """``x @ weight.T + bias``, right for any number of rows and meant for at most 32.
+
+    Args:
+        x: [M, K], rows contiguous.
+        weight: [N, K], contiguous, of x's dtype: float32, float16 or bfloat16. Summed in float32.
+        bias: [N] or None; added in float32 before the one rounding.
+        launch: from :func:`~chairlift.kernels.triton.launch.gemm_launch`.
+
+    Returns:
+        [M, N] in x's dtype.
+
+    Raises:
+        InvariantError: the shapes do not fit together.
+    """
+    (num_rows, num_in), num_out, splits = x.shape, weight.shape[0], launch.num_splits
+    if weight.shape[1] != num_in or not weight.is_contiguous() or x.stride(1) != 1:
+        raise InvariantError(f"x {list(x.shape)} and weight {list(weight.shape)} must share K and have contiguous rows")
+    out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    parts = out
+    if splits > 1:
+        parts = torch.empty((splits, num_rows, num_out), dtype=torch.float32, device=x.device)
+    _product[(-(-num_rows // GEMM_BLOCK_M), -(-num_out // launch.block_n), splits)](
+        parts, x, weight, None if splits > 1 else bias, num_rows, num_out, num_in, x.stride(0),
+        BLOCK_M=GEMM_BLOCK_M, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, NUM_SPLITS=splits,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        _add_splits[(num_rows, -(-num_out // GEMM_ADD_BLOCK))](
+            out, parts, bias, num_rows, num_out, NUM_SPLITS=splits, BLOCK=GEMM_ADD_BLOCK
+        )
+    return out

@@ -1,0 +1,92 @@
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+"""RMSNorm, the addition before it, and SwiGLU's product: one program per row, each row reduced by itself.
+
+They round to the model's dtype where :mod:`chairlift.kernels.reference` does, which is where Hugging Face models were
+trained to round. So all but the mean of squares, a sum in another order, is the same arithmetic. A row's bits do not
+depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.kernels.triton.launch import elementwise_warps, power_of_2
+
+__all__ = ["add_rms_norm", "rms_norm", "silu_and_mul"]
+
+
+@triton.jit
+def _rms_norm(
+    out_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    x_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+) -> None:
+    """Program (row). With a residual, x is added to it in place, and the sum is normalised."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PAD)
+    inside = i < WIDTH
+    x = tl.load(x_ptr + row * x_stride + i, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * WIDTH + i, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(residual_ptr + row * WIDTH + i, x, mask=inside)
+    wide = x.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)).to(x.dtype)
+    weight = tl.load(weight_ptr + i, mask=inside, other=0.0)
+    out = weight.to(tl.float32) * normed.to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + i, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_and_mul(
+    out_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Program (row, block of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    gate = tl.load(x_ptr + row * x_stride + i, mask=inside, other=0.0)
+    up = tl.load(x_ptr + row * x_stride + WIDTH + i, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    out = silu.to(tl.float32) * up.to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + i, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm (Zhang and Sennrich, 2019): x [T, D], rows contiguous, weight [D] -> [T, D]."""
+    return _norm(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``residual += x`` in place, then the norm of it: both [T, D] of one dtype, ``residual`` contiguous."""
+    return _norm(x, residual, weight, eps)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU's product (Shazeer, 2020): [T, 2 I], rows contiguous, the gate first -> silu(gate) * up, [T, I]."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, power_of_2(width))
+    if num_rows:
+        _silu_and_mul[(num_rows, -(-width // block))](out, gate_up, gate_up.stride(0), WIDTH=width, BLOCK=block)
+    return out
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    num_rows, width = x.shape
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    if num_rows:
+        _rms_norm[(num_rows,)](
+            out, x, residual, weight, eps, x.stride(0),
+            WIDTH=width, PAD=power_of_2(width), num_warps=elementwise_warps(width),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,293 @@
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+"""Attention of a ragged batch over paged keys and values: decodes and chunks of prompts in one launch.
+
+The shape of the kernel is that of the unified attention which IBM wrote for vLLM's Triton backend: the query heads that
+share a KV head, and several query tokens, are packed into the rows of one tile, so that decodes feed the tensor cores
+too. The running softmax is FlashAttention-2's (Dao, 2023), in powers of 2; splitting the keys of few, long rows among
+programs and combining their partial results is Flash-Decoding (Dao et al., 2023).
+
+**Determinism.** A tile looks at keys 0 to ``block_n - 1``, then the next ``block_n``, and so on, and each of its rows
+is reduced by itself. So with one :class:`~chairlift.kernels.triton.launch.AttentionLaunch` the output of a sequence has
+the same bits whatever other sequences are in the launch and wherever it stands among them. With ``num_splits=1`` it
+does not depend either on how its prompt was cut into chunks. (With more splits it does: they divide what a tile has to
+look at.) Between launch configurations, and so between decode-only and mixed launches, bits may differ.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.errors import InvariantError
+from chairlift.kernels.triton.launch import AttentionLaunch, power_of_2
+
+__all__ = ["paged_attention"]
+
+
+@triton.jit
+def _find_row(cu_seqlens_ptr: tl.tensor, num_rows: tl.tensor, block: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
+    """The row that tile ``block`` belongs to: row i owns tiles from ``cu_seqlens[i] // BLOCK_Q + i`` on."""
+    low = 0
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(cu_seqlens_ptr + middle) // BLOCK_Q + middle <= block
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def _attend_keys(
+    q: tl.tensor,
+    position: tl.tensor,
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    kv_head: tl.tensor,
+    low: tl.tensor,
+    end: tl.tensor,
+    first_tile: tl.tensor,
+    end_tile: tl.tensor,
+    scale: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Keys ``low`` to ``end - 1`` of tiles ``first_tile`` to ``end_tile - 1``: values, sums and maxima, all float32.
+
+    Nothing outside ``low`` to ``end - 1`` is read: neither table entries nor slots, which may hold anything.
+    """
+    d = tl.arange(0, HEAD_PAD)
+    best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    values = tl.zeros([BLOCK_M, HEAD_PAD], dtype=tl.float32)
+    for tile in range(first_tile, end_tile):
+        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        held = (key >= low) & (key < end)
+        # The number of a block times its size passes 2^31 elements in a large cache.
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
+        place = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        here = held[:, None] & (d < HEAD_DIM)[None, :]
+        k = tl.load(key_ptr + place[:, None] + d[None, :], mask=here, other=0.0)
+        v = tl.load(value_ptr + place[:, None] + d[None, :], mask=here, other=0.0)
+        seen = held[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW is not None:
+            seen = seen & (position[:, None] - key[None, :] < WINDOW)
+        scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        # A row that has seen no key yet: -inf minus -inf would be NaN.
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        p = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(best - base)
+        total = total * fade + tl.sum(p, axis=1)
+        values = tl.dot(p.to(v.dtype), v, values * fade[:, None], input_precision="ieee")
+        best = new_best
+    return values, total, best
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _attend(
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    cu_seqlens_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    table_rows_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    scale: tl.tensor,
+    q_stride: tl.tensor,
+    table_stride: tl.tensor,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+) -> None:
+    """Program (tile of queries, KV head, split). Without ``cu_seqlens`` every row has one query."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, first_query, num_queries = row, 0, 1
+    if cu_seqlens_ptr is not None:
+        block = row
+        row = _find_row(cu_seqlens_ptr, num_rows, block, BLOCK_Q)
+        start = tl.load(cu_seqlens_ptr + row)
+        first_query = (block - start // BLOCK_Q - row) * BLOCK_Q
+        num_queries = tl.load(cu_seqlens_ptr + row + 1) - start
+    seq_len = tl.load(seq_lens_ptr + row)
+    # Rows and tiles that only fill up a grid of fixed size.
+    if (first_query >= num_queries) | (seq_len <= 0):
+        return
+    table_row = row
+    if table_rows_ptr is not None:
+        table_row = tl.load(table_rows_ptr + row)
+
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_PAD)
+    query, head = first_query + m // GROUP, kv_head * GROUP + m % GROUP
+    real = (m < BLOCK_Q * GROUP) & (query < num_queries)
+    token = (start + query).to(tl.int64)
+    inside = real[:, None] & (d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + d[None, :], mask=inside, other=0.0)
+
+    cached = seq_len - num_queries
+    end = cached + tl.minimum(first_query + BLOCK_Q, num_queries)
+    low = 0
+    if WINDOW is not None:
+        low = tl.maximum(cached + first_query - WINDOW + 1, 0)
+    first_tile, end_tile = low // BLOCK_N, tl.cdiv(end, BLOCK_N)
+    if NUM_SPLITS > 1:
+        share = tl.cdiv(end_tile - first_tile, NUM_SPLITS)
+        first_tile += split * share
+        end_tile = tl.minimum(first_tile + share, end_tile)
+    table = table_ptr + table_row.to(tl.int64) * table_stride
+    values, total, best = _attend_keys(
+        q, cached + query, key_ptr, value_ptr, table, kv_head, low, end, first_tile, end_tile, scale,
+        NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    place = token * (GROUP * NUM_KV_HEADS) + head
+    if NUM_SPLITS == 1:
+        out = (values / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (place * HEAD_DIM)[:, None] + d[None, :], out, mask=inside)
+    else:
+        place = place * NUM_SPLITS + split
+        tl.store(stats_ptr + 2 * place, best, mask=real)
+        tl.store(stats_ptr + 2 * place + 1, total, mask=real)
+        if first_tile < end_tile:
+            tl.store(partial_ptr + (place * HEAD_DIM)[:, None] + d[None, :], values, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _combine(
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    cu_seqlens_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+) -> None:
+    """Program (token, query head): weigh the splits by their maxima and add them up. An empty split is not read."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    if cu_seqlens_ptr is not None:
+        if token >= tl.load(cu_seqlens_ptr + num_rows):
+            return
+    else:
+        if tl.load(seq_lens_ptr + token) <= 0:
+            return
+    place = token.to(tl.int64) * tl.num_programs(1) + head
+    s, d = tl.arange(0, SPLITS_PAD), tl.arange(0, HEAD_PAD)
+    stats = stats_ptr + 2 * (place * NUM_SPLITS + s)
+    best = tl.load(stats, mask=s < NUM_SPLITS, other=float("-inf"))
+    total = tl.load(stats + 1, mask=s < NUM_SPLITS, other=0.0)
+    filled = total != 0.0
+    weight = tl.where(filled, tl.exp2(best - tl.max(best, axis=0)), 0.0)
+    inside = filled[:, None] & (d < HEAD_DIM)[None, :]
+    partial = partial_ptr + ((place * NUM_SPLITS + s) * HEAD_DIM)[:, None] + d[None, :]
+    values = tl.sum(tl.load(partial, mask=inside, other=0.0) * weight[:, None], axis=0)
+    out = values / tl.sum(total * weight, axis=0)
+    tl.store(out_ptr + place * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    launch: AttentionLaunch,
+    cu_seqlens: Tensor | None = None,
+    table_rows: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's newest tokens over its blocks (PagedAttention: Kwon et al., 2023).
+
+    Lengths, offsets and tables are read on the device and the grid depends on shapes only, so a captured launch serves
+    any lengths. The new keys and values must have been written.
+
+    Args:
+        q: [T, Hq, Dh], float32, float16 or bfloat16; a token's heads lie side by side, tokens may be apart (a slice of
+            a wider product). Dh from 16 to 256.
+        key_cache, value_cache: [num_blocks, block_size, Hkv, Dh], contiguous, of q's dtype; Hkv divides Hq. Slots that
+            no sequence here owns may hold anything, NaN too.
+        seq_lens: int32 [N], tokens in each sequence, those of this step included. 0: the row only fills up the batch.
+        block_table: int32 [rows, max_blocks], the last dimension contiguous. Entries past a sequence or behind its
+            window are never read.
+        scale: what scores are multiplied by.
+        window: tokens a query sees, itself included; None sees all.
+        launch: tile sizes, from :func:`~chairlift.kernels.triton.launch.attention_launch`.
+        cu_seqlens: int32 [N + 1], offsets of the rows in q; the last may be less than T. None: N = T, one query each.
+        table_rows: int32 [N], row i's line of ``block_table``; None: line i.
+
+    Returns:
+        [T, Hq, Dh], contiguous, in q's dtype. What belongs to no row is not written.
+
+    Raises:
+        InvariantError: the shapes do not fit together.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, num_rows = key_cache.shape[2], seq_lens.shape[0]
+    group = num_heads // num_kv_heads
+    _check(q, key_cache, value_cache, block_table, launch)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if num_tokens == 0 or num_rows == 0:
+        return out
+    splits = launch.num_splits
+    # Split among programs, a tile leaves its sums for the second launch; otherwise these stand for nothing.
+    partial = (
+        torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        if splits > 1
+        else out
+    )
+    stats = torch.empty((num_tokens, num_heads, splits, 2), dtype=torch.float32, device=q.device) if splits > 1 else out
+    tiles = num_rows if cu_seqlens is None else num_tokens // (launch.block_m // group) + num_rows
+    _attend[(tiles, num_kv_heads, splits)](
+        out, partial, stats, q, key_cache, value_cache, cu_seqlens, seq_lens, block_table, table_rows,
+        num_rows, scale * math.log2(math.e), q.stride(0), block_table.stride(0),
+        GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=power_of_2(head_dim),
+        BLOCK_SIZE=key_cache.shape[1], WINDOW=window, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        NUM_SPLITS=splits, num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(num_tokens, num_heads)](
+            out, partial, stats, cu_seqlens, seq_lens, num_rows,
+            HEAD_DIM=head_dim, HEAD_PAD=power_of_2(head_dim), NUM_SPLITS=splits, SPLITS_PAD=power_of_2(splits),
+        )  # fmt: skip
+    return out
+
+
+def _check(q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, launch: AttentionLaunch) -> None:
+    """Raise InvariantError for what the kernel would read wrongly."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = key_cache.shape[2]
+    if num_heads % num_kv_heads or key_cache.shape[3] != head_dim or key_cache.shape != value_cache.shape:
+        raise InvariantError(f"q {list(q.shape)} does not go with caches {list(key_cache.shape)}")
+    if not 16 <= head_dim <= 256 or num_heads // num_kv_heads > launch.block_m:
+        raise InvariantError(
+            f"head size {head_dim} must be from 16 to 256, and {num_heads} heads over {num_kv_heads} must fit into "
+            f"block_m {launch.block_m}"
+        )
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous() and q.stride()[1:] == (head_dim, 1)):
+        raise InvariantError("the caches must be contiguous, and the heads of a token side by side")
+    if block_table.stride(1) != 1:
+        raise InvariantError("the lines of the block table must be contiguous")

@@ -1,0 +1,148 @@
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+"""From the QKV product to queries and cached keys and values, in one pass: split, norm, rotation, write to the blocks.
+
+Written apart these would be six launches that each carry the same numbers through memory. Every product is rounded to
+the model's dtype where :mod:`chairlift.kernels.reference` rounds it. A head's bits depend on nothing but the head.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.errors import InvariantError
+from chairlift.kernels.triton.launch import ROPE_HEADS, ROPE_WARPS, power_of_2
+
+__all__ = ["rope_and_cache"]
+
+
+@triton.jit
+def _times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """a * b rounded to a's dtype."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
+def _normalise(
+    first: tl.tensor,
+    second: tl.tensor,
+    asking: tl.tensor,
+    weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    i: tl.tensor,
+    HALF: tl.constexpr,
+) -> tl.tensor:
+    """RMSNorm of the heads ``asking`` [H], given as two halves [H, Dh / 2]; the others are returned as they are."""
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)
+    factor = tl.rsqrt(mean + eps)[:, None]
+    weight_1 = tl.load(weight_ptr + i, mask=i < HALF, other=0.0)
+    weight_2 = tl.load(weight_ptr + HALF + i, mask=i < HALF, other=0.0)
+    normed_1 = _times((a * factor).to(first.dtype), weight_1[None, :])
+    normed_2 = _times((b * factor).to(first.dtype), weight_2[None, :])
+    return tl.where(asking[:, None], normed_1, first), tl.where(asking[:, None], normed_2, second)
+
+
+@triton.jit
+def _rope_and_cache(
+    q_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    qkv_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    eps: tl.tensor,
+    qkv_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+) -> None:
+    """Program (token, block of heads); heads are counted through q, k and v."""
+    K: tl.constexpr = NUM_HEADS
+    V: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+    token = tl.program_id(0).to(tl.int64)
+    h, i = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, HALF_PAD)
+    inside = (h < V + NUM_KV_HEADS)[:, None] & (i < HALF)[None, :]
+    source = qkv_ptr + token * qkv_stride + (h * 2 * HALF)[:, None] + i[None, :]
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + HALF, mask=inside, other=0.0)
+    if q_norm_ptr is not None:
+        first, second = _normalise(first, second, h < K, q_norm_ptr, eps, i, HALF)
+    if k_norm_ptr is not None:
+        first, second = _normalise(first, second, (h >= K) & (h < V), k_norm_ptr, eps, i, HALF)
+    if cos_ptr is not None:
+        cos = tl.load(cos_ptr + token * HALF + i, mask=i < HALF, other=0.0)[None, :]
+        sin = tl.load(sin_ptr + token * HALF + i, mask=i < HALF, other=0.0)[None, :]
+        low = _times(first, cos).to(tl.float32) - _times(second, sin).to(tl.float32)
+        high = _times(second, cos).to(tl.float32) + _times(first, sin).to(tl.float32)
+        turned = (h < V)[:, None]
+        first, second = tl.where(turned, low.to(first.dtype), first), tl.where(turned, high.to(first.dtype), second)
+
+    queries = q_ptr + ((token * NUM_HEADS + h) * 2 * HALF)[:, None] + i[None, :]
+    tl.store(queries, first, mask=inside & (h < K)[:, None])
+    tl.store(queries + HALF, second, mask=inside & (h < K)[:, None])
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot >= 0:
+        keys = key_ptr + ((slot * NUM_KV_HEADS + h - K) * 2 * HALF)[:, None] + i[None, :]
+        is_key = inside & ((h >= K) & (h < V))[:, None]
+        tl.store(keys, first, mask=is_key)
+        tl.store(keys + HALF, second, mask=is_key)
+        values = value_ptr + ((slot * NUM_KV_HEADS + h - V) * 2 * HALF)[:, None] + i[None, :]
+        is_value = inside & (h >= V)[:, None]
+        tl.store(values, first, mask=is_value)
+        tl.store(values + HALF, second, mask=is_value)
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *,
+    num_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Split ``qkv``, normalise q and k per head (Qwen3), rotate them, and write k and v to their slots.
+
+    Args:
+        qkv: [T, (Hq + 2 Hkv) Dh], rows contiguous; Dh even.
+        rotary: cosines and sines of the positions, each [T, 1, Dh / 2], contiguous, in qkv's dtype; None: no rotation.
+        key_cache, value_cache: [num_blocks, block_size, Hkv, Dh], contiguous, in qkv's dtype; changed in place.
+        slots: int32 or int64 [T]: ``block * block_size + offset`` for each token, or -1 to write nothing.
+        num_heads: Hq.
+        q_norm, k_norm: weights [Dh], or None.
+        eps: of the norms.
+
+    Returns:
+        q, [T, Hq, Dh], contiguous.
+
+    Raises:
+        InvariantError: the shapes do not fit together.
+    """
+    num_tokens, (num_kv_heads, head_dim) = qkv.shape[0], key_cache.shape[2:]
+    num_parts = num_heads + 2 * num_kv_heads
+    if qkv.shape[1] != num_parts * head_dim or head_dim % 2 or key_cache.shape != value_cache.shape:
+        raise InvariantError(f"qkv {list(qkv.shape)} is not {num_parts} heads for caches {list(key_cache.shape)}")
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous() and qkv.stride(1) == 1):
+        raise InvariantError("the caches and the rows of qkv must be contiguous")
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if num_tokens:
+        cos, sin = (None, None) if rotary is None else rotary
+        block = min(ROPE_HEADS, power_of_2(num_parts))
+        # Fused multiply-adds would skip roundings that the reference makes.
+        _rope_and_cache[(num_tokens, -(-num_parts // block))](
+            q, key_cache, value_cache, qkv, cos, sin, slots, q_norm, k_norm, eps, qkv.stride(0),
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HALF_PAD=power_of_2(head_dim // 2),
+            BLOCK_H=block, num_warps=ROPE_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q

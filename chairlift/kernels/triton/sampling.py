@@ -1,0 +1,408 @@
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+"""Choosing tokens on the device: the arg max, or a draw with our counter-based Gumbel noise, after top-k and top-p too.
+
+What is computed is defined in :mod:`chairlift.sampling.gumbel` and :mod:`chairlift.sampling.logits`. min-p, top-k and
+top-p each keep a beginning of the ids ordered by falling score, lowest id first among equals. So what a row keeps is
+one pair, a score and an id, and finding it needs no sort: the score is found digit by digit, from how many ids, or how
+much probability, lie at or above sixteen candidates at a time.
+
+**Determinism.** A row is worked on alone and in one order, so its token does not depend on the other rows. The random
+words are those of the CPU to the bit. Noise is made in float32 first, and only ids that could still win get the
+definition's float64. The one difference to the CPU: probabilities are added in another order, so a nucleus whose
+probability is within a few 1e-7 of ``top_p`` may end one id sooner or later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.kernels.triton.launch import DRAW_CHUNK, SAMPLING_WARPS, SEARCH_BLOCK, SEARCH_DIGIT, power_of_2
+
+__all__ = ["Kept", "SamplingSettings", "kept_ids", "sample"]
+
+_NO_ID = tl.constexpr(0x7FFFFFFF)
+_ALL_IDS = tl.constexpr(0x7FFFFFFE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How each of S slots samples: flat tensors, which may be views of the resident decode state."""
+
+    seeds: Tensor
+    """int64 [S], the bits of the unsigned seeds."""
+    temperature: Tensor
+    """float32 [S]; 0 takes the arg max and looks at nothing else."""
+    log_min_p: Tensor
+    """float32 [S]: ``log(min_p)``, -inf for off."""
+    top_k: Tensor
+    """int32 [S]; 0 for off."""
+    top_p: Tensor
+    """float64 [S]; 1 for off."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """What min-p, top-k and top-p leave of each row: scores above ``bar``, and equal ones up to id ``last_id``."""
+
+    bar: Tensor
+    """float32 [R]"""
+    last_id: Tensor
+    """int32 [R]"""
+
+
+@triton.jit
+def _order(x: tl.tensor) -> tl.tensor:
+    """float32 to uint32 that compares alike; -0 must have been made 0."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _unorder(order: tl.tensor) -> tl.tensor:
+    """The float32 that :func:`_order` gives ``order`` for."""
+    bits = order.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scores(raw: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """float32 logits over temperature, rounded as IEEE says; no score is -0."""
+    scores = tl.div_rn(raw, temperature)
+    return tl.where(scores == 0.0, 0.0, scores)
+
+
+@triton.jit
+def _load(row_ptr: tl.tensor, ids: tl.tensor, vocab: tl.tensor) -> tl.tensor:
+    """Logits in float32; -inf past the vocabulary."""
+    return tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _weights(
+    order: tl.tensor,
+    ids: tl.tensor,
+    vocab: tl.tensor,
+    kept: tl.tensor,
+    last_id: tl.tensor,
+    best: tl.tensor,
+    WEIGHTED: tl.constexpr,
+) -> tl.tensor:
+    """float64: 1 for every id, or what it weighs beside the best one if it is in the kept set, else 0."""
+    inside = (ids < vocab) & ((order > kept) | ((order == kept) & (ids <= last_id)))
+    weight = tl.full(ids.shape, 1.0, dtype=tl.float32)
+    if WEIGHTED:
+        weight = tl.exp(_unorder(order) - best)
+    return tl.where(inside, weight, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _beginning(
+    row_ptr: tl.tensor,
+    vocab: tl.tensor,
+    temperature: tl.tensor,
+    kept: tl.tensor,
+    last_id: tl.tensor,
+    best: tl.tensor,
+    goal: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIGIT: tl.constexpr,
+) -> tl.tensor:
+    """The shortest beginning of a kept set whose weight reaches ``goal``: the order of its last score, and its last id.
+
+    The first loop finds the highest score with that much weight at or above it, the second how many ids of just that
+    score are needed, the third where they end.
+    """
+    steps = tl.arange(0, 1 << DIGIT).to(tl.uint32)
+    found = tl.full([], 0, dtype=tl.uint32)
+    for place in tl.static_range(32 // DIGIT):
+        candidates = found + (steps << (32 - DIGIT * (place + 1)))
+        reached = tl.zeros([1 << DIGIT], dtype=tl.float64)
+        for at in range(0, vocab, BLOCK):
+            ids = at + tl.arange(0, BLOCK)
+            order = _order(_scores(_load(row_ptr, ids, vocab), temperature))
+            weight = _weights(order, ids, vocab, kept, last_id, best, WEIGHTED)
+            reached += tl.sum(tl.where(order[:, None] >= candidates[None, :], weight[:, None], 0.0), axis=0)
+        found = tl.max(tl.where((reached >= goal) | (steps == 0), candidates, 0), axis=0)
+
+    above = tl.full([], 0.0, dtype=tl.float64)
+    for at in range(0, vocab, BLOCK):
+        ids = at + tl.arange(0, BLOCK)
+        order = _order(_scores(_load(row_ptr, ids, vocab), temperature))
+        weight = _weights(order, ids, vocab, kept, last_id, best, WEIGHTED)
+        above += tl.sum(tl.where(order > found, weight, 0.0), axis=0)
+    each = tl.full([], 1.0, dtype=tl.float64)
+    if WEIGHTED:
+        each = tl.exp(_unorder(found) - best).to(tl.float64)
+    # Equal scores enter while what stands before them is less than the goal; those of weight 0 all may.
+    needed = tl.where(each > 0.0, tl.ceil((goal - above) / tl.where(each > 0.0, each, 1.0)), 1.0e9)
+    needed = tl.maximum(tl.minimum(needed, 1.0e9), 1.0).to(tl.int32)
+
+    passed = tl.full([], 0, dtype=tl.int32)
+    end = tl.full([], _ALL_IDS, dtype=tl.int32)
+    for at in range(0, vocab, BLOCK):
+        ids = at + tl.arange(0, BLOCK)
+        order = _order(_scores(_load(row_ptr, ids, vocab), temperature))
+        equal = ((order == found) & (ids < vocab)).to(tl.int32)
+        rank = passed + tl.cumsum(equal, axis=0)
+        end = tl.minimum(end, tl.min(tl.where((equal > 0) & (rank == needed), ids, _ALL_IDS), axis=0))
+        passed += tl.sum(equal, axis=0)
+    return found, end
+
+
+@triton.jit
+def _kept_ids(
+    bar_ptr: tl.tensor,
+    last_id_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    log_min_p_ptr: tl.tensor,
+    top_k_ptr: tl.tensor,
+    top_p_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    vocab: tl.tensor,
+    logits_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+    DIGIT: tl.constexpr,
+) -> None:
+    """Program (row): min-p, then top-k among what is left, then top-p among what is left of that."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
+    log_min_p = tl.load(log_min_p_ptr + slot, mask=slot >= 0, other=0.0)
+    top_k = tl.load(top_k_ptr + slot, mask=slot >= 0, other=0)
+    top_p = tl.load(top_p_ptr + slot, mask=slot >= 0, other=1.0)
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    kept = tl.full([], 0, dtype=tl.uint32)
+    last_id = tl.full([], _ALL_IDS, dtype=tl.int32)
+    with_min_p, with_top_k, with_top_p = log_min_p > float("-inf"), (top_k > 0) & (top_k < vocab), top_p < 1.0
+    if (temperature > 0.0) & (with_min_p | with_top_k | with_top_p):
+        best = tl.full([], float("-inf"), dtype=tl.float32)
+        for at in range(0, vocab, BLOCK):
+            ids = at + tl.arange(0, BLOCK)
+            best = tl.maximum(best, tl.max(_scores(_load(row_ptr, ids, vocab), temperature), axis=0))
+        if with_min_p:
+            bar = best + log_min_p
+            kept = _order(tl.where(bar == 0.0, 0.0, bar))
+        if with_top_k:
+            zero, every = tl.full([], 0, dtype=tl.uint32), tl.full([], _ALL_IDS, dtype=tl.int32)
+            last, end = _beginning(
+                row_ptr, vocab, temperature, zero, every, best, top_k.to(tl.float64), False, BLOCK, DIGIT
+            )
+            last_id = tl.where(last >= kept, end, last_id)
+            kept = tl.maximum(kept, last)
+        if with_top_p:
+            whole = tl.full([], 0.0, dtype=tl.float64)
+            for at in range(0, vocab, BLOCK):
+                ids = at + tl.arange(0, BLOCK)
+                order = _order(_scores(_load(row_ptr, ids, vocab), temperature))
+                whole += tl.sum(_weights(order, ids, vocab, kept, last_id, best, True), axis=0)
+            kept_2, end = _beginning(
+                row_ptr, vocab, temperature, kept, last_id, best, top_p * whole, True, BLOCK, DIGIT
+            )
+            last_id = tl.where(kept_2 > kept, end, tl.minimum(end, last_id))
+            kept = tl.maximum(kept, kept_2)
+        tl.store(bar_ptr + row, _unorder(kept))
+        tl.store(last_id_ptr + row, last_id)
+    else:
+        tl.store(bar_ptr + row, float("-inf"))
+        tl.store(last_id_ptr + row, _ALL_IDS)
+
+
+@triton.jit
+def _words(seed: tl.tensor, position: tl.tensor, first_id: tl.tensor, NUM_IDS: tl.constexpr) -> tl.tensor:
+    """Random words, uint32, of ids ``first_id`` (a multiple of 4) and following; four ids share a counter."""
+    counter = (first_id // 4 + tl.arange(0, NUM_IDS // 4)).to(tl.uint32)
+    zero = tl.zeros([NUM_IDS // 4], dtype=tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def _rough_noise(words: tl.tensor) -> tl.tensor:
+    """Gumbel noise in float32, right to 1e-4.
+
+    ``-log(u)`` for u near 1 is a series in ``v = 1 - u``: there the rounding of u itself would be the error.
+    """
+    u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    v = ((~words).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
+    return -tl.log(tl.where(v < 0.0625, series, -tl.log(tl.minimum(u, 0.99))))
+
+
+@triton.jit
+def _draw(
+    scores: tl.tensor,
+    ids: tl.tensor,
+    first_id: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    NUM_IDS: tl.constexpr,
+) -> tl.tensor:
+    """Highest score plus noise, float32, and its id. The noise that decides is the definition's, in float64."""
+    words = _words(seed, position, first_id, NUM_IDS)
+    rough = scores + _rough_noise(words)
+    top = tl.max(rough, axis=0)
+    left = (rough >= top - (2e-3 + tl.abs(top) * 9.5367431640625e-07)) & (scores > float("-inf"))
+    best = tl.full([], float("-inf"), dtype=tl.float32)
+    best_id = tl.full([], _NO_ID, dtype=tl.int32)
+    pick = tl.min(tl.where(left, ids, _NO_ID), axis=0)
+    while pick < _NO_ID:
+        word = tl.sum(tl.where(ids == pick, words.to(tl.int64), 0), axis=0)
+        u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+        noise = (-tl.log(-tl.log(u))).to(tl.float32)
+        value = tl.max(tl.where(ids == pick, scores, float("-inf")), axis=0) + noise
+        best_id = tl.where(value > best, pick, best_id)  # ids rise, so the lowest of equals stays
+        best = tl.maximum(best, value)
+        left = left & (ids > pick)
+        pick = tl.min(tl.where(left, ids, _NO_ID), axis=0)
+    return best, best_id
+
+
+@triton.jit
+def _choose(
+    value_ptr: tl.tensor,
+    id_ptr: tl.tensor,
+    highest_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    seeds_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    bar_ptr: tl.tensor,
+    last_id_ptr: tl.tensor,
+    vocab: tl.tensor,
+    logits_stride: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program (row, chunk of ids): the chunk's winner, and its highest raw logit, NaN where there is one."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        return
+    first_id = chunk * CHUNK
+    ids = first_id + tl.arange(0, CHUNK)
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    raw = _load(row_ptr, ids, vocab)
+    highest = tl.max(raw, axis=0)
+    broken = tl.max((raw != raw).to(tl.int32), axis=0) > 0
+    place = row * tl.num_programs(1) + chunk
+    tl.store(highest_ptr + place, tl.where(broken, float("nan"), highest))
+    temperature = tl.load(temperature_ptr + slot)
+    if temperature > 0.0:
+        scores = _scores(raw, temperature)
+        if bar_ptr is not None:
+            bar, last_id = tl.load(bar_ptr + row), tl.load(last_id_ptr + row)
+            scores = tl.where((scores > bar) | ((scores == bar) & (ids <= last_id)), scores, float("-inf"))
+        best, best_id = _draw(scores, ids, first_id, tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), CHUNK)
+        tl.store(value_ptr + place, best)
+        tl.store(id_ptr + place, best_id)
+    else:
+        tl.store(value_ptr + place, highest)
+        tl.store(id_ptr + place, tl.min(tl.where(raw == highest, ids, _NO_ID), axis=0))
+
+
+@triton.jit
+def _settle(
+    token_ptr: tl.tensor,
+    failing_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    id_ptr: tl.tensor,
+    highest_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    NUM_CHUNKS: tl.constexpr,
+    PAD: tl.constexpr,
+) -> None:
+    """Program (row): the winner of the chunks' winners, or -1 where the logits allow none."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        tl.store(token_ptr + row, -1)
+        tl.store(failing_ptr + 2 * row + tl.arange(0, 2), tl.zeros([2], dtype=tl.float32))
+        return
+    c = tl.arange(0, PAD)
+    place, inside = row * NUM_CHUNKS + c, c < NUM_CHUNKS
+    highest = tl.load(highest_ptr + place, mask=inside, other=float("-inf"))
+    broken = tl.max((highest != highest).to(tl.int32), axis=0) > 0
+    raw = tl.where(broken, float("nan"), tl.max(highest, axis=0))
+    temperature = tl.load(temperature_ptr + slot)
+    shaped = tl.where(temperature > 0.0, tl.div_rn(raw, tl.where(temperature > 0.0, temperature, 1.0)), raw)
+    value = tl.load(value_ptr + place, mask=inside, other=float("-inf"))
+    best = tl.max(tl.where(value == value, value, float("-inf")), axis=0)
+    token = tl.min(
+        tl.where(inside & (value == best), tl.load(id_ptr + place, mask=inside, other=_NO_ID), _NO_ID), axis=0
+    )
+    finite = tl.abs(shaped) < float("inf")  # false for NaN
+    tl.store(token_ptr + row, tl.where(finite & (token != _NO_ID), token, -1))
+    tl.store(failing_ptr + 2 * row, raw)
+    tl.store(failing_ptr + 2 * row + 1, shaped)
+
+
+def kept_ids(logits: Tensor, settings: SamplingSettings, slots: Tensor, *, block: int = SEARCH_BLOCK) -> Kept:
+    """Which ids min-p, top-k and top-p leave of each row: needed only where a row asks for one of them.
+
+    Args:
+        logits: [R, V], rows contiguous, any float dtype; grammar, bias and penalties have been applied.
+        settings: how each slot samples.
+        slots: int32 [R], the slot of each row; -1: the row only fills up the batch.
+        block: token ids looked at in one go, a power of 2.
+    """
+    num_rows, vocab = logits.shape
+    bar = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    last_id = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows:
+        _kept_ids[(num_rows,)](
+            bar, last_id, logits, settings.temperature, settings.log_min_p, settings.top_k, settings.top_p, slots,
+            vocab, logits.stride(0), BLOCK=block, DIGIT=SEARCH_DIGIT, num_warps=SAMPLING_WARPS,
+        )  # fmt: skip
+    return Kept(bar, last_id)
+
+
+def sample(
+    logits: Tensor,
+    settings: SamplingSettings,
+    slots: Tensor,
+    positions: Tensor,
+    kept: Kept | None = None,
+    *,
+    chunk: int = DRAW_CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """One token per row: the arg max where the temperature is 0, else the Gumbel-max draw of softmax(logits / T).
+
+    Args:
+        logits: [R, V], rows contiguous, any float dtype.
+        settings: how each slot samples.
+        slots: int32 [R], the slot of each row; -1: the row only fills up the batch and gets token -1.
+        positions: int32 [R], the index that each row's new token will have.
+        kept: from :func:`kept_ids`; None where no row has min-p, top-k or top-p.
+        chunk: token ids that one program chooses among, a power of 2 and at least 4.
+
+    Returns:
+        int32 [R], the tokens, lowest id among equals; -1 where no token could be chosen. And float32 [R, 2], the row's
+        highest logit and the highest after temperature: NaN where there was one, 0 in rows that only fill up. One of
+        them is not finite where a row has no token, and :mod:`chairlift.sampling.failures` says why in words.
+    """
+    num_rows, vocab = logits.shape
+    num_chunks = -(-vocab // chunk)
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    failing = torch.empty((num_rows, 2), dtype=torch.float32, device=logits.device)
+    if num_rows == 0:
+        return tokens, failing
+    value, highest = torch.empty((2, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    bar, last_id = (None, None) if kept is None else (kept.bar, kept.last_id)
+    _choose[(num_rows, num_chunks)](
+        value, ids, highest, logits, settings.seeds, settings.temperature, positions, slots, bar, last_id,
+        vocab, logits.stride(0), CHUNK=chunk, num_warps=SAMPLING_WARPS,
+    )  # fmt: skip
+    _settle[(num_rows,)](
+        tokens, failing, value, ids, highest, settings.temperature, slots,
+        NUM_CHUNKS=num_chunks, PAD=power_of_2(num_chunks),
+    )  # fmt: skip
+    return tokens, failing

@@ -1,0 +1,231 @@
+"""The runner of the Triton kernels: what it sends, pads, records and reads. Interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from chairlift import LLM, SamplingParams, loading
+from chairlift.config import EngineConfig
+from chairlift.executor.device_sampling import SlotSettings, failures
+from chairlift.executor.local import LocalExecutor
+from chairlift.executor.step_buffer import StepBuffer
+from chairlift.executor.step_graph import EagerSteps, Graph, graph_sizes, padded_size
+from chairlift.models.flat_batch import FlatBatch
+from chairlift.models.loader import read_config
+from chairlift.sampling.row import SamplingRow
+from tests.kernels.triton import conftest
+from tests.models.tiny import tiny_hf_model
+
+if conftest.MISSING:
+    pytest.skip(conftest.MISSING, allow_module_level=True)
+device, interpreter = conftest.device, conftest.interpreter
+
+_T = TypeVar("_T")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_hf_model(tmp_path_factory.mktemp("models"), "llama", num_hidden_layers=1, intermediate_size=32)
+
+
+@pytest.fixture(autouse=True)
+def products_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreting them takes longer than all the rest, and test_triton.py has them."""
+    monkeypatch.setattr("chairlift.kernels.triton.program.SMALL_ROWS", 0)
+
+
+def load(model_dir: Path, device: object, kernels: str = "triton", **settings: Any) -> LLM:
+    sizes = {"max_num_seqs": 4, "num_kv_blocks": 30, "block_size": 4, "max_model_len": 32}
+    return LLM(
+        model_dir,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        kernels=kernels,
+        device=str(device),
+        **{**sizes, **settings},
+    )
+
+
+def runner_of(llm: LLM) -> Any:
+    assert isinstance(llm.engine.core.executor, LocalExecutor)
+    return llm.engine.core.executor._runner
+
+
+def answers(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+
+
+def test_sizes_that_are_recorded() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(4) == [1, 2, 4]
+    assert graph_sizes(21) == [1, 2, 4, 8, 16, 21]
+    assert graph_sizes(320)[-4:] == [248, 256, 288, 320]
+    assert len(graph_sizes(256)) == 35
+    sizes = graph_sizes(300)
+    assert [padded_size(sizes, n) for n in (1, 3, 9, 256, 257, 300)] == [1, 4, 16, 256, 288, 300]
+
+
+def test_arrays_arrive_as_they_were_and_at_the_same_places(device: torch.device) -> None:
+    buffer = StepBuffer(device)
+    first = [np.arange(3, dtype=np.int32), np.array([[0.5], [-7.0]]), np.zeros(0, dtype=np.int64), np.full(5, -1)]
+    sent = buffer.send(first)
+    for array, tensor in zip(first, sent, strict=True):
+        assert tensor.shape == array.shape and tensor.cpu().numpy().dtype == array.dtype
+        assert tensor.data_ptr() % 16 == 0
+        np.testing.assert_array_equal(tensor.cpu().numpy(), array)
+    again = buffer.send([array + 1 for array in first])
+    assert [tensor.data_ptr() for tensor in again] == [tensor.data_ptr() for tensor in sent]
+    np.testing.assert_array_equal(sent[0].cpu().numpy(), [1, 2, 3])
+    (large,) = buffer.send([np.arange(1000)])
+    np.testing.assert_array_equal(large.cpu().numpy(), np.arange(1000))
+
+
+def test_what_the_kernels_know_of_a_row() -> None:
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0, "top_k": 5},
+        {"temperature": 0.5, "top_k": 64},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"presence_penalty": 1.0},
+        {"logprobs": 1},
+        {"logit_bias": {3: 1.0}},
+    ]
+    rows = [SamplingRow(SamplingParams(**each), 2**64 - 1 - i, 1) for i, each in enumerate(asked)]
+    settings = SlotSettings(10, 64)
+    settings.update([9, *range(6)], rows)
+    slots = np.array([9, *range(6)], dtype=np.int32)
+    assert settings.on_device[slots].tolist() == [True] * 4 + [False] * 3
+    assert settings.truncates[slots].tolist() == [False, False, True, True] + [False] * 3
+    seeds, temperature, log_min_p, top_k, top_p = settings.arrays(slots[:4])
+    assert seeds.tolist() == [-1, -2, -3, -4] and temperature.tolist() == [0, 0.5, 1, 1]
+    assert top_k.tolist() == [5, 0, 0, 0] and top_p.tolist() == [1, 1, 0.9, 1]
+    assert log_min_p[3] == torch.log(torch.tensor(0.1)).item() and np.isneginf(log_min_p[:3]).all()
+    settings.update([9], rows[1:2])
+    assert settings.arrays(slots[:1])[1].tolist() == [0.5]
+
+
+def test_failures_in_words() -> None:
+    numbers = [(3, 1.0, 1.0), (-1, float("nan"), float("nan")), (-1, float("-inf"), 0.0), (-1, 1e30, float("inf"))]
+    drawn = np.array([[token, *np.array(pair, dtype=np.float32).view(np.int32)] for token, *pair in numbers], np.int32)
+    errors = failures(drawn)
+    assert sorted(errors) == [1, 2, 3]
+    assert "contain NaN" in errors[1] and "-inf" in errors[2] and "overflow" in errors[3]
+
+
+def test_rows_that_fill_up_a_batch_write_nowhere(model_dir: Path, device: torch.device) -> None:
+    llm = load(model_dir, device, max_num_batched_tokens=32)
+    runner = runner_of(llm)
+    assert answers(llm) == answers(load(model_dir, "cpu", "torch"))
+    assert (4, False, False) in runner._decodes  # three rows, and one that fills up
+    for cache in runner._kv_caches[0]:
+        assert not cache[0].any() and cache[1:].any()  # block 0 is nobody's
+
+
+class OverwritingGraphs(EagerSteps):
+    """What matters of CUDA graphs: a step runs more than once at first, and a replay overwrites what the last gave."""
+
+    def record(self, step: Callable[[], _T]) -> Graph[_T]:
+        step()
+        result = step()
+        self.num_graphs += 1
+
+        class Static:
+            def replay(self) -> _T:
+                new: Any = step()
+                for field in (field for field in dataclasses.fields(new) if getattr(new, field.name) is not None):
+                    getattr(result, field.name).copy_(getattr(new, field.name))
+                return result
+
+        return Static()
+
+
+def test_replays_give_the_tokens_of_fresh_steps(
+    model_dir: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(seed=4, temperature=2.0, top_p=0.8, max_tokens=3)
+    expected = answers(load(model_dir, device), params)
+    llm = load(model_dir, device)
+    monkeypatch.setattr(runner_of(llm), "graphs", OverwritingGraphs())
+    assert [answers(llm, params) for _ in range(2)] == [expected, expected]
+    assert runner_of(llm).graphs.num_graphs == len(runner_of(llm)._decodes) > 0
+
+
+def test_a_row_with_nan_fails_alone(model_dir: Path, device: torch.device) -> None:
+    llm = load(model_dir, device)
+    expected = answers(llm)
+    runner_of(llm)._model.model.embed_tokens.weight[9] = float("nan")
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs[::2]] == expected[::2]
+    assert outputs[1].error is not None and "NaN" in outputs[1].error
+
+
+def test_other_weights_are_used_at_once(model_dir: Path, tmp_path: Path, device: torch.device) -> None:
+    other = tiny_hf_model(tmp_path, "llama", seed=1, num_hidden_layers=1, intermediate_size=32)
+    llm = load(model_dir, device)
+    before = answers(llm)
+    llm.update_weights(other, version=1)
+    assert answers(llm) == answers(load(other, "cpu", "torch")) != before
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_mask_decides(mixed: bool, model_dir: Path, device: torch.device) -> None:
+    """One prompt of two tokens, or two prompts of one, which is a decode step to the runner."""
+    runner = runner_of(load(model_dir, device))
+    row = SamplingRow(GREEDY, 0, 1)
+
+    def ints(*values: int) -> Any:
+        return np.array(values, dtype=np.int32)
+
+    slots = ints(0) if mixed else ints(0, 1)
+    ends, lengths = (ints(0, 2), ints(2)) if mixed else (ints(0, 1, 2), ints(1, 1))
+    tables, places = ints(1) if mixed else ints(1, 2), (np.array([4, 5]) if mixed else np.array([4, 8]))
+    positions = ints(0, 1) if mixed else ints(0, 0)
+    tokens = np.zeros((4, 8), dtype=np.int32)
+    batch = FlatBatch(
+        ints(5, 6), positions, ends, lengths, slots, [tables[:, None]], [places], [row] * len(slots),
+        np.arange(len(slots), dtype=np.int32), tokens, [], [], [], [],
+    )  # fmt: skip
+    handle = runner.forward(batch)
+    free = runner.sample(handle, batch, None).token_ids
+    allowed = torch.ones((len(slots), 128), dtype=torch.bool)
+    allowed[0, free[0]] = False
+    masked = runner.sample(handle, batch, allowed).token_ids
+    logits = runner._model.compute_logits(handle.hidden[1 if mixed else 0])
+    assert masked[0] == int(logits.topk(2).indices[1]) and masked[1:] == free[1:]
+
+
+def test_a_gpu_is_named_and_filled(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are loaded: 40 of 100 GB are in use, and the rest within the share is for steps and the KV cache."""
+    gpu = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 100 * 10**9))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert loading.device_name(gpu) == "cuda:1 (GPU 1)" and loading.device_name(torch.device("cpu")) == "cpu"
+
+    def room(**settings: Any) -> int:
+        config = EngineConfig.from_flat({"max_num_seqs": 8, **settings})
+        return loading._cache_memory(config, read_config(model_dir), torch.float32, gpu)
+
+    assert 49_900_000_000 < room() < 50_000_000_000
+    assert room() - room(gpu_memory_utilization=0.5) == 40 * 10**9
+    # Activations of a step's tokens: heads, three of the MLP, four of the hidden size.
+    token = 4 * (2 * 6 * 16 + 3 * 32 + 4 * 64)
+    assert room(max_num_batched_tokens=1000) - room(max_num_batched_tokens=3000) == 2000 * token
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not conftest.ON_GPU, reason="no GPU is there")
+@pytest.mark.parametrize("graphs", ["lazy", "start"])
+def test_graphs_change_nothing(graphs: str, model_dir: Path) -> None:
+    llm = load(model_dir, "cuda", cuda_graphs=graphs)
+    assert answers(llm) == answers(load(model_dir, "cuda", cuda_graphs="off"))
+    assert llm.engine.core.executor.describe_graphs().startswith(("1 ", "2 ", "3 "))

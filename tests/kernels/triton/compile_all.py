@@ -1,0 +1,152 @@
+"""Compile every kernel to machine code for a compute capability, without a GPU: ``python -m ... 90``.
+
+The interpreter runs kernels as Python, so it accepts much that the compiler does not. Here the package's own functions
+are called on CPU tensors, and each launch is compiled instead of run. Prints one line per kernel, with the registers
+and spills that the assembler reports.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from chairlift.kernels.triton.decode_state import DecodeState
+from chairlift.kernels.triton.launch import attention_launch, gemm_launch
+from chairlift.kernels.triton.linear_small import linear_small
+from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
+from chairlift.kernels.triton.paged_attention import paged_attention
+from chairlift.kernels.triton.rope_cache import rope_and_cache
+from chairlift.kernels.triton.sampling import kept_ids, sample
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Compiler:
+    """Stands in for every launch."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.compiled: set[str] = set()
+
+    def __call__(self, function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        names = [param.name for param in function.params]
+        values = dict(zip(names, args, strict=False)) | {k: v for k, v in options.items() if k in names}
+        signature, constants, attributes = {}, {}, {}
+        for place, param in enumerate(function.params):
+            value = values[param.name]
+            if (
+                param.is_constexpr
+                or value is None
+                or (type(value) is int and value == 1 and not param.do_not_specialize)
+            ):
+                signature[param.name] = "constexpr"
+                constants[(place,)] = value
+            elif isinstance(value, torch.Tensor):
+                signature[param.name] = TYPES[value.dtype]
+                attributes[(place,)] = [["tt.divisibility", 16]]
+            else:
+                signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize:
+                    attributes[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+        chosen = {k: v for k, v in options.items() if k not in names}
+        sizes = [value for value in constants.values() if value is not None]
+        line = f"{function.__name__} {' '.join(t for t in signature.values() if t != 'constexpr')} {sizes} {chosen}"
+        if line not in self.compiled:
+            self.compiled.add(line)
+            binary = triton.compile(source, target=self.target, options=chosen)
+            print(f"{resources(binary.asm['cubin'])}, {binary.metadata.shared} B shared: {line}", flush=True)
+
+
+def resources(cubin: bytes) -> str:
+    """Registers and bytes of stack per thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return f"{found[1]} registers, {found[2]} B stack" if found else "?"
+
+
+def attention(
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None, decode: bool, few: bool
+) -> None:
+    rows, tokens = (4 if few else 512), 512
+    launch = attention_launch(
+        head_dim=head_dim,
+        group=heads[0] // heads[1],
+        num_kv_heads=heads[1],
+        max_rows=rows,
+        decode_only=decode,
+        num_multiprocessors=132,
+        itemsize=dtype.itemsize,
+    )
+    cache = torch.empty((64, 16, heads[1], head_dim), dtype=dtype)
+    paged_attention(
+        torch.empty((rows if decode else tokens, heads[0], head_dim), dtype=dtype),
+        cache,
+        cache,
+        torch.empty(rows, dtype=torch.int32),
+        torch.empty((rows, 64), dtype=torch.int32),
+        scale=0.125,
+        window=window,
+        launch=launch,
+        cu_seqlens=None if decode else torch.empty(rows + 1, dtype=torch.int32),
+        table_rows=torch.empty(rows, dtype=torch.int32) if decode else None,
+    )
+
+
+def everything() -> None:
+    for decode in (True, False):
+        for few in (True, False):
+            attention(torch.bfloat16, (14, 2), 64, None, decode, few)
+    attention(torch.bfloat16, (16, 8), 128, 1024, True, True)
+    attention(torch.bfloat16, (16, 8), 128, 1024, False, False)
+    attention(torch.float16, (8, 1), 256, None, True, True)
+    attention(torch.float16, (8, 1), 256, None, False, False)
+    attention(torch.float32, (4, 4), 80, None, True, True)
+    attention(torch.float32, (4, 4), 80, None, False, False)
+    cache = torch.empty((64, 16, 2, 64), dtype=torch.bfloat16)
+    slots, norm = torch.empty(1, dtype=torch.int64), torch.empty(64, dtype=torch.bfloat16)
+    qkv, half = torch.empty((1, 18 * 64), dtype=torch.bfloat16), torch.empty((1, 1, 32), dtype=torch.bfloat16)
+    rope_and_cache(qkv, (half, half), cache, cache, slots, num_heads=14, q_norm=norm, k_norm=norm, eps=1e-6)
+    rope_and_cache(qkv, (half, half), cache, cache, slots, num_heads=14)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = torch.empty((3, 896), dtype=dtype), torch.empty(896, dtype=dtype)
+        rms_norm(x, weight, 1e-6)
+        add_rms_norm(x, x, weight, 1e-6)
+        silu_and_mul(torch.empty((3, 2 * 4864), dtype=dtype))
+        for out, bias in ((896, None), (128 * 132 * 3, torch.empty(128 * 132 * 3, dtype=dtype))):
+            linear_small(x, torch.empty((out, 896), dtype=dtype), bias, launch=gemm_launch(out, 896, 132))
+        logits, rows = torch.empty((2, 151_936), dtype=dtype), torch.zeros(2, dtype=torch.int32)
+        state = DecodeState(4, 64, 2, 16, torch.device("cpu"))
+        sample(logits, state.sampling, rows, rows, None)
+        sample(logits, state.sampling, rows, rows, kept_ids(logits, state.sampling, rows))
+    state.note("tokens", 0, [1, 2, 3])
+    state.flush()
+    state.begin_step(state.inputs(2))
+    state.store(rows, rows)
+
+
+if __name__ == "__main__":
+    compiler = Compiler(int(sys.argv[1]))
+    JITFunction.run = lambda self, *args, **options: compiler(self, *args, **options)
+    everything()

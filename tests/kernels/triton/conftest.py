@@ -1,0 +1,96 @@
+"""Where the kernels run: on the GPU if there is one, else in Triton's interpreter, on the CPU.
+
+Triton decides when a kernel is defined whether it will be interpreted, by an environment variable. So the kernels are
+imported here with the variable set. While a test of this folder runs it is set again, and Triton's own library
+functions are replaced by interpreted ones, because somebody else may have imported Triton before. Other tests see
+nothing of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+KERNELS = ("decode_state", "linear_small", "norms", "paged_attention", "rope_cache", "sampling")
+LIBRARY = ("triton.language", "triton.language.core", "triton.language.standard", "triton.language.random")
+
+try:
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setenv("TRITON_INTERPRET", "1")
+        from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+        from triton.runtime.jit import JITFunction
+
+        PLAIN_CAST = InterpreterBuilder.cast_impl
+        for name in KERNELS:
+            importlib.import_module(f"chairlift.kernels.triton.{name}")
+        importlib.import_module("tests.kernels.triton.probes")
+    MISSING = ""
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "triton":
+        raise
+    MISSING = "Triton is not installed; it is part of the extra 'test'"
+
+
+class _Skipped(pytest.Module):
+    """A file of tests that cannot even be imported."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        pytest.skip(MISSING, allow_module_level=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path: object, parent: pytest.Collector) -> pytest.Module | None:
+    return _Skipped.from_parent(parent, path=module_path) if MISSING else None
+
+
+def cast(self: Any, source: Any, target: Any) -> Any:
+    """A conversion as a GPU does it: the interpreter, which holds bfloat16 as 16-bit integers, cuts bits off."""
+    old, new = source.dtype.scalar, target.scalar
+    if old.is_fp32() and new.is_bf16():
+        rounded = torch.from_numpy(np.array(source.data)).to(torch.bfloat16).view(torch.int16)
+        return TensorHandle(rounded.numpy().view(np.uint16), new)
+    if old.is_bf16() and new.is_fp32():
+        return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), new)
+    return PLAIN_CAST(self, source, target)
+
+
+def dot(self: Any, a: Any, b: Any, c: Any, *how: Any) -> Any:
+    """A product that is right for bfloat16 too, and whose rows do not depend on their place in the tile.
+
+    That is what summing in float64 is for: a BLAS may round a row differently at another place.
+    """
+    wide = (x if x.dtype.scalar.is_fp32() else self.create_fp_ext(x, c.dtype.scalar) for x in (a, b))
+    product = np.matmul(*(x.data.astype(np.float64) for x in wide))
+    return TensorHandle(product.astype(c.data.dtype) + c.data, c.dtype.scalar)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        if not ON_GPU:
+            patch.setenv("TRITON_INTERPRET", "1")
+            for library in map(importlib.import_module, LIBRARY):
+                for name, value in vars(library).copy().items():
+                    if isinstance(value, JITFunction):
+                        patch.setattr(library, name, InterpretedFunction(value.fn))
+            patch.setattr(InterpreterBuilder, "create_dot", dot)
+            patch.setattr(InterpreterBuilder, "cast_impl", cast)
+            importlib.import_module("triton.experimental.gluon")  # or Triton does, at the first launch
+        yield
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", id="interpreter", marks=pytest.mark.skipif(ON_GPU, reason="the GPU runs the kernels")),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no GPU is there")]),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)

@@ -1,0 +1,52 @@
+"""What only tests need: kernels that show the inside of others, random cases, and numbers of seeds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.kernels.triton.sampling import _rough_noise, _words
+
+__all__ = ["TOLERANCE", "normal", "random_words", "rough_noise", "seeds"]
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def seeds(default: int) -> list[object]:
+    """For ``pytest.mark.parametrize``: how many seeds to run, and how many at night."""
+    return [default, pytest.param(20 * default, marks=pytest.mark.nightly)]
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int, device: torch.device) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+@triton.jit
+def _words_of(
+    out_ptr: tl.tensor, seed_ptr: tl.tensor, position: tl.tensor, first: tl.tensor, NUM: tl.constexpr
+) -> None:
+    words = _words(tl.load(seed_ptr), position, first, NUM)
+    tl.store(out_ptr + tl.arange(0, NUM), words.to(tl.int64))
+
+
+@triton.jit
+def _noise_of(out_ptr: tl.tensor, words_ptr: tl.tensor, NUM: tl.constexpr) -> None:
+    at = tl.arange(0, NUM)
+    tl.store(out_ptr + at, _rough_noise(tl.load(words_ptr + at).to(tl.uint32)))
+
+
+def random_words(seed: int, position: int, first: int, device: torch.device) -> Tensor:
+    """int64 [64]: the words of ids ``first`` and following; ``seed`` as int64."""
+    out = torch.zeros(64, dtype=torch.int64, device=device)
+    _words_of[(1,)](out, torch.tensor([seed], device=device), position, first, NUM=64)
+    return out
+
+
+def rough_noise(words: Tensor) -> Tensor:
+    """float32 noise of int64 ``words``, as many as a power of 2."""
+    out = torch.zeros(len(words), dtype=torch.float32, device=words.device)
+    _noise_of[(1,)](out, words, NUM=len(words))
+    return out

@@ -1,0 +1,25 @@
+"""What the interpreter accepts the compiler accepts too, for the oldest and the newest GPU that matter here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+NAMES = {
+    "_add_splits", "_attend", "_begin", "_choose", "_combine", "_kept_ids", "_product", "_rms_norm", "_rope_and_cache",
+    "_settle", "_silu_and_mul", "_store", "_write",
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
+    command = [sys.executable, "-m", "tests.kernels.triton.compile_all", str(capability)]
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, env=compiled)
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = [line for line in run.stdout.splitlines() if " registers, " in line]
+    assert {line.split(": ")[1].split(" ")[0] for line in lines} == NAMES

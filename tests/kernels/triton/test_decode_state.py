@@ -1,0 +1,164 @@
+"""The resident decode state does what the host's InputBatch does, step after step, from differences alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chairlift.errors import InvariantError
+from chairlift.executor.input_batch import InputBatch
+from chairlift.kernels.triton.decode_state import DecodeInputs, DecodeState
+from chairlift.kv_cache.manager import NewBlocks
+from chairlift.sampling.row import SamplingRow
+from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.output import NewRow, SchedulerOutput
+from tests.kernels.triton.probes import seeds
+from tests.sweep import sweep
+
+SLOTS, LENGTH = 5, 40
+
+
+class Both:
+    """The truth and the state under test, driven by the same steps."""
+
+    def __init__(self, draw: random.Random, device: torch.device) -> None:
+        self.draw = draw
+        self.block_size, self.groups = draw.choice([1, 3, 16]), draw.choice([1, 2])
+        self.batch = InputBatch(SLOTS, LENGTH, self.block_size, self.groups)
+        self.width = self.batch.block_tables[0].shape[1]
+        self.state = DecodeState(
+            SLOTS, self.width, self.groups, self.block_size, device, most_differences=draw.choice([8, 1 << 10])
+        )
+        self.inputs = self.state.inputs(SLOTS)
+        self.lengths: dict[int, int] = {}
+        self.decodes: list[int] = []
+
+    def step(self, number: int) -> None:
+        out = SchedulerOutput(number)
+        for slot in [slot for slot in self.lengths if self.draw.random() < 0.2 or self.lengths[slot] == LENGTH - 1]:
+            del self.lengths[slot]
+            out.left.append(slot)
+        free = [slot for slot in range(SLOTS) if slot not in self.lengths]
+        for slot in self.draw.sample(free, self.draw.randint(0, len(free))):
+            out.joined.append(self.join(slot))
+        out.new_blocks = [self.grow(slot, group) for slot in self.lengths for group in range(self.groups)]
+        if out.left or out.joined:
+            self.decodes = self.draw.sample(list(self.lengths), len(self.lengths))
+            out.decode_slots = tuple(self.decodes)
+        self.send(out)
+        self.compare(out)
+
+    def join(self, slot: int) -> NewRow:
+        known = self.draw.randint(1, 20)
+        blocks = -(-known // self.block_size)
+        tables = [[self.draw.randint(1, 99) for _ in range(blocks)] for _ in range(self.groups)]
+        tokens = [self.draw.randint(0, 999) for _ in range(known)]
+        self.lengths[slot] = known
+        return NewRow(slot, f"r{slot}", tokens, 1, known - 1, tables, SamplingRow(SamplingParams(), 1, 1))
+
+    def grow(self, slot: int, group: int) -> tuple[int, NewBlocks]:
+        """The block that the row's next token needs, on time or early."""
+        return slot, NewBlocks(group, (self.lengths[slot] - 1) // self.block_size, [self.draw.randint(1, 99)])
+
+    def send(self, out: SchedulerOutput) -> None:
+        state = self.state
+        for row in out.joined:
+            state.note("tokens", row.slot, row.token_ids[-1:])
+            state.note("num_computed", row.slot, [row.num_computed_tokens])
+            for group, blocks in enumerate(row.block_ids):
+                state.note(f"table{group}", row.slot * self.width, blocks)
+        for slot, blocks in out.new_blocks:
+            state.note(f"table{blocks.group}", slot * self.width + blocks.first, blocks.block_ids)
+        if out.decode_slots is not None:
+            state.note("slots", 0, [*out.decode_slots, *[-1] * (SLOTS - len(out.decode_slots))])
+        state.flush()
+
+    def compare(self, out: SchedulerOutput) -> None:
+        state, inputs, count = self.state, self.inputs, len(self.decodes)
+        state.begin_step(inputs)
+        assert inputs.seq_lens[count:].tolist() == [0] * (SLOTS - count)
+        assert (inputs.slot_mapping[:, count:] == -1).all() and (inputs.token_ids[count:] == 0).all()
+        truth = self.batch.apply(out)
+        sampled = [self.draw.choice([-1, self.draw.randint(0, 999)]) for _ in self.decodes]
+        if count:
+            for ours, theirs in [
+                (inputs.token_ids, truth.token_ids),
+                (inputs.positions, truth.positions),
+                (inputs.seq_lens, truth.seq_lens),
+            ]:
+                assert ours[:count].tolist() == theirs.tolist()
+            assert inputs.slot_mapping[:, :count].tolist() == [mapping.tolist() for mapping in truth.slot_mapping]
+            self.batch.store(truth, sampled)
+        filled = torch.tensor(sampled + [5] * (SLOTS - count), dtype=torch.int32, device=state.tokens.device)
+        state.store(state.slots, filled)
+        for slot in self.decodes:
+            self.lengths[slot] += 1
+
+
+@pytest.mark.parametrize("count", seeds(4))
+def test_it_does_what_the_input_batch_does(request: pytest.FixtureRequest, count: int, device: torch.device) -> None:
+    def check(seed: int) -> None:
+        both = Both(random.Random(seed), device)
+        for number in range(12):
+            both.step(number)
+
+    sweep(request, count, check)
+
+
+def small(device: torch.device, **settings: Any) -> DecodeState:
+    return DecodeState(3, 4, 2, 16, device, **settings)
+
+
+def test_later_notes_win_and_nothing_else_changes(device: torch.device) -> None:
+    state = small(device, most_differences=5)
+    state.note("tokens", 0, [1, 2, 3])
+    state.note("table1", 4, [7, 8, 9])
+    state.note("tokens", 1, [20])
+    state.note("seeds", 1, np.array([2**63 + 5, 6], dtype=np.uint64).view(np.int64))
+    state.note("top_p", 2, [0.9])
+    state.note("temperature", 0, [0.5])
+    assert state.tokens.tolist() == [0, 0, 0]
+    state.flush()
+    assert state.tokens.tolist() == [1, 20, 3]
+    assert state.block_tables[1].tolist() == [[0] * 4, [7, 8, 9, 0], [0] * 4] and not state.block_tables[0].any()
+    assert state.sampling.seeds.tolist() == [0, 5 - 2**63, 6] and state.sampling.top_p.tolist() == [0, 0, 0.9]
+    assert state.sampling.temperature.tolist() == [0.5, 0, 0] and state.slots.tolist() == [-1, -1, -1]
+    before = state.tokens.clone()
+    state.flush()
+    assert torch.equal(state.tokens, before)
+
+
+def test_notes_hold_copies(device: torch.device) -> None:
+    state, values = small(device), np.array([4], dtype=np.int32)
+    state.note("top_k", 0, values)
+    values[0] = 5
+    state.flush()
+    assert state.sampling.top_k.tolist() == [4, 0, 0]
+
+
+def test_a_row_past_its_table_writes_nowhere(device: torch.device) -> None:
+    """It has ended, but the host hears of it one step later."""
+    state = small(device)
+    state.note("slots", 0, [1])
+    state.note("num_computed", 1, [64])
+    state.flush()
+    inputs = state.inputs(2)
+    state.begin_step(inputs)
+    assert inputs.slot_mapping.tolist() == [[-1, -1], [-1, -1]] and inputs.seq_lens.tolist() == [65, 0]
+
+
+def test_what_cannot_be(device: torch.device) -> None:
+    state = small(device)
+    with pytest.raises(InvariantError, match="has no 'token'; it has seeds"):
+        state.note("token", 0, [1])
+    for name, first, values in [("tokens", 2, [1, 2]), ("tokens", -1, [1]), ("seeds", 3, [1]), ("table0", 12, [1])]:
+        with pytest.raises(InvariantError, match="do not fit"):
+            state.note(name, first, values)
+    with pytest.raises(InvariantError, match="larger than the 3 slots"):
+        state.begin_step(DecodeInputs(*[torch.zeros(4, dtype=torch.int32, device=device)] * 4))
+    with pytest.raises(InvariantError, match="2\\^31"):
+        DecodeState(2**20, 2**12, 1, 16, torch.device("meta"))
