@@ -263,7 +263,13 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        return self._process.returncode is None and not self._stdout.at_eof()
+        if self._process.returncode is not None or self._stdout.at_eof():
+            return False
+        # The event loop may not have heard of its end yet. This looks without taking the news away from the loop.
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
 
     async def ask(self, frame: bytes, most: int) -> dict[str, Any]:
         """Send a frame and wait for the answer; raises OSError or EOFError when the process dies, else ValueError."""
