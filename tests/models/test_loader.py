@@ -332,6 +332,8 @@ def test_index_that_lies_is_refused(model_dir: Path) -> None:
 def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model_dir(tmp_path) == tmp_path
     (tmp_path / "file").touch()
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")  # beside which there is no x, whatever the machine has
     for name in (str(tmp_path / "nowhere"), str(tmp_path / "file"), "../x", "a/b/c", "", "a b", "a/../b"):
         with pytest.raises(ModelLoadError, match="not a directory"):
             resolve_model_dir(name)
