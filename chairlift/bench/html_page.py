@@ -117,7 +117,7 @@ body {
   margin: 0; background: var(--back); color: var(--front); font: 16px/1.55 system-ui, sans-serif;
   overflow-wrap: break-word;
 }
-main { max-width: 62rem; margin: 0 auto; padding: 2rem 1rem 4rem; }
+main { max-width: 70rem; margin: 0 auto; padding: 2rem 1rem 4rem; }
 .mark { margin: 0; color: var(--accent); font-size: .85rem; font-weight: 600; letter-spacing: .02em; }
 h1 { margin: .1rem 0 .6rem; font-size: 1.6rem; line-height: 1.25; }
 h2 { margin: 2.6rem 0 .6rem; padding-top: .9rem; border-top: 1px solid var(--line); font-size: 1.15rem; }
@@ -130,10 +130,10 @@ dl {
 dt { color: var(--soft); }
 dd { margin: 0; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
 caption { padding: 0 0 .4rem; color: var(--soft); text-align: left; }
 th, td {
-  padding: .32rem 0 .32rem 1.4rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap;
+  padding: .32rem 0 .32rem 1.1rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap;
 }
 th { font-weight: 400; }
 thead th { color: var(--soft); vertical-align: bottom; }
