@@ -225,6 +225,7 @@ def test_pointing_choosing_and_following(chromium: Chromium, recording: bytes) -
         chromium.resize(*DESKTOP)
         chromium.open(f"{view.url}/live")
         chromium.wait_for("document.querySelector('#corner').innerText === 'a recording'")
+        settled(chromium)
         # a decode run in the first row, in the middle of the picture
         place = chromium.value(
             "(() => { const v = chairlift.view(), run = chairlift.model.runs[0].filter((r) => r.phase === 'decode')"
@@ -232,6 +233,7 @@ def test_pointing_choosing_and_following(chromium: Chromium, recording: bytes) -
             " return [34 + ((run.a + run.b) / 2 - v.left) / (v.right - v.left) * w, run.n]; })()"
         )
         point(chromium, "#timeline", place[0], 52)
+        chromium.wait_for("document.querySelector('#tip').innerText !== ''")
         tip = text(chromium, "#tip")
         request = known.requests[place[1]]
         assert request.request_id in tip
@@ -251,6 +253,7 @@ def test_pointing_choosing_and_following(chromium: Chromium, recording: bytes) -
         assert chosen in text(chromium, "#detail") and "abort" in text(chromium, "#detail")
         chromium.value("document.querySelector('#follow').select()")
         chromium.write("nobody")
+        settled(chromium)
         assert "No request nobody so far" in text(chromium, "#note")
         assert chromium.problems == []
 

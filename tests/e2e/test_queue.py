@@ -34,7 +34,7 @@ def queue(served: Served, query: str = "", key: str = KEY) -> Any:
 
 
 def test_clients_see_the_queue_and_are_told_early() -> None:
-    with ServerProcess("hashlm:20ms", *FLAGS) as server, ThreadPoolExecutor(64) as threads:
+    with ServerProcess("hashlm:20ms", *FLAGS) as server, ThreadPoolExecutor(112) as threads:
         served, end = Served(server), time.monotonic() + PATIENCE
         jobs = [threads.submit(send, served, "POST", "/v1/completions", SHORT) for _ in range(110)]
         mine = threads.submit(send, served, "POST", "/v1/completions", SHORT, name="mine-17")
