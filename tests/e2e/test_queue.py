@@ -34,9 +34,10 @@ def queue(served: Served, query: str = "", key: str = KEY) -> Any:
 
 
 def test_clients_see_the_queue_and_are_told_early() -> None:
-    with ServerProcess("hashlm:20ms", *FLAGS) as server, ThreadPoolExecutor(112) as threads:
+    with ServerProcess("hashlm:20ms", *FLAGS) as server, ThreadPoolExecutor(64) as threads:
         served, end = Served(server), time.monotonic() + PATIENCE
-        jobs = [threads.submit(send, served, "POST", "/v1/completions", SHORT) for _ in range(110)]
+        # Those that come after the first has ended are forecast: a hundred, so that a slow client has time to look.
+        jobs = [threads.submit(send, served, "POST", "/v1/completions", SHORT) for _ in range(170)]
         mine = threads.submit(send, served, "POST", "/v1/completions", SHORT, name="mine-17")
         while (seen := queue(served))["calibration"]["samples"] < 20 or seen["waiting"] < 20:
             assert time.monotonic() < end and not all(job.done() for job in jobs), seen
