@@ -301,6 +301,12 @@ def test_keys_zoom_scrub_and_pause(chromium: Chromium) -> None:
         assert chromium.problems == []
 
 
+def test_a_wait_outlives_the_page_it_began_on(chromium: Chromium) -> None:
+    with serve_watched() as view:
+        look(view, chromium)
+        chromium.wait_for("location.search === '?demo' || new Promise(() => location.assign('?demo'))")
+
+
 def test_an_empty_server_has_an_example_to_show(chromium: Chromium, tmp_path: Path) -> None:
     with serve_watched() as view:
         look(view, chromium)

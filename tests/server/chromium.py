@@ -22,6 +22,14 @@ _FLAGS = ["--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disa
 _FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-proxy-server"]
 
 
+_SERVER_ERROR = -32000
+"""The protocol's code where a page was left, or its tab closed, while an expression of it was awaited."""
+
+
+class PageGone(RuntimeError):
+    """The page that was asked is no longer there."""
+
+
 def find_chromium() -> str | None:
     """The browser's path, or None where there is none."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -50,7 +58,8 @@ class Chromium:
         while (reply := self._read()).get("id") != number:
             self._note(reply)
         if "error" in reply:
-            raise RuntimeError(f"{method}: {reply['error']}")
+            gone = method == "Runtime.evaluate" and reply["error"]["code"] == _SERVER_ERROR
+            raise (PageGone if gone else RuntimeError)(f"{method}: {reply['error']}")
         result: dict[str, Any] = reply["result"]
         return result
 
@@ -103,11 +112,14 @@ class Chromium:
         """Until a JavaScript expression holds; fails after 10 s."""
         look = f"(async () => {{ try {{ return !!(await ({condition})); }} catch {{ return false; }} }})()"
         end = time.monotonic() + 10
-        while not self.value(look):
+        while True:
+            with contextlib.suppress(PageGone):  # a click may lead to another page: the next look sees that one
+                if self.value(look):
+                    return
+                self.value("new Promise(requestAnimationFrame)")
             if time.monotonic() > end:
                 shown = self.value("document.body.innerText")
                 raise TimeoutError(f"{condition} does not come true; the page shows {shown!r}")
-            self.value("new Promise(requestAnimationFrame)")
 
     def write(self, text: str) -> None:
         """Type into what has the focus."""
