@@ -238,10 +238,11 @@ class Scheduler(GivingWay):
         if not places or budget < self.membership.needs_budget():
             out.held_up_by = out.held_up_by or self.membership.lacks(places)
             return
-        batch: Iterable[Request] = islice(waiting.line(self.now), places + waiting.look_ahead)
-        if self.membership.closed:
+        closed = self.membership.closed
+        batch: Iterable[Request] = islice(waiting.line(self.now), places + (0 if closed else waiting.look_ahead))
+        if closed:  # those who may join, and nobody else: how long each row computes is decided for them together
             batch = list(batch)
-            self.membership.prepare(batch[:places], min(self.max_model_len - 1, self.kv.capacity_tokens))
+            self.membership.prepare(batch, min(self.max_model_len - 1, self.kv.capacity_tokens))
         passed: list[Request] = []
         for request in batch:
             if not places or budget < self.membership.needs_budget():

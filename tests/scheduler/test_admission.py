@@ -119,6 +119,16 @@ def test_a_static_batch_computes_held_rows_to_its_end_and_reserves_the_worst_cas
     assert (long.num_output_tokens, short.num_output_tokens) == (9, 2)
 
 
+def test_who_joins_a_static_batch_computes_to_its_end_also_past_one_that_does_not_fit() -> None:
+    driver = Driver(batching="static", max_num_seqs=3, num_blocks=13)
+    driver.add(request("a", 3, max_tokens=9), request("b", 40, max_tokens=2), request("c", 4, max_tokens=3))
+    driver.add(request("d", 4, max_tokens=2))  # of the next batch, whatever room there is
+    outs = driver.run()
+    assert [row.request_id for row in outs[0].joined] == ["a", "c"]
+    assert [len(out.decode_rows) + len(out.chunks) for out in outs[:9]] == [2] * 9
+    assert [row.request_id for row in outs[9].joined][0] == "b"
+
+
 @pytest.mark.parametrize(("waiting", "joined"), [(1, 0), (2, 2), (3, 2), (4, 4), (5, 4), (8, 8), (9, 8)])
 def test_a_batch_of_a_preferred_size_does_not_wait_to_fill(waiting: int, joined: int) -> None:
     driver = Driver(batching="dynamic", batch_wait_ms=500.0, preferred_sizes=(2, 4))
