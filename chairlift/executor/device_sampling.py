@@ -29,14 +29,16 @@ class SlotSettings:
         self.on_device = np.ones(num_slots, dtype=np.bool_)
         """[S] whether the kernels know all that the row asks for: no penalties, no bias, no log-probabilities."""
         self.truncates = np.zeros(num_slots, dtype=np.bool_)
-        """[S] whether it has min-p, top-k or top-p."""
+        """[S] whether the kernels draw for it with min-p, top-k or top-p."""
 
-    def update(self, slots: Sequence[int], rows: Sequence[SamplingRow]) -> None:
-        """Say who is in ``slots`` now."""
-        for slot, row in zip(slots, rows, strict=True):
+    def update(self, slots: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
+        """Say who is in ``slots`` now. Returns those where another was before."""
+        changed = [slot for slot, row in zip(slots, rows, strict=True) if self._rows[slot] is not row]
+        for slot, row in zip(slots, rows, strict=True) if changed else ():
             if self._rows[slot] is not row:
                 self._rows[slot] = row
                 self._set(slot, row)
+        return changed
 
     def arrays(self, slots: npt.NDArray[np.int32]) -> list[npt.NDArray[Any]]:
         """Entries of ``slots`` [R], in the order of :class:`~chairlift.kernels.triton.sampling.SamplingSettings`."""
@@ -45,15 +47,16 @@ class SlotSettings:
 
     def _set(self, slot: int, row: SamplingRow) -> None:
         params = row.params
+        self.on_device[slot] = not row.reshapes and params.logprobs is None
+        greedy = params.greedy or not self.on_device[slot]  # what is drawn elsewhere takes the least work here
         self._seeds[slot] = np.uint64(row.seed).astype(np.int64)
-        self._temperature[slot] = 0.0 if params.greedy else params.temperature
+        self._temperature[slot] = 0.0 if greedy else params.temperature
         # The logarithm of the float32 number, as the CPU takes it.
         self._log_min_p[slot] = np.log(np.float32(params.min_p)) if params.min_p > 0.0 else -np.inf
         self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self._top_p[slot] = params.top_p
-        self.on_device[slot] = not row.reshapes and params.logprobs is None
         limited = params.min_p > 0.0 or self._top_k[slot] > 0 or params.top_p < 1.0
-        self.truncates[slot] = not params.greedy and limited
+        self.truncates[slot] = not greedy and limited
 
 
 def failures(drawn: npt.NDArray[np.int32]) -> dict[int, str]:

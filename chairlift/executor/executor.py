@@ -20,7 +20,7 @@ class PendingTokens(Protocol):
     """Tokens on their way."""
 
     def result(self) -> SampledTokens:
-        """Wait for the tokens; raises what the step raised."""
+        """Wait for the tokens; raises what the step raised. To be called once, in the order of the steps."""
         ...
 
 

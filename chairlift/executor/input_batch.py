@@ -16,7 +16,8 @@ class InputBatch:
     """Numpy mirrors of what each running request is: its tokens, its progress, its block tables, how it samples.
 
     ``apply`` takes one step's differences and returns that step's flat batch; ``store`` takes the tokens it sampled.
-    Steps must be applied in order, and each must be stored before the next is applied.
+    Steps must be applied in order. Where a step is applied before the tokens of the one before it are stored, those
+    must be expected: placeholders, which no token id is, stand in their places until they come.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, num_groups: int) -> None:
@@ -30,6 +31,7 @@ class InputBatch:
         self.sampling: list[SamplingRow | None] = [None] * num_slots
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
         self._decodes = np.zeros(0, dtype=np.int32)
+        self._ticket = 0
 
     def apply(self, out: SchedulerOutput) -> FlatBatch:
         """Bring the rows up to date, and lay the step's tokens side by side: decode rows first, then the chunks."""
@@ -44,11 +46,25 @@ class InputBatch:
             self._decodes = np.array(out.decode_slots, dtype=np.int32)
         return self._flatten(out)
 
-    def store(self, batch: FlatBatch, token_ids: list[int]) -> None:
-        """Append the sampled tokens to their rows. A failed row gets a harmless id; it is about to leave."""
+    def expect(self, batch: FlatBatch) -> int:
+        """Tokens for the rows that sample are on their way. Returns the placeholder that stands for them: below 0."""
+        self._ticket = self._ticket % -(2**30) - 1
+        self.tokens[batch.slots[batch.sample_rows], batch.seq_lens[batch.sample_rows]] = self._ticket
+        return self._ticket
+
+    def store(self, batch: FlatBatch, token_ids: list[int], ticket: int | None = None) -> None:
+        """Append the sampled tokens to their rows. A failed row gets a harmless id; it is about to leave.
+
+        With the ``ticket`` that :meth:`expect` returned: only where it still stands. A row may have changed hands, or
+        begun to compute the same place again.
+        """
         slots = batch.slots[batch.sample_rows]
         ends = batch.seq_lens[batch.sample_rows]
-        self.tokens[slots, ends] = np.maximum(np.array(token_ids, dtype=np.int32), 0)
+        known = np.maximum(np.array(token_ids, dtype=np.int32), 0)
+        if ticket is not None:
+            wanted = self.tokens[slots, ends] == ticket
+            slots, ends, known = slots[wanted], ends[wanted], known[wanted]
+        self.tokens[slots, ends] = known
 
     def _join(self, row: NewRow) -> None:
         slot, count = row.slot, len(row.token_ids)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
-from chairlift.executor.executor import LiveWeights, WeightSource
+from chairlift.executor.executor import LiveWeights, PendingTokens, WeightSource
 from chairlift.executor.input_batch import InputBatch
 from chairlift.models.flat_batch import FlatBatch, SampledTokens
 from chairlift.scheduler.output import SchedulerOutput
@@ -26,7 +26,9 @@ class ModelRunner(Protocol):
         """Save, copy and bring back blocks, write KV, attend; returns what :meth:`sample` needs."""
         ...
 
-    def sample(self, hidden: Any, batch: FlatBatch, masks: Any) -> SampledTokens: ...
+    def sample(self, hidden: Any, batch: FlatBatch, masks: Any) -> SampledTokens | PendingTokens:
+        """Tokens that are on their way must be found by the next step where they are drawn."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +39,21 @@ class _Ready:
 
     def result(self) -> SampledTokens:
         return self.tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Tokens on their way from the device, and where they belong."""
+
+    pending: PendingTokens
+    batch: FlatBatch
+    rows: InputBatch
+    ticket: int
+
+    def result(self) -> SampledTokens:
+        tokens = self.pending.result()
+        self.rows.store(self.batch, tokens.token_ids, self.ticket)
+        return tokens
 
 
 class LocalExecutor:
@@ -53,11 +70,13 @@ class LocalExecutor:
         batch = self._input.apply(out)
         return self._runner.forward(batch), batch
 
-    def sample(self, handle: tuple[Any, FlatBatch], masks: Any = None) -> _Ready:
+    def sample(self, handle: tuple[Any, FlatBatch], masks: Any = None) -> PendingTokens:
         hidden, batch = handle
         tokens = self._runner.sample(hidden, batch, masks)
-        self._input.store(batch, tokens.token_ids)
-        return _Ready(tokens)
+        if isinstance(tokens, SampledTokens):
+            self._input.store(batch, tokens.token_ids)
+            return _Ready(tokens)
+        return _Arriving(tokens, batch, self._input, self._input.expect(batch))
 
     def update_weights(self, source: WeightSource) -> None:
         """See :class:`~chairlift.executor.executor.LiveWeights`. Raises ConfigError for a model without weights."""

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.executor.executor import WeightSource
+from chairlift.executor.executor import PendingTokens, WeightSource
 from chairlift.executor.kv_tensors import KVPlan, make_kv_caches
+from chairlift.executor.step_buffer import to_device
 from chairlift.executor.swap_space import make_swap_space
 from chairlift.kernels import ops
 from chairlift.models.causal_lm import CausalLM
@@ -55,7 +56,7 @@ class TorchModelRunner:
         return hidden
 
     @torch.inference_mode()
-    def sample(self, hidden: Any, batch: FlatBatch, masks: Any) -> SampledTokens:
+    def sample(self, hidden: Any, batch: FlatBatch, masks: Any) -> SampledTokens | PendingTokens:
         """Project the rows that sample to logits, and draw."""
         ends = batch.cu_seqlens[batch.sample_rows + 1].astype(np.int64) - 1
         tokens = SampledTokens([])
@@ -93,13 +94,12 @@ class TorchModelRunner:
             self._swap_space.swap_in(batch.swap_in)
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)
+        return to_device(array.astype(np.int64), self._device)
 
     def _copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         for group in {group for group, _, _ in copies}:
             pairs = [(source, target) for g, source, target in copies if g == group]
-            sources = torch.tensor([source for source, _ in pairs], device=self._device)
-            targets = torch.tensor([target for _, target in pairs], device=self._device)
+            sources, targets = (self._to_device(np.array(side)) for side in zip(*pairs, strict=True))
             for layer, caches in enumerate(self._kv_caches):
                 if self._layer_groups[layer] == group:
                     for cache in caches:

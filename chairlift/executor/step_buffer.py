@@ -1,9 +1,12 @@
-"""A step's arrays on their way to the device: packed into one piece of pinned memory, sent with one copy."""
+"""A step's arrays on their way to the device, and its results on their way back, through pinned memory.
+
+A copy from or to ordinary memory would wait for all that the device has been given to do.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +14,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["StepBuffer"]
+__all__ = ["ReturnBuffers", "StepBuffer", "to_device"]
 
 _ALIGNMENT = 16
 """Bytes. Triton compiles a kernel once more for arrays that lie differently."""
+
+
+_HostBuffer = tuple[Tensor, torch.cuda.Event | None]
+"""Pinned memory where there is a GPU, and what says that the newest copy out of it, or into it, is done."""
+
+
+def _host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _HostBuffer:
+    """Host memory that copies to and from ``device`` need not wait for."""
+    pinned = device.type == "cuda"
+    event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+    return torch.empty(shape, dtype=dtype, pin_memory=pinned), event
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy that is queued behind what the device has to do; on the CPU, where nothing is queued, no copy."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class StepBuffer:
@@ -51,9 +71,28 @@ class StepBuffer:
         """Half as much again, so that slowly growing steps do not resize every time."""
         size += size // 2
         self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._hosts = itertools.cycle([self._host(size) for _ in range(2)])
+        self._hosts = itertools.cycle([_host_buffer((size,), torch.uint8, self._device) for _ in range(2)])
 
-    def _host(self, size: int) -> tuple[Tensor, torch.cuda.Event | None]:
-        pinned = self._device.type == "cuda"
-        event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned), event
+
+class ReturnBuffers:
+    """Host memory for results of at most ``shape``, as many pieces as there are results that nobody has read yet."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._kind = shape, dtype, device
+        self._free: list[_HostBuffer] = []
+
+    def fetch(self, result: Tensor) -> Callable[[], npt.NDArray[Any]]:
+        """Start copying ``result``; later launches may overwrite it. What is returned waits for it: call that once."""
+        host, copied = piece = self._free.pop() if self._free else _host_buffer(*self._kind)
+        host[: len(result)].copy_(result, non_blocking=True)
+        if copied is not None:
+            copied.record()
+
+        def read() -> npt.NDArray[Any]:
+            if copied is not None:
+                copied.synchronize()
+            array: npt.NDArray[Any] = host[: len(result)].numpy().copy()
+            self._free.append(piece)
+            return array
+
+        return read

@@ -10,6 +10,7 @@ from torch import Tensor
 from chairlift.errors import ConfigError
 from chairlift.executor.host_memory import HostBlocks, host_moves
 from chairlift.executor.kv_tensors import KVPlan, make_host_blocks
+from chairlift.executor.step_buffer import to_device
 from chairlift.models.context import LayerCache
 
 __all__ = ["CudaHostBlocks", "make_swap_space"]
@@ -70,7 +71,7 @@ class CudaHostBlocks:
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
         """(group, block, host block) to save, as the steps before this one left them."""
         for moves in host_moves((group, host, block) for group, block, host in saved):
-            blocks, pairs = torch.from_numpy(moves.blocks).to(self._device), self._pairs[moves.group]
+            blocks, pairs = to_device(moves.blocks, self._device), self._pairs[moves.group]
             gathered = [cache.index_select(0, blocks) for cache, _ in pairs]
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -84,7 +85,7 @@ class CudaHostBlocks:
         current = torch.cuda.current_stream(self._device)
         brought: list[tuple[Tensor, Tensor, Tensor]] = []
         for moves in host_moves(wanted):
-            blocks = torch.from_numpy(moves.blocks).to(self._device)
+            blocks = to_device(moves.blocks, self._device)
             with torch.cuda.stream(self._stream):  # behind every save, so that it reads what was saved
                 for cache, host in self._pairs[moves.group]:
                     staged = torch.empty((len(blocks), *cache.shape[1:]), dtype=cache.dtype, device=self._device)

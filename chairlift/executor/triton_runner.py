@@ -1,14 +1,16 @@
-"""A model run by the Triton kernels on one GPU: one copy in, one launch list or graph, one read of the tokens.
+"""A model run by the Triton kernels on one GPU: differences in, one launch list or graph, tokens back when ready.
 
-Steps in which every row computes one token and samples are padded to one of a few sizes, over buffers at fixed
-addresses, so that a CUDA graph can replay them. All others run launch by launch. Sampling is part of the step.
+Steps in which every row computes one token and samples read and advance the resident state, padded to one of a few
+sizes, so that a CUDA graph can replay them. All others run launch by launch. Sampling is part of the step, and what was
+drawn is the next step's input where it lies: the host may start that step before it knows the tokens of this one.
+Everything is queued on one stream, so that each step sees what the one before it left.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,10 @@ from torch import Tensor
 from chairlift.executor.device_sampling import SlotSettings, failures
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.model_runner import TorchModelRunner
-from chairlift.executor.step_buffer import StepBuffer
+from chairlift.executor.step_buffer import ReturnBuffers, StepBuffer
 from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, GraphMaker, graph_sizes, padded_size
 from chairlift.kernels import recording
+from chairlift.kernels.triton.decode_state import DecodeInputs, DecodeState
 from chairlift.kernels.triton.launch import AttentionLaunch, attention_launch
 from chairlift.kernels.triton.program import PagedKV, StepTensors, TritonProgram
 from chairlift.kernels.triton.sampling import SamplingSettings, kept_ids, sample
@@ -35,20 +38,6 @@ _INTERPRETED = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Inputs:
-    """What a step reads, all on the device."""
-
-    step: StepTensors
-    ends: Tensor | None
-    """int32 [R], the tokens whose logits are wanted; None: all of them."""
-    slots: Tensor
-    """int32 [R], each row's place in ``settings``; -1 draws nothing."""
-    lengths: Tensor
-    """int32 [R], the positions of the new tokens."""
-    settings: SamplingSettings
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Outputs:
     hidden: Tensor
     """[T, D]"""
@@ -56,6 +45,17 @@ class _Outputs:
     """[R, V] where a row may have to be drawn by the sampler that knows everything."""
     drawn: Tensor | None
     """int32 [R, 3]: token, and the bits of what :func:`~chairlift.executor.device_sampling.failures` reads."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Tokens on their way, all of them drawn on the device."""
+
+    read: Callable[[], npt.NDArray[np.int32]]
+
+    def result(self) -> SampledTokens:
+        drawn = self.read()
+        return SampledTokens(drawn[:, 0].tolist(), errors=failures(drawn))
 
 
 class TritonModelRunner(TorchModelRunner):
@@ -90,16 +90,16 @@ class TritonModelRunner(TorchModelRunner):
         self._body = TritonProgram(recorder.nodes[:body], hidden, kv, device, self._multiprocessors)
         self._head = TritonProgram(recorder.nodes[body:], logits, kv, device, self._multiprocessors)
         self._settings = SlotSettings(num_slots, model.config.vocab_size)
-        shape = (num_slots, -(-max_model_len // plan.block_size))
-        self._block_tables = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in plan.groups]
-        self._sent_tables = [np.zeros(shape, dtype=np.int32) for _ in plan.groups]
+        max_blocks = -(-max_model_len // plan.block_size)
+        self._state = DecodeState(num_slots, max_blocks, len(plan.groups), plan.block_size, device)
         self._sizes = graph_sizes(num_slots)
         self._buffer = StepBuffer(device)
+        self._returns = ReturnBuffers((num_slots, 3), torch.int32, device)
         self.graphs: GraphMaker = CudaGraphs(device) if cuda and graphs != "off" else EagerSteps()
-        self._decodes: dict[tuple[int, bool, bool], tuple[StepBuffer, Graph[_Outputs]]] = {}
+        self._decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
         if cuda and graphs == "start":
             for size in self._sizes:
-                self._decode(self._padding(size), truncates=False, keep=False)
+                self._recorded(size, truncates=False, keep=False)
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> _Outputs:
@@ -107,40 +107,39 @@ class TritonModelRunner(TorchModelRunner):
         if self._device.index is not None:
             torch.cuda.set_device(self._device)  # Triton launches where the calling thread is
         self._move_blocks(batch)
-        self._send_tables(batch)
         num_rows, slots = len(batch.slots), batch.slots[batch.sample_rows]
-        self._settings.update(slots.tolist(), [batch.sampling[row] for row in batch.sample_rows])
-        truncates = bool((self._settings.truncates & self._settings.on_device)[slots].any())
+        for group, tables in enumerate(batch.block_tables):
+            self._state.note_tables(group, batch.slots, tables)
+        changed = self._settings.update(slots.tolist(), [batch.sampling[row] for row in batch.sample_rows])
+        if changed:
+            places = np.array(changed, dtype=np.int32)
+            for field, values in zip(dataclasses.fields(SamplingSettings), self._settings.arrays(places), strict=True):
+                self._state.note(field.name, places, values)
+        truncates = bool(self._settings.truncates[slots].any())
         if len(slots) == num_rows == len(batch.token_ids):
             keep = not self._settings.on_device[slots].all()
-            return self._decode(self._pad(batch, padded_size(self._sizes, num_rows)), truncates, bool(keep))
-        tensors = self._buffer.send(
-            [
-                batch.token_ids,
-                batch.positions,
-                batch.seq_lens,
-                batch.slots,
-                *batch.slot_mapping,
-                *self._sampling(batch, len(slots)),
-                batch.cu_seqlens,
-                batch.cu_seqlens[batch.sample_rows + 1] - 1,
-            ]
-        )
-        *tensors, cu_seqlens, ends = tensors
-        return self._compute(self._inputs(tensors, cu_seqlens, ends), self._launch(num_rows, False), truncates, True)
+            return self._decode(batch, padded_size(self._sizes, num_rows), truncates, bool(keep))
+        self._state.flush()
+        self._state.forget(slots)
+        return self._mixed(batch, slots, truncates)
 
     @torch.inference_mode()
-    def sample(self, hidden: _Outputs, batch: FlatBatch, masks: Any) -> SampledTokens:
-        """Read the tokens; draw those of rows that ask for what the kernels do not know."""
+    def sample(self, hidden: _Outputs, batch: FlatBatch, masks: Any) -> SampledTokens | _Drawn:
+        """Tokens on their way, or, where a row asks for what the kernels do not know, what was read and drawn here.
+
+        Such a row is drawn here in every step, so the host knows all that was drawn for it before.
+        """
         tokens, count = SampledTokens([]), len(batch.sample_rows)
         if hidden.drawn is not None:
-            drawn = hidden.drawn[:count].cpu().numpy()
             known = self._settings.on_device[batch.slots[batch.sample_rows]]
-            tokens.token_ids = drawn[:, 0].tolist()
-            rest = range(count) if masks is not None else np.flatnonzero(~known).tolist()
-            tokens.errors = {row: reason for row, reason in failures(drawn).items() if row not in rest}
+            rest = [*range(count)] if masks is not None else np.flatnonzero(~known).tolist()
+            drawn = _Drawn(self._returns.fetch(hidden.drawn[:count]))
+            if not rest and not batch.prompt_rows:
+                return drawn
+            tokens = drawn.result()
             if rest:
-                self._draw_rest(hidden, list(rest), batch, masks, tokens)
+                tokens.errors = {row: reason for row, reason in tokens.errors.items() if row not in rest}
+                self._draw_rest(hidden, rest, batch, masks, tokens)
         self._score_prompts(hidden.hidden, batch, tokens)
         return tokens
 
@@ -165,73 +164,93 @@ class TritonModelRunner(TorchModelRunner):
                 tokens.errors[i] = drawn.errors[j]
         tokens.logprobs = logprobs if any(entry is not None for entry in logprobs) else None
 
-    def _decode(self, arrays: list[npt.NDArray[Any]], truncates: bool, keep: bool) -> _Outputs:
-        """One token of each row, ``arrays`` being padded to one of the sizes."""
-        size = len(arrays[0])
-        key = (size, truncates, keep)
-        found = self._decodes.get(key)
-        if found is not None:
-            found[0].send(arrays)
-            return found[1].replay()
-        buffer = StepBuffer(self._device)
-        inputs = self._inputs(buffer.send(arrays), None, None)
-        step = functools.partial(self._compute, inputs, self._launch(size, True), truncates, keep)
-        self._decodes[key] = buffer, (graph := self.graphs.record(step))
-        return graph.replay()
+    def _decode(self, batch: FlatBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
+        """One token of each row. What the device does not know yet is sent; a row past ``batch`` is nobody's."""
+        step, state = self._recorded(size, truncates, keep), self._state
+        known = batch.token_ids >= 0
+        rows = np.full(size, -1, dtype=np.int32)
+        rows[: len(batch.slots)] = batch.slots
+        state.note("tokens", batch.slots[known], batch.token_ids[known])
+        state.note("num_computed", batch.slots, batch.positions)
+        state.note("slots", np.arange(size), rows)
+        state.flush()
+        state.forget(batch.slots)  # a step that fails halfway has advanced them, or has not
+        outputs = step.replay()
+        state.advanced(batch.slots, batch.seq_lens)
+        return outputs
 
-    def _compute(self, inputs: _Inputs, launch: AttentionLaunch, truncates: bool, keep: bool) -> _Outputs:
-        """A step and its tokens. Logits are kept on demand: those of every recorded size would fill gigabytes."""
-        given = {self._token_ids: inputs.step.token_ids, self._positions: inputs.step.positions}
-        hidden = self._body.run(given, inputs.step, launch)
-        if not len(inputs.slots):
+    def _recorded(self, size: int, truncates: bool, keep: bool) -> Graph[_Outputs]:
+        key = (size, truncates, keep)
+        if key not in self._decodes:
+            # Recording runs the step, more than once. With nobody in the rows it advances nothing.
+            self._state.note("slots", np.arange(size), np.full(size, -1))
+            self._state.flush()
+            inputs = self._state.inputs(size)
+            step = functools.partial(self._decode_step, inputs, self._launch(size, True), truncates, keep)
+            self._decodes[key] = inputs, self.graphs.record(step)
+        return self._decodes[key][1]
+
+    def _decode_step(self, inputs: DecodeInputs, launch: AttentionLaunch, truncates: bool, keep: bool) -> _Outputs:
+        """What is recorded: from the resident state to the resident state, without anything from the host."""
+        state, slots = self._state, self._state.slots[: len(inputs.token_ids)]
+        state.begin_step(inputs)
+        tables, mapping = state.block_tables, inputs.slot_mapping.unbind()
+        step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, None, slots, tables, mapping)
+        return self._compute(step, launch, None, slots, inputs.seq_lens, truncates, keep)
+
+    def _mixed(self, batch: FlatBatch, slots: npt.NDArray[np.int32], truncates: bool) -> _Outputs:
+        """Any other step, launch by launch; ``slots`` are those of the rows that sample."""
+        late = np.flatnonzero(batch.token_ids < 0)
+        owners = np.searchsorted(batch.cu_seqlens, late, side="right") - 1
+        token_ids, places, sources, positions, seq_lens, rows, cu_seqlens, ends, slot, lengths, *mapping = (
+            self._buffer.send(
+                [
+                    batch.token_ids,
+                    late,
+                    batch.slots[owners],
+                    batch.positions,
+                    batch.seq_lens,
+                    batch.slots,
+                    batch.cu_seqlens,
+                    batch.cu_seqlens[batch.sample_rows + 1] - 1,
+                    slots,
+                    batch.seq_lens[batch.sample_rows],
+                    *batch.slot_mapping,
+                ]
+            )
+        )
+        if len(late):
+            token_ids.index_copy_(0, places, self._state.tokens.index_select(0, sources))
+        step = StepTensors(token_ids, positions, seq_lens, cu_seqlens, rows, self._state.block_tables, mapping)
+        return self._compute(step, self._launch(len(batch.slots), False), ends, slot, lengths, truncates, True)
+
+    def _compute(
+        self,
+        step: StepTensors,
+        launch: AttentionLaunch,
+        ends: Tensor | None,
+        slots: Tensor,
+        lengths: Tensor,
+        truncates: bool,
+        keep: bool,
+    ) -> _Outputs:
+        """A step and its tokens, which the next one finds in the resident state.
+
+        ``ends`` (int32 [R]) are the tokens whose logits are wanted (None: all), ``slots`` and ``lengths`` (int32 [R])
+        their rows' slots, -1 for nobody's, and the positions of the new tokens. Logits are kept on demand: those of
+        every recorded size would fill gigabytes.
+        """
+        given = {self._token_ids: step.token_ids, self._positions: step.positions}
+        hidden = self._body.run(given, step, launch)
+        if not len(slots):
             return _Outputs(hidden, None, None)
-        wanted = hidden if inputs.ends is None else hidden.index_select(0, inputs.ends)
+        wanted = hidden if ends is None else hidden.index_select(0, ends)
         logits = self._head.run({self._hidden: wanted})
-        kept = kept_ids(logits, inputs.settings, inputs.slots) if truncates else None
-        tokens, failing = sample(logits, inputs.settings, inputs.slots, inputs.lengths, kept)
+        kept = kept_ids(logits, self._state.sampling, slots) if truncates else None
+        tokens, failing = sample(logits, self._state.sampling, slots, lengths, kept)
+        self._state.store(slots, tokens)
         drawn = torch.cat((tokens[:, None], failing.view(torch.int32)), dim=1)
         return _Outputs(hidden, logits if keep else None, drawn)
-
-    def _inputs(self, tensors: Sequence[Tensor], cu_seqlens: Tensor | None, ends: Tensor | None) -> _Inputs:
-        """``tensors`` in the order in which :meth:`forward` sends them."""
-        groups = len(self.cache_groups)
-        token_ids, positions, seq_lens, table_rows, *rest = tensors
-        mapping, (slots, lengths, *settings) = rest[:groups], rest[groups:]
-        step = StepTensors(token_ids, positions, seq_lens, cu_seqlens, table_rows, self._block_tables, mapping)
-        return _Inputs(step, ends, slots, lengths, SamplingSettings(*settings))
-
-    def _sampling(self, batch: FlatBatch, size: int) -> list[npt.NDArray[Any]]:
-        """Rows' places in the settings (-1: drawn elsewhere, or nobody), new positions, and the settings."""
-        slots, count = batch.slots[batch.sample_rows], len(batch.sample_rows)
-        places = np.full(size, -1, dtype=np.int32)
-        places[:count] = np.where(self._settings.on_device[slots], np.arange(count), -1)
-        lengths = _padded(batch.seq_lens[batch.sample_rows], size)
-        return [places, lengths, *(_padded(array, size) for array in self._settings.arrays(slots))]
-
-    def _pad(self, batch: FlatBatch, size: int) -> list[npt.NDArray[Any]]:
-        """A decode step's arrays with ``size`` rows; those that only fill up have length 0 and write nowhere."""
-        return [
-            *(_padded(array, size) for array in (batch.token_ids, batch.positions, batch.seq_lens, batch.slots)),
-            *(_padded(mapping, size, -1) for mapping in batch.slot_mapping),
-            *self._sampling(batch, size),
-        ]
-
-    def _padding(self, size: int) -> list[npt.NDArray[Any]]:
-        """A decode step of nobody."""
-        none = np.zeros(0, dtype=np.int32)
-        mapping, tokens = [none.astype(np.int64) for _ in self.cache_groups], np.zeros((1, 1), dtype=np.int32)
-        batch = FlatBatch(none, none, none, none, none, [], mapping, [], none, tokens, [], [], [], [])
-        return self._pad(batch, size)
-
-    def _send_tables(self, batch: FlatBatch) -> None:
-        """Bring the block tables on the device, a line per slot, up to date: only what differs is sent."""
-        for table, sent, rows in zip(self._block_tables, self._sent_tables, batch.block_tables, strict=True):
-            row, column = np.nonzero(sent[batch.slots, : rows.shape[1]] != rows)
-            if len(row):
-                lines, blocks = batch.slots[row], rows[row, column]
-                places, values = self._buffer.send([lines.astype(np.int64) * sent.shape[1] + column, blocks])
-                table.view(-1).index_copy_(0, places, values)
-                sent[lines, column] = blocks
 
     def _launch(self, num_rows: int, decode_only: bool) -> AttentionLaunch:
         keys = self._kv_caches[0][0]
@@ -245,9 +264,3 @@ class TritonModelRunner(TorchModelRunner):
             num_multiprocessors=self._multiprocessors,
             itemsize=keys.dtype.itemsize,
         )
-
-
-def _padded(array: npt.NDArray[Any], size: int, value: int = 0) -> npt.NDArray[Any]:
-    out = np.full(size, value, dtype=array.dtype)
-    out[: len(array)] = array
-    return out

@@ -19,7 +19,8 @@ class FlatBatch:
     """N rows, each the newest tokens of one sequence, T tokens in all; no padding anywhere. R of the rows sample."""
 
     token_ids: _Int32
-    """[T]"""
+    """[T]; negative where the token is still on its way from the device: the newest that was drawn for its row, and
+    the last of the row's tokens here."""
     positions: _Int32
     """[T]"""
     cu_seqlens: _Int32
@@ -37,7 +38,8 @@ class FlatBatch:
     sample_rows: _Int32
     """[R] rows that sample, in the order in which their tokens are returned."""
     tokens: _Int32
-    """[num_slots, L] every slot's sequence so far, prompt and output; a row that samples has ``seq_lens`` of them."""
+    """[num_slots, L] every slot's sequence so far, prompt and output; a row that samples has ``seq_lens`` of them.
+    Negative where a token is on its way."""
     swap_out: list[tuple[int, int, int]]
     """(group, block, host block) to save in host memory, before everything else."""
     copies: list[tuple[int, int, int]]
@@ -49,7 +51,10 @@ class FlatBatch:
 
     @property
     def histories(self) -> list[_Int32]:
-        """R views of the sequences so far, prompt and output; valid until the tokens of this step are stored."""
+        """R views of the sequences so far, prompt and output; valid until the tokens of this step are stored.
+
+        They are complete where all tokens of the row were drawn on the host: those never are on their way.
+        """
         ends = zip(self.slots[self.sample_rows].tolist(), self.seq_lens[self.sample_rows].tolist(), strict=True)
         return [self.tokens[slot, :length] for slot, length in ends]
 

@@ -126,6 +126,7 @@ def test_rows_that_fill_up_a_batch_write_nowhere(model_dir: Path, device: torch.
     runner = runner_of(llm)
     assert answers(llm) == answers(load(model_dir, "cpu", "torch"))
     assert (4, False, False) in runner._decodes  # three rows, and one that fills up
+    assert sorted(runner._state.slots.tolist()) == [-1, 0, 1, 2]
     for cache in runner._kv_caches[0]:
         assert not cache[0].any() and cache[1:].any()  # block 0 is nobody's
 
@@ -159,9 +160,130 @@ def test_replays_give_the_tokens_of_fresh_steps(
     assert runner_of(llm).graphs.num_graphs == len(runner_of(llm)._decodes) > 0
 
 
+AHEAD: list[tuple[list[int], dict[str, Any]]] = [
+    ([5, 6, 7, 8, 9, 10], {"temperature": 0.0, "max_tokens": 7, "ignore_eos": True}),
+    ([11, 12], {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}),
+    ([5, 6, 7, 8, 9, 13, 14], {"temperature": 0.0, "max_tokens": 6, "stop_token_ids": list(range(0, 128, 3))}),
+    ([15], {"temperature": 2.0, "seed": 1, "max_tokens": 6, "ignore_eos": True}),
+    ([16, 17, 18], {"temperature": 0.0, "presence_penalty": 1.9, "max_tokens": 4, "ignore_eos": True}),
+    ([19, 20], {"temperature": 1.5, "seed": 3, "logprobs": 1, "max_tokens": 3, "ignore_eos": True}),
+]
+"""Three at a time, in chunks: one shares a beginning, one stops early, two are drawn on the host."""
+
+
+def serve_ahead(model_dir: Path, device: object, depth: int, **how: Any) -> tuple[dict[str, Any], LLM, int]:
+    """Answers and reasons; how many steps were launched before the tokens of the one before them were known."""
+    upset = how.pop("upset", False)
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 6, "block_size": 4, "num_kv_blocks": 40}
+    llm = load(model_dir, device, **{**sizes, "num_lookahead_steps": depth, **how})
+    runner, engine = runner_of(llm), llm.engine
+    if depth and not conftest.ON_GPU:  # there, they are real
+        runner.graphs = OverwritingGraphs()
+    forward, num_ahead = runner.forward, 0
+
+    def watched(batch: FlatBatch) -> Any:
+        nonlocal num_ahead
+        num_ahead += bool((batch.token_ids < 0).any())
+        return forward(batch)
+
+    runner.forward = watched
+    for i, (prompt, params) in enumerate(AHEAD):
+        engine.add_request(prompt, SamplingParams(**params), request_id=str(i), stream=False)
+    done: dict[str, Any] = {}
+    for step in range(200):
+        if upset and step == 3:
+            engine.abort("1")
+            assert engine.scheduler.preempt("0")
+        for output in engine.step():
+            answer = output.outputs[0]
+            ids = answer.logprobs and [sorted(entry) for entry in answer.logprobs]
+            done[output.request_id] = (answer.token_ids, answer.finish_reason, ids)
+        engine.check_invariants()
+        if not engine.has_unfinished:
+            break
+    return done, llm, num_ahead
+
+
+@pytest.fixture(scope="module")
+def in_turns(model_dir: Path, interpreter: None) -> dict[str, Any]:
+    """Host and device take turns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chairlift.kernels.triton.program.SMALL_ROWS", 0)
+        done, _, num_ahead = serve_ahead(model_dir, "cuda" if conftest.ON_GPU else "cpu", 0, cuda_graphs="off")
+    assert not num_ahead and sorted(done) == list("012345")
+    assert {reason for _, reason, _ in done.values()} == {"stop", "length"}
+    return done
+
+
+@pytest.mark.parametrize(
+    ("depth", "how"),
+    [
+        (1, {"upset": True, "num_kv_blocks": 10, "block_size": 2}),
+        pytest.param(1, {}, marks=pytest.mark.nightly),
+        pytest.param(2, {"enable_prefix_caching": False}, marks=pytest.mark.nightly),
+        pytest.param(2, {"num_kv_blocks": 9, "block_size": 2, "max_num_batched_tokens": 12}, marks=pytest.mark.nightly),
+    ],
+    ids=["aborted and preempted", "ample", "without a prefix cache", "few blocks"],
+)
+def test_running_ahead_changes_no_token(
+    depth: int, how: dict[str, Any], model_dir: Path, device: torch.device, in_turns: dict[str, Any]
+) -> None:
+    done, llm, num_ahead = serve_ahead(model_dir, device, depth, **how)
+    expected = in_turns.copy()
+    if "upset" in how:
+        assert not done.pop("1", None) and expected.pop("1")
+    assert done == expected
+    assert num_ahead >= 4
+    if "upset" in how:
+        assert llm.engine.scheduler.num_late > 0 and llm.engine.scheduler.num_preemptions > 0
+
+
+def test_steady_decoding_sends_nothing(model_dir: Path, device: torch.device) -> None:
+    """But a new block now and then: what the steps need is on the device, and what they drew as well."""
+    llm = load(model_dir, device, num_lookahead_steps=1, block_size=4)
+    state, sent = runner_of(llm)._state, []
+    send = state._send
+
+    def watched(places: Any, words: Any) -> None:
+        sent.append(len(places))
+        send(places, words)
+
+    state._send = watched
+    llm.engine.add_request([5, 6], SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True), stream=False)
+    counts = []
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+        counts.append(sum(sent))
+        sent.clear()
+    # The first step sends a block and how the row samples; the second that it is row 0 of the decodes, and its place.
+    # The others: a block before position 4, and one before position 8.
+    assert counts[0] > 0 and counts[1:12] == [2, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_after_a_step_that_failed_halfway_rows_are_right(depth: int, model_dir: Path, device: torch.device) -> None:
+    """Its rows had been advanced on the device when it failed. The next in the row comes to the same place."""
+    llm = load(model_dir, device, max_num_seqs=1, num_lookahead_steps=depth, cuda_graphs="off")
+    runner = runner_of(llm)
+    params = dataclasses.replace(GREEDY, max_tokens=3)
+    expected = [output.outputs[0].token_ids for output in llm.generate([[5], [8]], params)]
+    run, left = runner._head.run, [1]
+
+    def failing(*given: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("out of memory")
+        return run(*given)
+
+    runner._head.run = failing
+    first, second = llm.generate([[5], [8]], params)
+    assert first.error is not None and "RuntimeError" in first.error
+    assert second.outputs[0].token_ids == expected[1]
+
+
 def test_a_row_with_nan_fails_alone(model_dir: Path, device: torch.device) -> None:
-    llm = load(model_dir, device)
-    expected = answers(llm)
+    llm = load(model_dir, device, num_lookahead_steps=1)
+    expected = answers(load(model_dir, device))
     runner_of(llm)._model.model.embed_tokens.weight[9] = float("nan")
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.outputs[0].token_ids for output in outputs[::2]] == expected[::2]
@@ -195,7 +317,7 @@ def test_a_mask_decides(mixed: bool, model_dir: Path, device: torch.device) -> N
         np.arange(len(slots), dtype=np.int32), tokens, [], [], [], [],
     )  # fmt: skip
     handle = runner.forward(batch)
-    free = runner.sample(handle, batch, None).token_ids
+    free = runner.sample(handle, batch, None).result().token_ids
     allowed = torch.ones((len(slots), 128), dtype=torch.bool)
     allowed[0, free[0]] = False
     masked = runner.sample(handle, batch, allowed).token_ids

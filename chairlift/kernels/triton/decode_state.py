@@ -4,14 +4,16 @@
 The host's :class:`~chairlift.executor.input_batch.InputBatch` is the model: a permanent row, here a slot, per request.
 A decode step reads its inputs from this state and writes the tokens it drew back into it, so that a captured graph
 serves step after step and the host may run one step ahead: what it learns late (an answer has ended) it sends as a
-difference before the next launch. All of it is one piece of int32 memory, so that any difference is "these words from
-here on", whatever it means, and one launch writes all of a step's.
+difference before the next launch. All of it is one piece of int32 memory, so that any difference is "these words at
+these places", whatever it means, and one launch writes all of a step's. The host keeps a mirror and sends what
+differs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,8 @@ _NAMES_64 = ("seeds", "top_p")
 _NAMES_32 = ("tokens", "num_computed", "slots", "top_k", "temperature", "log_min_p")
 _DTYPES = {"seeds": torch.int64, "top_p": torch.float64, "temperature": torch.float32, "log_min_p": torch.float32}
 _NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.float32, torch.int32: np.int32}
+_UNKNOWN = -(2**31)
+"""In the host's mirror, for what only the device knows: no token id and no length."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -106,8 +110,9 @@ class DecodeInputs:
 class DecodeState:
     """The state of ``num_slots`` requests. Every attribute is a tensor on the device, a view of one piece of memory.
 
-    Differences are noted with :meth:`note` and take effect, all together, with :meth:`flush`, which must not be
-    captured in a graph; :meth:`begin_step` and :meth:`store` are meant to be. All run on the current stream.
+    Differences are noted with :meth:`note` and :meth:`note_tables` and take effect, all together, with :meth:`flush`,
+    which must not be captured in a graph; :meth:`begin_step` and :meth:`store` are meant to be. All run on the current
+    stream.
     """
 
     tokens: Tensor
@@ -142,7 +147,10 @@ class DecodeState:
         self.sampling = SamplingSettings(*(fields[field.name] for field in dataclasses.fields(SamplingSettings)))
         table_starts = [starts[f"table{group}"] for group in range(num_groups)]
         self._table_starts = torch.tensor(table_starts, dtype=torch.int64, device=device)
-        self._noted: list[tuple[int, npt.NDArray[np.int32]]] = []
+        self._held = np.zeros(length, dtype=np.int32)
+        """What the memory holds once everything noted is sent; :data:`_UNKNOWN` where only the device knows."""
+        self._held[starts["slots"] : starts["slots"] + num_slots] = -1
+        self._noted: list[npt.NDArray[np.int64]] = []
         self._most = most_differences
         self._sent = torch.empty(2 * most_differences + 3, dtype=torch.int32, device=device)
         # Two buffers: the host fills one while the copy out of the other may still be waiting for its turn.
@@ -154,37 +162,44 @@ class DecodeState:
         mapping = torch.full((len(self.block_tables), num_rows), -1, dtype=torch.int64, device=self._memory.device)
         return DecodeInputs(flat[0], flat[1], flat[2], mapping)
 
-    def note(self, name: str, first: int, values: npt.ArrayLike) -> None:
-        """Remember that ``name`` is to hold ``values`` from element ``first`` on; later notes win.
+    def note(self, name: str, places: npt.NDArray[np.integer[Any]], values: npt.NDArray[Any]) -> None:
+        """Elements ``places`` of ``name`` are to hold ``values``; what they hold already is not sent again.
 
-        ``name`` is ``tokens``, ``num_computed``, ``slots``, a field of :class:`SamplingSettings`, or ``table0``,
-        ``table1``, ... for the block tables, whose elements are counted through their rows. Seeds are given as int64.
-        Nothing is sent before :meth:`flush`, and the values are copied.
+        ``name`` is ``tokens``, ``num_computed``, ``slots`` or a field of :class:`SamplingSettings`. Seeds are given as
+        int64. Nothing is sent before :meth:`flush`.
 
         Raises:
-            InvariantError: there is no such name, or it has fewer elements.
+            InvariantError: a place is outside.
         """
-        if name not in self._starts:
-            raise InvariantError(f"the decode state has no {name!r}; it has {', '.join(self._starts)}")
-        width = 2 if name in _NAMES_64 else 1
-        words = np.array(values, dtype=_NUMPY[_DTYPES.get(name, torch.int32)], ndmin=1).view(np.int32)
-        size = len(self._view(name))
-        if first < 0 or first + len(words) // width > size:
-            raise InvariantError(f"{name} has {size} elements; {len(words) // width} from {first} on do not fit")
-        self._noted.append((self._starts[name] + width * first, words))
+        dtype = _NUMPY[_DTYPES.get(name, torch.int32)]
+        self._note(self._starts[name], len(self._view(name)), places, np.ascontiguousarray(values, dtype=dtype))
+
+    def note_tables(self, group: int, slots: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]) -> None:
+        """The lines ``slots`` [N] of a cache group's block table begin with ``tables`` [N, M]."""
+        start, (num_slots, width) = self._starts[f"table{group}"], self.block_tables[group].shape
+        held = self._held[start : start + num_slots * width].reshape(num_slots, width)[slots, : tables.shape[1]]
+        row, column = np.nonzero(held != tables)
+        if len(row):
+            self._note(start, num_slots * width, slots[row].astype(np.int64) * width + column, tables[row, column])
+
+    def forget(self, slots: npt.NDArray[np.int32]) -> None:
+        """The device advances ``slots``, no two alike: their tokens and progress are unknown here from now on."""
+        for name in ("tokens", "num_computed"):
+            self._held[self._starts[name] + slots] = _UNKNOWN
+
+    def advanced(self, slots: npt.NDArray[np.int32], num_computed: npt.NDArray[np.int32]) -> None:
+        """The device has counted, or will have, ``num_computed`` tokens of ``slots``."""
+        self._held[self._starts["num_computed"] + slots] = num_computed
 
     def flush(self) -> None:
         """Send what was noted, in as few launches as fit; none if there is nothing."""
         if not self._noted:
             return
-        places = np.concatenate([np.arange(start, start + len(words), dtype=np.int32) for start, words in self._noted])
-        words = np.concatenate([words for _, words in self._noted])
-        self._noted.clear()
-        # The launch writes in no order, so of several words for one place only the newest is sent.
-        places, newest = np.unique(places[::-1], return_index=True)
-        words = words[::-1][newest]
+        places = np.unique(np.concatenate(self._noted)).astype(np.int32)
         for start in range(0, len(places), self._most):
-            self._send(places[start : start + self._most], words[start : start + self._most])
+            part = places[start : start + self._most]
+            self._send(part, self._held[part])
+        self._noted.clear()
 
     def begin_step(self, inputs: DecodeInputs) -> None:
         """Fill ``inputs`` for the first B rows of ``slots``, and count their tokens as computed.
@@ -209,6 +224,19 @@ class DecodeState:
         if len(sampled):
             grid = (-(-len(sampled) // APPLY_BLOCK),)
             _store[grid](self.tokens, slots, sampled, len(sampled), BLOCK=APPLY_BLOCK)
+
+    def _note(self, start: int, size: int, places: npt.NDArray[np.integer[Any]], values: npt.NDArray[Any]) -> None:
+        if not len(places):
+            return
+        if not 0 <= places.min() <= places.max() < size:
+            raise InvariantError(f"places {places.min()} to {places.max()} are not all within {size} elements")
+        words = values.view(np.int32).reshape(len(places), -1)
+        width = words.shape[1]
+        at = start + width * places.astype(np.int64)[:, None] + np.arange(width)
+        new = self._held[at] != words
+        if new.any():
+            self._held[at[new]] = words[new]
+            self._noted.append(at[new])
 
     def _view(self, name: str) -> Tensor:
         """The words of ``name`` as what they mean, one-dimensional."""

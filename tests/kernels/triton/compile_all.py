@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -140,7 +141,7 @@ def everything() -> None:
         state = DecodeState(4, 64, 2, 16, torch.device("cpu"))
         sample(logits, state.sampling, rows, rows, None)
         sample(logits, state.sampling, rows, rows, kept_ids(logits, state.sampling, rows))
-    state.note("tokens", 0, [1, 2, 3])
+    state.note("tokens", np.arange(3), np.array([1, 2, 3]))
     state.flush()
     state.begin_step(state.inputs(2))
     state.store(rows, rows)

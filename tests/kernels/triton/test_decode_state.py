@@ -13,6 +13,7 @@ from chairlift.errors import InvariantError
 from chairlift.executor.input_batch import InputBatch
 from chairlift.kernels.triton.decode_state import DecodeInputs, DecodeState
 from chairlift.kv_cache.manager import NewBlocks
+from chairlift.models.flat_batch import FlatBatch
 from chairlift.sampling.row import SamplingRow
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.output import NewRow, SchedulerOutput
@@ -49,7 +50,6 @@ class Both:
         if out.left or out.joined:
             self.decodes = self.draw.sample(list(self.lengths), len(self.lengths))
             out.decode_slots = tuple(self.decodes)
-        self.send(out)
         self.compare(out)
 
     def join(self, slot: int) -> NewRow:
@@ -64,25 +64,27 @@ class Both:
         """The block that the row's next token needs, on time or early."""
         return slot, NewBlocks(group, (self.lengths[slot] - 1) // self.block_size, [self.draw.randint(1, 99)])
 
-    def send(self, out: SchedulerOutput) -> None:
-        state = self.state
+    def send(self, out: SchedulerOutput, truth: FlatBatch) -> None:
+        state, rows = self.state, np.full(SLOTS, -1)
         for row in out.joined:
-            state.note("tokens", row.slot, row.token_ids[-1:])
-            state.note("num_computed", row.slot, [row.num_computed_tokens])
-            for group, blocks in enumerate(row.block_ids):
-                state.note(f"table{group}", row.slot * self.width, blocks)
-        for slot, blocks in out.new_blocks:
-            state.note(f"table{blocks.group}", slot * self.width + blocks.first, blocks.block_ids)
-        if out.decode_slots is not None:
-            state.note("slots", 0, [*out.decode_slots, *[-1] * (SLOTS - len(out.decode_slots))])
+            state.note("tokens", np.array([row.slot]), np.array(row.token_ids[-1:]))
+        for group, tables in enumerate(truth.block_tables):
+            state.note_tables(group, truth.slots, tables)
+        rows[: len(truth.slots)] = truth.slots
+        state.note("slots", np.arange(SLOTS), rows)
+        state.note("num_computed", truth.slots, truth.positions)
         state.flush()
+        state.forget(truth.slots)
 
     def compare(self, out: SchedulerOutput) -> None:
+        """What the device advanced is taken for granted from then on: it is not sent again."""
         state, inputs, count = self.state, self.inputs, len(self.decodes)
+        truth = self.batch.apply(out)
+        self.send(out, truth)
         state.begin_step(inputs)
+        state.advanced(truth.slots, truth.seq_lens)
         assert inputs.seq_lens[count:].tolist() == [0] * (SLOTS - count)
         assert (inputs.slot_mapping[:, count:] == -1).all() and (inputs.token_ids[count:] == 0).all()
-        truth = self.batch.apply(out)
         sampled = [self.draw.choice([-1, self.draw.randint(0, 999)]) for _ in self.decodes]
         if count:
             for ours, theirs in [
@@ -113,38 +115,68 @@ def small(device: torch.device, **settings: Any) -> DecodeState:
     return DecodeState(3, 4, 2, 16, device, **settings)
 
 
+def ints(*values: Any) -> Any:
+    return np.array(values, dtype=np.int32)
+
+
 def test_later_notes_win_and_nothing_else_changes(device: torch.device) -> None:
     state = small(device, most_differences=5)
-    state.note("tokens", 0, [1, 2, 3])
-    state.note("table1", 4, [7, 8, 9])
-    state.note("tokens", 1, [20])
-    state.note("seeds", 1, np.array([2**63 + 5, 6], dtype=np.uint64).view(np.int64))
-    state.note("top_p", 2, [0.9])
-    state.note("temperature", 0, [0.5])
+    state.note("tokens", ints(0, 1, 2), ints(1, 2, 3))
+    state.note_tables(1, ints(2, 1), ints([0, 0], [7, 8]))
+    state.note_tables(1, ints(1), ints([7, 8, 9]))
+    state.note("tokens", ints(1), ints(20))
+    state.note("seeds", ints(2, 1), np.array([6, 2**63 + 5], dtype=np.uint64).view(np.int64))
+    state.note("top_p", ints(2), np.array([0.9]))
+    state.note("temperature", ints(0), np.array([0.5], dtype=np.float32))
     assert state.tokens.tolist() == [0, 0, 0]
     state.flush()
     assert state.tokens.tolist() == [1, 20, 3]
     assert state.block_tables[1].tolist() == [[0] * 4, [7, 8, 9, 0], [0] * 4] and not state.block_tables[0].any()
     assert state.sampling.seeds.tolist() == [0, 5 - 2**63, 6] and state.sampling.top_p.tolist() == [0, 0, 0.9]
     assert state.sampling.temperature.tolist() == [0.5, 0, 0] and state.slots.tolist() == [-1, -1, -1]
-    before = state.tokens.clone()
-    state.flush()
-    assert torch.equal(state.tokens, before)
 
 
-def test_notes_hold_copies(device: torch.device) -> None:
-    state, values = small(device), np.array([4], dtype=np.int32)
-    state.note("top_k", 0, values)
-    values[0] = 5
+def test_only_what_differs_is_sent(device: torch.device) -> None:
+    state, sent = small(device), []
+    send = state._send
+
+    def watched(places: Any, words: Any) -> None:
+        sent.append(words.tolist())
+        send(places, words)
+
+    state._send = watched
+    state.note("num_computed", ints(0, 1), ints(3, 4))
     state.flush()
-    assert state.sampling.top_k.tolist() == [4, 0, 0]
+    state.note("num_computed", ints(1, 0, 2), ints(4, 5, 0))
+    state.note("slots", ints(0, 1), ints(-1, -1))
+    state.flush()
+    state.flush()
+    state.forget(ints(0, 1))  # the device has, or has not, counted one more
+    state.advanced(ints(1), ints(5))
+    state.note("num_computed", ints(0, 1), ints(5, 5))
+    state.note("tokens", ints(1, 2), ints(0, 0))
+    state.flush()
+    assert sent == [[3, 4], [5], [0, 5]]  # tokens come first in memory
+    assert state.num_computed.tolist() == [5, 4, 0]
+
+
+def test_a_difference_that_could_not_be_sent_is_sent_later(device: torch.device) -> None:
+    state = small(device)
+    send, state._send = state._send, None
+    state.note("top_k", ints(1), ints(7))
+    with pytest.raises(TypeError):
+        state.flush()
+    state._send = send
+    state.note("top_k", ints(1), ints(7))
+    state.flush()
+    assert state.sampling.top_k.tolist() == [0, 7, 0]
 
 
 def test_a_row_past_its_table_writes_nowhere(device: torch.device) -> None:
     """It has ended, but the host hears of it one step later."""
     state = small(device)
-    state.note("slots", 0, [1])
-    state.note("num_computed", 1, [64])
+    state.note("slots", ints(0), ints(1))
+    state.note("num_computed", ints(1), ints(64))
     state.flush()
     inputs = state.inputs(2)
     state.begin_step(inputs)
@@ -153,11 +185,9 @@ def test_a_row_past_its_table_writes_nowhere(device: torch.device) -> None:
 
 def test_what_cannot_be(device: torch.device) -> None:
     state = small(device)
-    with pytest.raises(InvariantError, match="has no 'token'; it has seeds"):
-        state.note("token", 0, [1])
-    for name, first, values in [("tokens", 2, [1, 2]), ("tokens", -1, [1]), ("seeds", 3, [1]), ("table0", 12, [1])]:
-        with pytest.raises(InvariantError, match="do not fit"):
-            state.note(name, first, values)
+    for name, places in [("tokens", (2, 3)), ("tokens", (-1,)), ("seeds", (3,)), ("top_p", (0, 9))]:
+        with pytest.raises(InvariantError, match="are not all within 3 elements"):
+            state.note(name, ints(*places), ints(*places))
     with pytest.raises(InvariantError, match="larger than the 3 slots"):
         state.begin_step(DecodeInputs(*[torch.zeros(4, dtype=torch.int32, device=device)] * 4))
     with pytest.raises(InvariantError, match="2\\^31"):
