@@ -29,7 +29,7 @@ import numpy as np
 from acceptance import Figure, at_least, at_most, context, interleaved, main, missing, peer, ratios
 from packers import MIXES, C, Rows, grain_dataset, mix, next_fit, peers, river_detector, waste
 
-from chairlift.train.balance import Cost, idle, lpt
+from chairlift.train.balance import Cost, deal_rows, idle, level_rows
 from chairlift.train.collate import PackCollator
 from chairlift.train.lanes import Lanes
 from chairlift.train.layout import Pack
@@ -308,6 +308,12 @@ def e1(args: argparse.Namespace) -> Iterator[Figure]:
         yield at_most(f"{label}: padding added", [each - without for each in padded], 0.1, "points")
 
 
+def levelled(costs: Sequence[float], ranks: int) -> list[list[float]]:
+    """Costs of a step's packs in rows, each rank's own in one column."""
+    rows = [[costs[index] for index in row] for row in deal_rows(costs, ranks, 0)]
+    return [[row[pack] for pack in chosen] for row, chosen in zip(rows, level_rows(rows), strict=True)]
+
+
 def e2(args: argparse.Namespace) -> Iterator[Figure]:
     """Idle share of 8 ranks that synchronise after every optimiser step: longest first."""
     lengths = mix("docs", max(4000, args.count // 10), 0, LONG)
@@ -316,7 +322,7 @@ def e2(args: argparse.Namespace) -> Iterator[Figure]:
         costs = [cost.of(lengths[i] for i in pack) for pack in packs]
         for each in (2, 4, 8):
             steps = [costs[at : at + 8 * each] for at in range(0, len(costs) - 8 * each + 1, 8 * each)]
-            sums = [[sum(step[i] for i in taken) for taken in lpt(step, 8)] for step in steps]
+            sums = [list(map(sum, zip(*levelled(step, 8), strict=True))) for step in steps]
             label, value = f"{name}: {each} packs per rank", 100 * idle(sums)
             yield at_most(label, value, 1.0, "%") if each == 8 else context(label, value, "%")
 

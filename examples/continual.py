@@ -5,12 +5,16 @@ words. Their losses tell a `DriftSampler`, which notices the change and mixes a 
 The same run without replay shows what it is good for.
 
     python examples/continual.py
+
+With --write it only writes the stream, for `chairlift train examples/continual.yaml`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -120,7 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="optimiser steps per language (%(default)s)")
     parser.add_argument("--replay", type=float, default=0.1, help="share of old sequences (%(default)s)")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="write the stream to FILE, as JSON lines, and end")
     arguments = parser.parse_args()
+    if arguments.write is not None:
+        count = arguments.steps * SEQUENCES_PER_STEP
+        stream = language(OLD, count) + language(NEW, count)
+        arguments.write.write_text("".join(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in stream))
+        return
     print(f"{'replay':>7} {'noticed after':>14} {'old before':>11} {'old after':>10} {'forgotten':>10} {'new':>6}")
     for replay in (0.0, arguments.replay):
         outcome = run(arguments.steps, replay)

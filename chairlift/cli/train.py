@@ -109,6 +109,7 @@ class _Progress:
         self._bar: Any = None
         self._began = time.perf_counter()
         self._tokens = 0
+        self._changes = 0
 
     def __enter__(self) -> _Progress:
         return self
@@ -134,6 +135,11 @@ class _Progress:
         rate = f"{self._tokens / (time.perf_counter() - self._began):,.0f} tok/s, " if self._tokens else ""
         waste = trainer.stream.stats().waste if trainer.stream is not None else 0.0
         self._bar.set_postfix_str(f"loss {result.loss:.4f}, {rate}waste {waste:.2%}", refresh=False)
+        events = [] if trainer.drift is None else trainer.drift.events
+        for event in events[self._changes :]:
+            means = f"mean {event.before:.3f} before, {event.after:.3f} since"
+            self._bar.write(f"{event.source} has changed, after {event.drawn:,} sequences ({means})", file=sys.stderr)
+        self._changes = len(events)
         self._bar.update(1)
         if not self._tokens:  # the first step: whoever watches a log sees that it runs
             self._bar.refresh()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from chairlift.errors import ConfigError
 
-__all__ = ["Cost", "deal_rows", "idle", "level_rows", "lpt"]
+__all__ = ["Cost", "deal_rows", "idle", "level_rows"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +62,10 @@ def deal_rows(costs: Sequence[float], ranks: int, seed: int) -> list[list[int]]:
 
     Raises ConfigError unless the packs make whole rows.
     """
-    rows = _rows(costs, ranks)
+    if ranks < 1 or len(costs) % ranks:
+        raise ConfigError(f"{len(costs)} packs cannot be divided evenly among {ranks} ranks; add packs without tokens")
+    order = sorted(range(len(costs)), key=lambda index: -costs[index])
+    rows = [order[start : start + ranks] for start in range(0, len(order), ranks)]
     random.Random(seed).shuffle(rows)
     return rows
 
@@ -70,7 +73,8 @@ def deal_rows(costs: Sequence[float], ranks: int, seed: int) -> list[list[int]]:
 def level_rows(rows: Sequence[Sequence[float]], first: int = 0) -> list[list[int]]:
     """For each row, which of its packs each rank takes, so that the ranks' sums over all rows are alike.
 
-    Rows whose packs differ most come first, and the dearest pack of each goes to the rank that has had least. Among
+    Rows whose packs differ most come first, and the dearest pack of each goes to the rank that has had least: longest
+    processing time first (Graham, 1969), over rows of packs of similar cost. Among
     equals rank ``first`` comes first; counting it up from call to call leaves no rank the dearest pack of every row.
     """
     ranks = len(rows[0]) if rows else 0
@@ -85,22 +89,3 @@ def level_rows(rows: Sequence[Sequence[float]], first: int = 0) -> list[list[int
             loads[rank] += row[pack]
         taken[number] = chosen
     return taken
-
-
-def lpt(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Divide the packs of one optimiser step among ranks, equally many each: indices by rank.
-
-    Longest processing time first (Graham, 1969) over rows of packs of similar cost. Raises ConfigError unless the
-    packs divide evenly.
-    """
-    rows = _rows(costs, ranks)
-    taken = level_rows([[costs[index] for index in row] for row in rows])
-    return [[row[chosen[rank]] for row, chosen in zip(rows, taken, strict=True)] for rank in range(ranks)]
-
-
-def _rows(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """In order of cost, the dearest first."""
-    if ranks < 1 or len(costs) % ranks:
-        raise ConfigError(f"{len(costs)} packs cannot be divided evenly among {ranks} ranks; add packs without tokens")
-    order = sorted(range(len(costs)), key=lambda index: -costs[index])
-    return [order[start : start + ranks] for start in range(0, len(order), ranks)]

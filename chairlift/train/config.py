@@ -18,7 +18,15 @@ from typing import Any, Literal, TypeVar
 
 from chairlift.errors import ConfigError
 
-__all__ = ["CheckpointSettings", "DataSettings", "ModelSettings", "PackingSettings", "TrainConfig", "TrainerConfig"]
+__all__ = [
+    "CheckpointSettings",
+    "DataSettings",
+    "DriftSettings",
+    "ModelSettings",
+    "PackingSettings",
+    "TrainConfig",
+    "TrainerConfig",
+]
 
 _Settings = TypeVar("_Settings")
 
@@ -59,8 +67,9 @@ class ModelSettings:
 class DataSettings:
     """What is learnt. Either ``files`` or ``source``."""
 
-    files: tuple[str, ...] = ()
-    """JSON lines (``.jsonl``) or Parquet, one record per line or row; see :class:`~chairlift.train.sources.Encoder`."""
+    files: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()
+    """JSON lines (``.jsonl``) or Parquet, one record per line or row; see :class:`~chairlift.train.sources.Encoder`.
+    Several such lists by name are sources that are mixed: see :class:`DriftSettings`."""
     source: str | None = None
     """``module:Class`` of a source of one's own, iterable, with ``state_dict`` and ``load_state_dict``."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -90,6 +99,36 @@ class DataSettings:
             raise ConfigError("options are the arguments of a source (module:Class); files have none")
         if self.access != "random" and (self.shuffle or self.epochs not in (None, 1)):
             raise ConfigError(f"access {self.access} reads once, in order: set shuffle to false, and no epochs")
+        if self.access == "follow" and len(self.by_name) > 1:
+            raise ConfigError(f"access follow waits for one source, but files has {len(self.by_name)}; give one list")
+        if empty := [name for name, files in self.by_name.items() if not files and self.source is None]:
+            raise ConfigError(f"files: {empty[0]} has no file; give it one, or leave it out")
+
+    @property
+    def by_name(self) -> Mapping[str, tuple[str, ...]]:
+        """The files of each source; where it has no name, ``data``."""
+        return self.files if isinstance(self.files, Mapping) else {"data": self.files}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DriftSettings:
+    """Mix sources, and replay what one was like before it changed: of :class:`~chairlift.train.drift.DriftSampler`.
+
+    A change is one over time: a source that is shuffled has none.
+    """
+
+    weights: Mapping[str, float] | None = None
+    """Share of each source, by its name in ``data.files`` (default: equal)."""
+    mixing: Literal["declared", "bandit"] = "declared"
+    """``bandit`` favours sources whose loss is high."""
+    replay: float = 0.1
+    """Share of old sequences, once a source has changed."""
+    reservoir: int = 10_000
+    """Sequences kept for that; every checkpoint has them, too."""
+    detector: Literal["adwin", "page_hinkley"] = "adwin"
+    """What notices a change."""
+    signal: Literal["loss", "length"] = "loss"
+    """In what: a loss that rises, or another length."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +232,8 @@ class TrainConfig:
     training: TrainerConfig
     packing: PackingSettings = PackingSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
+    drift: DriftSettings | None = None
+    """Also for a single source; None replays nothing, and mixes several in equal shares."""
     output: str | None = None
     """Directory for the checkpoints."""
     seed: int = 0
@@ -273,6 +314,8 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """``value`` as the type ``hint``, or a ConfigError. Numbers may be written as YAML reads them as text: ``1e-3``."""
+    if hint is Any:
+        return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
@@ -294,7 +337,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where} must be a mapping, got {value!r}")
-        return dict(value)
+        return {str(key): _convert(item, args[1], f"{where}.{key}") for key, item in value.items()}
     return _scalar(value, hint, where)
 
 

@@ -171,7 +171,8 @@ class DriftSampler:
         self._old: dict[str, Reservoir] = {}
         self._names = list(sources)
         self._losses: dict[str, float] = {}
-        self._rng = np.random.Generator(np.random.PCG64(seed))
+        self._bits = np.random.PCG64(seed)
+        self._rng = np.random.Generator(self._bits)
         self._drawn = self._replayed = self._observed = 0
         self._recent = np.zeros((_REMEMBERED, 2), np.int64)
         """[item % _REMEMBERED]: place in ``_names``, and which item of that source it is."""
@@ -196,6 +197,9 @@ class DriftSampler:
             except StopIteration:
                 source.live = False
                 continue
+            except BaseException:  # a bad item, or an interruption: the choice is made again, and is the same
+                self._bits.advance(2**128 - (2 if self._old else 1))
+                raise
             fields: dict[str, Any] = {**(sample.meta or {}), "input_ids": sample.tokens}
             if sample.weights is not None:
                 fields["loss_weight"] = sample.weights
@@ -345,7 +349,7 @@ class DriftSampler:
         for replay as the sources gave them."""
         return {
             "settings": self._settings,
-            "rng": self._rng.bit_generator.state,
+            "rng": self._bits.state,
             "sources": {
                 name: {
                     "cursor": source.cursor.state_dict(),
@@ -371,7 +375,7 @@ class DriftSampler:
                 f"the state was taken with other settings: { ({key: state['settings'].get(key) for key in changed}) }, "
                 f"this sampler has { ({key: self._settings[key] for key in changed}) }; make it with the same"
             )
-        self._rng.bit_generator.state = state["rng"]
+        self._bits.state = state["rng"]
         for name, source in self._sources.items():
             saved = state["sources"][name]
             source.cursor.load_state_dict(saved["cursor"])

@@ -40,22 +40,6 @@ class Layout:
         """Of sequences with these lengths, one after another. Raises ConfigError for an empty one."""
         return cls((0, *itertools.accumulate(int(length) for length in lengths)))
 
-    @classmethod
-    def from_position_ids(cls, position_ids: Any) -> Layout:
-        """Of a packed row whose positions restart at 0 in every sequence: a tensor or array, [T] or [1, T].
-
-        Raises ConfigError for more than one row, and for positions that do not begin with 0.
-        """
-        flat = np.asarray(position_ids.cpu() if hasattr(position_ids, "cpu") else position_ids)
-        if flat.ndim == 2 and flat.shape[0] == 1:
-            flat = flat[0]
-        if flat.ndim != 1 or not flat.size or flat[0] != 0:
-            raise ConfigError(
-                f"a packed row has position_ids [T] or [1, T] that begin with 0, got shape {list(flat.shape)}"
-            )
-        starts = np.flatnonzero(flat == 0)
-        return cls((*starts.tolist(), int(flat.size)))
-
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
@@ -73,11 +57,6 @@ class Layout:
     def max_seqlen(self) -> int:
         """Tokens in the longest sequence."""
         return max(self.lengths, default=0)
-
-    @property
-    def sum_squares(self) -> int:
-        """Sum of the squared lengths: what full attention costs."""
-        return sum(length * length for length in self.lengths)
 
     @functools.cached_property
     def positions(self) -> npt.NDArray[np.int64]:

@@ -96,6 +96,8 @@ class StepLoss:
         self.chunk = chunk
         self._normaliser: float | None = None
         self._total: Tensor | float = 0.0
+        self.losses = torch.empty(0)
+        """[T] of the rows of the last call, without weights and without a graph; 0 where there is no target."""
 
     @contextlib.contextmanager
     def step(self, packs: float | Sequence[Batch]) -> Iterator[StepLoss]:
@@ -125,6 +127,7 @@ class StepLoss:
         if len(flat) != len(targets.labels):
             raise ConfigError(f"logits of {len(flat)} rows for a batch of {len(targets.labels)} tokens; give all rows")
         losses = token_losses(flat, targets.labels, label_smoothing=self.label_smoothing, chunk=self.chunk)
+        self.losses = losses.detach()
         part = (losses * targets.weights).sum() / self._normaliser
         self._total = self._total + part.detach()
         return part * _num_ranks(self.group) if self.gradients == "mean" else part
@@ -133,10 +136,6 @@ class StepLoss:
     def total(self) -> float:
         """This rank's share of the last step's loss, to be logged: its sum over the ranks is the step's mean."""
         return float(self._total)
-
-    def global_total(self) -> float:
-        """The last step's loss over all ranks; every rank must ask."""
-        return float(_sum_over_ranks(torch.tensor([self.total], dtype=torch.float64), self.group))
 
     def normaliser(self, batches: Sequence[Batch]) -> float:
         """Z by counting: over these batches, and over the group. Every rank must ask, with its own."""

@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 
 from chairlift.errors import ConfigError
 
-__all__ = ["Ranks", "launch", "process_group", "sum_gradients", "sum_over_ranks", "world_size"]
+__all__ = ["Ranks", "join_over_ranks", "launch", "process_group", "sum_gradients", "sum_over_ranks", "world_size"]
 
 _BUCKET: Final = 1 << 24
 """Numbers per all-reduce: 64 MiB of float32."""
@@ -86,6 +86,15 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     summed = torch.tensor(values, dtype=torch.float64)
     distributed.all_reduce(summed)
     return [float(value) for value in summed]
+
+
+def join_over_ranks(values: Sequence[float]) -> list[float]:
+    """The values of all ranks, those of rank 0 first, in double precision. Every rank must ask."""
+    if _is_alone():
+        return list(values)
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    counts = [int(count) for count in sum_over_ranks([len(values) * (each == rank) for each in range(size)])]
+    return sum_over_ranks([*[0.0] * sum(counts[:rank]), *values, *[0.0] * sum(counts[rank + 1 :])])
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:

@@ -9,7 +9,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +24,8 @@ from chairlift.models.loader import WeightLayout, load_model, resolve_dtype
 from chairlift.models.registry import model_class
 from chairlift.train.balance import Cost
 from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
-from chairlift.train.config import DataSettings, TrainConfig
+from chairlift.train.config import DataSettings, DriftSettings, TrainConfig
+from chairlift.train.drift import DriftSampler
 from chairlift.train.encoder import Encoder
 from chairlift.train.parallel import Ranks, process_group, world_size
 from chairlift.train.sources import FollowedLines, RecordSource
@@ -65,8 +66,8 @@ class Prepared:
     network: ModelConfig
     files: ModelFiles
     resume_from: Path | None
-    open_source: Callable[[Callable[[], bool]], Any]
-    """Opens the data; its argument is called while there is nothing to read."""
+    open_sources: Mapping[str, Callable[[Callable[[], bool]], Any]]
+    """Open the data, by name; their argument is called while there is nothing to read."""
 
 
 def prepare(
@@ -99,7 +100,9 @@ def prepare(
             "(vocab_size); use the tokenizer that belongs to the model, or a larger vocab_size"
         )
     _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
-    return Prepared(config, store, network, files, resume_from, _source_opener(config, encoder))
+    openers = _source_openers(config, encoder)
+    _mixed(config, {name: [[0]] for name in openers})  # likewise
+    return Prepared(config, store, network, files, resume_from, openers)
 
 
 def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
@@ -149,17 +152,22 @@ def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
     return network, ModelFiles(config=raw, generation_config=generation, tokenizer_dir=tokenizer_dir, dtype=dtype)
 
 
-def _source_opener(config: TrainConfig, encoder: Encoder) -> Callable[[Callable[[], bool]], Any]:
+def _source_openers(config: TrainConfig, encoder: Encoder) -> dict[str, Callable[[Callable[[], bool]], Any]]:
     data = config.data
     if data.source is not None:
         made = _import_source(data)
-        return lambda _wait: made()
-    for file in data.files:
+        return {"data": lambda _wait: made()}
+    return {name: _file_opener(config, files, encoder) for name, files in data.by_name.items()}
+
+
+def _file_opener(config: TrainConfig, files: Sequence[str], encoder: Encoder) -> Callable[[Callable[[], bool]], Any]:
+    data = config.data
+    for file in files:
         if not Path(file).is_file():
             raise ConfigError(f"data file {file} does not exist")
     if data.access == "random":
         source = RecordSource(
-            data.files,
+            files,
             encoder,
             shuffle=data.shuffle,
             epochs=data.epochs,
@@ -168,8 +176,16 @@ def _source_opener(config: TrainConfig, encoder: Encoder) -> Callable[[Callable[
         )
         return lambda _wait: source
     follow = data.access == "follow"
-    FollowedLines(data.files, encoder, follow=follow)  # for its checks alone
-    return lambda wait: FollowedLines(data.files, encoder, follow=follow, on_error=data.on_error, wait=wait)
+    FollowedLines(files, encoder, follow=follow)  # for its checks alone
+    return lambda wait: FollowedLines(files, encoder, follow=follow, on_error=data.on_error, wait=wait)
+
+
+def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:
+    """The one source, or what mixes them, and watches them."""
+    if config.drift is None and len(sources) == 1:
+        return next(iter(sources.values()))
+    settings = config.drift or DriftSettings(replay=0.0)
+    return DriftSampler(sources, **dataclasses.asdict(settings), seed=config.seed)
 
 
 def _import_source(data: DataSettings) -> Callable[[], Any]:
@@ -235,11 +251,13 @@ def train(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with process_group() as ranks, _Interrupts() as interrupts:
-        source = prepared.open_source(interrupts.wait)
+        sources = {name: open_source(interrupts.wait) for name, open_source in prepared.open_sources.items()}
+        source = _mixed(config, sources)
         stream = _stream(config, prepared.network, source, ranks)
         for seed in (random.seed, np.random.seed, torch.manual_seed):  # fresh weights; sources may use all of them
             seed(config.seed % 2**32)
-        trainer = Trainer(_make_model(prepared), config.training, stream, seed=config.seed)
+        drift = source if isinstance(source, DriftSampler) else None
+        trainer = Trainer(_make_model(prepared), config.training, stream, seed=config.seed, drift=drift)
         if prepared.resume_from is not None:
             state = load_state(prepared.resume_from)
             try:
@@ -251,7 +269,7 @@ def train(
             set_random_state(state["random"])
         interrupts.watch(trainer)
         outcome = _Run(prepared, ranks, trainer, on_step).go()
-        return dataclasses.replace(outcome, skipped=getattr(source, "skipped", 0))
+        return dataclasses.replace(outcome, skipped=sum(getattr(each, "skipped", 0) for each in sources.values()))
 
 
 @dataclasses.dataclass(slots=True)

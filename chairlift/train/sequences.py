@@ -33,6 +33,7 @@ Key = str | int | None
 
 _PER_TOKEN = ("completion_mask", "loss_weight")
 _READ = frozenset({"input_ids", "labels", "weight", "attention_mask", *_PER_TOKEN})
+_INT32 = np.dtype(np.int32)
 _LARGEST = 2**31 - 1
 _ROWS_AT_ONCE = 1000
 
@@ -126,13 +127,16 @@ def _wrong(position: int, what: str, remedy: str) -> ConfigError:
 
 
 def _token_ids(values: Any, position: int) -> npt.NDArray[np.int32]:
-    found = _as_array(values)
+    found = values if type(values) is np.ndarray else _as_array(values)
     if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
         raise _wrong(position, f"is {str(values)[:60]}, not a row of token ids", "give at least one integer, [L]")
-    if found.dtype != np.int32 and np.maximum.reduce(found) > _LARGEST:
+    if found.dtype is _INT32:
+        tokens = found.copy()
+    elif found.max() > _LARGEST:
         raise _wrong(position, f"holds the token id {found.max()}", f"ids are at most {_LARGEST}")
-    tokens = found.astype(np.int32)
-    if np.minimum.reduce(tokens) < 0:
+    else:
+        tokens = found.astype(_INT32)
+    if tokens.item(tokens.argmin()) < 0:  # a quarter of the time of min(): that goes through Python
         raise _wrong(position, f"holds the token id {tokens.min()}", "ids are at least 0")
     return tokens
 

@@ -29,8 +29,22 @@ if TYPE_CHECKING:
 
 __all__ = ["PackStream"]
 
-_Plan = list[Sample]
-"""One pack to be; without samples, a filler."""
+
+class _Plan:
+    """One pack to be; without samples, a filler."""
+
+    __slots__ = ("lengths", "num_targets", "num_tokens", "samples", "weight")
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self.samples = samples
+        self.lengths = tuple([len(sample.tokens) for sample in samples])
+        self.num_tokens = sum(self.lengths)
+        if any(sample.weights is not None or len(sample.tokens) == 1 for sample in samples):
+            self.weight = math.fsum([sample.total_weight for sample in samples])
+            self.num_targets = sum([sample.has_target for sample in samples])
+        else:
+            self.weight = float(self.num_tokens - len(samples))
+            self.num_targets = len(samples)
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,6 +140,7 @@ class PackStream:
         self._windows = 0  # dealt so far
         self._progress = 0  # of the open step towards what it closes on
         self._step = 0  # the open step
+        self._inside = False  # a step that was handed out in part
         self._packer = self._new_packer()
         self._pending: dict[int, Sample] = {}
         self._window: list[_Plan] = []
@@ -160,7 +175,7 @@ class PackStream:
         while not self._ended or self._ready:
             handed_out = bool(self._ready)
             while self._ready:
-                yield self._make_pack(self._ready.popleft())
+                yield self._make_pack(self._take_row())
             if self._flush_after is None or not (self._pending or self._window or self._open):
                 deadline = None
             elif deadline is None or handed_out:
@@ -222,25 +237,33 @@ class PackStream:
                 self._finish()
             else:
                 self._push(sample)
-        return self._ready.popleft()
+        return self._take_row()
+
+    def _take_row(self) -> _Row:
+        row = self._ready.popleft()
+        self._inside = not row.last_of_step
+        return row
 
     def _push(self, sample: Sample) -> None:
         settings = self._settings
+        if len(sample.tokens) <= settings.capacity and settings.align == 1:
+            self._add(sample)
+            return
         for piece in (sample,) if len(sample.tokens) <= settings.capacity else self._fit(sample):
-            if settings.align > 1:
-                piece = piece.padded(settings.align, settings.pad_id)
-            length = len(piece.tokens)
-            self._meter.on_read(length)
-            piece.born = self._meter.packs
-            serial = self._serial
-            self._serial += 1
-            if length > settings.capacity:
-                self._close([piece], [serial])
-                continue
-            self._pending[serial] = piece
-            self._packer.add(serial, length, piece.key)
-            if self._packer.full:
-                self._close_next()
+            self._add(piece.padded(settings.align, settings.pad_id))
+
+    def _add(self, piece: Sample) -> None:
+        length, serial, meter = len(piece.tokens), self._serial, self._meter
+        self._serial = serial + 1
+        meter.on_read(length)
+        piece.born = meter.packs
+        if length > self._settings.capacity:
+            self._close([piece], [serial])
+            return
+        self._pending[serial] = piece
+        self._packer.add(serial, length, piece.key)
+        if self._packer.full:
+            self._close_next()
 
     def _fit(self, sample: Sample) -> Iterable[Sample]:
         """What is packed instead of a sequence that is too long."""
@@ -265,10 +288,10 @@ class PackStream:
         serials = self._packer.next_pack()
         self._close([self._pending.pop(serial) for serial in serials], serials)
 
-    def _close(self, plan: _Plan, serials: Sequence[int]) -> None:
-        lengths = [len(sample.tokens) for sample in plan]
-        last = self._serial - 1
-        self._meter.on_pack(plan, [last - serial for serial in serials], sum(lengths), self._cost.of(lengths))
+    def _close(self, samples: list[Sample], serials: Sequence[int]) -> None:
+        plan, last, packs = _Plan(samples), self._serial - 1, self._meter.packs
+        waited = [packs - sample.born for sample in samples], [last - serial for serial in serials]
+        self._meter.on_pack(plan.lengths, *waited, plan.num_tokens, self._cost.of(plan.lengths))
         self._window.append(plan)
         if len(self._window) >= self._settings.gathered:
             self._deal()
@@ -280,7 +303,7 @@ class PackStream:
         self._windows += 1
         fillers = -len(plans) % settings.ranks
         self._meter.fillers += fillers
-        plans += [[] for _ in range(fillers)]
+        plans += [_Plan([]) for _ in range(fillers)]
         seed = settings.seed * 2**32 + self._windows
         if settings.balance is not None:
             rows = deal_rows([self._cost_of(plan) for plan in plans], settings.ranks, seed)
@@ -293,17 +316,19 @@ class PackStream:
             self._add_row([plans[index] for index in row])
 
     def _add_row(self, row: list[_Plan]) -> None:
-        unit, target = self._settings.goal
+        target = self._settings.goal[1]
         self._open.append(row)
-        if unit == "packs":
-            self._progress += len(row)
-        elif unit == "sequences":
-            self._progress += sum(len(plan) for plan in row)
-        else:
-            self._progress += sum(len(sample.tokens) for plan in row for sample in plan)
+        self._progress += self._amount(row)
         if self._progress >= target:
             self._progress = min(self._progress - target, target)
             self._close_step()
+
+    def _amount(self, row: list[_Plan]) -> int:
+        """What a row brings a step towards what it closes on."""
+        unit = self._settings.goal[0]
+        if unit == "packs":
+            return len(row)
+        return sum([len(plan.samples) if unit == "sequences" else plan.num_tokens for plan in row])
 
     def _close_step(self) -> None:
         """Say who takes which pack of the open step, and what its losses are divided by."""
@@ -315,15 +340,14 @@ class PackStream:
             rows = [[row[pack] for pack in chosen] for row, chosen in zip(rows, taken, strict=True)]
             costs = [[row[pack] for pack in chosen] for row, chosen in zip(costs, taken, strict=True)]
         self._meter.on_step(costs)
-        samples = [sample for row in rows for plan in row for sample in plan]
-        weight = math.fsum(sample.total_weight for sample in samples)
-        sequences = sum(sample.has_target for sample in samples)
+        weight = math.fsum([plan.weight for row in rows for plan in row])
+        sequences = sum([plan.num_targets for row in rows for plan in row])
         for index, row in enumerate(rows):
             self._ready.append(_Row(row, self._step, index == len(rows) - 1, weight, sequences))
         self._step += 1
 
     def _cost_of(self, plan: _Plan) -> float:
-        return self._cost.of([len(sample.tokens) for sample in plan])
+        return self._cost.of(plan.lengths)
 
     def _flush(self) -> None:
         """Hand out all that waits, and close the open step."""
@@ -341,24 +365,25 @@ class PackStream:
 
     def _make_pack(self, row: _Row) -> Pack:
         plan = row.plans[self.rank]
-        filler = not plan
+        filler = not plan.samples
         if filler:
-            plan = [Sample(-1, np.full(1, self._settings.pad_id, np.int32))]
-        tokens = np.concatenate([sample.tokens for sample in plan])
-        lengths = tuple([len(sample.tokens) for sample in plan])
-        ends = list(itertools.accumulate(lengths))
+            plan = _Plan([Sample(-1, np.full(1, self._settings.pad_id, np.int32))])
+        tokens = np.concatenate([sample.tokens for sample in plan.samples])
         weights = np.ones(len(tokens), np.float32)
-        weights[[0, *ends[:-1]]] = 0
-        for sample, end in zip(plan, ends, strict=True):
-            if sample.weights is not None:
-                weights[end - len(sample.weights) : end] = sample.weights
-        described = any(sample.meta is not None for sample in plan)
+        described, start = False, 0
+        for sample, length in zip(plan.samples, plan.lengths, strict=True):
+            if sample.weights is None:
+                weights[start] = 0
+            else:
+                weights[start : start + length] = sample.weights
+            described = described or sample.meta is not None
+            start += length
         return Pack(
             tokens=tokens,
-            lengths=lengths,
-            ids=tuple([sample.id for sample in plan]),
+            lengths=plan.lengths,
+            ids=tuple([sample.id for sample in plan.samples]),
             weights=weights,
-            meta=tuple([sample.meta or {} for sample in plan]) if described else (),
+            meta=tuple([sample.meta or {} for sample in plan.samples]) if described else (),
             step=row.step,
             last_of_step=row.last_of_step,
             step_weight=row.step_weight,
@@ -375,7 +400,7 @@ class PackStream:
         """
         plans = [*self._window, *itertools.chain(*self._open), *itertools.chain(*(row.plans for row in self._ready))]
         serials = self._packer.pending()
-        samples = [self._pending[serial] for serial in serials] + [sample for plan in plans for sample in plan]
+        samples = [self._pending[serial] for serial in serials] + [sample for plan in plans for sample in plan.samples]
         return {
             "version": 1,
             "settings": self._settings.state_dict(),
@@ -386,8 +411,9 @@ class PackStream:
             "windows": self._windows,
             "progress": self._progress,
             "step": self._step,
+            "inside": self._inside,
             "pending": serials,
-            "plans": [len(plan) for plan in plans],
+            "plans": [len(plan.samples) for plan in plans],
             "window": len(self._window),
             "open": len(self._open),
             "ready": [[row.step, row.last_of_step, row.step_weight, row.step_sequences] for row in self._ready],
@@ -398,25 +424,55 @@ class PackStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called, with the same settings and source, on any rank.
 
+        The number of ranks may be another, if the state was taken between two steps: what had been dealt to ranks and
+        not handed out is dealt again, first of all and in its order. No sequence is lost or comes twice.
+
         Raises ConfigError, naming what differs, when the settings or the source are not the same; then nothing has
         changed but the position of a source that keeps its own. A source that can only be iterated must be given anew.
         """
         if state.get("version") != 1:
             raise ConfigError(f"the state has version {state.get('version')}, but this release reads version 1")
         self._settings.check_same(state["settings"])
+        ranks, mine = int(state["settings"]["ranks"]), self._settings.ranks
+        if ranks != mine and state.get("inside"):
+            raise ConfigError(
+                f"the state was taken inside a step of {ranks} ranks, whose packs are dealt already; go on with "
+                f"{ranks} ranks instead of {mine}, or from a state that was taken between two steps"
+            )
         self._cursor.load_state_dict(state["source"])
         self._reset()
         self._epoch, self._ended, self._serial = int(state["epoch"]), bool(state["ended"]), int(state["serial"])
         self._windows, self._progress = int(state["windows"]), int(state["progress"])
-        self._step = int(state["step"])
+        self._step, self._inside = int(state["step"]), bool(state.get("inside"))
         self._meter = StreamMeter.from_state(state["stats"])
         samples = unpack_samples(state["samples"])
         for serial in state["pending"]:
             sample = next(samples)
             self._pending[serial] = sample
             self._packer.add(serial, len(sample.tokens), sample.key)
-        plans = (list(itertools.islice(samples, count)) for count in state["plans"])
+        plans = (_Plan(list(itertools.islice(samples, count))) for count in state["plans"])
         self._window = list(itertools.islice(plans, state["window"]))
-        ranks = self._settings.ranks
         self._open = [list(itertools.islice(plans, ranks)) for _ in range(state["open"])]
         self._ready.extend(_Row(list(itertools.islice(plans, ranks)), *row) for row in state["ready"])
+        if ranks != mine:
+            self._deal_again()
+
+    def _deal_again(self) -> None:
+        """Divide what was planned for another number of ranks, and not handed out, among as many as there are now."""
+        rows = [*(row.plans for row in self._ready), *self._open]
+        closed = len({row.step for row in self._ready})
+        self._step -= closed
+        self._meter.steps -= closed
+        # What the first of these steps got less of, because the one before it had too much.
+        begun = self._progress + closed * self._settings.goal[1] - sum(map(self._amount, rows))
+        self._progress = max(0, begun)
+        plans = [plan for row in [*rows, self._window] for plan in row if plan.samples]
+        self._meter.fillers -= sum(not plan.samples for row in rows for plan in row)
+        self._ready.clear()
+        self._open, self._window = [], []
+        for plan in plans:
+            self._window.append(plan)
+            if len(self._window) >= self._settings.gathered:
+                self._deal()
+        if self._ended:
+            self._flush()

@@ -24,7 +24,7 @@ _GOAL = re.compile(r"(tokens|sequences|packs):([1-9][0-9]*)([KMG]?)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """Settings of :class:`~chairlift.train.stream.PackStream` that must not change between two parts of a stream."""
+    """Settings of :class:`~chairlift.train.stream.PackStream`. Only ``ranks`` may change within a stream."""
 
     capacity: int
     pool: int
@@ -75,11 +75,11 @@ class StreamSettings:
         return {**state, "balance": None if self.balance is None else list(self.balance)}
 
     def check_same(self, saved: Mapping[str, Any]) -> None:
-        """Raises ConfigError, naming what differs, unless these are the settings that were saved."""
+        """Raises ConfigError, naming what differs, unless these are the settings that were saved, but for ``ranks``."""
         mine = self.state_dict()
         changed = [
             f"{name} was {saved.get(name)!r} and is {mine.get(name)!r}"
-            for name in sorted({*mine, *saved})
+            for name in sorted({*mine, *saved} - {"ranks"})
             if mine.get(name) != saved.get(name)
         ]
         if changed:

@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from chairlift.train.sequences import Sample
-
 __all__ = ["Delay", "StreamMeter", "StreamStats"]
 
 _HORIZON = 4096
@@ -98,16 +96,18 @@ class StreamMeter:
         self.fresh[0] += 1
         self.fresh[1] += length
 
-    def on_pack(self, samples: Sequence[Sample], waited: Iterable[int], tokens: int, cost: float) -> None:
-        """``waited`` has for each sample the number of arrivals since its own."""
-        by_packs, by_arrivals = self.delay_packs, self.delay_arrivals
-        for sample in samples:
-            delay = _bucket(self.packs - sample.born)
-            by_packs[delay] = by_packs.get(delay, 0) + 1
-        for delay in map(_bucket, waited):
-            by_arrivals[delay] = by_arrivals.get(delay, 0) + 1
+    def on_pack(
+        self, lengths: Sequence[int], packs: Iterable[int], arrivals: Iterable[int], tokens: int, cost: float
+    ) -> None:
+        """``packs`` and ``arrivals`` have for each sequence how many of them there were since it came."""
+        for counts, delays in ((self.delay_packs, packs), (self.delay_arrivals, arrivals)):
+            for delay in delays:
+                if delay >= _EXACT:
+                    shift = delay.bit_length() - 6
+                    delay = delay >> shift << shift
+                counts[delay] = counts.get(delay, 0) + 1
         self.packs += 1
-        self.sequences += len(samples)
+        self.sequences += len(lengths)
         self.tokens += tokens
         self.cost_sum += cost
         self.cost_squares += cost * cost
@@ -118,9 +118,9 @@ class StreamMeter:
             self.room += self.capacity
             self.bound_tokens += tokens
             # A pack holds at most one such sequence.
-            self.bound_large += any(2 * len(sample.tokens) > self.capacity for sample in samples)
+            self.bound_large += 2 * max(lengths) > self.capacity
         _fade(self.recent_read, *self.fresh)
-        _fade(self.recent_packed, len(samples), tokens)
+        _fade(self.recent_packed, len(lengths), tokens)
         self.fresh = [0, 0]
         if self.sequences >= _HORIZON:
             self.drift_max = max(self.drift_max, abs(self._drift()))
@@ -181,13 +181,6 @@ class StreamMeter:
         if not (self.recent_read[1] and self.recent_packed[0]):
             return 0.0
         return self.recent_packed[1] / self.recent_packed[0] * self.recent_read[0] / self.recent_read[1] - 1
-
-
-def _bucket(delay: int) -> int:
-    if delay < _EXACT:
-        return delay
-    shift = delay.bit_length() - 6
-    return delay >> shift << shift
 
 
 def _fade(recent: list[float], sequences: int, tokens: int) -> None:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,14 +24,15 @@ from chairlift.errors import ConfigError, DivergedError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.mlp import GatedMLP
-from chairlift.train.collate import PackCollator
+from chairlift.train.collate import IGNORED, PackCollator
 from chairlift.train.config import TrainerConfig
 from chairlift.train.layout import Pack
 from chairlift.train.loss import StepLoss
-from chairlift.train.parallel import sum_gradients, sum_over_ranks
+from chairlift.train.parallel import join_over_ranks, sum_gradients, sum_over_ranks
 from chairlift.train.varlen import VarlenContext
 
 if TYPE_CHECKING:
+    from chairlift.train.drift import DriftSampler
     from chairlift.train.stream import PackStream
 
 __all__ = ["StepResult", "Trainer", "TrainerConfig", "predictions"]
@@ -65,15 +67,23 @@ class Trainer:
     """
 
     def __init__(
-        self, model: CausalLM, config: TrainerConfig, stream: PackStream | None = None, *, seed: int = 0
+        self,
+        model: CausalLM,
+        config: TrainerConfig,
+        stream: PackStream | None = None,
+        *,
+        seed: int = 0,
+        drift: DriftSampler | None = None,
     ) -> None:
-        """``stream`` is what :meth:`run` reads; :meth:`step` needs none. ``seed`` is of dropout.
+        """``stream`` is what :meth:`run` reads; :meth:`step` needs none. ``seed`` is of dropout. ``drift`` is told the
+        losses of all sequences after each step; it is the stream's source.
 
         Raises ConfigError for a model that has no float32 weights to train.
         """
         self.model = model.train().requires_grad_(True)
         self.config = config
         self.stream = stream
+        self.drift = drift
         self.num_steps = 0
         self.stop_requested = False
         """Set it on any rank, and all of them learn of it with the next step's result."""
@@ -114,6 +124,7 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
+        self._observed: list[float] = []
         with self._loss.step(packs):
             for pack in real:
                 part = self._pack_loss(pack)
@@ -130,6 +141,10 @@ class Trainer:
             raise self._diverged(loss, norm, real, parts)
         self.optimizer.step()
         self.num_steps += 1
+        if self.drift is not None:
+            flat = join_over_ranks(self._observed)
+            pairs = sorted(zip(flat[::2], flat[1::2], strict=True))  # in one order, whatever the number of ranks
+            self.drift.observe([int(number) for number, _ in pairs], [loss for _, loss in pairs])
         tokens, targets, num_packs = map(int, counts)
         return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, stops > 0)
 
@@ -144,7 +159,10 @@ class Trainer:
         ):
             hidden = self.model(batch["input_ids"][0], batch["position_ids"][0], context)
             logits = self.model.compute_logits(hidden[rows])
-        return self._loss(logits, chosen)
+        part = self._loss(logits, chosen)
+        if self.drift is not None:
+            self._observed += _sequence_losses(self._loss.losses, chosen, pack.ids)
+        return part
 
     def _check_tokens(self, packs: Sequence[Pack]) -> None:
         known = self.model.config.vocab_size
@@ -204,12 +222,21 @@ def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]
     Kept are the targets and the first token of each sequence, so that boundaries and numbers of targets stay as they
     are; row i of the logits predicts the kept token i + 1. Returns int64 [R] rows and the batch of R tokens.
     """
-    is_kept = batch["labels"][0] != -100
+    is_kept = batch["labels"][0] != IGNORED
     is_kept[batch["cu_seqlens"][:-1].long()] = True
     kept = is_kept.nonzero()[:, 0]
     # The last predicts nothing; its row only keeps the lengths equal.
     rows = torch.cat([kept[1:] - 1, kept[-1:]])
     return rows, {name: batch[name][:, kept] for name in ("labels", "loss_weight", "segment_ids")}
+
+
+def _sequence_losses(losses: Tensor, chosen: Mapping[str, Tensor], ids: Sequence[int]) -> list[float]:
+    """Of :func:`predictions`: the number of each sequence with a target, and its mean loss, in turns."""
+    is_target = chosen["labels"][0, 1:] != IGNORED
+    segments = chosen["segment_ids"][0, 1:][is_target].cpu().numpy()
+    counts = np.bincount(segments, minlength=len(ids))
+    totals = np.bincount(segments, losses[:-1][is_target].double().cpu().numpy(), len(ids))
+    return [value for i in counts.nonzero()[0].tolist() for value in (ids[i], totals[i] / counts[i])]
 
 
 def _names(pack: Pack) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError
-from chairlift.train.balance import Cost, deal_rows, idle, level_rows, lpt
+from chairlift.train.balance import Cost, deal_rows, idle, level_rows
 from chairlift.train.pack import pack_indices
 from tests.train.mixes import MIXES
 
@@ -50,9 +50,6 @@ def test_dealing_gives_each_pack_to_one_rank(costs: list[float], ranks: int, see
     assert all(low_of_next >= high for (high, _), (_, low_of_next) in itertools.pairwise(spans))
     taken = level_rows([[costs[index] for index in row] for row in rows], first=seed)
     assert all(sorted(chosen) == list(range(ranks)) for chosen in taken)
-    shares = lpt(costs, ranks)
-    assert sorted(index for share in shares for index in share) == list(range(len(costs)))
-    assert {len(share) for share in shares} <= {len(costs) // ranks}
 
 
 def test_rows_depend_on_the_seed_only() -> None:
@@ -63,8 +60,6 @@ def test_rows_depend_on_the_seed_only() -> None:
 def test_packs_that_make_no_whole_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match="7 packs"):
         deal_rows([1.0] * 7, 2, 0)
-    with pytest.raises(ConfigError, match="7 packs"):
-        lpt([1.0] * 7, 2)
 
 
 def test_rows_from_a_window_leave_ranks_idle_for_little() -> None:
@@ -78,8 +73,6 @@ def test_rows_from_a_window_leave_ranks_idle_for_little() -> None:
 def test_eight_packs_per_rank_leave_ranks_idle_for_less() -> None:
     costs = pack_costs(2048)
     steps = [costs[start : start + 8 * RANKS] for start in range(0, len(costs), 8 * RANKS)]
-    by_lpt = idle([[sum(step[index] for index in share) for share in lpt(step, RANKS)] for step in steps])
-    assert by_lpt <= 0.01
     levelled = []
     for step in steps:
         rows = [[step[index] for index in row] for row in deal_rows(step, RANKS, 0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -142,18 +143,30 @@ def test_a_batch_is_its_pack(lengths: list[int], pad_to: int, prompt: int) -> No
     assert batch["input_ids"][0, :size].tolist() == source.tokens.tolist()
     assert batch["loss_weight"].sum() == source.weights.sum()
     assert ((batch["labels"] != -100) == (batch["loss_weight"] != 0)).all()
-    layout = Layout.from_position_ids(batch["position_ids"])
+    starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+    layout = Layout((*starts, batch["position_ids"].shape[1]))
     assert layout.cu_seqlens == tuple(batch["cu_seqlens"].tolist())
     assert layout.max_seqlen == batch["max_seqlen"]
 
 
 def test_a_row_of_many_sequences_is_collated_fast() -> None:
-    """A tenth of what 1 million sequences of 100 tokens are allowed, per sequence, times three for a busy machine."""
+    """As fast as a few empty loops over its tokens: what is measured beside it says how fast the machine is now."""
     source, collate = pack([100] * 40), PackCollator()
-    start = time.process_time()
-    for _ in range(250):
-        collate(source)
-    assert (time.process_time() - start) / (250 * 40) < 4e-6
+
+    def empty(row: Pack) -> None:
+        for _ in range(row.num_tokens):
+            pass
+
+    def best(work: Callable[[Pack], object]) -> float:
+        """Processor time of the fastest of 50 calls, which nobody held up."""
+        times = []
+        for _ in range(50):
+            start = time.process_time()
+            work(source)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert best(collate) < 4 * best(empty)
 
 
 def gradients(model: Any, batches: list[dict[str, Any]], **inputs: Any) -> tuple[float, dict[str, torch.Tensor]]:

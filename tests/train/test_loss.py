@@ -21,6 +21,7 @@ from chairlift.errors import ConfigError
 from chairlift.train.collate import PackCollator
 from chairlift.train.layout import Pack
 from chairlift.train.loss import Batch, ExpertCounts, StepLoss, token_losses
+from chairlift.train.parallel import sum_over_ranks
 from tests.train.families import VOCABULARY, tiny
 
 REDUCTIONS = ("token", "sequence", "sqrt", "weights")
@@ -247,7 +248,8 @@ def run_rank(rank: int, folder: str) -> None:
             with model.no_sync():
                 loss(model(torch.from_numpy(mine[0].tokens).long()), mine[0]).backward()
             loss(model(torch.from_numpy(mine[1].tokens).long()), mine[1]).backward()
-        results |= {reduce: model.module.table.grad.numpy().copy(), f"{reduce}_total": np.array(loss.global_total())}
+        total = np.array(sum_over_ranks([loss.total])[0])
+        results |= {reduce: model.module.table.grad.numpy().copy(), f"{reduce}_total": total}
     experts_step(model, ExpertCounts(4, 2), mine)
     results["experts"] = model.module.table.grad.numpy().copy()
     np.savez(f"{folder}/{rank}.npz", **results)

@@ -469,6 +469,79 @@ def test_any_stream_can_be_cut_anywhere(lengths: list[int], cut: int, ranks: int
     assert all_same(head + ([] if second._ended and not second._ready else list(second)), expected)
 
 
+def of_all_ranks(make: Callable[[int], PackStream], ranks: int, state: Any, steps: int) -> tuple[list[Pack], Any]:
+    """The packs that all ranks hand out in so many steps, row by row, and the state that one of them is left with."""
+    streams = [make(rank) for rank in range(ranks)]
+    for stream in streams:
+        if state is not None:
+            stream.load_state_dict(state)
+    if streams[0]._ended and not streams[0]._ready:
+        return [], streams[0].state_dict()
+    taken = [[pack for step in itertools.islice(stream.steps(), steps) for pack in step] for stream in streams]
+    states = [stream.state_dict() for stream in streams]
+    assert all(json.dumps(through_json(one)["stats"]) == json.dumps(through_json(states[0])["stats"]) for one in states)
+    return [pack for row in zip(*taken, strict=True) for pack in row], states[0]
+
+
+@given(
+    st.lists(st.integers(1, 80), min_size=1, max_size=200),
+    st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 4)), max_size=4),
+    st.sampled_from(["tokens:200", "sequences:9", "packs:12", None]),
+    st.sampled_from([{}, {"balance": Cost(1, 1), "window": 8}, {"order": "shuffled", "window": 12}]),
+)
+@hypothesis_settings(deadline=None, max_examples=60)
+def test_the_number_of_ranks_may_change_between_two_steps(
+    lengths: list[int], parts: list[tuple[int, int]], step: str | None, arrange: dict[str, Any]
+) -> None:
+    items = [[index % 50] * length for index, length in enumerate(lengths)]
+    packs: list[Pack] = []
+    state = None
+    for ranks, steps in [*parts, (1, 10_000)]:
+
+        def make(rank: int, ranks: int = ranks) -> PackStream:
+            given = {"pool": 7, "overflow": "split", "ranks": ranks, "rank": rank, "step": step, **arrange}
+            return PackStream(items, 64, **given)
+
+        more, state = of_all_ranks(make, ranks, None if state is None else through_json(state), steps)
+        packs += more
+    whole = list(PackStream(items, 64, pool=7, overflow="split", step=step, **arrange))
+    assert content(packs) == content(whole)
+    if not arrange:
+        assert [pack.ids for pack in packs if not pack.filler] == [pack.ids for pack in whole], "and in its order"
+    by_step: dict[int, list[Pack]] = {}
+    for pack in packs:
+        by_step.setdefault(pack.step, []).append(pack)
+    assert list(by_step) == list(range(len(by_step)))
+    for together in by_step.values():
+        total = sum(float(pack.weights.sum(dtype=np.float64)) for pack in together)
+        assert all(pack.step_weight == pytest.approx(total) for pack in together)
+    assert state["stats"]["packs"] == len(whole)
+    assert state["stats"]["steps"] == len(by_step)
+
+
+@pytest.mark.parametrize("arrange", [{"balance": Cost(1, 1), "window": 8}, {"order": "shuffled", "window": 32}])
+def test_no_step_ends_early_when_the_number_of_ranks_changes(arrange: dict[str, Any]) -> None:
+    """Though a part of it, or several, had been dealt to the ranks that there were."""
+    packs: list[Pack] = []
+    state = None
+    for ranks, steps in ((2, 1), (4, 1), (1, 2), (2, 1000)):
+
+        def make(rank: int, ranks: int = ranks) -> PackStream:
+            return PackStream(rows(300), CAPACITY, pool=9, ranks=ranks, rank=rank, step="packs:12", **arrange)
+
+        more, state = of_all_ranks(make, ranks, state, steps)
+        packs += more
+    assert content(packs) == content(list(PackStream(rows(300), CAPACITY, pool=9)))
+    assert list(Counter(pack.step for pack in packs).values())[:-1] == [12] * (len(packs) // 12)
+
+
+def test_inside_a_step_the_number_of_ranks_stays() -> None:
+    first = PackStream(rows(100), CAPACITY, ranks=2, step="packs:8")
+    next(first)
+    with pytest.raises(ConfigError, match=r"inside a step of 2 ranks.*between two steps"):
+        PackStream(rows(100), CAPACITY, step="packs:8").load_state_dict(first.state_dict())
+
+
 def test_one_state_serves_every_rank() -> None:
     def make(rank: int) -> PackStream:
         return PackStream(rows(300), CAPACITY, ranks=4, rank=rank, step="packs:8", balance=Cost(1, 1), window=16)
@@ -565,7 +638,7 @@ def test_what_waits_in_a_queue_for_too_long_is_handed_out() -> None:
             queue.put_nowait([4] if len(packs) == 1 else None)
         return packs
 
-    packs = asyncio.run(asyncio.wait_for(run(), 10))
+    packs = asyncio.run(asyncio.wait_for(run(), 60))
     assert [sorted(pack.tokens.tolist()) for pack in packs] == [[1, 2, 3], [4]]
     assert all(pack.last_of_step for pack in packs)
 
