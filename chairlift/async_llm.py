@@ -99,6 +99,15 @@ class AsyncLLM:
         finally:
             stream.abort()
 
+    async def update_weights(self, source: str | Path, version: int, *, in_flight: str = "continue") -> EngineInfo:
+        """Serve other weights from the next step on: those in a directory, for the same network.
+
+        As :meth:`chairlift.llm.LLM.update_weights`, errors included; tensors do not cross to the engine's process.
+        Requests that run go on, and their outputs say which token is of which version. Returns what :attr:`info` is
+        then: its fingerprint is another. An engine that dies is started again with the newest weights.
+        """
+        return await self._started().update_weights(source, version, in_flight=in_flight)
+
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_variables: Any) -> list[int]:
         """Token ids of a conversation, for :meth:`generate`. Raises RequestError and TemplateError."""
         return await self._started().encode_chat(messages, **template_variables)

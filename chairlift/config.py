@@ -247,6 +247,12 @@ class EngineConfig:
             scheduler=SchedulerConfig(**parts["scheduler"]),
         )
 
+    def to_flat(self) -> dict[str, Any]:
+        """The settings that differ from their defaults, as keywords of plain data for :meth:`from_flat`."""
+        given = {flag.name: (getattr(getattr(self, flag.part), flag.name), flag.default) for flag in flat_fields()}
+        settings = {name: value for name, (value, default) in given.items() if value != default}
+        return {name: str(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:

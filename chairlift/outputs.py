@@ -55,7 +55,8 @@ class CompletionOutput:
     """The stop token id or stop string that ended the answer; None for end of sequence and for length."""
     weight_versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """(first token, version): the weights that it and those after it were sampled from, up to the next entry. One entry
-    unless weights were replaced while it ran. Tokens count from 0 at the answer's beginning, also in deltas."""
+    unless weights were replaced while it ran. Tokens count from 0 at the answer's beginning, also in deltas, which have
+    the entries that begin with their tokens: mostly none."""
 
     @property
     def finished(self) -> bool:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from chairlift.config import EngineConfig, flat_fields
+from chairlift.config import EngineConfig
 from chairlift.engine.calibration import Calibration
-from chairlift.engine.core import FinishedSequence
+from chairlift.engine.core import FinishedSequence, check_update
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt
 from chairlift.engine.intake import Intake, Place
@@ -29,6 +29,7 @@ from chairlift.engine.output_stream import OutputStream, RequestWatcher
 from chairlift.engine.process_client import ProcessClient
 from chairlift.errors import (
     ChairliftError,
+    ConfigError,
     EngineDeadError,
     OverloadedError,
     PromptTooLongError,
@@ -119,7 +120,6 @@ class AsyncEngine:
         self._streams: dict[str, OutputStream] = {}
         self._long_texts = asyncio.Semaphore(2)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._busy_since = time.monotonic()
         self._keeper: asyncio.Task[None] | None = None
         self._watcher: Callable[[bytes], object] | None = None
 
@@ -147,14 +147,6 @@ class AsyncEngine:
         return len(self.intake)
 
     @property
-    def max_queued_requests(self) -> int:
-        return self.intake.max_requests
-
-    @property
-    def max_queued_tokens(self) -> int:
-        return self.intake.max_tokens
-
-    @property
     def engine_pid(self) -> int | None:
         """Process id of the engine."""
         return None if self._client is None else self._client.pid
@@ -163,9 +155,10 @@ class AsyncEngine:
         """Why requests make no progress; empty when they do, or when there are none."""
         if self.state is not EngineState.READY or self._client is None:
             return f"the engine is {self.state}" + (f": {self.failure}" if self.failure else "")
-        silent = time.monotonic() - max(self._client.last_heard, self._busy_since)
-        if self._streams and silent > self._health_timeout:
-            return f"the engine has not finished a step for {silent:.0f} s, and {len(self._streams)} requests wait"
+        silent = 0.0 if self._client.silent_since is None else time.monotonic() - self._client.silent_since
+        if silent > self._health_timeout:
+            waiting = f"{len(self._streams)} requests wait" if self._streams else "those who waited have given up"
+            return f"the engine has not finished a step for {silent:.0f} s, and {waiting}"
         return ""
 
     def expected_wait(self, service_class: str = DEFAULT_CLASS, tenant: str = "") -> float | None:
@@ -180,9 +173,8 @@ class AsyncEngine:
 
     def line(self) -> list[tuple[OutputStream, Place]]:
         """Requests that wait for their first step, in the order in which they are expected to start."""
-        return [
-            (self._streams[place.request_id], place) for place in self.intake.line(time.monotonic(), self._free_rows)
-        ]
+        places = self.intake.line(time.monotonic(), self._free_rows)
+        return [(self._streams[place.request_id], place) for place in places]
 
     def requests(self) -> list[OutputStream]:
         """Requests that have not ended, the oldest first."""
@@ -294,8 +286,6 @@ class AsyncEngine:
             self.stats.rejected["forecast" if full.kind == "forecast" else f"queue_{full.kind}"] += 1
             raise
         self._client.add(prepared)
-        if not self._streams:
-            self._busy_since = begin
         state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
         stream = OutputStream(state, kind, self.abort, name)
         self._streams[stream.request_id] = stream
@@ -332,6 +322,16 @@ class AsyncEngine:
             if self._client is not None:
                 self._client.abort(sequence_ids)
 
+    async def update_weights(self, source: str | Path, version: int, *, in_flight: str = "continue") -> EngineInfo:
+        """Serve the weights in a directory; see :meth:`chairlift.async_llm.AsyncLLM.update_weights`."""
+        self._ready()
+        if not isinstance(source, (str, Path)):
+            raise ConfigError("tensors do not cross to the engine's process; save them, and give the directory")
+        if self._client is None or self.info is None:
+            raise EngineDeadError("the engine is not there")
+        check_update(version, self.info.weight_version, in_flight)
+        return await self._client.update_weights(str(Path(source).absolute()), version, in_flight)
+
     async def shutdown(self) -> None:
         """End the process; requests that are left fail."""
         self.state, self.failure = EngineState.STOPPED, self.failure or "it was shut down"
@@ -362,6 +362,12 @@ class AsyncEngine:
         if self._watcher is not None:
             self._watcher(lines)
 
+    def on_updated(self, info: EngineInfo) -> None:
+        """What steps bring from now on is of other weights."""
+        if self.info is not None and self._outputs is not None:
+            self._outputs.weights_changed(info.weight_version)
+            self.info = dataclasses.replace(info, eos_token_ids=self.info.eos_token_ids)
+
     def on_step(self, step: Step) -> None:
         """Give what steps brought to whom it belongs."""
         now = time.monotonic()
@@ -377,16 +383,16 @@ class AsyncEngine:
                 self.intake.leave(state.request_id, when, started=True)
         if step.forecast is not None:
             self.intake.foreseen(step.forecast)
-        finished = core.finished
+        finished, held = core.finished, self.info is not None and self.info.held
         if stopped and self._client is not None:
             self._client.stop(stopped)
-            if self.info is not None and not self.info.held:  # nobody waits for the core to agree
+            if not held:  # nobody waits for the core to agree
                 finished = finished + [FinishedSequence(sequence_id, FinishReason.STOP) for sequence_id in stopped]
-        growing = outputs.touched(core.sequence_ids) if self.info is None or not self.info.held else []
+        growing = [] if held else outputs.touched(core.sequence_ids)
         for state in outputs.finish(finished, now):
             if state.finished:
                 self._settle(state.request_id, now)
-            elif self.info is None or not self.info.held:
+            elif not held:
                 growing.append(state)
         for state in growing:
             stream = self._streams.get(state.request_id)
@@ -436,7 +442,7 @@ class AsyncEngine:
         while True:
             started = time.monotonic()
             loaded = False
-            self._client = client = ProcessClient(_settings_of(self.config), self)
+            self._client = client = ProcessClient(self.config.to_flat(), self)
             try:
                 await self._prepare(await client.start())
                 loaded = True
@@ -450,14 +456,16 @@ class AsyncEngine:
                 self.failure = str(error) or type(error).__name__
                 await client.close()
                 if not self._first_outcome.done():
-                    self._stop()
+                    self.state = EngineState.STOPPED
+                    self.stopped.set()
                     self._first_outcome.set_exception(error)
                     return
             self.state = EngineState.DOWN
             self._fail_all()
             if not self._restart:
                 _log.error("%s", self.failure)
-                self._stop()
+                self.state = EngineState.STOPPED
+                self.stopped.set()
                 return
             if loaded and time.monotonic() - started > _SETTLED_SECONDS:
                 pause = _FIRST_PAUSE
@@ -466,12 +474,10 @@ class AsyncEngine:
             pause = min(_LONGEST_PAUSE, 2 * pause)
             self.stats.engine_restarted()
 
-    def _stop(self) -> None:
-        self.state = EngineState.STOPPED
-        self.stopped.set()
-
     async def _prepare(self, info: EngineInfo) -> None:
-        """The model is loaded: what the front needs of it."""
+        """The model is loaded: what the front needs of it. An engine that died comes back with its newest weights."""
+        if self.info is not None and self.info.weights and self._client is not None:
+            info = await self._client.update_weights(self.info.weights, self.info.weight_version, "continue")
         if self.info is None and not self.config.model.skip_tokenizer_init:
             self.tokenizer = self._read_tokenizer(self.config, info.model_dir)
             template = self._chat_template or self.tokenizer.chat_template
@@ -484,15 +490,8 @@ class AsyncEngine:
         limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids, self.service_classes)
         self._inputs = InputProcessor(limits, self.tokenizer, info, self.config.model.seed)
         self._outputs = OutputProcessor(self.tokenizer, info.eos_token_ids, self.stats)
+        self._outputs.weights_changed(info.weight_version)
         self.failure = ""
         self.state = EngineState.READY
         if self._watcher is not None and self._client is not None:
             self._client.watch(True)
-
-
-def _settings_of(config: EngineConfig) -> dict[str, Any]:
-    """The settings that differ from their defaults, as keywords."""
-    values = {flag.name: getattr(getattr(config, flag.part), flag.name) for flag in flat_fields()}
-    defaults = {flag.name: flag.default for flag in flat_fields()}
-    settings = {name: value for name, value in values.items() if value != defaults[name]}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}

@@ -11,14 +11,13 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import SchedulerConfig
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.step_log import StepLog
-from chairlift.engine.step_recorder import StepRecorder
 from chairlift.errors import ConfigError, InvariantError, RequestError
 from chairlift.executor.executor import Executor, LiveWeights, PendingTokens, WeightSource
 from chairlift.kv_cache.manager import KVCacheManager
@@ -39,7 +38,10 @@ from chairlift.scheduler.preemption import PreemptionMode
 from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.scheduler import Scheduler
 
-__all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Progress", "TokenRecord"]
+if TYPE_CHECKING:
+    from chairlift.engine.step_recorder import StepRecorder
+
+__all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Progress", "TokenRecord", "check_update"]
 
 _log = logging.getLogger(__name__)
 _SHARES_SECONDS = 1.0
@@ -123,6 +125,14 @@ class CoreOutputs:
         self.decode_seconds = max(self.decode_seconds, later.decode_seconds)
 
 
+def check_update(version: int, newest: int, in_flight: str) -> None:
+    """Raise ConfigError unless weights of a version may follow those of the newest in this way."""
+    if in_flight not in ("continue", "recompute"):
+        raise ConfigError(f"in_flight must be 'continue' or 'recompute', got {in_flight!r}")
+    if type(version) is not int or not newest <= version < 2**63:
+        raise ConfigError(f"version must be an integer of at least {newest}, the weights' version now, got {version!r}")
+
+
 class EngineClient(Protocol):
     """How the front (text, checks, HTTP) talks to a core, wherever that runs. What steps bring comes another way:
     from :meth:`EngineCore.step` in this process, as frames from another."""
@@ -191,6 +201,7 @@ class EngineCore(EngineClient):
         self.config = config
         self.answer_lengths = AnswerLengths()
         self.executor = executor
+        self.weight_version = 0
         self._depth = config.num_lookahead_steps
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
@@ -264,11 +275,13 @@ class EngineCore(EngineClient):
         """Take what the oldest step in flight brings, without launching another; None when there is none."""
         return self._land() if self._flights else None
 
-    def update_weights(self, source: WeightSource, *, recompute: bool) -> None:
-        """Replace the model's weights; no step may be in flight. ``recompute`` has running requests begin again.
+    def update_weights(self, source: WeightSource, version: int, in_flight: str) -> None:
+        """Replace the model's weights; no step may be in flight. With "recompute" running requests begin again.
 
         Raises as :class:`~chairlift.executor.executor.LiveWeights` does.
         """
+        check_update(version, self.weight_version, in_flight)
+        recompute = in_flight == "recompute"
         if self._flights:
             raise InvariantError(f"weights were to be replaced under {len(self._flights)} steps in flight")
         if not isinstance(self.executor, LiveWeights):
@@ -279,10 +292,13 @@ class EngineCore(EngineClient):
             )
         self.executor.update_weights(source)
         self.scheduler.weights_changed(recompute=recompute)
+        self.weight_version = version
 
     def watch(self, wanted: bool) -> None:
         """Begin to write down everything that happens, in :attr:`recorder`, or stop; nothing changes when it is so."""
         if wanted and self.recorder is None:
+            from chairlift.engine.step_recorder import StepRecorder  # needs msgspec, which engines do without
+
             self.recorder = StepRecorder(self)
         elif not wanted and self.recorder is not None:
             self.recorder.close()

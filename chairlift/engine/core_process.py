@@ -22,14 +22,16 @@ from chairlift.engine.messages import (
     Leave,
     Log,
     Message,
+    NotLoaded,
     Ready,
     Refused,
     Step,
+    UpdateWeights,
     Watch,
     Watched,
     encode,
 )
-from chairlift.errors import PromptTooLongError, RequestError
+from chairlift.errors import ConfigError, ModelLoadError, PromptTooLongError, RequestError
 from chairlift.metrics.stats import EngineStats
 from chairlift.scheduler.forecast import Forecast
 from chairlift.service_class import DEFAULT_CLASS, ServiceClass
@@ -160,8 +162,23 @@ class CoreProcess:
             self._deliver(CoreOutputs(finished=finished))
         elif isinstance(message, Watch):
             self._core.watch(message.wanted)
+        elif isinstance(message, UpdateWeights):
+            self._update(message)
         else:
             self._connection.frames.num_bad += 1
+
+    def _update(self, message: UpdateWeights) -> None:
+        """Replace the weights. Steps in flight are landed and told before, whether or not they can be sent yet."""
+        landed = CoreOutputs()
+        while (step := self._core.land()) is not None:
+            landed.merge(step)
+        self._deliver(landed, at_once=True)
+        try:
+            self._core.update_weights(message.source, message.version, message.in_flight)
+        except (ConfigError, ModelLoadError) as error:
+            self._connection.send(NotLoaded(type(error).__name__, str(error)))
+        else:
+            self._connection.send(Ready(self._info.updated(message.source, message.version)))
 
     def _show(self) -> None:
         """Tell what is watched, when it is time to, or nothing else is there to do."""
@@ -173,11 +190,11 @@ class CoreProcess:
             if lines := recorder.take():
                 self._connection.send(Watched(lines))
 
-    def _deliver(self, outputs: CoreOutputs) -> None:
+    def _deliver(self, outputs: CoreOutputs, *, at_once: bool = False) -> None:
         if self._pending is not None:
             self._pending.merge(outputs)
             outputs = self._pending
-        if self._connection.backlog:
+        if self._connection.backlog and not at_once:
             self._pending = outputs
             return
         self._pending = None

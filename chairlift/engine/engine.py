@@ -59,6 +59,11 @@ class Engine:
         self._dead = False
 
     @property
+    def limits(self) -> ModelLimits:
+        """What the model allows."""
+        return self._inputs.limits
+
+    @property
     def scheduler(self) -> Scheduler:
         return self.core.scheduler
 
@@ -141,18 +146,11 @@ class Engine:
         Steps in flight are landed first; what they bring is reported by the next :meth:`step`.
         """
         self._check_alive()
-        if in_flight not in ("continue", "recompute"):
-            raise ConfigError(f"in_flight must be 'continue' or 'recompute', got {in_flight!r}")
-        if type(version) is not int or version < self._outputs.weight_version:
-            raise ConfigError(
-                f"version must be an integer of at least {self._outputs.weight_version}, the weights' version now, got"
-                f" {version!r}"
-            )
         self._dead = True
         while (step := self.core.land()) is not None:
             self._ready += self._take(step)
         try:
-            self.core.update_weights(source, recompute=in_flight == "recompute")
+            self.core.update_weights(source, version, in_flight)
         except (ConfigError, ModelLoadError):  # nothing was changed
             self._dead = False
             raise

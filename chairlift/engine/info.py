@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 
 from chairlift.service_class import ServiceClass
@@ -12,7 +13,7 @@ __all__ = ["EngineInfo"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Made once, when the model is in memory."""
+    """Made when the model is in memory, and again when its weights are replaced."""
 
     model: str
     """As it was asked for."""
@@ -47,6 +48,15 @@ class EngineInfo:
     """Bytes of a block, K and V of all layers in its cache group (their mean, where groups differ); 0 if unknown."""
     graphs: str = ""
     """CUDA graphs of decode steps and their memory, in words; empty where there are none."""
+
+    weights: str = ""
+    """Directory of the weights, once they were replaced."""
+    weight_version: int = 0
+
+    def updated(self, weights: str, version: int) -> EngineInfo:
+        """With other weights; so the fingerprint is another, too."""
+        digest = hashlib.sha256(f"{self.fingerprint} {version} {weights}".encode()).hexdigest()
+        return dataclasses.replace(self, weights=weights, weight_version=version, fingerprint=f"fp_{digest[:10]}")
 
     def too_much_reserved(self, classes: Mapping[str, ServiceClass] | None) -> str:
         """Why the blocks that the classes reserve cannot be kept for them; empty when they can."""

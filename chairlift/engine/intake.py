@@ -106,6 +106,11 @@ class Intake:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def oldest_wait(self, now: float) -> float:
+        """Seconds for which the one that came first has been waiting; 0 when nobody waits."""
+        first = next(iter(self._waiting.values()), None)
+        return 0.0 if first is None else now - first.since
+
     def share(self, service_class: str = DEFAULT_CLASS) -> float:
         """How much of the queue may be full before a class is refused, 0.5 to 1."""
         return 1 - (1 - _LAST_SHARE) * self._levels.get(service_class, 0) / self._last_level

@@ -35,6 +35,7 @@ __all__ = [
     "Refused",
     "Start",
     "Step",
+    "UpdateWeights",
     "Watch",
     "Watched",
     "decode",
@@ -66,11 +67,13 @@ class Loading(msgspec.Struct, tag="loading", forbid_unknown_fields=True):
 
 
 class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
+    """The model is loaded; later: its weights were replaced, and steps told after this are of the new ones."""
+
     info: EngineInfo
 
 
 class NotLoaded(msgspec.Struct, tag="not_loaded", forbid_unknown_fields=True):
-    """The settings or the model cannot be used; ``kind`` names the exception."""
+    """The settings, the model or (nothing was changed) the new weights cannot be used; ``kind`` names the exception."""
 
     kind: str
     message: str
@@ -172,7 +175,17 @@ class Watched(msgspec.Struct, tag="watched", forbid_unknown_fields=True):
     lines: bytes
 
 
-Message = Hello | Start | Loading | Ready | NotLoaded | Log | Add | Leave | Refused | Step | Watch | Watched
+class UpdateWeights(msgspec.Struct, tag="update_weights", forbid_unknown_fields=True):
+    """Have the weights of a directory serve from the next step on. Answered by Ready or NotLoaded."""
+
+    source: str
+    version: int
+    in_flight: str
+
+
+Message = (
+    Hello | Start | Loading | Ready | NotLoaded | Log | Add | Leave | Refused | Step | Watch | Watched | UpdateWeights
+)
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
 _DEFAULTS = SamplingParams()

@@ -121,7 +121,7 @@ class _Answer:
             logprobs=None if self.logprobs is None else self.logprobs[fresh],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            weight_versions=list(self.weight_versions),
+            weight_versions=[run for run in self.weight_versions if fresh.start <= run[0] < fresh.stop],
         )
 
 

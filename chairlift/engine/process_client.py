@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -33,6 +34,7 @@ from chairlift.engine.messages import (
     Refused,
     Start,
     Step,
+    UpdateWeights,
     Watch,
     Watched,
     encode,
@@ -50,6 +52,10 @@ _ROOT: Final = str(Path(__file__).parents[2])
 class EngineEvents(Protocol):
     """Who wants to hear from the engine's process. Called on the event loop."""
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+
     def on_progress(self, label: str, share: float) -> None: ...
 
     def on_step(self, step: Step) -> None: ...
@@ -57,6 +63,8 @@ class EngineEvents(Protocol):
     def on_refused(self, refused: Refused) -> None: ...
 
     def on_watched(self, lines: bytes) -> None: ...
+
+    def on_updated(self, info: EngineInfo) -> None: ...
 
 
 class ProcessClient(EngineClient):
@@ -67,8 +75,9 @@ class ProcessClient(EngineClient):
     """
 
     def __init__(self, settings: Mapping[str, Any], events: EngineEvents) -> None:
-        self.last_heard = time.monotonic()
-        """When the newest frame came."""
+        self.silent_since: float | None = None
+        """Since when nothing was heard, while something is to be answered; that nobody waits for it any more changes
+        nothing. None while nothing is."""
         self.num_rejected_connections = 0
         self._settings = dict(settings)
         self._events = events
@@ -77,6 +86,7 @@ class ProcessClient(EngineClient):
         loop = asyncio.get_running_loop()
         self._connected: asyncio.Future[asyncio.Transport] = loop.create_future()
         self._ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order in which they are answered
         self._lost = asyncio.Event()
 
     @property
@@ -108,7 +118,7 @@ class ProcessClient(EngineClient):
         return info
 
     def add(self, request: PreparedRequest) -> None:
-        self._send(Add.of(request))
+        self._ask(Add.of(request))
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
         self._send(Leave(list(sequence_ids), stopped=False))
@@ -119,6 +129,15 @@ class ProcessClient(EngineClient):
     def watch(self, wanted: bool) -> None:
         """Have every step told, as lines of JSON (``on_watched``), or no longer."""
         self._send(Watch(wanted))
+
+    async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
+        """Raises ConfigError or ModelLoadError, and nothing has changed, or EngineDeadError. ``on_updated`` is told
+        between the last step of the old weights and the first of the new ones, also when nobody waits here any more."""
+        updated: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._updates.append(updated)
+        self._ask(UpdateWeights(source, version, in_flight))
+        info: EngineInfo = await self._outcome(updated, None)
+        return info
 
     async def died(self) -> str:
         """Wait for the end of the process; how it ended, in words."""
@@ -179,6 +198,12 @@ class ProcessClient(EngineClient):
             if not future.done():
                 future.cancel()
 
+    def _ask(self, message: Message) -> None:
+        """Send what is answered."""
+        if self.silent_since is None:
+            self.silent_since = time.monotonic()
+        self._send(message)
+
     def _send(self, message: Message) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(message))
@@ -196,7 +221,10 @@ class ProcessClient(EngineClient):
 
     def take(self, message: Message) -> None:
         """One message of the engine."""
-        self.last_heard = time.monotonic()
+        self._hand_on(message)
+        self.silent_since = time.monotonic() if self._events.num_requests else None
+
+    def _hand_on(self, message: Message) -> None:
         if isinstance(message, Step):
             self._events.on_step(message)
         elif isinstance(message, Refused):
@@ -207,11 +235,18 @@ class ProcessClient(EngineClient):
             logging.getLogger(message.name).log(message.level, "%s", message.text)
         elif isinstance(message, Loading):
             self._events.on_progress(message.label, message.share)
-        elif isinstance(message, Ready) and not self._ready.done():
-            self._ready.set_result(message.info)
-        elif isinstance(message, NotLoaded) and not self._ready.done():
-            kind = ModelLoadError if message.kind == ModelLoadError.__name__ else ConfigError
-            self._ready.set_exception(kind(message.message))
+        elif isinstance(message, (Ready, NotLoaded)) and (self._updates or not self._ready.done()):
+            updated = self._ready.done()
+            if updated and isinstance(message, Ready):
+                self._events.on_updated(message.info)
+            waiting = self._updates.popleft() if updated else self._ready
+            if waiting.done():
+                return
+            if isinstance(message, Ready):
+                waiting.set_result(message.info)
+            else:
+                kind = ModelLoadError if message.kind == ModelLoadError.__name__ else ConfigError
+                waiting.set_exception(kind(message.message))
 
 
 class _Stream(asyncio.Protocol):

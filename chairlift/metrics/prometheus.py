@@ -78,6 +78,8 @@ def render(
     up: bool,
     num_waiting: int,
     now: float,
+    oldest_wait: float = 0.0,
+    engine_pid: int | None = None,
     num_tasks: int = 0,
     classes: Mapping[str, int] | None = None,
     forecast_within: Mapping[float, float | None] | None = None,
@@ -86,19 +88,21 @@ def render(
 
     ``info`` is None until the engine is ready. ``up`` tells whether it serves now; one that does not runs nothing.
     ``num_waiting`` counts requests that have been taken and wait for a step. ``now`` is on the clock of
-    ``stats.last_token_time``, in seconds. ``num_tasks`` counts tasks of the server's event loop. ``classes`` are the
+    ``stats.last_token_time``, in seconds. ``oldest_wait`` says for how many seconds the first of them has waited.
+    ``engine_pid`` is the engine's process. ``num_tasks`` counts tasks of the server's event loop. ``classes`` are the
     classes of service that there are, with the rows reserved for each. ``forecast_within`` has, for each of
     FORECAST_RATIOS, the share of requests that waited no longer than that times what was predicted.
     """
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
     ours = _Names(_OURS, model_name)
-    families += _ours(ours, stats, up, now, num_tasks)
+    families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
+    families += _engine_process(ours, engine_pid)
     families += _giving_way(ours, stats, info)
     families += _governor(ours, stats, up)
     families += _promises(ours, stats, {"default": 0} if classes is None else classes, up)
     families += _forecasts(ours, stats, forecast_within or {})
-    # The process here is the server's; the engine has one of its own.
+    # The process here is the server's.
     families += ProcessCollector(registry=None).collect()
     return generate_latest(_Families(families))
 
@@ -209,8 +213,12 @@ def _histograms(names: _Names, stats: RequestStats) -> Iterator[HistogramMetricF
         yield names.histogram(name, text, getattr(stats, field))
 
 
-def _ours(names: _Names, stats: RequestStats, up: bool, now: float, num_tasks: int) -> Iterator[Metric]:
+def _ours(
+    names: _Names, stats: RequestStats, up: bool, now: float, oldest_wait: float, num_tasks: int
+) -> Iterator[Metric]:
     engine = stats.engine
+    text = "For how long the first of the requests that wait for a step has waited; 0 when none does."
+    yield names.gauge("oldest_waiting_request_seconds", text, oldest_wait)
     idle = stats.last_token_time is None or now - stats.last_token_time > _RECENT_SECONDS
     rates = {
         "60s": 0.0 if idle else engine.preemption_rate,  # an engine without work does not tell it any more
@@ -231,6 +239,14 @@ def _ours(names: _Names, stats: RequestStats, up: bool, now: float, num_tasks: i
     yield names.counter_by("http_responses", "Answers of the API, by HTTP status.", "code", _STATUSES, stats.responses)
     seconds = {(cause,): spent for cause, spent in stats.cause_seconds.items()}
     yield names.counter_of("request_seconds", "Time of answers that have ended, by cause.", ("cause",), seconds.items())
+
+
+def _engine_process(names: _Names, pid: int | None) -> Iterator[Metric]:
+    """Nothing where there is no such process."""
+    for family in [] if pid is None else ProcessCollector(registry=None, pid=lambda: pid).collect():
+        if family.name == "process_resident_memory_bytes":
+            text = "Resident memory of the engine's process, with weights and KV cache."
+            yield names.gauge("engine_resident_memory_bytes", text, family.samples[0].value)
 
 
 def _giving_way(names: _Names, stats: RequestStats, info: CacheInfo | None) -> Iterator[Metric]:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chairlift.engine.async_engine import EngineState
 from chairlift.metrics import prometheus
 from chairlift.metrics.stats import FORECAST_RATIOS
-from chairlift.server import chat, completions, live, models, openapi, pages, queue, tokens, traffic
+from chairlift.server import chat, completions, live, models, openapi, pages, queue, tokens, traffic, weights
 from chairlift.server.auth import Auth, HostCheck
 from chairlift.server.errors import ApiError, error_response, to_api_error
 from chairlift.server.logs import log_event
@@ -42,7 +42,7 @@ _DRAIN_RETRY_SECONDS: Final = 5
 def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
     """The application around ``state``, with all endpoints, or with the ``routes`` given instead."""
     if routes is None:
-        endpoints = (chat, completions, tokens, models, queue, traffic, openapi, pages, live)
+        endpoints = (chat, completions, tokens, models, queue, traffic, openapi, pages, live, weights)
         routes = [*_routes, *(route for module in endpoints for route in module.routes)]
     return _App(state, routes)
 
@@ -209,6 +209,8 @@ async def _metrics(request: Request) -> Response:
         up=engine.state is EngineState.READY,
         num_waiting=engine.num_queued,
         now=time.monotonic(),
+        oldest_wait=engine.intake.oldest_wait(time.monotonic()),
+        engine_pid=engine.engine_pid,
         num_tasks=len(asyncio.all_tasks()),
         classes=None if classes is None else {name: each.min_seqs for name, each in classes.items()},
         forecast_within={ratio: engine.intake.calibration.within(ratio) for ratio in FORECAST_RATIOS},

@@ -246,7 +246,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
         ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {info.dtype}{graphs}"),
         ("capacity", f"{room} ({info.capacity_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
         ("step", f"up to {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens"),
-        ("queue", f"up to {engine.max_queued_requests:,} requests and {engine.max_queued_tokens:,} prompt tokens"),
+        ("queue", f"up to {engine.intake.max_requests:,} requests and {engine.intake.max_tokens:,} prompt tokens"),
         (
             "limits",
             f"{config.max_connections:,} connections, {config.max_body_bytes / 2**20:g} MiB per body, "

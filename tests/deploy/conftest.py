@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import defaultdict
 
 import pytest
@@ -18,6 +19,7 @@ def exposed() -> dict[str, Exposed]:
     """Every series of ``GET /metrics`` by name, and ``up``, which Prometheus makes itself."""
     engine = StateOnlyEngine()
     engine.info = dataclasses.replace(INFO, block_bytes=4096)
+    engine.engine_pid = os.getpid()
     engine.stats.last_token_time = 0.0
     body = ""
 

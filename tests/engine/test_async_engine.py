@@ -51,7 +51,7 @@ async def running(
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(test(), 60)
+        await asyncio.wait_for(test(), 180)
 
     for new_loop in (asyncio.new_event_loop, uvloop.new_event_loop):
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -217,7 +217,8 @@ def test_a_process_that_hangs_is_noticed() -> None:
         async with running("hashlm:2ms", health_timeout=0.1) as engine:
             stream = await engine.submit("a", LONG)
             await anext(stream)
-            assert engine.check_health() == ""
+            while engine.check_health():  # on a busy machine a step may take longer than that
+                await anext(stream)
             os.kill(engine.engine_pid or 0, signal.SIGSTOP)
             while not engine.check_health():
                 await asyncio.sleep(0.01)

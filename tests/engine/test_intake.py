@@ -32,6 +32,20 @@ def test_the_queue_is_bounded_by_prompt_tokens() -> None:
     assert e.value.kind == "tokens"
 
 
+def test_the_age_of_the_queue_is_that_of_its_oldest() -> None:
+    intake = Intake(10, 100)
+    assert intake.oldest_wait(100.0) == 0.0
+    for name, now in (("a", 100.0), ("b", 103.0), ("c", 104.0)):
+        intake.enter(name, 1, now=now)
+    assert intake.oldest_wait(105.0) == 5.0
+    intake.leave("b", 105.0, started=True)
+    assert intake.oldest_wait(106.0) == 6.0
+    intake.leave("a", 106.0, started=False)
+    assert intake.oldest_wait(106.5) == 2.5
+    intake.clear()
+    assert intake.oldest_wait(107.0) == 0.0
+
+
 def test_a_prompt_longer_than_the_bound_may_wait_alone() -> None:
     intake = Intake(10, 100)
     intake.check(0.0, 1, 500)

@@ -123,13 +123,16 @@ def test_a_request_that_comes_too_late_is_dropped_or_goes_on(late: str) -> None:
     async def test() -> None:
         async with running("hashlm:5ms", settings) as engine:
             # It has a deadline too, or it would have to make room.
-            slow = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, deadline_ms=100_000)
+            slow = SamplingParams(max_tokens=3000, ignore_eos=True, seed=1, deadline_ms=100_000)
             block = await engine.submit([1, 2], slow)
             while block.request_id in engine.intake:
                 await asyncio.sleep(0.001)
             hurried = SamplingParams(max_tokens=5, seed=1, ignore_eos=True, service_tier="flex", deadline_ms=50)
-            (output,) = await collect(engine, [1, 2, 3], hurried, OutputKind.FINAL)
+            asked = asyncio.create_task(collect(engine, [1, 2, 3], hurried, OutputKind.FINAL))
+            while not (engine.stats.engine.num_late_dropped or engine.stats.engine.num_late_downgraded):
+                await asyncio.sleep(0.001)
             block.abort()
+            (output,) = await asked
             await quiet(engine)
             (answer,) = output.outputs
             stats = engine.stats

@@ -305,6 +305,17 @@ def test_tasks_of_the_event_loop() -> None:
     assert value(samples(RequestStats(), num_tasks=7, prefix="vllm"), "chairlift:event_loop_tasks") == 7
 
 
+def test_the_age_of_the_queue_and_the_memory_of_the_engine() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        found = samples(RequestStats(), oldest_wait=2.5, engine_pid=other.pid, prefix="vllm")
+        assert value(found, "chairlift:oldest_waiting_request_seconds") == 2.5
+        memory = value(found, "chairlift:engine_resident_memory_bytes")
+        assert 0 < memory < value(found, "process_resident_memory_bytes")
+        other.communicate(b"\n")
+    for gone in (None, other.pid):
+        assert not [name for name, _ in samples(RequestStats(), engine_pid=gone) if "engine_resident" in name]
+
+
 def test_time_is_counted_by_causes_from_a_closed_set() -> None:
     stats = RequestStats()
     stats.charge({"decode": 1.5, "waiting_slots": 0.25, "made up": 9.0})

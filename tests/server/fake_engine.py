@@ -139,6 +139,7 @@ class FakeEngine:
         self.streams: set[FakeStream] = set()
         self.num_aborted = 0
         self.num_queued = 0
+        self.engine_pid: int | None = None
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.service_classes: Mapping[str, ServiceClass] | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -25,7 +27,7 @@ from chairlift.errors import (
 )
 from chairlift.server.app import make_app
 from chairlift.server.errors import ApiError
-from tests.server.harness import Client, Endpoints, StateOnlyEngine, make_state, run, serving, until
+from tests.server.harness import PATIENCE, Client, Endpoints, StateOnlyEngine, make_state, run, serving, until
 
 SECRET = "0x7f3a /srv/models/secret"
 
@@ -88,9 +90,14 @@ def test_version_load_and_metrics() -> None:
         await connection.close()
         await endpoints.cancelled.wait()
         await until(lambda: not client.state.num_in_progress)  # type: ignore[attr-defined]
+        engine.intake.enter("a", 1, now=time.monotonic() - 100.0)
+        engine.engine_pid = os.getpid()
         reply = await client.get("/metrics")
         assert reply.headers["content-type"].startswith("text/plain")
-        assert b"chairlift:num_requests_running" in reply.body
+        found = {line.partition("{")[0]: line.split()[-1] for line in reply.body.decode().splitlines() if "{" in line}
+        assert float(found["chairlift:num_requests_running"]) == 3
+        assert 100 <= float(found["chairlift:oldest_waiting_request_seconds"]) < 200
+        assert float(found["chairlift:engine_resident_memory_bytes"]) > 1e6
 
     with_shell(test)
 
@@ -291,7 +298,7 @@ def test_work_ends_when_its_client_leaves(path: str, how: str, caplog: pytest.Lo
             connection.writer.transport.abort()
         else:
             await connection.close()
-        await asyncio.wait_for(endpoints.cancelled.wait(), 5)
+        await asyncio.wait_for(endpoints.cancelled.wait(), PATIENCE)
         await until(lambda: not client.server.requests())
         assert (endpoints.num_waiting, endpoints.num_cancelled) == (0, 1)
         assert (await client.get("/v1/models")).status == 200

@@ -173,7 +173,10 @@ function follow(text) {
 
 // What is shown
 
-function seconds(value) { return value < 0.9995 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(2)} s`; }
+function seconds(value) {
+  if (value < 0.9995) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
+  return `${value.toFixed(value < 9.995 ? 2 : value < 99.95 ? 1 : 0)} s`;
+}
 
 function facts(r, phase) {
   const list = make("dl"), now = r.ended ?? model.lastEnd;
@@ -206,7 +209,7 @@ function detail() {
   box.dataset.shown = shown;
   if (!r) { box.replaceChildren(); return; }
   const columns = make("div", "", "columns"), right = make("div"), [causes, title] = causesOf(r);
-  const found = causes.filter(([, spent]) => spent > 0).sort((one, other) => other[1] - one[1]);
+  const found = causes.filter(([, spent]) => spent >= 5e-5).sort((one, other) => other[1] - one[1]);
   const all = found.reduce((sum, [, spent]) => sum + spent, 0) || 1, bar = make("div", "", "split"), list = make("ul", "", "causes");
   found.forEach(([name, spent], at) => {
     const part = make("i"), item = make("li"), dot = make("i"), colour = `hsl(${165 + at * 47} 45% ${colours.dark ? 58 : 46}%)`;

@@ -9,7 +9,7 @@ const MARKS = { add: "arrives", join: "joins", back: "comes back", preempt: "giv
 const STRIP = 46, AXIS = 18, AWAY_LANE = 5, MOST_AWAY = 6, LEFT = 34;
 
 function palette() {
-  const style = getComputedStyle(document.documentElement), colours = {};
+  const colours = {};
   for (const name of ["front", "soft", "panel", "line", "accent", "bad", ...Object.keys(PHASES)]) {
     const probe = document.createElement("i");
     probe.style.color = `var(--${name})`;  // light-dark() is only resolved on an element
@@ -17,7 +17,7 @@ function palette() {
     colours[name] = getComputedStyle(probe).color;
     probe.remove();
   }
-  colours.dark = style.colorScheme.includes("dark") && matchMedia("(prefers-color-scheme: dark)").matches;
+  colours.dark = matchMedia("(prefers-color-scheme: dark)").matches;
   return colours;
 }
 
@@ -144,10 +144,12 @@ class Timeline {
     ctx.textAlign = "left";
     ctx.fillStyle = colours.panel;
     this.visible(model.seats[slot], (seat, x1, x2) => ctx.fillRect(x2 - 1, y, 1.5, h));  // tells two that follow each other apart
-    ctx.fillStyle = colours.dark ? "#000c" : "#fffe";
     if (lane >= 12) this.visible(model.runs[slot], (run, x1, x2) => {
       const from = Math.max(x1, LEFT), room = Math.min(x2, this.width) - from - 8;
-      if (run.phase === "decode" && room > 28) ctx.fillText(label(model.requests.get(run.n)).slice(0, Math.floor(room / 6)), from + 7, y + h / 2 + 0.5);
+      if (run.phase !== "decode" || room < 28) return;
+      const faded = view.chosen !== undefined && view.chosen !== run.n;
+      ctx.fillStyle = faded ? colours.soft : colours.dark ? "#000c" : "#fffe";
+      ctx.fillText(fitting(label(model.requests.get(run.n)), Math.floor(room / 6)), from + 7, y + h / 2 + 0.5);
     });
   }
 
@@ -208,7 +210,8 @@ class Timeline {
     const power = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
     ctx.fillStyle = colours.soft;
     ctx.textAlign = "center";
-    for (let value = Math.ceil(view.left / step) * step; value <= view.right; value += step) {
+    const shift = view.mode === "steps" ? (this.model.numbers[0] ?? 0) - this.model.first : 0;  // so that numbers are round
+    for (let value = Math.ceil((view.left + shift) / step) * step - shift; value <= view.right; value += step) {
       const x = this.x(value);
       if (x < LEFT + 10 || x > this.width - 16) continue;
       ctx.fillRect(x, height - AXIS, 1, 3);
@@ -238,6 +241,7 @@ class Timeline {
 }
 
 function label(r) { return r ? r.name || r.id : ""; }
+function fitting(text, most) { return text.length <= most ? text : most > 7 ? `${text.slice(0, most - 1)}…` : ""; }
 
 function hatch(ctx, x, y, w, h, colour) {
   ctx.save();
