@@ -1,18 +1,26 @@
-"""``bench offline``: a seeded workload through the engine, all requests at once, and how near it comes to the floor."""
+"""``bench offline``: the engine in this process.
+
+A seeded workload, all requests at once, and how near it comes to the floor. Or traffic in an open loop, as in ``bench
+serve`` without HTTP: times are those at which the engine gives a token to its caller, counted from when the request was
+due.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import gc
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import torch
 
 from chairlift.bench.floor import Floor, ModelCost, workload_floor
 from chairlift.bench.limits import Limits
+from chairlift.bench.serve_run import Load, Outcome, Progress, ServeRun, Target, quiet_collector
+from chairlift.bench.serve_run import fit as fit_trace
+from chairlift.engine.core import EngineCore
+from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import ConfigError, RequestError
 from chairlift.executor.select import choose_isa, why_not_native, why_not_triton
 from chairlift.kernels.cpu.library import default_threads
@@ -20,30 +28,22 @@ from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
+from chairlift.sim.replay import RequestTiming, serve_trace
+from chairlift.sim.served import Percentiles
+from chairlift.workload.traced_request import TracedRequest
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
 
-__all__ = ["NativePath", "OfflineRun", "Percentiles", "fit", "floor_of", "native_path", "room_of", "run_offline"]
+__all__ = [
+    *("WARM_UP", "NativePath", "OfflineRun", "fit", "floor_of", "native_path", "room_of", "run_here", "run_offline"),
+]
 
 Requests = list[tuple[list[int], int]]
 """Prompt token ids and number of output tokens."""
 
 _WARM_UP_TOKENS: Final = 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Of a time in seconds, over requests."""
-
-    p50: float
-    p99: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Percentiles:
-        """Interpolated between the nearest values."""
-        p50, p99 = np.percentile(values, [50, 99]).tolist()
-        return cls(p50, p99)
+WARM_UP: Final = tuple(TracedRequest(arrival=0.0, prompt_tokens=8, output_tokens=8) for _ in range(4))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,18 +94,11 @@ class NativePath:
 
 
 def fit(requests: Requests, most_tokens: int) -> tuple[Requests, int]:
-    """Requests shortened to ``most_tokens``, prompt and answer together, and how many of them were.
-
-    An answer gets at most half of the room, and a prompt what is left beside its answer. Raises ConfigError when there
-    is no room for two tokens.
-    """
-    if most_tokens < 2:
-        raise ConfigError(f"requests need room for 2 tokens, and there is room for {most_tokens}; raise max_model_len")
-    fitting = []
-    for prompt, count in requests:
-        answer = count if len(prompt) + count <= most_tokens else min(count, most_tokens // 2)
-        fitting.append((prompt[: most_tokens - answer], answer))
-    return fitting, sum(one != other for one, other in zip(requests, fitting, strict=True))
+    """The same for prompts with their ids as :func:`chairlift.bench.serve_run.fit` does for a trace."""
+    lengths = [TracedRequest(arrival=0.0, prompt_tokens=len(ids), output_tokens=count) for ids, count in requests]
+    fitting, cut = fit_trace(lengths, most_tokens)
+    pairs = zip(requests, fitting, strict=True)
+    return [(ids[: each.prompt_tokens], each.output_tokens) for (ids, _), each in pairs], cut
 
 
 def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
@@ -185,3 +178,76 @@ def room_of(llm: LLM) -> int:
 
 def _greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+
+
+# --- traffic ---------------------------------------------------------------------------------------------------------
+
+
+def run_here(
+    core: EngineCore, limits: ModelLimits, target: Target, load: Load, progress: Progress | None = None
+) -> ServeRun:
+    """Answer a load greedily and to exactly its lengths, on the clock of ``core``, which must be idle.
+
+    What the engine refuses, drops or fails to compute is an outcome with status ``failed``. Ctrl-C ends the run early,
+    and what has come by then is returned; the engine cannot go on afterwards.
+    """
+    sent: list[RequestTiming] = []
+    running = 0
+
+    def watch(timing: RequestTiming) -> None:
+        nonlocal running
+        if timing.left < 0:
+            running += 1
+            sent.append(timing)
+            return
+        running -= 1
+        if progress is not None:
+            progress(running, _outcome(timing, held, timing.left))
+
+    held, interrupted = core.scheduler.membership.held, False
+    serve_trace(core, WARM_UP, limits)
+    date, begin = datetime.datetime.now(), core.clock.now()
+    with quiet_collector():
+        try:
+            serve_trace(core, load.requests, limits, max_concurrency=load.max_concurrency, watch=watch)
+        except KeyboardInterrupt:
+            interrupted = True
+    end = core.clock.now()
+    return ServeRun(
+        server=target,
+        load=load,
+        outcomes=[_outcome(timing, held, end) for timing in sorted(sent, key=lambda timing: timing.index)],
+        date=date,
+        begin=begin,
+        seconds=max(end - begin, 1e-9),
+        cpu_share=None,
+        interrupted=interrupted,
+    )
+
+
+def _outcome(timing: RequestTiming, held: bool, now: float) -> Outcome:
+    """``held``: nothing is delivered before a batch has ended, as a client of a static batch sees it."""
+    request, whole = timing.request, held and timing.ended
+    found = Outcome(
+        index=timing.index,
+        scheduled=request.arrival,
+        start=request.arrival,
+        headers=timing.started,
+        end=timing.left if timing.left >= 0 else now,
+        wanted_tokens=request.output_tokens,
+        prompt_tokens=request.prompt_tokens,
+        times=[timing.left] if whole else timing.times,
+        counts=[timing.tokens] if whole else [1] * timing.tokens,
+        completion_tokens=timing.tokens,
+        cached_tokens=timing.cached_tokens,
+        preempted=timing.preempted,
+    )
+    if timing.ended:
+        found.status, found.finish_reason = "completed", "length"
+    elif timing.cancelled:
+        found.status = "cancelled"
+    elif timing.dropped:
+        found.fail("too late", "it could not be answered by its deadline")
+    elif timing.error:
+        found.fail("failed" if timing.started >= 0 else "refused", timing.error)
+    return found

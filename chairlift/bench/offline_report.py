@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from chairlift.bench import plots
 from chairlift.bench.html_page import Block, Facts, Section, Table, Text, page
-from chairlift.errors import ConfigError
 
-__all__ = ["offline_page", "write"]
+__all__ = ["offline_page"]
 
 Record = Mapping[str, Any]
 
@@ -32,14 +30,6 @@ _SETTINGS: Final = {
     "model": ("dtype", "threads", "device"),
 }
 """Those that decide how fast it is."""
-
-
-def write(path: Path, record: Record) -> None:
-    """Write the page of a record, as ``--json`` writes it. Raises ConfigError when ``path`` cannot be written."""
-    try:
-        path.write_text(offline_page(record), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; give another --html") from None
 
 
 def offline_page(record: Record) -> str:

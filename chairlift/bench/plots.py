@@ -360,7 +360,7 @@ def _scale(axes: Axes, values: Values, log: bool) -> None:
 def _from_zero(axes: Axes, data: Mapping[str, Values]) -> None:
     """The vertical axis from zero, where nothing is below it: differences must not look larger than they are."""
     if all(values[:, 1].min(initial=0) >= 0 for values in data.values()):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # points that are nearly alike have no margin of their own
 
 
 def _label(axes: Axes, labels: Iterable[Point], data: Mapping[str, Values], joined: Collection[str]) -> None:

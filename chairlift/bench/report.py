@@ -11,6 +11,7 @@ from chairlift.bench.kernels import Measurement
 from chairlift.bench.limits import Limits, Roof
 from chairlift.bench.machine import Machine
 from chairlift.bench.offline import OfflineRun
+from chairlift.bench.serve_report import aligned
 
 __all__ = ["doubts", "kernel_tables", "limits_lines", "limits_record", "machine_lines", "offline_lines", "table"]
 
@@ -28,13 +29,7 @@ _MOST_BUSY: Final = 0.1
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of aligned columns: the first is text, on the left; the others are figures, on the right."""
-    widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in (headers, *rows)
-    ]
+    return aligned([headers, *rows])
 
 
 def machine_lines(machine: Machine) -> Iterator[str]:

@@ -11,43 +11,19 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import gc
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
-from chairlift.bench.serve_client import Dialect, Server, clock, connect
-from chairlift.bench.serve_outcome import Outcome
+from chairlift.bench.serve_client import Server, clock, connect
+from chairlift.bench.serve_run import Dialect, Load, Outcome, Progress, ServeRun, Watch, fit, quiet_collector
 from chairlift.errors import ConfigError
-from chairlift.workload.traced_request import TracedRequest
 
-__all__ = ["Load", "Plan", "Progress", "ServeRun", "Watch", "fit", "measure", "raise_file_limit", "run_load"]
-
-Progress = Callable[[int, Outcome], None]
-"""Told of each request that has ended, and how many are under way."""
-
-Watch = Callable[[str, int], contextlib.AbstractContextManager[Progress]]
-"""Called with URL and number of requests at the beginning of each run."""
+__all__ = ["Plan", "measure", "raise_file_limit", "run_load"]
 
 _MOST_ID: Final = 1 << 62
 _WARM_UP_TOKENS: Final = 16
 _FILES_BESIDES: Final = 64
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What is sent, and how."""
-
-    requests: Sequence[TracedRequest]
-    max_concurrency: int | None = None
-    """Most requests under way; the others wait for their turn."""
-    temperature: float = 0.0
-    promises: bool = False
-    """Whether class, tenant and limits of the requests are sent."""
-    salt: int = 0
-    """Changes what the prompts say: the same requests with another salt meet no cache that knows them. Below 2**60."""
-    shortened: int = 0
-    """Requests that were cut to what the server has room for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,44 +40,6 @@ class Plan:
     num_warmups: int = 0
     timeout: float = 600.0
     """Seconds that a request may take."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ServeRun:
-    """What a server made of a :class:`Load`."""
-
-    server: Server
-    load: Load
-    outcomes: Sequence[Outcome]
-    """In the order of the requests; with an interruption, those that had been due by then."""
-    date: datetime.datetime
-    begin: float
-    """On the clock of the outcomes."""
-    seconds: float
-    """Until the last request ended."""
-    cpu_share: float
-    """Of one processor, that the client took."""
-    interrupted: bool
-
-
-def fit(requests: Sequence[TracedRequest], most_tokens: int | None) -> tuple[list[TracedRequest], int]:
-    """Requests shortened to ``most_tokens``, prompt and answer together, and how many of them were.
-
-    An answer gets at most half of the room, and a prompt what is left beside its answer.
-    """
-    if most_tokens is None:
-        return list(requests), 0
-    fitting = []
-    for request in requests:
-        if request.prompt_tokens + request.output_tokens > most_tokens:
-            output = min(request.output_tokens, most_tokens // 2)
-            prompt = min(request.prompt_tokens, most_tokens - output)
-            blocks = -(-prompt // request.prefix_block)
-            request = dataclasses.replace(
-                request, prompt_tokens=prompt, output_tokens=output, prefix_ids=request.prefix_ids[:blocks]
-            )
-        fitting.append(request)
-    return fitting, sum(one is not other for one, other in zip(requests, fitting, strict=True))
 
 
 async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, ServeRun]]:
@@ -155,7 +93,7 @@ async def run_load(server: Server, load: Load, progress: Progress | None = None)
 
     When the task is cancelled (Ctrl-C) it stops, and returns what there is.
     """
-    with _quiet_collector():
+    with quiet_collector():
         return await _Sender(server, load, progress).run()
 
 
@@ -250,16 +188,6 @@ class _Sender:
             ended.set()
         if self._progress is not None:
             self._progress(self._num_running, outcome)
-
-
-@contextlib.contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """What is there already is not looked through again and again while times are taken."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def raise_file_limit(connections: int) -> None:

@@ -20,20 +20,20 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from chairlift.bench.serve_outcome import MOST_BYTES, EventReader, Outcome, message_of
+from chairlift.bench.serve_run import Dialect, Outcome, Target
 from chairlift.errors import ConfigError
-from chairlift.workload.traced_request import TracedRequest, prompt_token_ids
+from chairlift.workload.traced_request import TracedRequest
 
-__all__ = ["Dialect", "Server", "clock", "connect"]
+__all__ = ["EventReader", "Server", "clock", "connect"]
 
 clock: Final = time.perf_counter
 
+_MOST_BYTES: Final = 1 << 20
+"""Of an event of a stream, and of a reply that is none."""
+_QUEUE: Final = ("front_door", "waiting_")
+"""Where a Chairlift server says that the time before the first step went; docs/why-slow.md explains the causes."""
 _VOCABULARIES: Final = (8000, 250)
 """How many token ids prompts are made of; the second for models of bytes."""
-_SYLLABLES: Final = [a + b + c for c in ("", "n", "r", "s", "l") for b in "aeiou" for a in "bcdfghjklmnprstvwz"]
-"""Words of prompts that are sent as text: short ones, which tokenizers know or cut alike."""
-_PERIOD: Final = 8
-"""Words after which a block of a prompt repeats: with so many words in the language, a number has so many digits."""
 _RULER: Final = (8, 136)
 """Words of the two prompts from which the number of tokens per word is learned."""
 _MOST_MESSAGE: Final = 300
@@ -41,65 +41,15 @@ _REFUSALS: Final = (400, 404, 405, 415, 422, 500, 501)
 """Statuses by which servers refuse fields that they do not know."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """Which of the fields that help measuring a server takes."""
-
-    chat: bool
-    vocab_size: int = 0
-    """Prompts are token ids below this; with 0 they are text."""
-    words: tuple[float, float] = (0.0, 1.0)
-    """Of text: tokens that every prompt has besides its words, and tokens per word."""
-    ignore_eos: bool = False
-    usage: bool = True
-    continuous_usage: bool = True
-    timing: bool = False
-
-    def common(self, other: Dialect) -> Dialect:
-        """What both servers take, so that both are asked the same."""
-        return Dialect(
-            chat=self.chat,
-            vocab_size=min(self.vocab_size, other.vocab_size),
-            words=self.words if not self.vocab_size or other.vocab_size else other.words,
-            ignore_eos=self.ignore_eos and other.ignore_eos,
-            usage=self.usage and other.usage,
-            continuous_usage=self.continuous_usage and other.continuous_usage,
-            timing=self.timing and other.timing,
-        )
-
-    def prompt(self, request: TracedRequest, index: int) -> list[int] | str:
-        """A prompt of the request's length. Those whose prefix ids begin alike begin alike."""
-        ids = prompt_token_ids(request, index, self.vocab_size or len(_SYLLABLES))
-        if self.vocab_size:
-            return ids
-        fixed, per_word = self.words
-        size, last = request.prefix_block, len(ids) - 1
-        words: list[str] = []
-        block, first = 0, 0
-        for number in range(max(1, round((request.prompt_tokens - fixed) / per_word))):
-            # A block repeats a few ids, and a word stands for several tokens: the block's words take its ids in turn.
-            at = min(int(number * per_word) // size, len(request.prefix_ids)) * size
-            if at != block:
-                block, first = at, number
-            words.append(_SYLLABLES[ids[min(block + (number - first) % _PERIOD, last)] % len(_SYLLABLES)])
-        return " ".join(words)
-
-
-class Server:
+class Server(Target):
     """An OpenAI-compatible server, after :func:`connect` has asked it what it serves.
 
     Raises ConfigError from :meth:`learn` when it cannot be measured at all.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, timeout: float) -> None:
-        self.url = url
-        self.model = ""
+        super().__init__(url=url)
         self.is_ours = False
-        self.owner = ""
-        self.max_model_len: int | None = None
-        self.dialect = Dialect(chat=False)
-        self.notes: list[str] = []
-        """What it does not take, in words."""
         self._session = session
         self._timeout = timeout
         path = url.rstrip("/")
@@ -172,6 +122,7 @@ class Server:
             chat=chat, vocab_size=0 if chat else _VOCABULARIES[0], ignore_eos=ignore_eos, timing=self.is_ours
         )
         self.dialect = await self._accepted(full)
+        self.backend = "openai-chat" if chat else "openai"
         notes = self.notes = []
         if not self.dialect.vocab_size:
             notes += await self._measure_words()
@@ -185,7 +136,7 @@ class Server:
     async def _models(self, model: str | None) -> None:
         try:
             async with asyncio.timeout(self._timeout), self._session.get(f"{self._root}/models") as reply:
-                status, text = reply.status, await reply.content.read(MOST_BYTES)
+                status, text = reply.status, await reply.content.read(_MOST_BYTES)
         except TimeoutError:
             raise ConfigError(f"{self.url} has not answered for {self._timeout:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -314,4 +265,141 @@ def _parsed(text: bytes) -> Mapping[str, Any]:
 
 def _message_in(text: bytes) -> str:
     """What a refusal says, or its beginning where it is no JSON."""
-    return message_of(_parsed(text)) or text[:_MOST_MESSAGE].decode("utf-8", "replace").strip()
+    return _message_of(_parsed(text)) or text[:_MOST_MESSAGE].decode("utf-8", "replace").strip()
+
+
+# --- what it sends ---------------------------------------------------------------------------------------------------
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    def has_text(self) -> bool:
+        delta = self.delta
+        return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
+
+
+class _Timing(msgspec.Struct):
+    causes_ms: dict[str, float] = msgspec.field(default_factory=dict)
+    preempted_by: list[str] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    timing: _Timing | None = None
+
+
+_decode: Final = msgspec.json.Decoder(_Event).decode
+
+
+class EventReader:
+    """Reads the server-sent events of one answer into its :class:`Outcome`.
+
+    Tokens are counted as the server counts them where it says so with every chunk (``continuous_usage_stats``, which
+    vLLM introduced), else by chunks.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.done = False
+        """Nothing more is expected: the stream's own end mark, or an error."""
+        self._outcome = outcome
+        self._rest = b""
+        self._usage_per_chunk = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Take what was read from the connection at time ``now``."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and not self.done:
+                self._event(line[5:].strip(), now)
+        if len(self._rest) > _MOST_BYTES and not self.done:
+            self._garbage("an event without an end")
+
+    def close(self) -> None:
+        """The connection has ended."""
+        outcome = self._outcome
+        if outcome.status != "unfinished":
+            return
+        if not outcome.counts and outcome.completion_tokens != 0 and outcome.finish_reason is None:
+            kind = "no answer" if self.done else "cut stream"
+            outcome.fail(kind, "the stream ended without a token")
+        elif not self.done and outcome.finish_reason is None:
+            outcome.fail("cut stream", f"the stream ended after {sum(outcome.counts)} tokens, without an end mark")
+        elif not outcome.counts:
+            outcome.fail("no answer", "the answer has no token")
+        else:
+            outcome.status = "completed"
+
+    def _event(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self.done = True
+            return
+        try:
+            event = _decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self._garbage(data[:80].decode("utf-8", "replace"))
+            return
+        if event.error is not None:
+            self._outcome.fail("error in the stream", _message_of({"error": event.error}) or "without a message")
+            self.done = True
+            return
+        outcome, choices = self._outcome, event.choices or []
+        self._count(event.usage, choices, now)
+        if choices:
+            outcome.end = now
+            outcome.finish_reason = choices[0].finish_reason or outcome.finish_reason
+        if event.timing is not None:
+            waits = [ms for cause, ms in event.timing.causes_ms.items() if cause.startswith(_QUEUE)]
+            outcome.server_queue_ms = sum(waits)
+            if event.timing.preempted_by is not None:
+                outcome.preempted = bool(event.timing.preempted_by)
+
+    def _count(self, usage: _Usage | None, choices: Sequence[_Choice], now: float) -> None:
+        outcome = self._outcome
+        new = 0
+        if usage is not None:
+            details = usage.prompt_tokens_details
+            outcome.prompt_tokens = usage.prompt_tokens or outcome.prompt_tokens
+            if details is not None and details.cached_tokens is not None:
+                outcome.cached_tokens = details.cached_tokens
+            if usage.completion_tokens is not None:
+                outcome.completion_tokens = usage.completion_tokens
+                self._usage_per_chunk |= bool(choices)
+        if self._usage_per_chunk:
+            new = (outcome.completion_tokens or 0) - sum(outcome.counts) if choices else 0
+        elif any(choice.has_text() for choice in choices):
+            new = 1
+        if new > 0:
+            outcome.times.append(now)
+            outcome.counts.append(new)
+
+    def _garbage(self, seen: str) -> None:
+        self._outcome.fail("not OpenAI's format", f"an event is no such chunk: {seen}")
+        self.done = True
+
+
+def _message_of(body: Mapping[str, Any]) -> str:
+    """The text of an error object, OpenAI's or one of its kind; empty where there is none."""
+    error = body.get("error", body.get("detail"))
+    message = error.get("message") if isinstance(error, dict) else error if error is not None else body.get("message")
+    return "" if message is None else message if isinstance(message, str) else json.dumps(message)

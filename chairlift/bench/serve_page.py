@@ -1,4 +1,4 @@
-"""Results of ``bench serve`` as a page: latency CDFs, throughput over time, speed per user against the total."""
+"""Runs as a page: latency CDFs, throughput over time, speed per user against the total."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from chairlift.bench import plots
 from chairlift.bench.html_page import Block, Facts, Section, Table, Text, page
-from chairlift.bench.serve import ServeRun
 from chairlift.bench.serve_report import COMPARED, LABELS, sweep_rows, times_rows
 from chairlift.bench.serve_result import Figures, Ratio, latencies, tokens_per_second
+from chairlift.bench.serve_run import ServeRun
 
 __all__ = ["serve_page"]
 

@@ -1,4 +1,4 @@
-"""Results of ``bench serve`` as JSON with vLLM's keys, and as lines for a terminal."""
+"""Runs as JSON with vLLM's keys, and as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from chairlift.bench.serve import ServeRun
 from chairlift.bench.serve_result import Figures, Ratio, Stats
+from chairlift.bench.serve_run import ServeRun
 
 __all__ = ["COMPARED", "LABELS", "aligned", "compared_rows", "run_lines", "serve_record", "sweep_rows", "times_rows"]
 
@@ -16,7 +16,7 @@ LABELS: Final = {
     "tpot": "time per output token (TPOT)",
     "itl": "between tokens (ITL)",
     "e2el": "whole request (E2EL)",
-    "queueing": "until the reply begins",
+    "queueing": "until it begins (queueing)",
     "server_queue": "in the queue, as the server says",
 }
 """What the times are, in words."""
@@ -45,7 +45,7 @@ def serve_record(run: ServeRun, figures: Figures, settings: Mapping[str, Any]) -
     """
     record: dict[str, Any] = {
         "date": run.date.strftime("%Y%m%d-%H%M%S"),
-        "backend": "openai-chat" if run.server.dialect.chat else "openai",
+        "backend": run.server.backend,
         "label": settings.get("label"),
         "model_id": run.server.model,
         "tokenizer_id": run.server.model,
@@ -92,6 +92,7 @@ def _own(run: ServeRun, figures: Figures) -> dict[str, Any]:
         "good_requests": figures.good if figures.goodput is not None else None,
         "shorter_answers": figures.shorter,
         "cached_tokens": figures.cached_tokens,
+        "preemption_rate": figures.preemption_rate,
         "itl_between": "tokens" if figures.counted else "chunks",
         "errors_by_kind": [{"kind": kind, "count": count, "example": text} for kind, count, text in figures.errors],
         **_spelled("queueing", figures.times["queueing"]),
@@ -131,8 +132,11 @@ def run_lines(run: ServeRun, figures: Figures, slo: Mapping[str, float]) -> Iter
         f"at its peak    {figures.max_concurrent_requests:,} requests at once, "
         f"{figures.max_output_tokens_per_s:,.0f} output tokens in one second"
     )
-    late = "" if figures.lateness is None else f", {figures.lateness.p99:.1f} ms late at the 99th percentile"
-    yield f"client         {figures.cpu_share:.0%} of a processor{late}"
+    if figures.preemption_rate is not None:
+        yield f"preempted      {figures.preemption_rate:.1%} of the requests"
+    if figures.cpu_share is not None:
+        late = "" if figures.lateness is None else f", {figures.lateness.p99:.1f} ms late at the 99th percentile"
+        yield f"client         {figures.cpu_share:.0%} of a processor{late}"
     if figures.completed:
         yield ""
         yield from aligned(times_rows(figures))
@@ -158,12 +162,14 @@ def times_rows(figures: Figures) -> list[list[str]]:
 
 def sweep_rows(runs: Sequence[tuple[str, Figures]]) -> list[list[str]]:
     """A header, and a row for each rate."""
-    table = [["rate", "requests/s", "output tokens/s", "goodput", "TTFT p50", "p99", "TPOT p50", "p99", "failed"]]
+    times = ("TTFT p50", "p99", "TPOT p50", "p99")
+    table = [["rate", "requests/s", "output tokens/s", "goodput", *times, "preempted", "failed"]]
     for label, figures in runs:
         row = [label, f"{figures.request_throughput:.2f}", f"{figures.output_throughput:,.1f}"]
         row.append("" if figures.goodput is None else f"{figures.goodput:.2f}")
         for stats in (figures.times["ttft"], figures.times["tpot"]):
             row += ["", ""] if stats is None else [f"{stats.p50:,.1f}", f"{stats.p99:,.1f}"]
+        row.append("" if figures.preemption_rate is None else f"{figures.preemption_rate:.1%}")
         table.append([*row, f"{figures.failed:,}"])
     return table
 

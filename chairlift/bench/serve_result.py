@@ -1,4 +1,4 @@
-"""What the outcomes of ``bench serve`` add up to: figures, the record with vLLM's keys, lines for people, ratios.
+"""What the outcomes of a run add up to: figures, the record with vLLM's keys, lines for people, ratios.
 
 No figure is an average over requests that failed, that the client left as its trace says, or that Ctrl-C cut off.
 """
@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from chairlift.bench.serve import ServeRun
-from chairlift.bench.serve_outcome import Outcome
+from chairlift.bench.serve_run import Outcome, ServeRun
 from chairlift.errors import ConfigError
 
 __all__ = [
@@ -100,9 +99,11 @@ class Figures:
     """Whether the time between tokens is that: else between chunks of tokens."""
     shorter: int
     """Answers that ended before the length that was asked for."""
+    preemption_rate: float | None
+    """Share of the completed requests that were preempted at least once; None where nobody says."""
     lateness: Stats | None
-    """Of sending, behind the time it was due; of requests that nothing held back."""
-    cpu_share: float
+    """Of sending, behind the time it was due; of requests that nothing held back. None without a client."""
+    cpu_share: float | None
     errors: Sequence[tuple[str, int, str]]
     """Kind, how many, and one example of its message; the most frequent first."""
 
@@ -114,15 +115,18 @@ class Figures:
                 f"the client was late: 1 % of the requests left {late.p99:.0f} ms or more after they were due; "
                 "run it on an idle machine, or send fewer"
             )
-        if self.cpu_share > _BUSY:
+        if self.cpu_share is not None and self.cpu_share > _BUSY:
             yield f"the client took {self.cpu_share:.0%} of a processor: it may be what limits these figures"
         if run.load.max_concurrency is not None:
             yield (
-                f"closed loop: at most {run.load.max_concurrency:,} requests are under way, so a slow server is asked "
+                f"closed loop: at most {run.load.max_concurrency:,} requests are under way, so a slow one is asked "
                 "less often, and time in its queue stays hidden"
             )
         if self.completed and not self.counted:
             yield "the server does not say how many tokens a chunk has: ITL is the time between chunks"
+        tpot = self.times["tpot"]
+        if tpot is not None and tpot.mean == 0:
+            yield "answers came whole: TPOT and ITL say nothing about them"
         if self.shorter:
             hint = "" if run.server.dialect.ignore_eos else "; --ignore-eos asks for exact lengths"
             yield f"{self.shorter:,} of {self.completed:,} answers ended before the length that was asked for{hint}"
@@ -149,10 +153,12 @@ def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
     status = Counter(each.status for each in run.outcomes)
     read, written = sum(each.prompt_tokens for each in done), sum(each.output_tokens for each in done)
     cached = [each.cached_tokens for each in done if each.cached_tokens is not None]
+    preempted = [each.preempted for each in done if each.preempted is not None]
     good = sum(is_good(each, slo) for each in done)
     messages = {each.kind: each.message for each in reversed(run.outcomes) if each.status == "failed"}
     kinds = Counter(each.kind for each in run.outcomes if each.status == "failed").most_common()
     late = [max(0.0, each.start - each.scheduled) for each in run.outcomes if each.start and not each.held]
+    late = [] if run.cpu_share is None else late
     return Figures(
         completed=len(done),
         failed=status["failed"],
@@ -172,6 +178,7 @@ def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
         times={name: Stats.of(values) for name, values in latencies(run).items()},
         counted=all(each.counted for each in done),
         shorter=sum(each.output_tokens < each.wanted_tokens for each in done),
+        preemption_rate=sum(preempted) / len(preempted) if preempted else None,
         lateness=Stats.of(late),
         cpu_share=run.cpu_share,
         errors=[(kind, count, messages[kind]) for kind, count in kinds],

@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from chairlift.bench.tune_lab import Lab, MakeCore, Traffic, fit_traffic
+from chairlift.bench.serve_run import fit
+from chairlift.bench.tune_lab import Lab, MakeCore, Traffic
 from chairlift.bench.tune_search import PREEMPTED, Judge, Score, Space, search, shortfall
 from chairlift.bench.tune_state import Figures, Setting, State
 from chairlift.config import EngineConfig
@@ -158,7 +159,7 @@ def tune(
         timer.stage("1 of 5, timing steps of the model on this machine")
         lab.fit(machine, shape)
     room, capacity, block = lab.room()
-    requests, cut = fit_traffic(question.requests, room)
+    requests, cut = fit(question.requests, room)
     lab.traffic = traffic = Traffic(requests, question.users, question.slo)
     findings = Findings(
         traffic=traffic,

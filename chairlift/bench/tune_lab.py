@@ -9,23 +9,23 @@ from typing import Any, Final
 
 import numpy as np
 
+from chairlift.bench.offline import WARM_UP
 from chairlift.bench.tune_state import Figures, Setting, State, Trial, kept_latencies
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import ModelLimits
-from chairlift.errors import ConfigError, InvariantError
+from chairlift.errors import InvariantError
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.sim.calibrate import describe_fit, fit_core, fit_steps
 from chairlift.sim.machines import ModelShape
 from chairlift.sim.replay import RequestTiming, serve_trace, simulated_core
 from chairlift.workload.trace import TracedRequest
 
-__all__ = ["Lab", "MakeCore", "Traffic", "fit_traffic"]
+__all__ = ["Lab", "MakeCore", "Traffic"]
 
 MakeCore = Callable[[Mapping[str, Any]], tuple[EngineCore, ModelLimits]]
 """An idle engine with these settings, and what its model allows."""
 
-_WARM_UP: Final = tuple(TracedRequest(arrival=0.0, prompt_tokens=8, output_tokens=8) for _ in range(4))
 _SEED: Final = 0
 
 
@@ -76,28 +76,6 @@ class Traffic:
             stretch = self.rate / rate
             times = [(request.arrival - self.requests[0].arrival) * stretch for request in requests]
         return [dataclasses.replace(request, arrival=time) for request, time in zip(requests, times, strict=False)]
-
-
-def fit_traffic(requests: Sequence[TracedRequest], room: int) -> tuple[list[TracedRequest], int]:
-    """Requests cut to ``room`` tokens, prompt and answer together, and how many of them were.
-
-    An answer gets at most half of the room, and a prompt what is left beside its answer. Raises ConfigError when there
-    is no room for two tokens.
-    """
-    if room < 2:
-        raise ConfigError(f"requests need room for 2 tokens, and there is room for {room}; raise kv_cache_memory_bytes")
-    fitting, cut = [], 0
-    for request in requests:
-        if request.prompt_tokens + request.output_tokens > room:
-            cut += 1
-            answer = min(request.output_tokens, room // 2)
-            prompt = min(request.prompt_tokens, room - answer)
-            blocks = -(-prompt // request.prefix_block)
-            request = dataclasses.replace(
-                request, prompt_tokens=prompt, output_tokens=answer, prefix_ids=request.prefix_ids[:blocks]
-            )
-        fitting.append(request)
-    return fitting, cut
 
 
 class Lab:
@@ -176,7 +154,7 @@ class Lab:
             return known.figures
         core, limits = self._make_core({**self._fixed, **setting.flat()})
         try:
-            serve_trace(core, _WARM_UP, limits)
+            serve_trace(core, WARM_UP, limits)
             trial = self._serve(core, limits, setting, rate, count, round_)
         finally:
             core.shutdown()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from chairlift.bench import plots
 from chairlift.bench.html_page import Block, Facts, Section, Table, Text, page
-from chairlift.bench.tune_report import Answer, Column, columns, comparison, duration, verdict
+from chairlift.bench.tune_report import Answer, Column, columns, comparison, duration, round_words, verdict
 from chairlift.bench.tune_search import PREEMPTED, shortfall
 from chairlift.bench.tune_state import Trial
 
 __all__ = ["tune_page"]
 
 _MOST_ROWS: Final = 30
+_DEAR: Final = 3.0
 _ABOUT: Final = """\
 All at once means that every request is there from the start, so that the machine always has work: it shows how much
 gets through. Times of requests are read at the pace of the traffic where it has one. Where it has none, everybody waits
@@ -71,10 +73,10 @@ def _side_by_side(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
         yield Table(
             ["throughput", "ratio", "95 % interval"],
             [
-                [label, f"{ratios[name].mean:.2f}", f"{ratios[name].low:.2f} to {ratios[name].high:.2f}"]
-                for name, label in names_of.items()
+                [label, f"{ratio.mean:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}" if ratio.rounds > 1 else "-"]
+                for label, ratio in ((label, ratios[name]) for name, label in names_of.items())
             ],
-            caption=f"Real runs side by side, {answer.findings.rounds} rounds",
+            caption=f"Real runs side by side, {round_words(answer.findings.rounds)}",
         )
     yield Text("\n\n".join(" ".join(part.split()) for part in _ABOUT.split("\n\n")))
 
@@ -93,7 +95,10 @@ def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
     if by_rate:
         kept = [_point(answer, trial) for trial in tried if trial.round is None and _kept(trial)]
         points = {"breaks promises": points["simulated"], "keeps promises": kept, "measured": points["measured"]}
-        points["breaks promises"] = [point for point in points["breaks promises"] if point not in set(kept)]
+        dearest = max((cost for _, cost, _ in kept + points["measured"]), default=math.inf)
+        points["breaks promises"] = [
+            point for point in points["breaks promises"] if point not in set(kept) and point[1] <= _DEAR * dearest
+        ]
     best = _front([point for name, series in points.items() for point in series if name != "breaks promises"])
     yield plots.scatter(
         {**points, "best for its latency": best},
@@ -106,7 +111,7 @@ def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
     yield Text(
         "Each outline is a setting in the simulator, each filled point a real run. Further left answers sooner, further"
         " down costs less; nothing that was tried lies to the left of and below the line."
-        + (" Each point is at a rate of arrivals of its own." if by_rate else "")
+        + (" Each point is at a rate of arrivals of its own. Dear ones that break promises are left out." * by_rate)
     )
     if any(side.cost(answer.price) for side in sides):
         yield plots.bars(

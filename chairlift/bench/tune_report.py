@@ -26,6 +26,7 @@ __all__ = [
     "config_lines",
     "duration",
     "report_lines",
+    "round_words",
     "serve_command",
     "verdict",
 ]
@@ -223,6 +224,11 @@ def _why_small(findings: Findings) -> str:
     return ""
 
 
+def round_words(count: int) -> str:
+    """So many rounds, in words."""
+    return f"{count} round" + "s" * (count != 1)
+
+
 def _times(ratio: Ratio) -> str:
     text = f"{ratio.mean:.2f} times" if ratio.mean < 2 else f"{ratio.mean:.1f} times"
     return f"{text} ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.rounds > 1 else text
@@ -242,7 +248,7 @@ def report_lines(answer: Answer) -> list[str]:
     ):
         lines.append("~ simulated; everything else was measured")
     if findings.rounds:
-        lines.append(f"{findings.full_count:,} requests at once, {findings.rounds} rounds side by side; medians")
+        lines.append(f"{findings.full_count:,} requests at once, {round_words(findings.rounds)} side by side; medians")
     lines += findings.notes
     names = ", ".join(("chairlift.yaml", "report.html", "tune.json"))
     return [*lines, "", verdict(answer), f"{answer.output} has {names}"]

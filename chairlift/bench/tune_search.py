@@ -90,6 +90,8 @@ class Judge:
         if floor is None and self._hopeless is not None and (missing := shortfall(at(self._hopeless))):
             return Score(False, -missing)
         highest = self._lab.simulate(setting, None, self._count).requests_per_second
+        if floor is not None and low >= highest:  # few requests may come faster than they get through, and all be kept
+            return Score(True, self.best.value * highest / low, floor, exact=False)
         if floor is None:
             low = 0.8 * highest
             while missing := shortfall(figures := at(low)):

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import chairlift
-from chairlift.cli import bench_serve
-from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
+from chairlift.cli import bench_offline, bench_serve
+from chairlift.cli.flags import add_engine_flags, read_settings
+from chairlift.cli.flags import whole_number as _number
 from chairlift.config import BUNDLED_MODEL, flat_fields
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
     from chairlift.bench.kernels import KernelSettings
     from chairlift.bench.machine import Machine
-    from chairlift.bench.offline import NativePath, OfflineRun
-    from chairlift.llm import LLM
-    from chairlift.models.hf_config import ModelConfig
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
@@ -34,18 +32,12 @@ The limits are measured first: how fast memory can be read, and how fast the pro
 of a kernel is the longer of the two times it takes to read its weights (or K and V) and to compute with them.
 Everything it reads comes from memory that no cache holds. Attention is timed over blocks in shuffled order, as a
 paged cache has them, and in order. Run it on an otherwise idle machine."""
-_OFFLINE: Final = """Answer a seeded workload, all requests at once, greedily and to exactly the lengths drawn.
-
-Lengths are log-normal, as chat traffic has them: with 64 requests 8,700 prompt tokens and 6,415 output tokens. They
-are cut where the model has no room for them. Prompts are random token ids, so the tokenizer is not loaded."""
-
 _STARTUP: Final = """Time how long a newcomer waits: fresh processes, from their start to their first token.
 
 Twice over: in Python (interpreter, import, loading the model, first token), and as a server (until /ready says that
 it takes requests, then the first token over HTTP). A first round, not counted, warms the file cache. Settings of the
 engine go to both."""
 
-_STATIC_ROWS: Final = 16
 _DEFAULT_SHAPES: Final = "qwen2.5-0.5b,smollm-135m"
 _QUICK: Final[dict[str, Any]] = {
     "shapes": "smollm-135m",
@@ -61,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="NAME", dest="benchmark", required=True)
     for name, summary, description, add in (
         ("kernels", "time the compiled CPU kernels", _KERNELS, _add_kernel_flags),
-        ("offline", "answer a seeded workload with the engine", _OFFLINE, _add_offline_flags),
+        ("offline", bench_offline.SUMMARY, bench_offline.DESCRIPTION, bench_offline.add_arguments),
         ("serve", bench_serve.SUMMARY, bench_serve.DESCRIPTION, bench_serve.add_arguments),
         ("startup", "time processes from their start to their first token", _STARTUP, _add_startup_flags),
     ):
@@ -87,20 +79,18 @@ def run(args: argparse.Namespace) -> int:
         path = getattr(args, flag, None)
         if path is not None:
             _check_writable(path, flag)
+    if getattr(args, "html", None) is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--html draws its charts with matplotlib, which is not installed; leave it out")
     code, page = 0, None
-    if args.benchmark == "serve":
-        record, page, code = bench_serve.run(args)
+    if args.benchmark in ("offline", "serve"):
+        record, page, code = {"offline": bench_offline, "serve": bench_serve}[args.benchmark].run(args)
     else:
-        record = {"kernels": _run_kernels, "offline": _run_offline, "startup": _run_startup}[args.benchmark](args)
+        record = {"kernels": _run_kernels, "startup": _run_startup}[args.benchmark](args)
     record = {"chairlift": chairlift.__version__, **record}
     if args.json is not None:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     if page is not None and args.html is not None:
         args.html.write_text(page(), encoding="utf-8")
-    elif args.benchmark == "offline" and args.html is not None:
-        from chairlift.bench import offline_report
-
-        offline_report.write(args.html, record)
     return code
 
 
@@ -200,99 +190,6 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
     )
 
 
-# --- offline ---------------------------------------------------------------------------------------------------------
-
-
-def _add_offline_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
-    parser.add_argument(
-        "--num-prompts", metavar="N", type=_number(1, 1_000_000), default=64, help="requests (default: 64)"
-    )
-    parser.add_argument("--seed", metavar="N", type=_number(0, 2**63), default=0, help="of the workload (default: 0)")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with charts there")
-    parser.add_argument(
-        "--baseline", action="store_true", help=f"also run static batches of {_STATIC_ROWS}, first, and print the ratio"
-    )
-    add_engine_flags(parser, leave_out={"model", "seed"})
-
-
-def _run_offline(args: argparse.Namespace) -> dict[str, Any]:
-    settings, _ = read_settings(args, sampling=False)
-    name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
-    from chairlift.bench.machine import describe_machine
-    from chairlift.bench.offline import fit, native_path, room_of, run_offline
-    from chairlift.bench.report import machine_lines, offline_lines
-    from chairlift.models.hf_config import read_config
-    from chairlift.models.loader import resolve_model_dir
-    from chairlift.workload.lengths import Workload
-
-    bundled = Path(chairlift.__file__).parent / "assets"
-    model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, settings.get("revision"))
-    settings = {"skip_tokenizer_init": True} | settings | {"model": str(model_dir)}
-    network = read_config(model_dir)
-    vocab_size = min(Workload().vocab_size, network.vocab_size)
-    workload = Workload(count=args.num_prompts, seed=args.seed, vocab_size=vocab_size)
-    machine = describe_machine()
-    _print(*machine_lines(machine), f"model: {name}")
-    baseline = None
-    if args.baseline:
-        llm = load_llm(settings | {"batching": "static", "max_num_seqs": _STATIC_ROWS}, quiet=False)
-        requests, _ = fit(workload.requests(), room_of(llm))
-        baseline = run_offline(llm, requests)
-        del llm
-        gc.collect()
-        _print("", f"static batches of {_STATIC_ROWS}", *offline_lines(baseline))
-    llm = load_llm(settings, quiet=False)
-    requests, shortened = fit(workload.requests(), room_of(llm))
-    result = run_offline(llm, requests)
-    path = native_path(llm, network)
-    _print("", f"{llm.config.scheduler.batching} batching, {path.describe()}", *offline_lines(result))
-    if shortened:
-        _print(f"shortened      {shortened:,} of them, to the {room_of(llm):,} tokens that fit")
-    if baseline is not None:
-        _print(f"ratio          {baseline.seconds / result.seconds:.2f} times the rate of static batches")
-    return {
-        "benchmark": "offline",
-        "machine": dataclasses.asdict(machine),
-        "model": name,
-        "kernels": path.kernels,
-        "settings": dataclasses.asdict(llm.config),
-        "workload": dataclasses.asdict(workload),
-        "shortened": shortened,
-        "result": dataclasses.asdict(result),
-        "baseline": None if baseline is None else dataclasses.asdict(baseline),
-        **_floor(llm, network, requests, path, machine, result),
-    }
-
-
-def _floor(
-    llm: LLM,
-    network: ModelConfig,
-    requests: list[tuple[list[int], int]],
-    path: NativePath,
-    machine: Machine,
-    result: OfflineRun,
-) -> dict[str, Any]:
-    """Print, and return for the record, the limits of this machine and how near the engine came to them."""
-    from chairlift.bench.floor import ModelCost
-    from chairlift.bench.limits import measure_limits
-    from chairlift.bench.offline import floor_of
-    from chairlift.bench.report import limits_lines, limits_record
-
-    if path.isa is None:
-        _print("floor          not measured: the native kernels did not run this model")
-        return {"limits": None, "floor": {"not_measured": path.reason}}
-    limits = measure_limits(machine, path.threads)
-    floor = floor_of(requests, llm, network, path, limits)
-    share = floor.seconds / result.seconds
-    _print(f"floor          {floor.seconds:.2f} s in {floor.steps:,} steps of up to {floor.token_budget} tokens")
-    _print(f"of the floor   {share:.0%}")
-    if ModelCost.of(network, path.dtype).weight_bytes < machine.l3_bytes:
-        _print("               The weights fit into the L3 cache, so memory does not bound this model.")
-    _print("", *limits_lines(limits))
-    return {"limits": limits_record(limits), "floor": {**dataclasses.asdict(floor), "share": share}}
-
-
 # --- startup ---------------------------------------------------------------------------------------------------------
 
 
@@ -329,17 +226,6 @@ def _run_startup(args: argparse.Namespace) -> dict[str, Any]:
 def _print(*lines: str) -> None:
     for line in lines:
         print(line, flush=True)
-
-
-def _number(least: int, most: int) -> Callable[[str], int]:
-    """A whole number in a range."""
-
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least:,} to {most:,}, got {text!r}")
-        return int(text)
-
-    return parse
 
 
 def _numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:

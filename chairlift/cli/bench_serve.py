@@ -1,4 +1,7 @@
-"""``chairlift bench serve``: flags, traffic, and what is printed. The measuring is in ``chairlift/bench/serve.py``."""
+"""``chairlift bench serve``: flags and plan; and what ``bench offline`` shares with it: traffic, lines, files.
+
+The measuring is in ``chairlift/bench/serve.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,17 @@ import chairlift
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from chairlift.bench.serve import Plan, Progress, ServeRun
-    from chairlift.bench.serve_outcome import Outcome
+    from chairlift.bench.serve import Plan
     from chairlift.bench.serve_result import Figures, Ratio
+    from chairlift.bench.serve_run import Load, Outcome, Progress, ServeRun
     from chairlift.workload.arrivals import Arrivals
     from chairlift.workload.lengths import Lengths
     from chairlift.workload.traced_request import TracedRequest
 
-__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+__all__ = [
+    *("DESCRIPTION", "SIDES", "SUMMARY", "Cell", "add_arguments", "add_traffic_flags", "check_ranges", "loads_of"),
+    *("results", "run", "show", "watch"),
+]
 
 SUMMARY: Final = "send traffic to a running server, and time its answers"
 DESCRIPTION: Final = """Send traffic to a running OpenAI-compatible server, and time its answers as a client sees them.
@@ -39,8 +45,10 @@ server knows them; their lengths and times depend on --seed alone. Examples:
 
 Exit code 1: some requests failed, and are counted by kind."""
 
-_DEFAULT_PROMPTS: Final = 256
 _MOST_PROMPTS: Final = 1_000_000
+SIDES: Final = "AB"
+"""Names of two that are compared."""
+_DEFAULT_PROMPTS: Final = 256
 _ENDPOINTS: Final = {
     "completions": False,
     "/v1/completions": False,
@@ -61,6 +69,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it lists)")
     server.add_argument("--endpoint", choices=_ENDPOINTS, default="completions", help="(default: completions)")
     server.add_argument("--api-key-file", metavar="FILE", type=Path, help="file with the API key")
+    add_traffic_flags(parser)
+    answers = parser.add_argument_group("answers")
+    answers.add_argument("--ignore-eos", action="store_true", help="answers are exactly as long as asked for")
+    answers.add_argument("--temperature", metavar="X", type=float, default=0.0, help="(default: 0)")
+    answers.add_argument(
+        "--promises", action="store_true", help="send the class, priority, tenant and limits that the trace has"
+    )
+    answers.add_argument(
+        "--timeout", metavar="S", type=float, default=600.0, help="a request fails after so many seconds (default: 600)"
+    )
+    answers.add_argument(
+        "--num-warmups", "--warmup", metavar="N", type=int, default=4, help="requests before, not counted (default: 4)"
+    )
+    answers.add_argument(
+        "--goodput",
+        "--slo",
+        metavar="NAME:MS",
+        nargs="+",
+        default=[],
+        help="limits to keep, such as ttft:500 tpot:80 e2el:9000",
+    )
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots there")
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], str], int]:
+    """Measure: the record for ``--json``, what makes the page for ``--html``, and the exit code.
+
+    Raises ConfigError, before anything is sent if it can.
+    """
+    from chairlift.bench.serve import raise_file_limit
+    from chairlift.bench.serve_result import parse_goodput
+
+    slo = parse_goodput(args.goodput) if args.goodput else {}
+    plan, cells = _plan(args, slo)
+    raise_file_limit(max(min(len(load.requests), load.max_concurrency or _MOST_PROMPTS) for load in plan.loads))
+    with _event_loop() as runner:
+        measured = runner.run(_measure(plan, cells, slo))
+    return results(measured, args.compare or [])
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------------
+
+
+def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, list[dict[str, Any]]]:
+    """The plan, and of each load what the record says about it."""
+    from chairlift.bench.serve import Plan
+    from chairlift.cli.remote_server import RemoteServer, read_key
+
+    check_ranges(args, rounds=(1, 1000), num_warmups=(0, 10_000), timeout=(0.001, 1e6), temperature=(0, 100))
+    loads, cells = loads_of(args, slo, temperature=args.temperature, promises=args.promises)
+    asked = ("ignore_eos", "temperature", "timeout", "num_warmups")
+    cells = [cell | {"benchmark": "serve"} | {name: getattr(args, name) for name in asked} for cell in cells]
+    urls = [RemoteServer(url, name="the URL").url for url in args.compare or [args.base_url]]
+    plan = Plan(
+        urls=urls,
+        loads=loads,
+        api_key=None if args.api_key_file is None else read_key(args.api_key_file),
+        model=args.model,
+        chat=_ENDPOINTS[args.endpoint],
+        ignore_eos=args.ignore_eos,
+        num_warmups=args.num_warmups,
+        timeout=args.timeout,
+    )
+    return plan, cells
+
+
+# --- traffic ---------------------------------------------------------------------------------------------------------
+
+
+def add_traffic_flags(parser: argparse.ArgumentParser) -> None:
+    """Which requests, and when; where ``vllm bench serve`` has a flag for it, it is spelled the same."""
     traffic = parser.add_argument_group("traffic")
     source = traffic.add_mutually_exclusive_group()
     source.add_argument("--trace", metavar="FILE", type=Path, help="lengths and times from a file (chairlift trace)")
@@ -100,96 +179,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     traffic.add_argument("--max-concurrency", metavar="N", type=int, help="most requests under way: a closed loop")
     traffic.add_argument("--seed", metavar="N", type=int, default=0, help="of lengths and times (default: 0)")
-    answers = parser.add_argument_group("answers")
-    answers.add_argument("--ignore-eos", action="store_true", help="answers are exactly as long as asked for")
-    answers.add_argument("--temperature", metavar="X", type=float, default=0.0, help="(default: 0)")
-    answers.add_argument(
-        "--promises", action="store_true", help="send the class, priority, tenant and limits that the trace has"
-    )
-    answers.add_argument(
-        "--timeout", metavar="S", type=float, default=600.0, help="a request fails after so many seconds (default: 600)"
-    )
-    answers.add_argument(
-        "--num-warmups", "--warmup", metavar="N", type=int, default=4, help="requests before, not counted (default: 4)"
-    )
-    answers.add_argument(
-        "--goodput", metavar="NAME:MS", nargs="+", default=[], help="limits to keep, such as ttft:500 tpot:80 e2el:9000"
-    )
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots there")
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], str], int]:
-    """Measure: the record for ``--json``, what makes the page for ``--html``, and the exit code.
-
-    Raises ConfigError, before anything is sent if it can.
-    """
-    from chairlift.bench.serve import raise_file_limit
-    from chairlift.bench.serve_result import parse_goodput
-
-    slo = parse_goodput(args.goodput) if args.goodput else {}
-    plan, cells = _plan(args, slo)
-    raise_file_limit(max(min(len(load.requests), load.max_concurrency or _MOST_PROMPTS) for load in plan.loads))
-    with _event_loop() as runner:
-        measured = runner.run(_measure(plan, cells, slo))
-    record, ratios, table = _record(args, measured)
-    code = 1 if any(each.figures.failed for each in measured) else 0
-    code = 130 if any(each.run.interrupted for each in measured) else code
-    return record, lambda: _page(args, measured, ratios, table), code
-
-
-# --- what is sent ----------------------------------------------------------------------------------------------------
-
-
-def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, list[dict[str, Any]]]:
-    """The plan, and of each load what the record says about it."""
-    from chairlift.bench.serve import Load, Plan
-    from chairlift.cli.remote_server import RemoteServer, read_key
-
-    _check(args)
-    rates = [None] if args.request_rate is None else [_rate(text) for text in args.request_rate.split(",")]
-    if args.compare is not None and len(rates) > 1:
-        raise ConfigError("--compare takes one --request-rate; compare at several in several runs")
-    source = _source(args)
-    rounds = args.rounds if args.compare is not None else 1
-    loads, cells = [], []
-    salt = random.SystemRandom().getrandbits(58)
-    for number, rate in enumerate(rates * rounds):
-        requests, users, arrivals = source(rate)
-        loads.append(
-            Load(
-                requests=requests,
-                max_concurrency=min([each for each in (args.max_concurrency, users) if each is not None], default=None),
-                temperature=args.temperature,
-                promises=args.promises,
-                salt=salt + number * 2 * _MOST_PROMPTS,
-            )
-        )
-        cells.append(_settings(args, requests, arrivals, rate) | {"round": number + 1, "goodput_limits_ms": dict(slo)})
-    urls = [RemoteServer(url, name="the URL").url for url in args.compare or [args.base_url]]
-    plan = Plan(
-        urls=urls,
-        loads=loads,
-        api_key=None if args.api_key_file is None else read_key(args.api_key_file),
-        model=args.model,
-        chat=_ENDPOINTS[args.endpoint],
-        ignore_eos=args.ignore_eos,
-        num_warmups=args.num_warmups,
-        timeout=args.timeout,
-    )
-    return plan, cells
-
-
-def _check(args: argparse.Namespace) -> None:
-    for name, least, most in (
-        ("num_prompts", 1, _MOST_PROMPTS),
-        ("max_concurrency", 1, _MOST_PROMPTS),
-        ("seed", 0, 2**62),
-        ("rounds", 1, 1000),
-        ("num_warmups", 0, 10_000),
-        ("timeout", 0.001, 1e6),
-        ("temperature", 0, 100),
-        ("burstiness", 1e-3, 1e6),
-    ):
+def check_ranges(args: argparse.Namespace, **more: tuple[float, float]) -> None:
+    """Raise ConfigError for numbers that make no sense: of the traffic, and ``more`` by name, with least and most."""
+    ranges = {"num_prompts": (1, _MOST_PROMPTS), "max_concurrency": (1, _MOST_PROMPTS), "seed": (0, 2**62)}
+    for name, (least, most) in {**ranges, "burstiness": (1e-3, 1e6), **more}.items():
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
             flag = "--" + name.replace("_", "-")
@@ -202,6 +197,29 @@ def _check(args: argparse.Namespace) -> None:
         )
     if (args.input_len is None) != (args.output_len is None):
         raise ConfigError("--input-len and --output-len go together; give both")
+
+
+def loads_of(
+    args: argparse.Namespace, slo: Mapping[str, float], **fields: Any
+) -> tuple[list[Load], list[dict[str, Any]]]:
+    """A load for each rate, or with ``--compare`` for each round, and of each what the record says about it.
+
+    ``fields`` are further ones of the loads.
+    """
+    from chairlift.bench.serve_run import Load
+
+    rates = [None] if args.request_rate is None else [_rate(text) for text in args.request_rate.split(",")]
+    if args.compare is not None and len(rates) > 1:
+        raise ConfigError("--compare takes one --request-rate; compare at several in several runs")
+    source = _source(args)
+    loads, told = [], []
+    salt = random.SystemRandom().getrandbits(58)
+    for number, rate in enumerate(rates * (args.rounds if args.compare is not None else 1)):
+        requests, users, arrivals = source(rate)
+        most = min([each for each in (args.max_concurrency, users) if each is not None], default=None)
+        loads.append(Load(requests=requests, max_concurrency=most, salt=salt + number * 2 * _MOST_PROMPTS, **fields))
+        told.append(_settings(args, requests, arrivals, rate) | {"round": number + 1, "goodput_limits_ms": dict(slo)})
+    return loads, told
 
 
 def _rate(text: str) -> float:
@@ -295,50 +313,27 @@ def _settings(
         workload = args.workload or "chat"
     return {
         "version": chairlift.__version__,
-        "benchmark": "serve",
         "workload": workload,
         "arrivals": arrivals,
         "seed": args.seed,
         "request_rate": "inf" if math.isinf(rate) else rate,
         "burstiness": 1.0 if args.burstiness is None else args.burstiness,
-        "ignore_eos": args.ignore_eos,
-        "temperature": args.temperature,
-        "timeout": args.timeout,
-        "num_warmups": args.num_warmups,
     }
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Cell:
-    """One run of one server."""
-
-    place: int
-    """Of the server: 0, or 1 for the second of two."""
-    settings: Mapping[str, Any]
-    run: ServeRun
-    figures: Figures
-    record: dict[str, Any]
-
-
-async def _measure(plan: Plan, settings: Sequence[Mapping[str, Any]], slo: Mapping[str, float]) -> list[_Cell]:
+async def _measure(plan: Plan, settings: Sequence[Mapping[str, Any]], slo: Mapping[str, float]) -> list[Cell]:
     """Run the plan, and print each run when it has ended."""
     from chairlift.bench.serve import measure
-    from chairlift.bench.serve_report import run_lines, serve_record
-    from chairlift.bench.serve_result import figures_of
 
-    cells: list[_Cell] = []
-    async for index, place, run in measure(plan, _watch):
+    cells: list[Cell] = []
+    compared = len(plan.urls) > 1
+    async for index, place, run in measure(plan, watch):
         if place not in {cell.place for cell in cells}:
-            print("\n".join(_head(run, place if len(plan.urls) > 1 else None)))
-        figures, told = figures_of(run, slo), settings[index]
-        cells.append(_Cell(place, told, run, figures, serve_record(run, figures, told)))
-        side = f"{_SIDES[place]}, " if len(plan.urls) > 1 else ""
-        which = f"round {told['round']}: " if len(plan.urls) > 1 else f"{told['arrivals']}: "
-        print(f"\n{side}{which}{told['workload']}, {len(run.load.requests):,} requests, seed {told['seed']}")
-        print("\n".join(run_lines(run, figures, slo)), flush=True)
+            print("\n".join(_head(run, place if compared else None)))
+        cells.append(show(run, place, settings[index], slo, compared))
     return cells
 
 
@@ -346,7 +341,7 @@ def _head(run: ServeRun, place: int | None) -> Iterator[str]:
     server = run.server
     prompts = "token ids" if server.dialect.vocab_size else "text"
     kind = "chat completions" if server.dialect.chat else "completions"
-    side = "" if place is None else f"{_SIDES[place]}: "
+    side = "" if place is None else f"{SIDES[place]}: "
     yield f"{side}{server.model} at {server.url}, {kind}, prompts as {prompts}"
     yield from (f"note: {note}" for note in server.notes)
     if run.load.shortened:
@@ -367,13 +362,40 @@ def _event_loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
+# --- what is printed and written -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """One run."""
+
+    place: int
+    """Of who answered: 0, or 1 for the second of two."""
+    settings: Mapping[str, Any]
+    run: ServeRun
+    figures: Figures
+    record: dict[str, Any]
+
+
+def show(run: ServeRun, place: int, told: Mapping[str, Any], slo: Mapping[str, float], compared: bool) -> Cell:
+    """Add up a run, and print it."""
+    from chairlift.bench.serve_report import run_lines, serve_record
+    from chairlift.bench.serve_result import figures_of
+
+    figures = figures_of(run, slo)
+    which = f"{SIDES[place]}, round {told['round']}" if compared else told["arrivals"]
+    print(f"\n{which}: {told['workload']}, {len(run.load.requests):,} requests, seed {told['seed']}")
+    print("\n".join(run_lines(run, figures, slo)), flush=True)
+    return Cell(place, told, run, figures, serve_record(run, figures, told))
+
+
 @contextlib.contextmanager
-def _watch(url: str, total: int) -> Iterator[Progress]:
+def watch(name: str, total: int) -> Iterator[Progress]:
     """A progress bar, on a terminal."""
     from tqdm import tqdm
 
     failed = 0
-    with tqdm(total=total, desc=url, unit="req", leave=False, disable=None, dynamic_ncols=True) as bar:
+    with tqdm(total=total, desc=name, unit="req", leave=False, disable=None, dynamic_ncols=True) as bar:
 
         def ended(num_running: int, outcome: Outcome) -> None:
             nonlocal failed
@@ -384,24 +406,25 @@ def _watch(url: str, total: int) -> Iterator[Progress]:
         yield ended
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
+def results(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any], Callable[[], str], int]:
+    """The record for ``--json``, what makes the page for ``--html``, and the exit code. ``names`` are of two sides."""
+    record, ratios, table = _record(cells, names)
+    code = 1 if any(each.figures.failed for each in cells) else 0
+    code = 130 if any(each.run.interrupted for each in cells) else code
+    return record, lambda: _page(cells, names, ratios, table), code
 
-_SIDES: Final = "AB"
 
-
-def _record(
-    args: argparse.Namespace, cells: Sequence[_Cell]
-) -> tuple[dict[str, Any], dict[str, Ratio], list[list[str]]]:
-    """What ``--json`` gets; with ``--compare`` also the ratios, as a table too. That of several rates is printed."""
+def _record(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Ratio], list[list[str]]]:
+    """What ``--json`` gets; of two sides also the ratios, as a table too. That of several rates is printed."""
     from chairlift.bench.serve_report import COMPARED, aligned, compared_rows, sweep_rows
     from chairlift.bench.serve_result import compare
 
-    if args.compare is None:
+    if not names:
         if len(cells) == 1:
             return cells[0].record, {}, []
         rows = sweep_rows([(_rate_label(cell), cell.figures) for cell in cells])
         print("", *aligned(rows), sep="\n", flush=True)
-        return {"benchmark": "serve", "runs": [cell.record for cell in cells]}, {}, []
+        return {"benchmark": cells[0].settings["benchmark"], "runs": [cell.record for cell in cells]}, {}, []
     first, second = ([cell.record for cell in cells if cell.place == place] for place in (0, 1))
     rounds = {cell.settings["round"] for cell in cells if cell.place == 0}
     rounds &= {cell.settings["round"] for cell in cells if cell.place == 1}
@@ -412,10 +435,10 @@ def _record(
         "", f"B over A, {len(rounds)} rounds", *aligned(table), "", *textwrap.wrap(COMPARED, 100), sep="\n", flush=True
     )
     record = {
-        "benchmark": "serve",
+        "benchmark": cells[0].settings["benchmark"],
         "compared": {
-            "A": args.compare[0],
-            "B": args.compare[1],
+            "A": names[0],
+            "B": names[1],
             "rounds": len(rounds),
             "ratios": {key: dataclasses.asdict(ratio) for key, ratio in ratios.items()},
         },
@@ -430,23 +453,23 @@ def _said(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def _rate_label(cell: _Cell) -> str:
+def _rate_label(cell: Cell) -> str:
     rate = cell.settings["request_rate"]
     return "all at once" if rate == "inf" else f"{rate:.4g}/s"
 
 
 def _page(
-    args: argparse.Namespace, cells: Sequence[_Cell], ratios: Mapping[str, Ratio], table: Sequence[Sequence[str]]
+    cells: Sequence[Cell], names: Sequence[str], ratios: Mapping[str, Ratio], table: Sequence[Sequence[str]]
 ) -> str:
     from chairlift.bench.serve_page import serve_page
 
     results: dict[str, list[tuple[ServeRun, Figures]]] = {}
     for cell in cells:
         told = cell.settings
-        label = _SIDES[cell.place] if args.compare is not None else _rate_label(cell)
+        label = SIDES[cell.place] if names else _rate_label(cell)
         results.setdefault(label, []).append((cell.run, cell.figures))
     run, told = cells[-1].run, cells[-1].settings
-    facts = {_SIDES[place]: url for place, url in enumerate(args.compare or [])}
+    facts = {SIDES[place]: name for place, name in enumerate(names)}
     facts |= {
         name.replace("_", " "): _said(value) for name, value in told.items() if name not in ("benchmark", "round")
     }

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +23,7 @@ __all__ = [
     "load_llm",
     "read_server_settings",
     "read_settings",
+    "whole_number",
 ]
 
 _TITLES: Final = {"model": "model", "cache": "KV cache", "scheduler": "scheduler"}
@@ -232,3 +233,14 @@ def _checked(path: Path, name: str, value: Any, kind: type, optional: bool) -> A
 def _progress(label: str, share: float) -> None:
     end = "\r\x1b[K" if share >= 1 else ""
     print(f"\r{label} {share:4.0%}", end=end, file=sys.stderr, flush=True)
+
+
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """A whole number in a range."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least:,} to {most:,}, got {text!r}")
+        return int(text)
+
+    return parse

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from chairlift.sim.replay import SimReport
     from chairlift.workload.trace import TracedRequest
 
-__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "add_traffic_flags", "read_traffic", "report_lines", "run"]
+__all__ = [
+    *("DESCRIPTION", "SUMMARY", "add_arguments", "add_traffic_flags", "read_traffic", "report_lines", "run"),
+    "setting_value",
+]
 
 SUMMARY: Final = "replay traffic through the engine on a simulated machine"
 DESCRIPTION: Final = """Replay traffic through the real scheduler on a simulated machine, much faster than it would run.
@@ -161,10 +164,12 @@ def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, E
     flag = flags.get(name.replace("-", "_"))
     if flag is None or not values:
         raise ConfigError(f"compare must be SETTING=A,B,... with one of {', '.join(flags)}; got {compare!r}")
-    return [(text, EngineConfig.from_flat(settings | {flag.name: _value(flag, text)})) for text in values.split(",")]
+    return [
+        (text, EngineConfig.from_flat(settings | {flag.name: setting_value(flag, text)})) for text in values.split(",")
+    ]
 
 
-def _value(flag: Flag, text: str) -> Any:
+def setting_value(flag: Flag, text: str) -> Any:
     try:
         return {"true": True, "false": False}[text.lower()] if flag.kind is bool else flag.kind(text)
     except (ValueError, KeyError):
@@ -273,6 +278,8 @@ def _fitted_on_log(args: argparse.Namespace, config: EngineConfig) -> Deployment
 
 
 def report_lines(report: SimReport) -> list[str]:
+    from chairlift.bench.serve_report import aligned
+
     served = report.served
     lines = [
         f"requests        {served.requests:,} served, {served.refused:,} refused at the door,"
@@ -297,10 +304,12 @@ def report_lines(report: SimReport) -> list[str]:
         ("whole request", served.e2e),
     ):
         table.append([label, *map(_seconds, (times.mean, times.p50, times.p90, times.p99))])
-    return [*lines, "", *_aligned(table)]
+    return [*lines, "", *aligned(table)]
 
 
 def _comparison_lines(compare: str, reports: list[tuple[str, SimReport]]) -> list[str]:
+    from chairlift.bench.serve_report import aligned
+
     name = compare.partition("=")[0]
     table = [
         [name, "requests/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "p99", "rows", "preempted"]
@@ -311,18 +320,7 @@ def _comparison_lines(compare: str, reports: list[tuple[str, SimReport]]) -> lis
         for times in (served.ttft, served.tpot, served.e2e):
             row += [_seconds(times.p50), _seconds(times.p99)]
         table.append([*row, f"{served.mean_rows:.1f}", f"{served.preemption_rate:.1%}"])
-    return _aligned(table)
-
-
-def _aligned(table: list[list[str]]) -> list[str]:
-    """The first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for first, *others in table:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join(cells))
-    return lines
+    return aligned(table)
 
 
 def _seconds(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -95,7 +96,7 @@ def view(
 ) -> list[Line]:
     """The screen: at most ``height`` lines; who paints them cuts them at ``width``. Rates and latencies are those since
     ``before``, where there is one. ``keys`` says what may be pressed."""
-    lines = [*_header(now), *_gauges(now, before), [(keys, "dim")]]
+    lines = [*_header(now, width), *_gauges(now, before), [(keys, "dim")]]
     if now.requests is None:
         why = "this server does not list its requests" if now.metrics is not None else ""
         return [*lines, [(why, "dim")]][:height]
@@ -134,14 +135,13 @@ def span(seconds: float | None) -> str:
 # --- the top ----------------------------------------------------------------------------------------------------------
 
 
-def _header(now: Snapshot) -> list[Line]:
+def _header(now: Snapshot, width: int) -> list[Line]:
     about = [f"{plain(now.model)} at {now.url}" if now.model else now.url]
     about += [f"version {plain(now.version)}"] if now.version else []
     about += [f"up {span(now.uptime)}"] if now.uptime is not None else []
-    return [
-        [("chairlift top", "title"), ("  " + "  ".join(about), "")],
-        [(plain(now.state), "good" if now.state == "serving" else "bad")],
-    ]
+    style = "good" if now.state == "serving" else "bad"
+    state: list[Line] = [[(part, style)] for part in textwrap.wrap(plain(now.state), max(1, width))]
+    return [[("chairlift top", "title"), ("  " + "  ".join(about), "")], *state]
 
 
 def _gauges(now: Snapshot, before: Snapshot | None) -> list[Line]:
@@ -198,7 +198,7 @@ def _bar(value: float | None, most: float | None, width: int) -> Line:
 
 
 def _of(most: float | None) -> str:
-    return "" if most is None else f" of {most:,.0f}"
+    return f" of {most:,.0f}" if most else ""  # a server that has not made a step yet says 0
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from chairlift.cli import trace_record, trace_view
+from chairlift.cli.flags import whole_number
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ diurnal:RATE:PEAK_TO_TROUGH:PERIOD_SECONDS, or closed:USERS, where each user ask
   chairlift trace draw --turns uniform:2:6 --think 10 --shared-prefix 512:0.8:3 --cancel 0.1:uniform:500:5000 \\
       --class weight=3,tenant=app,ttft_ms=500,tpot_ms=80 --class tenant=batch,priority=5 -o mix.jsonl"""
 
-_MOST_REQUESTS: Final = 10_000_000
+_number: Final = functools.partial(whole_number, most=10_000_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +99,7 @@ def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
     ways = reading.add_mutually_exclusive_group()
     ways.add_argument(
         "--format",
-        choices=("mooncake", "bailian", "azure", "burstgpt", "sharegpt"),
+        choices=("chairlift", "mooncake", "bailian", "azure", "burstgpt", "sharegpt"),
         help="what the file is (default: what its first line looks like)",
     )
     ways.add_argument(
@@ -335,16 +337,3 @@ def _as(kind: Callable[[str], Any], name: str, text: str) -> Any:
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
         raise ConfigError(f"{name} must be {wanted}, got {text!r}") from None
-
-
-def _number(least: int) -> Callable[[str], int]:
-    """A whole number, not below."""
-
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not least <= int(text) <= _MOST_REQUESTS:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number from {least:,} to {_MOST_REQUESTS:,}, got {text!r}"
-            )
-        return int(text)
-
-    return parse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -43,8 +44,11 @@ def fact_lines(trace: Sequence[TracedRequest]) -> list[str]:
         rate = f"{facts.rate:.3g}" if facts.rate < 100 else f"{facts.rate:,.0f}"
         lines.append(f"arrivals      {rate} requests/s over {_duration(facts.seconds)}")
     if facts.burstiness is not None:
-        kind = "steadier than" if facts.burstiness < 0.9 else "as in" if facts.burstiness < 1.1 else "burstier than"
-        lines.append(f"burstiness    {facts.burstiness:.2f}, {kind} a Poisson process, which has 1")
+        chance = max(0.1, 2 / math.sqrt(facts.requests))  # two standard errors of a Poisson process
+        kind = "steadier than" if facts.burstiness < 1 - chance else "burstier than"
+        kind = "as in" if abs(facts.burstiness - 1) <= chance else kind
+        varied = f"vary by {facts.burstiness:.2f} of their mean"
+        lines.append(f"gaps          {varied}, {kind} a Poisson process, which has 1")
     for name, lengths in (("prompts", facts.prompts), ("answers", facts.outputs)):
         lines.append(f"{name:14}{_lengths(lengths)}")
     if facts.repeated is not None:

@@ -167,7 +167,6 @@ def _described(requests: list[TracedRequest], what: str) -> str:
 def _model(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
     """How to make an engine with this model in it, and the model's shape."""
     from chairlift import LLM
-    from chairlift.engine.input_processor import ModelLimits
     from chairlift.models.hf_config import read_config
     from chairlift.models.loader import resolve_dtype, resolve_model_dir
     from chairlift.sim.machines import ModelShape
@@ -180,8 +179,7 @@ def _model(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
     def make_core(settings: Mapping[str, Any]) -> tuple[EngineCore, ModelLimits]:
         gc.collect()  # the engine before left much, and a collection in the middle of a run would count
         llm = LLM(**{**settings, "model": str(model_dir), "skip_tokenizer_init": True})
-        limits = ModelLimits(network.vocab_size, llm.max_model_len, (), llm.config.scheduler.promises)
-        return llm.engine.core, limits
+        return llm.engine.core, llm.engine.limits
 
     return make_core, ModelShape.of(name, network, dtype.itemsize)
 

@@ -11,28 +11,24 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
-
-import numpy as np
 
 from chairlift.config import CacheGroup, EngineConfig
 from chairlift.engine.clock import Clock, VirtualClock
-from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
+from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.errors import ConfigError, InvariantError, RequestError
 from chairlift.models.flat_batch import SampledTokens
-from chairlift.outputs import FinishReason
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.sim.machines import Deployment
+from chairlift.sim.served import Collector, RequestTiming, ServedTrace, Watch
 from chairlift.workload.trace import TracedRequest, prompt_token_ids
 
 __all__ = [
-    "Percentiles",
     "RequestTiming",
     "ServedTrace",
     "SimExecutor",
@@ -91,68 +87,6 @@ class SimExecutor:
         """Nothing outlives the object."""
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Of times in seconds; zeros where there were none."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Percentiles:
-        """Interpolated between the nearest values."""
-        if not len(values):
-            return cls(0.0, 0.0, 0.0, 0.0)
-        p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
-        return cls(float(np.mean(values)), p50, p90, p99)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ServedTrace:
-    """What became of a trace. Times in seconds."""
-
-    requests: int
-    """Served to their end."""
-    refused: int
-    """Turned away at the door, because they could never fit or asked for what the settings do not have."""
-    dropped: int
-    """Ended because they could not keep their deadline any more."""
-    cancelled: int
-    """Ended because their client left; they count nowhere else."""
-    prompt_tokens: int
-    cached_tokens: int
-    """Of these, read from the prefix cache."""
-    output_tokens: int
-    seconds: float
-    """From the first request that is sent to the last token."""
-    requests_per_second: float
-    output_tokens_per_second: float
-    ttft: Percentiles
-    """Time to the first token, from when it is sent. The others per request too, but for the gaps between tokens."""
-    tpot: Percentiles
-    """Time per output token after the first."""
-    itl: Percentiles
-    """Gaps between tokens, over all tokens."""
-    e2e: Percentiles
-    queue: Percentiles
-    """From arrival to the first step."""
-    steps: int
-    mean_rows: float
-    """Requests in a step."""
-    utilisation: float
-    """Share of the seconds in which a step ran."""
-    preemptions: int
-    preemption_rate: float
-    """Requests preempted at least once / requests that ended."""
-    goodput: float | None
-    """Share of the requests with a promise (ttft_ms, tpot_ms, deadline_ms) that was kept in full; None without any."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimReport:
     """A served trace, and what the figures are worth."""
@@ -166,119 +100,6 @@ class SimReport:
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return dataclasses.asdict(self)
-
-
-@dataclasses.dataclass(slots=True)
-class RequestTiming:
-    """One request on its way. Times are on the core's clock; -1 is not yet."""
-
-    request: TracedRequest
-    """With the time at which it was sent as its arrival."""
-    started: float = -1.0
-    first: float = -1.0
-    last: float = -1.0
-    tokens: int = 0
-    ended: bool = False
-    dropped: bool = False
-    cancelled: bool = False
-
-    @property
-    def tpot(self) -> float:
-        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
-
-    @property
-    def kept(self) -> bool | None:
-        """Whether what was promised was kept; None when nothing was."""
-        if self.dropped:
-            return False
-        request, arrival = self.request, self.request.arrival
-        promised = [
-            (request.ttft_ms, self.first - arrival),
-            (request.tpot_ms, self.tpot),
-            (request.deadline_ms, self.last - arrival),
-        ]
-        met = [seconds * 1000 <= limit for limit, seconds in promised if limit is not None]
-        return all(met) if met else None
-
-
-class _Collector:
-    """Reads what steps bring, and nothing twice: at many rows it is the most expensive part of a simulated step."""
-
-    def __init__(self) -> None:
-        self.timings: dict[str, RequestTiming] = {}
-        self.gaps = array("d")
-        self.cached_tokens = self.steps = self.rows = self.preempted = 0
-        self.busy = self.busy_until = 0.0
-        self._last_step = 0
-
-    def take(self, outputs: CoreOutputs, now: float) -> None:
-        timings, gaps = self.timings, self.gaps
-        for name, cached, when in outputs.joined:
-            timings[name].started = when
-            self.cached_tokens += cached
-        for name in outputs.sequence_ids:
-            timing = timings[name]
-            if timing.tokens:
-                gaps.append(now - timing.last)
-            else:
-                timing.first = now
-            timing.tokens += 1
-            timing.last = now
-        self.end(outputs.finished)
-
-    def end(self, finished: Iterable[FinishedSequence]) -> None:
-        """Note who has left. Raises RequestError for one that failed."""
-        for ended in finished:
-            timing = self.timings[ended.sequence_id]
-            timing.ended = ended.finish_reason is FinishReason.LENGTH
-            timing.dropped = ended.finish_reason is FinishReason.DEADLINE
-            self.preempted += ended.num_preemptions > 0
-            if not timing.ended and not timing.dropped:
-                raise RequestError(
-                    f"request {ended.sequence_id} of the trace failed: {ended.error or ended.finish_reason}"
-                )
-
-    def step(self, core: EngineCore) -> None:
-        record = core.step_log[-1] if len(core.step_log) else None
-        if record is None or record.step == self._last_step:  # it only told of requests that came too late
-            return
-        self._last_step = record.step
-        self.steps += 1
-        self.rows += len(record.decodes) + len(record.chunks)
-        self.busy += record.end - max(record.start, self.busy_until)
-        self.busy_until = record.end
-
-    def served(self, refused: int, core: EngineCore, preemptions: int) -> ServedTrace:
-        done = [timing for timing in self.timings.values() if timing.ended]
-        begin = min((timing.request.arrival for timing in self.timings.values()), default=0.0)
-        seconds = max((timing.last for timing in done), default=begin) - begin
-        tokens = sum(timing.tokens for timing in done)
-        over = [timing for timing in self.timings.values() if timing.ended or timing.dropped]
-        kept = [each for each in (timing.kept for timing in over) if each is not None]
-        per_second = 1 / seconds if seconds > 0 else 0.0
-        return ServedTrace(
-            requests=len(done),
-            refused=refused,
-            dropped=sum(timing.dropped for timing in over),
-            cancelled=sum(timing.cancelled for timing in self.timings.values()),
-            prompt_tokens=sum(timing.request.prompt_tokens for timing in done),
-            cached_tokens=self.cached_tokens,
-            output_tokens=tokens,
-            seconds=seconds,
-            requests_per_second=len(done) * per_second,
-            output_tokens_per_second=tokens * per_second,
-            ttft=Percentiles.of([timing.first - timing.request.arrival for timing in done]),
-            tpot=Percentiles.of([timing.tpot for timing in done if timing.tokens > 1]),
-            itl=Percentiles.of(self.gaps),
-            e2e=Percentiles.of([timing.last - timing.request.arrival for timing in done]),
-            queue=Percentiles.of([timing.started - timing.request.arrival for timing in done]),
-            steps=self.steps,
-            mean_rows=self.rows / self.steps if self.steps else 0.0,
-            utilisation=min(1.0, self.busy * per_second),
-            preemptions=core.scheduler.num_preemptions - preemptions,
-            preemption_rate=self.preempted / len(over) if over else 0.0,
-            goodput=sum(kept) / len(kept) if kept else None,
-        )
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
@@ -358,6 +179,7 @@ def serve_trace(
     timings: list[RequestTiming] | None = None,
     *,
     max_concurrency: int | None = None,
+    watch: Watch | None = None,
 ) -> ServedTrace:
     """Serve a trace to its end, greedily and to exactly its lengths; arrivals count from now on the core's clock.
 
@@ -366,9 +188,9 @@ def serve_trace(
     ``max_concurrency`` no more than so many requests are in flight, as in a closed loop of users.
 
     Works for simulated and real cores alike; the core must be idle. Raises RequestError when a request that was let in
-    fails; those that the door refuses, and those dropped at their deadline, are counted.
+    fails and nobody watches; those that the door refuses, and those dropped at their deadline, are counted.
     """
-    clock, door, collector = core.clock, InputProcessor(limits, None, core.kv, seed=0), _Collector()
+    clock, door, collector = core.clock, InputProcessor(limits, None, core.kv, seed=0), Collector(watch)
     refused, preemptions = 0, core.scheduler.num_preemptions
     clients = _Clients(trace, clock.now(), max_concurrency)
     while core.has_work or not clients.done:
@@ -401,21 +223,22 @@ def serve_trace(
     return collector.served(refused, core, preemptions)
 
 
-def _let_go(core: EngineCore, clients: _Clients, collector: _Collector, now: float) -> None:
+def _let_go(core: EngineCore, clients: _Clients, collector: Collector, now: float) -> None:
     """Abort those whose client has left, and hear of the others that leave a static batch with them."""
     for index in clients.leaving(now):
         timing = collector.timings.get(str(index))
-        if timing is None or timing.ended or timing.dropped:
+        if timing is None or timing.left >= 0:
             continue
         timing.cancelled = True
+        collector.over(timing, now)
         mates = [ended for ended in core.abort([str(index)]) if ended.sequence_id != str(index)]
-        collector.end(mates)
+        collector.end(mates, now)
         for gone in (index, *(int(ended.sequence_id) for ended in mates)):
             clients.ended(gone, now)
 
 
 def _enter(
-    core: EngineCore, door: InputProcessor, request: TracedRequest, index: int, arrival: float, collector: _Collector
+    core: EngineCore, door: InputProcessor, request: TracedRequest, index: int, arrival: float, collector: Collector
 ) -> bool:
     """Let a request in that was sent at ``arrival``; False when the door refuses it. Policies that look at no promises
     are told of none."""
@@ -425,12 +248,16 @@ def _enter(
         asked = {name: getattr(request, name) or None for name in names}
     params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True, seed=0, **asked)
     prompt = prompt_token_ids(request, index, door.limits.vocab_size)
-    name = str(index)
+    name, timing = str(index), RequestTiming(dataclasses.replace(request, arrival=arrival), index)
+    if collector.watch is not None:
+        collector.watch(timing)
     try:
         core.add(door.prepare(name, prompt, params, arrival, tenant=request.tenant))
-    except RequestError:
+    except RequestError as error:
+        timing.error = str(error)
+        collector.over(timing, arrival)
         return False
-    collector.timings[name] = RequestTiming(dataclasses.replace(request, arrival=arrival))
+    collector.timings[name] = timing
     return True
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
@@ -24,7 +25,8 @@ from chairlift.workload.traced_request import PREFIX_BLOCK, TracedRequest, check
 __all__ = ["FORMATS", "LoadedTrace", "load_trace", "read_trace", "write_trace"]
 
 FORMATS: Final = {
-    "mooncake": "JSON lines with timestamp (ms), input_length, output_length, hash_ids; ours, too, with more fields",
+    "chairlift": "JSON lines, ours: Mooncake's, with more fields",
+    "mooncake": "JSON lines with timestamp (ms), input_length, output_length, hash_ids",
     "bailian": "JSON lines of Qwen's service: Mooncake's with seconds, chat_id and parent_chat_id, blocks of 16",
     "azure": "CSV with TIMESTAMP, ContextTokens, GeneratedTokens (2023 and 2024)",
     "burstgpt": "CSV with Timestamp, Request tokens, Response tokens, and in its second release Session ID",
@@ -45,6 +47,8 @@ _OWN_FIELDS: Final = {
 }
 """Fields that are spelled alike in files and in a TracedRequest, and what they are when they are not there."""
 _BAILIAN_BLOCK: Final = 16
+_WHOLE_MS: Final = re.compile(r'"timestamp": *[0-9]+ *[,}]')
+"""Mooncake's times. Ours have a fraction, if only ``.0``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ def load_trace(
                 )
             if format == "pattern" and pattern is not None:
                 rows = read_pattern(source, pattern)
-            elif format in ("mooncake", "bailian"):
+            elif format in ("chairlift", "mooncake", "bailian"):
                 rows = _read_jsonl(source, bailian=format == "bailian")
             elif format == "sharegpt":
                 rows = read_sharegpt(source, arrivals or AllAtOnce(), tokenizer, seed)
@@ -160,7 +164,7 @@ def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
 
 def _line(request: TracedRequest) -> str:
     fields: dict[str, Any] = {
-        "timestamp": round(request.arrival * 1000, 3),
+        "timestamp": round(float(request.arrival) * 1000, 3),
         "input_length": request.prompt_tokens,
         "output_length": request.output_tokens,
     }
@@ -181,7 +185,10 @@ def _line(request: TracedRequest) -> str:
 def _guess(source: Source) -> str:
     head = source.peek().strip()
     if head.startswith("{"):
-        return "bailian" if '"parent_chat_id"' in head else "mooncake"
+        if '"parent_chat_id"' in head:
+            return "bailian"
+        more = any(f'"{name}"' in head for name in (*_OWN_FIELDS, "block_size"))
+        return "mooncake" if '"hash_ids"' in head and _WHOLE_MS.search(head) and not more else "chairlift"
     if head.startswith("[") and head[1:].lstrip()[:1] in ("", "{"):
         return "sharegpt"
     for format, columns in COLUMN_FORMATS.items():

@@ -34,7 +34,10 @@ def sample_trace(
     or when all come at once and have no rate.
     """
     if count is not None and not 1 <= count <= len(trace):
-        raise ConfigError(f"the trace has {len(trace):,} requests, so a sample has from 1 to so many, not {count:,}")
+        raise ConfigError(
+            f"the trace has {len(trace):,} requests, so a sample has from 1 to so many, not {count:,}; leave the number"
+            " out to take all of them"
+        )
     rng = np.random.default_rng(seed)
     scale = 1.0
     if count is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Exchange", "ScriptedServer", "answer", "event", "serving", "usage"]
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
 @dataclasses.dataclass

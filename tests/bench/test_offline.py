@@ -8,7 +8,7 @@ import torch
 from chairlift import LLM
 from chairlift.bench.floor import ModelCost, workload_floor
 from chairlift.bench.limits import Limits, Peak, Rate, Roof
-from chairlift.bench.offline import NativePath, Percentiles, fit, floor_of, native_path, room_of, run_offline
+from chairlift.bench.offline import NativePath, fit, floor_of, native_path, room_of, run_offline
 from chairlift.errors import ConfigError, RequestError
 from chairlift.kernels.cpu.library import best_isa, default_threads
 from chairlift.models.hf_config import read_config
@@ -38,11 +38,6 @@ def test_requests_are_cut_to_the_room_there_is() -> None:
     assert fit([(long, 30)], 2) == ([(long[:1], 1)], 1)
     with pytest.raises(ConfigError, match="there is room for 1"):
         fit([(long, 30)], 1)
-
-
-def test_percentiles() -> None:
-    assert Percentiles.of([float(i) for i in range(101)]) == Percentiles(50.0, 99.0)
-    assert Percentiles.of([2.0]) == Percentiles(2.0, 2.0)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

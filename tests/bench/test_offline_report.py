@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from chairlift.bench.offline_report import offline_page, write
-from chairlift.errors import ConfigError
+from chairlift.bench.offline_report import offline_page
 
 RUN = {
     "requests": 64,
@@ -73,10 +69,3 @@ def test_a_run_without_baseline_and_floor() -> None:
     assert "320.8 output tokens per second.</p>" in page
     assert "The floor was not measured: kernels is &#x27;torch&#x27;." in page
     assert "<dt>shortened to fit</dt><dd>5</dd>" in page and "static batches</th>" not in page
-
-
-def test_written_or_refused_in_one_line(tmp_path: Path) -> None:
-    write(tmp_path / "page.html", RECORD)
-    assert (tmp_path / "page.html").read_text(encoding="utf-8") == offline_page(RECORD)
-    with pytest.raises(ConfigError, match=r"cannot write .*: Is a directory; give another --html"):
-        write(tmp_path, RECORD)

@@ -210,6 +210,13 @@ def test_vertical_axes_start_at_zero_unless_something_is_below() -> None:
         assert figure.get_ylim()[0] == 0 if least == 0 else figure.get_ylim()[0] <= least
 
 
+def test_points_that_are_nearly_alike_are_drawn_whole() -> None:
+    """Half of a marker's height is 1 % of the picture's."""
+    figure = axes(scatter({"a": [(30, 378, "one"), (32, 349, "two")]}, title="t", x_label="x", y_label="y"))
+    assert figure.get_ylim()[0] == 0
+    assert figure.get_ylim()[1] > 1.02 * 378
+
+
 def test_png_stacks_the_charts(tmp_path: Path) -> None:
     from matplotlib.image import imread
 

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.bench.serve import Load, ServeRun, fit
-from chairlift.bench.serve_client import Server
-from chairlift.bench.serve_outcome import EventReader, Outcome
+from chairlift.bench.serve_client import EventReader
 from chairlift.bench.serve_report import aligned, compared_rows, run_lines, serve_record
 from chairlift.bench.serve_result import (
     Stats,
@@ -24,6 +22,7 @@ from chairlift.bench.serve_result import (
     peak_of,
     tokens_per_second,
 )
+from chairlift.bench.serve_run import Load, Outcome, ServeRun, Target, fit
 from chairlift.errors import ConfigError
 from chairlift.workload.traced_request import TracedRequest
 from tests.bench.scripted_server import event, usage
@@ -52,8 +51,7 @@ def failed(kind: str, message: str = "", *, start: float = 1.0) -> Outcome:
 
 
 def run_of(*outcomes: Outcome, seconds: float = 10.0, cpu: float = 0.1, most: int | None = None) -> ServeRun:
-    server = Server(None, "http://127.0.0.1:1", 1.0)  # type: ignore[arg-type]
-    server.model = "m"
+    server = Target(url="http://127.0.0.1:1", model="m")
     requests = [TracedRequest(arrival=each.start, prompt_tokens=7, output_tokens=9) for each in outcomes]
     return ServeRun(
         server=server,

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from chairlift.bench.machine import describe_machine
+from chairlift.bench.serve_run import fit
 from chairlift.bench.tune import SEARCHED, Findings, Question, Ratio, tune
-from chairlift.bench.tune_lab import Lab, Traffic, fit_traffic
+from chairlift.bench.tune_lab import Lab, Traffic
 from chairlift.bench.tune_page import tune_page
 from chairlift.bench.tune_report import Answer, columns, config_lines, report_lines, verdict
 from chairlift.bench.tune_search import Judge, Space, search, shortfall
@@ -269,10 +270,10 @@ def test_requests_too_long_for_the_cache_are_shortened_and_counted(tmp_path: Pat
     found = machine.tune(tmp_path / "tune.json", Question(requests=long, fixed=FEW, time_limit=6000.0))
     assert found.cut == 1
     assert any("1 requests are too long" in note for note in found.notes)
-    kept, cut = fit_traffic(long, 600)
+    kept, cut = fit(long, 600)
     assert (kept[-1].prompt_tokens, kept[-1].output_tokens, kept[-1].prefix_ids, cut) == (300, 300, (1,), 1)
     with pytest.raises(ConfigError, match="room for 2 tokens"):
-        fit_traffic(long, 1)
+        fit(long, 1)
 
 
 # --- its parts -------------------------------------------------------------------------------------------------------

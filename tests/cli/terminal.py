@@ -28,7 +28,7 @@ class Terminal:
         os.close(slave)
         self.seen = ""
 
-    def wait_for(self, text: str, seconds: float = 60) -> str:
+    def wait_for(self, text: str, seconds: float = 180) -> str:
         """Read until ``text`` shows up; returns what came up to it."""
         end = time.monotonic() + seconds
         while text not in self.seen:
@@ -43,9 +43,9 @@ class Terminal:
 
     def interrupt_at_the_prompt(self) -> None:
         """Press Ctrl-C until something comes of it: a press between the prompt and the reading of a key is lost."""
-        for _ in range(60):
+        for _ in range(30):
             self.process.send_signal(signal.SIGINT)
-            if select.select([self.master], [], [], 1)[0]:
+            if select.select([self.master], [], [], 5)[0]:
                 return
 
     def type(self, text: str) -> None:

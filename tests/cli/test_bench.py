@@ -105,7 +105,7 @@ def test_offline_answers_with_the_bundled_model(chairlift: Run, tmp_path: Path) 
         (["kernels", "--kernels", "sse"], "invalid choice: 'sse'"),
         (["kernels", "--dtype", "float16"], "invalid choice: 'float16'"),
         (["kernels", "--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
-        (["offline", "--num-prompts", "0"], "--num-prompts: must be a whole number from 1"),
+        (["offline", "--num-prompts", "0"], "--num-prompts must be from 1 to 1e+06, got 0"),
         (["offline", "--seed", "-1"], "--seed"),
         (["offline", "--max-num-seqs", "0"], "max_num_seqs must be"),
         (["offline", "/no/such/model"], "'/no/such/model' is not a directory"),
@@ -142,7 +142,7 @@ def test_without_kernels_it_says_what_to_do(tmp_path: Path) -> None:
         f"library.LIBRARY_PATH = Path({str(tmp_path / 'none.so')!r});"
         "from chairlift.cli.main import main; sys.exit(main(['bench', 'kernels', '--quick']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("chairlift: error: there are no kernels to measure: ")
     assert len(done.stderr.splitlines()) == 1

@@ -133,4 +133,4 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(terminal: Terminal, model_dir
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("\r\n> ")
     terminal.type("\x04")
-    assert terminal.process.wait(30) == 0
+    assert terminal.process.wait(120) == 0

@@ -198,16 +198,16 @@ def test_ctrl_c_stops_the_answer(fake: FakeServer, message: str) -> None:
         if message == "endless":
             terminal.wait_for("on on ")
         else:
-            fake.started.wait(30)
+            fake.started.wait(120)
         assert not fake.left.is_set()
         terminal.interrupt_at_the_prompt()
         terminal.wait_for("\r\n> ")
-        assert fake.left.wait(30)
+        assert fake.left.wait(120)
         terminal.type("and now?\n")
         terminal.wait_for("3: and now?")
         terminal.wait_for("> ")
         terminal.type("\x04")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(120) == 0
     finally:
         terminal.close()
 
@@ -220,5 +220,5 @@ def test_ctrl_c_ends_a_chat_that_is_piped(fake: FakeServer) -> None:
         process.stdin.flush()
         assert process.stdout.read(3) == "on "
         process.send_signal(2)
-        assert process.wait(30) == 130
-    assert fake.left.wait(30)
+        assert process.wait(120) == 130
+    assert fake.left.wait(120)

@@ -85,6 +85,20 @@ def test_the_view_says_what_the_server_says() -> None:
     ]
 
 
+def test_what_is_wrong_is_said_whole_in_a_narrow_window() -> None:
+    wrong = "no server answers at http://here (Connection refused); start one with: chairlift serve"
+    lines = view(Snapshot(0.0, "http://here", state=wrong), None, width=40, height=24)
+    said = [piece for line in lines[1:4] for piece in line]
+    assert " ".join(text for text, _ in said) == wrong
+    assert all(len(text) <= 40 and style == "bad" for text, style in said)
+
+
+def test_before_its_first_step_a_server_knows_no_limit() -> None:
+    idle = Metrics("vllm:num_requests_running 0\nchairlift:running_limit 0\n")
+    lines = shown(view(Snapshot(0.0, "http://here", metrics=idle), None, width=80, height=24))
+    assert "] 0 " in lines and " of 0" not in lines
+
+
 def test_without_a_moment_before_there_are_no_rates() -> None:
     text = shown(view(at(12.0, 3), None, width=110, height=30))
     assert "prompt -  output -" in text and "TTFT  p50 -  p99 -" in text
@@ -293,14 +307,14 @@ def test_a_terminal_is_given_back_after_q(terminal: Terminal) -> None:
     rows = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen).replace("\r", "").split("\n")
     assert len(rows) <= 10 and all(len(row) <= 40 for row in rows)
     terminal.type("q")
-    assert is_restored(terminal.read_to_the_end()) and terminal.process.wait(30) == 0
+    assert is_restored(terminal.read_to_the_end()) and terminal.process.wait(120) == 0
     assert termios.tcgetattr(terminal.master)[3] & termios.ICANON
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_terminal_is_given_back_after_a_signal(terminal: Terminal, number: int, code: int) -> None:
     terminal.process.send_signal(number)
-    assert is_restored(terminal.read_to_the_end()) and terminal.process.wait(30) == code
+    assert is_restored(terminal.read_to_the_end()) and terminal.process.wait(120) == code
     assert termios.tcgetattr(terminal.master)[3] & termios.ICANON
 
 
@@ -314,19 +328,20 @@ def test_trouble_is_shown_as_it_comes_and_goes(terminal: Terminal, fake: FakeWat
 
 def test_a_server_that_is_gone_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-    screen = Terminal("top", f"127.0.0.1:{port}", "--interval", "0.1")
+    mute = socket.socket()
+    mute.bind(("127.0.0.1", 0))  # nobody else gets this port meanwhile
+    screen = Terminal("top", f"127.0.0.1:{mute.getsockname()[1]}", "--interval", "0.1")
     try:
         screen.wait_for("no server answers at")
-        with socket.create_server(("127.0.0.1", port)) as mute:  # it accepts, and says nothing of its own
+        with mute:
+            mute.listen()  # it accepts, and says nothing of its own
             connection, _ = mute.accept()
             connection.sendall(b"HTTP/1.1 500 Broken\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
             connection.close()
             screen.wait_for("the server answered 500")
         screen.type("q")
         rest = screen.read_to_the_end()
-        assert is_restored(rest) and screen.process.wait(30) == 0
+        assert is_restored(rest) and screen.process.wait(120) == 0
         assert not re.search(r"\x1b\[[0-9;]*m", rest)
     finally:
         screen.close()

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from chairlift.cli.main import main
+from chairlift.cli.trace_picture import fact_lines
+from chairlift.workload.arrivals import Gamma
 from chairlift.workload.trace import draw_trace, read_trace
 from tests.cli.conftest import Run
 from tests.tokenizer import tiny
@@ -66,7 +68,7 @@ def test_every_flag_of_draw_counts(chairlift: Run, tmp_path: Path) -> None:
 def test_show(chairlift: Run, trace: Path) -> None:
     code, out, err = chairlift("trace", "show", trace)
     assert (code, err) == (0, [])
-    assert out[0] == f"{trace}, read as mooncake"
+    assert out[0] == f"{trace}, read as chairlift"
     text = "\n".join(out)
     assert out[1].startswith("requests      200, among them ")
     for word in (
@@ -93,7 +95,7 @@ def test_show_in_a_terminal_without_unicode(trace: Path) -> None:
         [sys.executable, "-m", "chairlift", "trace", "show", str(trace)],
         env=os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "40"},
         capture_output=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     text = done.stdout.decode("ascii")
@@ -197,3 +199,18 @@ def test_wrong_usage_is_one_line_and_writes_nothing(
     assert complaint in err[0]
     assert trace.read_bytes() == before
     assert os.listdir(tmp_path) == [trace.name]
+
+
+def test_of_few_requests_chance_is_not_called_a_burst() -> None:
+    """Gaps of gamma arrivals are a Poisson process's at shape 1, burstier below it."""
+
+    def said(shape: float, count: int, seed: int) -> str:
+        (line,) = [
+            line for line in fact_lines(draw_trace("chat", Gamma(4.0, shape), count, seed=seed)) if "gaps" in line
+        ]
+        return line
+
+    assert sum("as in a Poisson process" in said(1.0, 60, seed) for seed in range(20)) >= 17
+    assert "burstier than" in said(0.25, 60, 1)
+    assert "burstier than" in said(0.7, 3000, 1)
+    assert "steadier than" in said(4.0, 60, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -176,7 +177,9 @@ def test_a_server_that_was_started_again_begins_another_recording(telling: Tell,
     code, out, _ = command(fake.url, "-o", file, "--requests", 5)
     assert code == 0 and fake.queries[2] == {"block_size": "64", "requests": "4"}
     assert [request.arrival for request in read_trace(file)] == [0.0, 60.0]
-    assert "the server forgot the recording 1 time, and what ended meanwhile (about 0 s) is missing" in out[1]
+    assert re.search(
+        r"the server forgot the recording 1 time, and what ended meanwhile \(about \d+ s\) is missing", out[1]
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -186,12 +189,12 @@ def test_a_signal_ends_it_well(telling: Tell, tmp_path: Path, number: int) -> No
     argv = [sys.executable, "-m", "chairlift", "trace", "record", fake.url, "-o", str(file)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert fake.started.wait(30)
+        assert fake.started.wait(120)
         growing = tmp_path / "t.jsonl.recording"
-        while growing.read_text().count("\n") < 2:
+        while not growing.exists() or growing.read_text().count("\n") < 2:
             assert process.poll() is None
         process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     finally:
         process.kill()
     assert (process.returncode, err) == (0, "") and "2 requests" in out
@@ -206,7 +209,7 @@ def test_progress_is_shown_on_a_terminal(telling: Tell, tmp_path: Path) -> None:
         terminal.wait_for("/s")
         terminal.process.send_signal(signal.SIGINT)
         assert "1 requests, 140 prompt tokens" in terminal.read_to_the_end()
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(120) == 0
     finally:
         terminal.close()
 

@@ -106,7 +106,7 @@ def test_a_recording_is_shown_on_this_machine_until_ctrl_c(steps: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         found = re.match(r"http://127\.0\.0\.1:(\d+)/live ", process.stdout.readline())
         assert found is not None, process.stderr.read()
-        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
         for path, kind in (("/live", "text/html"), ("/live/export?format=jsonl", "application/x-ndjson")):
             connection.request("GET", path)
             reply = connection.getresponse()
@@ -120,5 +120,5 @@ def test_a_recording_is_shown_on_this_machine_until_ctrl_c(steps: Path) -> None:
         connection.request("GET", "/live", headers={"Host": "evil.example"})
         assert connection.getresponse().status == 421
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         assert process.stderr.read() == ""

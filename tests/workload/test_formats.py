@@ -81,7 +81,9 @@ def requests(draw: st.DrawFn) -> list[TracedRequest]:
     return made
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(requests())
 def test_what_is_written_is_read(tmp_path: Path, made: list[TracedRequest]) -> None:
     path = tmp_path / "trace.jsonl"
@@ -113,6 +115,16 @@ def test_reads_mooncake_and_begins_at_zero(tmp_path: Path) -> None:
     first, second = read_trace(written(tmp_path / "t.jsonl", "\r\n".join(lines)))
     assert (first.arrival, first.prompt_tokens, first.output_tokens, first.prefix_ids) == (0, 6758, 500, ())
     assert (second.arrival, second.prefix_ids, second.prefix_block) == (pytest.approx(3.0), (46, 47), 512)
+
+
+def test_ours_is_told_from_mooncakes(tmp_path: Path) -> None:
+    theirs = written(tmp_path / "t.jsonl", json.dumps(GOOD | {"hash_ids": [0]}))
+    assert load_trace(theirs).format == "mooncake"
+    copied = tmp_path / "ours.jsonl"
+    write_trace(copied, read_trace(theirs))
+    assert load_trace(copied).format == "chairlift"
+    for line in (GOOD, GOOD | {"hash_ids": [0], "tenant": "a"}, GOOD | {"hash_ids": [0], "block_size": 512}):
+        assert load_trace(written(tmp_path / "t.jsonl", json.dumps(line))).format == "chairlift"
 
 
 def test_sort_takes_lines_in_any_order_and_is_asked_for(tmp_path: Path) -> None:
@@ -309,7 +321,7 @@ def test_a_pattern_reads_text_logs(tmp_path: Path) -> None:
         (
             ACCESS,
             {"format": "nginx"},
-            "format must be one of mooncake, bailian, azure, burstgpt, sharegpt; got 'nginx'",
+            "format must be one of chairlift, mooncake, bailian, azure, burstgpt, sharegpt; got 'nginx'",
         ),
         (ACCESS, {"format": "azure", "pattern": PATTERN}, "format, columns and pattern each say how"),
         (
@@ -356,7 +368,9 @@ def test_a_pipe_can_be_read_and_written(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 def test_any_bytes_are_a_trace_or_one_clear_error(tmp_path: Path, data: bytes) -> None:
     path = written(tmp_path / "t", data)
     for how in ({}, {"columns": MAPPED}, {"pattern": PATTERN}, {"format": "sharegpt"}):

@@ -1,0 +1,270 @@
+"""``chairlift bench offline``: traffic answered by the engine in this process, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import chairlift
+from chairlift.cli.bench_serve import SIDES, Cell, add_traffic_flags, check_ranges, loads_of, results, show, watch
+from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
+from chairlift.cli.sim import setting_value
+from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.bench.machine import Machine
+    from chairlift.bench.offline import NativePath, OfflineRun
+    from chairlift.bench.serve_run import Load, ServeRun
+    from chairlift.llm import LLM
+    from chairlift.models.hf_config import ModelConfig
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "answer a seeded workload, or traffic of your own, with the engine"
+DESCRIPTION: Final = """Answer requests with the engine in this process, greedily and to exactly the lengths wanted.
+
+Without traffic of your own: a seeded workload, all requests at once, and how near the engine comes to what this machine
+allows. Lengths are log-normal, as chat traffic has them: with 64 requests 8,700 prompt tokens and 6,415 output tokens.
+They are cut where the model has no room for them. Prompts are random token ids, so the tokenizer is not loaded.
+
+With a trace, a workload or a rate, requests come at their times, whatever the engine does (open loop), and the figures
+are those of chairlift bench serve. Every run has an engine of its own, so no cache knows its prompts. Examples:
+
+  chairlift bench offline --baseline
+  chairlift bench offline --trace monday.jsonl --slo ttft:500,tpot:80 --html monday.html
+  chairlift bench offline --workload chat --request-rate 4 --num-prompts 100 --compare static --rounds 5
+
+Exit code 1: some requests failed, and are counted by kind."""
+
+_STATIC_ROWS: Final = 16
+_TRAFFIC: Final = ("trace", "workload", "input_len", "output_len", "request_rate", "arrivals", "burstiness")
+"""With any of these, and those of the next, traffic is meant."""
+_MEASURED: Final = ("max_concurrency", "slo", "compare")
+Result = tuple[dict[str, Any], Callable[[], str], int]
+_print: Final = functools.partial(print, sep="\n", flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags; those of traffic are spelled as in ``bench serve``."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
+    add_traffic_flags(parser)
+    measured = parser.add_argument_group("what is measured")
+    measured.add_argument(
+        "--slo", "--goodput", metavar="NAME:MS,...", help="limits to keep, such as ttft:500,tpot:80,e2el:9000"
+    )
+    sides = measured.add_mutually_exclusive_group()
+    sides.add_argument(
+        "--baseline", action="store_true", help=f"also run static batches of {_STATIC_ROWS}, and print the ratio"
+    )
+    sides.add_argument(
+        "--compare",
+        metavar="SETTINGS",
+        help="the same traffic with these settings (A), and as the other flags say (B), in turns: static, or "
+        "NAME=VALUE,... such as max_num_seqs=8",
+    )
+    measured.add_argument("--rounds", metavar="N", type=int, default=3, help="of such a comparison (default: 3)")
+    measured.add_argument("--html", metavar="FILE", type=Path, help="write a page with charts there")
+    add_engine_flags(parser, leave_out={"model", "seed"})
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure: the record for ``--json``, what makes the page for ``--html``, and the exit code.
+
+    Raises ConfigError, before a model is loaded if it can.
+    """
+    settings, _ = read_settings(args, sampling=False)
+    check_ranges(args, rounds=(1, 1000))
+    if all(getattr(args, name) is None for name in (*_TRAFFIC, *_MEASURED)):
+        return _run_at_once(args, settings)
+    if args.baseline:
+        args.compare = f"static,max_num_seqs={_STATIC_ROWS}"
+    return _run_traffic(args, settings)
+
+
+def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[str, str, ModelConfig | None]:
+    """Its name, where it is, and its configuration; the fake model has none."""
+    from chairlift.models.hashlm_served import parse_hashlm
+    from chairlift.models.hf_config import read_config
+    from chairlift.models.loader import resolve_model_dir
+
+    name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
+    if parse_hashlm(name) is not None:
+        return name, name, None
+    bundled = Path(chairlift.__file__).parent / "assets"
+    model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, settings.get("revision"))
+    return name, str(model_dir), read_config(model_dir)
+
+
+# --- traffic ---------------------------------------------------------------------------------------------------------
+
+
+def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> Result:
+    from chairlift.bench.machine import describe_machine
+    from chairlift.bench.offline import native_path
+    from chairlift.bench.report import machine_lines
+    from chairlift.bench.serve_result import parse_goodput
+
+    slo = parse_goodput([args.slo]) if args.slo is not None else {}
+    changes = [] if args.compare is None else [_changes(args.compare)]
+    name, where, network = _model(args, settings)
+    own = {"skip_tokenizer_init": True} | dict(settings) | {"model": where}
+    sides = [*({**own, **each} for each in changes), own]
+    for side in sides:
+        EngineConfig.from_flat(side)
+    loads, told = loads_of(args, slo)
+    machine = describe_machine()
+    _print(*machine_lines(machine), f"model: {name}")
+    names = [args.compare, "as the other flags say"] if changes else []
+    cells: list[Cell] = []
+    for index, place, llm, run in _measure(name, sides, loads):
+        kernels = "hashlm" if network is None else native_path(llm, network).describe()
+        if place not in {cell.place for cell in cells}:
+            which = f"{SIDES[place]}, {names[place]}: " if names else ""
+            _print("", f"{which}{llm.config.scheduler.batching} batching, {kernels}")
+        if run.load.shortened and not cells:
+            room = run.server.max_model_len
+            _print(f"note: {run.load.shortened:,} requests were shortened, to the {room:,} tokens that fit")
+        about = {"benchmark": "offline", "kernels": kernels, "machine": machine.cpu}
+        cell = show(run, place, told[index] | about, slo, bool(names))
+        cell.record["chairlift"]["engine"] = dataclasses.asdict(llm.config)
+        cells.append(cell)
+        del llm  # before the next is loaded
+    return results(cells, names)
+
+
+def _changes(text: str) -> dict[str, Any]:
+    """``static`` and ``max_num_seqs=8,block_size=32``: settings by name. Raises ConfigError."""
+    flags = {flag.name: flag for flag in flat_fields() if flag.name != "model"}
+    changes = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name in (flags["batching"].choices or ()) and not value:
+            name, value = "batching", name
+        flag = flags.get(name.replace("-", "_"))
+        if flag is None or not value:
+            raise ConfigError(
+                f"--compare must be static, or settings of the engine as in max_num_seqs=8,block_size=32; got {part!r}"
+            )
+        changes[flag.name] = setting_value(flag, value)
+    return changes
+
+
+def _measure(
+    name: str, sides: Sequence[Mapping[str, Any]], loads: Sequence[Load]
+) -> Iterator[tuple[int, int, LLM, ServeRun]]:
+    """Index of the load, index of the side, its engine, and what became of it. Two sides take turns (A B, B A, ...).
+
+    Ends after a run that was interrupted.
+    """
+    from chairlift.bench.offline import room_of, run_here
+    from chairlift.bench.serve_run import Dialect, Target, fit
+
+    # Both are asked the same, so what fits into both must be known before the first run.
+    rooms = []
+    for side in sides if len(sides) > 1 else ():
+        llm = load_llm(side, quiet=True)
+        rooms.append(room_of(llm))
+        llm.engine.core.shutdown()
+        del llm
+        gc.collect()
+    for index, load in enumerate(loads):
+        turn = list(enumerate(sides))
+        for place, side in reversed(turn) if index % 2 else turn:
+            llm = load_llm(side, quiet=bool(index or rooms))
+            room, limits = min(rooms or [room_of(llm)]), llm.engine.limits
+            requests, shortened = fit(load.requests, room)
+            dialect = Dialect(chat=False, vocab_size=limits.vocab_size, ignore_eos=True)
+            target = Target(model=name, owner="chairlift", max_model_len=room, dialect=dialect)
+            fitted = dataclasses.replace(load, requests=requests, shortened=shortened)
+            with watch(name, len(requests)) as progress:
+                run = run_here(llm.engine.core, limits, target, fitted, progress)
+            yield index, place, llm, run
+            llm.engine.core.shutdown()
+            del llm
+            gc.collect()
+            if run.interrupted:
+                return
+
+
+# --- all at once -----------------------------------------------------------------------------------------------------
+
+
+def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> Result:
+    from chairlift.bench.machine import describe_machine
+    from chairlift.bench.offline import fit, native_path, room_of, run_offline
+    from chairlift.bench.offline_report import offline_page
+    from chairlift.bench.report import machine_lines, offline_lines
+    from chairlift.workload.lengths import Workload
+
+    name, model_dir, network = _model(args, settings)
+    if network is None:
+        raise ConfigError(f"{name} has no machine to be measured against; give traffic, such as --workload chat")
+    settings = {"skip_tokenizer_init": True} | dict(settings) | {"model": model_dir}
+    vocab_size = min(Workload().vocab_size, network.vocab_size)
+    workload = Workload(count=args.num_prompts or 64, seed=args.seed, vocab_size=vocab_size)
+    machine = describe_machine()
+    _print(*machine_lines(machine), f"model: {name}")
+    baseline = None
+    if args.baseline:
+        llm = load_llm(settings | {"batching": "static", "max_num_seqs": _STATIC_ROWS}, quiet=False)
+        requests, _ = fit(workload.requests(), room_of(llm))
+        baseline = run_offline(llm, requests)
+        del llm
+        gc.collect()
+        _print("", f"static batches of {_STATIC_ROWS}", *offline_lines(baseline))
+    llm = load_llm(settings, quiet=False)
+    requests, shortened = fit(workload.requests(), room_of(llm))
+    result = run_offline(llm, requests)
+    path = native_path(llm, network)
+    _print("", f"{llm.config.scheduler.batching} batching, {path.describe()}", *offline_lines(result))
+    if shortened:
+        _print(f"shortened      {shortened:,} of them, to the {room_of(llm):,} tokens that fit")
+    if baseline is not None:
+        _print(f"ratio          {baseline.seconds / result.seconds:.2f} times the rate of static batches")
+    record = {
+        "benchmark": "offline",
+        "machine": dataclasses.asdict(machine),
+        "model": name,
+        "kernels": path.kernels,
+        "settings": dataclasses.asdict(llm.config),
+        "workload": dataclasses.asdict(workload),
+        "shortened": shortened,
+        "result": dataclasses.asdict(result),
+        "baseline": None if baseline is None else dataclasses.asdict(baseline),
+        **_floor(llm, network, requests, path, machine, result),
+    }
+    return record, lambda: offline_page({"chairlift": chairlift.__version__, **record}), 0
+
+
+def _floor(
+    llm: LLM,
+    network: ModelConfig,
+    requests: list[tuple[list[int], int]],
+    path: NativePath,
+    machine: Machine,
+    result: OfflineRun,
+) -> dict[str, Any]:
+    """Print, and return for the record, the limits of this machine and how near the engine came to them."""
+    from chairlift.bench.floor import ModelCost
+    from chairlift.bench.limits import measure_limits
+    from chairlift.bench.offline import floor_of
+    from chairlift.bench.report import limits_lines, limits_record
+
+    if path.isa is None:
+        _print("floor          not measured: the native kernels did not run this model")
+        return {"limits": None, "floor": {"not_measured": path.reason}}
+    limits = measure_limits(machine, path.threads)
+    floor = floor_of(requests, llm, network, path, limits)
+    share = floor.seconds / result.seconds
+    _print(f"floor          {floor.seconds:.2f} s in {floor.steps:,} steps of up to {floor.token_budget} tokens")
+    _print(f"of the floor   {share:.0%}")
+    if ModelCost.of(network, path.dtype).weight_bytes < machine.l3_bytes:
+        _print("               The weights fit into the L3 cache, so memory does not bound this model.")
+    _print("", *limits_lines(limits))
+    return {"limits": limits_record(limits), "floor": {**dataclasses.asdict(floor), "share": share}}

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+QUICK = ("hashlm", "--input-len", "uniform:8:16", "--output-len", "3", "--num-prompts", "6")
+
+
+def test_traffic_as_lines_json_and_page(chairlift: Run, tmp_path: Path) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    flags = ("--request-rate", "100", "--slo", "ttft:60000,tpot:60000", "--json", out, "--html", page)
+    code, lines, err = chairlift("bench", "offline", *QUICK, *flags)
+    assert (code, err) == (0, [])
+    text = "\n".join(lines)
+    assert "continuous batching, hashlm" in text
+    assert "requests       6 completed, 0 failed" in text
+    assert "100.0% of the requests kept TTFT 60000 ms, TPOT 60000 ms" in text
+    assert "preempted      0.0% of the requests" in text
+    assert [line.split()[-1] for line in lines if line.startswith("ms ")] == ["p99"]
+    assert sum(line.startswith("until it begins (queueing)") for line in lines) == 1
+    record = json.loads(out.read_text())
+    assert (record["completed"], record["total_output_tokens"], record["request_rate"]) == (6, 18, 100.0)
+    assert (record["output_lens"], record["backend"], record["errors"]) == ([3] * 6, "chairlift", [""] * 6)
+    assert record["start_times"] == sorted(record["start_times"])
+    own = record["chairlift"]
+    assert (own["benchmark"], own["loop"], own["itl_between"], own["preemption_rate"]) == (
+        "offline",
+        "open",
+        "tokens",
+        0,
+    )
+    assert own["engine"]["scheduler"]["batching"] == "continuous"
+    html = page.read_text()
+    assert html.count("<svg") == 6
+    assert "Time to first token (TTFT)" in html
+
+
+def test_static_batches_side_by_side(chairlift: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, lines, err = chairlift("bench", "offline", *QUICK, "--compare", "static", "--rounds", "2", "--json", out)
+    assert (code, err) == (0, [])
+    order = [line.partition(":")[0] for line in lines if ", round " in line]
+    assert order == ["A, round 1", "B, round 1", "B, round 2", "A, round 2"]
+    assert "A, static: static batching, hashlm" in lines
+    record = json.loads(out.read_text())
+    assert (record["benchmark"], record["compared"]["A"], record["compared"]["rounds"]) == ("offline", "static", 2)
+    settings = {side: record["runs"][side][0]["chairlift"]["engine"]["scheduler"] for side in "AB"}
+    assert [settings[side]["batching"] for side in "AB"] == ["static", "continuous"]
+    ratio = record["compared"]["ratios"]["output_throughput"]
+    sides = [[run["output_throughput"] for run in record["runs"][side]] for side in "AB"]
+    assert ratio["per_round"] == pytest.approx([b / a for a, b in zip(*sides, strict=True)])
+
+
+def test_a_trace_keeps_its_times_or_is_stretched_and_both_sides_are_asked_the_same(
+    chairlift: Run, tmp_path: Path
+) -> None:
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    rows = [{"timestamp": 40 * i, "input_length": 10 + 40 * i, "output_length": 2} for i in range(5)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("bench", "offline", "hashlm", "--trace", trace, "--json", out)
+    for more, span in (((), 0.16), (("--request-rate", "100"), 0.04)):
+        assert chairlift(*flags, *more)[0] == 0
+        starts = json.loads(out.read_text())["start_times"]
+        assert starts[-1] - starts[0] == pytest.approx(span, abs=1e-5)
+    code, lines, _ = chairlift(*flags, "--compare", "num_kv_blocks=5,block_size=16", "--rounds", "1")
+    assert code == 0
+    assert any(line.startswith("note: 3 requests were shortened, to the 65 tokens that fit") for line in lines)
+    runs = json.loads(out.read_text())["runs"]
+    assert runs["A"][0]["input_lens"] == runs["B"][0]["input_lens"] == [10, 50, 63, 63, 63]
+
+
+def test_several_rates_are_several_engines(chairlift: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    same = ("--input-len", "64", "--output-len", "3", "--num-prompts", "4")
+    code, lines, _ = chairlift("bench", "offline", "hashlm", *same, "--request-rate", "200,inf", "--json", out)
+    assert code == 0
+    assert [line.split()[0] for line in lines[-2:]] == ["200/s", "all"]
+    runs = json.loads(out.read_text())["runs"]
+    assert [run["chairlift"]["cached_tokens"] for run in runs] == [0, 0]  # the second knows nothing of the first
+
+
+def test_without_the_servers_packages() -> None:
+    code = (
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('msgspec', 'aiohttp', 'starlette', 'uvicorn', 'uvloop', 'httptools',\n"
+        "                                  'prometheus_client', 'matplotlib'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "from chairlift.cli.main import main\n"
+        f"sys.exit(main(['bench', 'offline', *{QUICK!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "6 completed, 0 failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--trace", "/nowhere.jsonl"], "cannot read the trace /nowhere.jsonl"),
+        (["--trace", "x", "--workload", "chat"], "not allowed with"),
+        (["--compare", "static", "--baseline"], "not allowed with"),
+        (["--slo", "ttft"], "goodput wants limits in ms"),
+        (["--slo", ""], "goodput wants limits in ms"),
+        (["--compare", "fast"], "--compare must be static, or settings of the engine"),
+        (["--compare", "max_num_seqs=many"], "max_num_seqs must be of type int, got 'many'"),
+        (["--compare", "max_num_seqs=0"], "max_num_seqs must be"),
+        (["--compare", "static", "--request-rate", "1,2"], "one --request-rate"),
+        (["--compare", "static", "--rounds", "0"], "--rounds must be from 1"),
+        (["--request-rate", "0"], "--request-rate must be a number above 0"),
+        (["--burstiness", "2"], "--burstiness goes with --request-rate"),
+        (["--workload", "chats"], "workload must be one of"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(chairlift: Run, flags: list[str], complaint: str) -> None:
+    code, out, err = chairlift("bench", "offline", "hashlm", *flags)
+    assert (code, len(err)) == (2, 1)
+    assert err[0].startswith("chairlift: error: ")
+    assert complaint in err[0]
+    assert not [line for line in out if line.startswith("requests")]
+
+
+def test_the_fake_model_has_no_floor(chairlift: Run) -> None:
+    code, out, err = chairlift("bench", "offline", "hashlm")
+    assert (code, out) == (2, [])
+    assert "give traffic, such as --workload chat" in err[0]
