@@ -1,125 +1,411 @@
-"""What it costs to be watched: tokens per second of a server with ten open live views, and with none, in turns.
+"""What it costs to be watched: tokens per second of one server, with ten open live views and with none, in turns.
 
-    python benchmarks/live_overhead.py [--model bundled] [--viewers 10] [--rounds 5] [--requests 32] [--json FILE]
+    python benchmarks/live_overhead.py [--model hashlm:20ms] [--viewers 10] [--rounds 12] [--json FILE] [-- FLAG ...]
 
-There are two servers, of which one is never looked at; while one works the other is idle. A round sends the same
-requests at once to each, and takes the time until the last answer is complete. The viewers read everything they are
-sent, in a process of their own.
+One server works all the time: as many streams as ``--streams`` run without a pause, each sends its next request when
+its answer has ended, and their ends are spread evenly. Viewers come and go for windows of a few seconds. Four windows
+are a block: none, watched, watched, none, or the other way round, drawn by seed, so that a drift of the machine cancels
+out. Each round has a second block in which nobody ever looks: what it shows is the method's noise. Within a block are
+compared
+
+- tokens and steps per second, from the server's own counters, and
+- the processors' time that the engine's and the server's process take per step.
+
+Means over blocks come with a 95 % interval from resampled blocks. The engine goes on recording for half a minute when
+the last viewer has left; here it stops at once, because windows are shorter. There is no engine without a step log to
+compare with: it always writes one. So its calls, and those of the recorder that works for viewers, are timed in the
+engine's process. Flags behind ``--`` go to ``chairlift serve``.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import http.client
 import json
+import mmap
 import multiprocessing
+import os
+import platform
+import random
+import selectors
+import socket
 import statistics
+import struct
 import subprocess
 import sys
+import tempfile
 import time
-from multiprocessing.synchronize import Event
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
-import aiohttp
-
-
-def look(url: str, viewers: int, ready: Event, over: Event) -> None:
-    """Open views until told to stop."""
-
-    async def one(session: aiohttp.ClientSession) -> None:
-        async with session.get(f"{url}/live/events") as response:
-            async for _ in response.content.iter_any():
-                pass
-
-    async def main() -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
-            tasks = [asyncio.create_task(one(session)) for _ in range(viewers)]
-            await asyncio.sleep(0.5)
-            ready.set()
-            while not over.is_set():
-                await asyncio.sleep(0.05)
-            for task in tasks:
-                task.cancel()
-
-    asyncio.run(main())
+SETTLE = 0.5
+"""Seconds at the beginning of each window that do not count: viewers come, and are told what was before."""
+CLOCKS = struct.Struct("4d")
+"""Steps, seconds in the step log, seconds in the recorder while it exists, steps while it exists."""
+BUDGET = 0.01
+ENOUGH = 8
+"""Rounds with fewer of which an interval says little."""
 
 
-async def send(url: str, model: str, requests: int, tokens: int) -> float:
-    """Tokens per second of so many requests at once."""
-
-    async def one(session: aiohttp.ClientSession, number: int) -> int:
-        body = {"model": model, "prompt": [5 + number] * 40, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            answer = await response.json()
-            return int(answer["usage"]["completion_tokens"])
-
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        begin = time.perf_counter()
-        counts = await asyncio.gather(*(one(session, number) for number in range(requests)))
-        return sum(counts) / (time.perf_counter() - begin)
+# --- in the server's and the engine's process ------------------------------------------------------------------------
 
 
-def measure(url: str, args: argparse.Namespace, viewers: int) -> float:
-    """One round."""
-    ready, over = multiprocessing.Event(), multiprocessing.Event()
-    process = multiprocessing.Process(target=look, args=(url, viewers, ready, over))
-    process.start()
-    ready.wait(20)
-    try:
-        return asyncio.run(send(url, args.name, args.requests, args.tokens))
-    finally:
-        over.set()
-        process.join(10)
+def serve(clocks: str) -> None:
+    """``chairlift serve``, but without a linger, and with an engine whose step log and recorder are timed."""
+    from chairlift.cli.main import main as chairlift
+    from chairlift.engine import process_client
+    from chairlift.server import live_feed
+
+    live_feed._LINGER_SECONDS = 0.0  # type: ignore[misc]
+    folder = str(Path(__file__).parent)
+    boot = f"import sys; sys.path += [sys.argv[1], {folder!r}]; import live_overhead; live_overhead.engine({clocks!r})"
+    process_client._BOOT = boot  # type: ignore[misc]
+    sys.exit(chairlift())
 
 
-def start(args: argparse.Namespace) -> subprocess.Popen[str]:
-    """A server of its own."""
-    flags = ["--port", "0", "--served-model-name", args.name, "--status-interval", "0"]
-    command = [sys.executable, "-m", "chairlift", "serve", args.model, *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def engine(clocks: str) -> None:
+    """The engine's process; what it takes for being watched is in the file ``clocks``."""
+    from chairlift.engine.core import EngineCore
+    from chairlift.engine.core_process import CoreProcess
+    from chairlift.engine.step_log import StepLog
+    from chairlift.engine.step_recorder import StepRecorder
+    from chairlift.engine_process import main as engine_process
+
+    with open(clocks, "r+b") as file:
+        shared = mmap.mmap(file.fileno(), CLOCKS.size)
+    totals = {"steps": 0.0, "log": 0.0, "recorder": 0.0, "watched": 0.0}
+
+    def timed(owner: type, name: str, part: str, count: str = "") -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **settings: Any) -> Any:
+            begin = time.perf_counter()  # a clock of the thread alone costs more than what is timed
+            try:
+                return function(*args, **settings)
+            finally:
+                totals[part] += time.perf_counter() - begin
+                if count:
+                    totals[count] += 1
+                    CLOCKS.pack_into(shared, 0, *totals.values())
+
+        setattr(owner, name, call)
+
+    timed(StepLog, "record", "log", "steps")
+    timed(StepRecorder, "landed", "recorder", "watched")
+    for name in ("added", "scheduled", "ended"):
+        timed(StepRecorder, name, "recorder")
+    timed(EngineCore, "watch", "recorder")
+    timed(CoreProcess, "_show", "recorder")  # takes the lines, and sends them
+    engine_process()
 
 
-def address(server: subprocess.Popen[str]) -> str:
-    """Where it is, once it is ready."""
-    lines = []
-    for line in server.stdout or ():
-        lines.append(line)
-        if "ready at " in line:
-            return line.split("ready at ")[1].split()[0]
-    raise SystemExit("the server did not start: " + "".join(lines))
+# --- clients, in processes of their own, that do as little as they can -----------------------------------------------
+
+
+def connect(port: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.setblocking(False)
+    return sock
+
+
+def load(port: int, streams: int, prompt: int, tokens: int, told: Connection) -> None:
+    """Streams that run until ``told`` to stop. The first answers have different lengths, so that ends are spread."""
+
+    def request(number: int, count: int) -> bytes:
+        ids = [3 + (number * 31 + at * 7) % 250 for at in range(prompt)]
+        body = {
+            "model": "model",
+            "prompt": ids,
+            "max_tokens": count,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
+        data = json.dumps(body)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode()
+
+    socks = {connect(port): number for number in range(streams)}
+    tails = dict.fromkeys(socks, b"")
+    with selectors.DefaultSelector() as selector:
+        selector.register(told, selectors.EVENT_READ)
+        for sock, number in socks.items():
+            selector.register(sock, selectors.EVENT_READ)
+            sock.sendall(request(number, max(1, tokens * (number + 1) // streams)))
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is told:
+                    return
+                sock = cast(socket.socket, key.fileobj)
+                data = sock.recv(1 << 18)
+                if not data or (not tails[sock] and not data.startswith(b"HTTP/1.1 200")) or b'"error"' in data:
+                    told.send(data[-400:].decode("utf-8", "replace") or "the connection was closed")
+                    return
+                tails[sock] = (tails[sock] + data)[-8:]
+                if tails[sock].endswith(b"\r\n0\r\n\r\n"):
+                    tails[sock] = b""
+                    sock.sendall(request(socks[sock], tokens))
+
+
+def look(port: int, told: Connection) -> None:
+    """As many viewers as was ``told`` last. Answers when they are there, with the bytes that were read before."""
+    viewers: list[socket.socket] = []
+    with selectors.DefaultSelector() as selector:
+        selector.register(told, selectors.EVENT_READ)
+        size = 0
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not told:
+                    viewer = cast(socket.socket, key.fileobj)
+                    if viewer in viewers:  # it may have been closed just now
+                        data = viewer.recv(1 << 18)
+                        if not data:
+                            raise ConnectionError("the server has cut off a viewer")
+                        size += len(data)
+                    continue
+                wanted = told.recv()
+                while len(viewers) > wanted:
+                    sock = viewers.pop()
+                    selector.unregister(sock)
+                    sock.close()
+                while len(viewers) < wanted:
+                    viewers.append(connect(port))
+                    viewers[-1].sendall(b"GET /live/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                    selector.register(viewers[-1], selectors.EVENT_READ)
+                told.send(size)
+                size = 0
+                if wanted < 0:
+                    return
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+class Edge(NamedTuple):
+    """What had been counted at a moment. Times in seconds."""
+
+    time: float
+    """When the newest token that is counted came."""
+    error: float
+    """How far off that may be."""
+    tokens: float
+    steps: float
+    engine_cpu: float
+    server_cpu: float
+    clocks: tuple[float, ...]
+
+
+class Server:
+    """The server under test."""
+
+    def __init__(self, model: str, flags: list[str], clocks: Path) -> None:
+        clocks.write_bytes(bytes(CLOCKS.size))
+        self._clocks = clocks
+        folder = str(Path(__file__).parent)
+        code = f"import sys; sys.path.append({folder!r}); import live_overhead; live_overhead.serve({str(clocks)!r})"
+        command = [sys.executable, "-c", code, "serve", *([] if model == "bundled" else [model])]
+        command += ["--port", "0", "--served-model-name", "model", "--status-interval", "0", *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        lines = []
+        for line in self.process.stdout or ():
+            lines.append(line)
+            if "ready at " in line:
+                self.port = int(line.split("ready at ")[1].split()[0].rstrip("/").rpartition(":")[2])
+                break
+        else:
+            raise SystemExit("the server did not start:\n" + "".join(lines))
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (self.engine,) = (int(pid) for pid in children if b"live_overhead" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        self._http = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def get(self, path: str) -> str:
+        self._http.request("GET", path)
+        return self._http.getresponse().read().decode()
+
+    def edge(self) -> Edge:
+        """The best of some looks: the one that was answered soonest knows the time best."""
+        looks = []
+        for _ in range(5):
+            begin = time.monotonic()
+            text = self.get("/metrics")
+            end = time.monotonic()
+            found = {line.partition("{")[0]: line.rpartition(" ")[2] for line in text.splitlines() if "{" in line}
+            age, tokens, steps = (
+                float(found[f"chairlift:{name}"])
+                for name in ("seconds_since_last_token", "generation_tokens_total", "iteration_tokens_total_count")
+            )
+            cpu = cpu_seconds(self.engine), cpu_seconds(self.process.pid)
+            clocks = CLOCKS.unpack(self._clocks.read_bytes())
+            looks.append(Edge((begin + end) / 2 - age, (end - begin) / 2, tokens, steps, *cpu, clocks))
+        return min(looks, key=lambda each: each.error)
+
+
+def cpu_seconds(pid: int) -> float:
+    """That all threads of a process have had."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            total += int((thread / "schedstat").read_text().split()[0])
+        except OSError:
+            continue  # it has ended
+    return total / 1e9
+
+
+def measure(server: Server, viewers: Callable[[int], int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every window, in the order in which they were."""
+    rng = random.Random(args.seed)
+    windows: list[dict[str, Any]] = []
+    for round_ in range(args.rounds):
+        for kind in rng.sample(["watched", "null"], 2):
+            block = []
+            for side in rng.choice(["ABBA", "BAAB"]):
+                viewers(args.viewers if side == "B" and kind == "watched" else 0)
+                time.sleep(SETTLE)
+                a = server.edge()
+                time.sleep(args.window - SETTLE)
+                b = server.edge()
+                seconds, tokens, steps = b.time - a.time, b.tokens - a.tokens, b.steps - a.steps
+                if tokens <= 0 or steps <= 0 or seconds <= 0:
+                    raise SystemExit(f"no tokens in a window of {seconds:.1f} s: take a longer --window")
+                block.append(
+                    {
+                        **{"round": round_, "kind": kind, "side": side, "seconds": seconds, "error": a.error + b.error},
+                        **{"tokens": tokens, "steps": steps},
+                        **{"tokens_per_second": tokens / seconds, "steps_per_second": steps / seconds},
+                        "engine_cpu_us_per_step": (b.engine_cpu - a.engine_cpu) / steps * 1e6,
+                        "server_cpu_us_per_step": (b.server_cpu - a.server_cpu) / steps * 1e6,
+                        "clocks": [after - before for before, after in zip(a.clocks, b.clocks, strict=True)],
+                    }
+                )
+            windows += block
+            change = compare(block, "tokens_per_second", kind)
+            print(f"round {round_:2} {kind:7} {change[0]:+.2%} tokens/s", flush=True)
+    return windows
+
+
+def compare(windows: list[dict[str, Any]], what: str, kind: str) -> list[float]:
+    """By block, the change from windows A to windows B: of rates the share, of times the difference."""
+    changes = []
+    for round_ in sorted({each["round"] for each in windows if each["kind"] == kind}):
+        own = [each for each in windows if (each["round"], each["kind"]) == (round_, kind)]
+        a, b = ([each[what] for each in own if each["side"] == side] for side in "AB")
+        if what.endswith("per_second"):
+            changes.append(statistics.geometric_mean(b) / statistics.geometric_mean(a) - 1)
+        else:
+            changes.append(statistics.fmean(b) - statistics.fmean(a))
+    return changes
+
+
+def interval(changes: list[float], seed: int) -> dict[str, float]:
+    """Mean and median of the blocks; 95 % intervals of both, from 4,000 resamples."""
+    rng = random.Random(seed)
+    draws = [rng.choices(changes, k=len(changes)) for _ in range(4000)]
+    found: dict[str, float] = {}
+    for name, of in (("mean", statistics.fmean), ("median", statistics.median)):
+        all_ = sorted(of(draw) for draw in draws)
+        found |= {name: of(changes), f"{name}_low": all_[100], f"{name}_high": all_[-101]}
+    return found
+
+
+def calls(windows: list[dict[str, Any]]) -> dict[str, float]:
+    """Microseconds of a step that the step log and the recorder take, and what shares of a step that is."""
+    watched = [each for each in windows if each["kind"] == "watched" and each["side"] == "B"]
+    steps, log, _, _ = (sum(column) for column in zip(*(each["clocks"] for each in windows), strict=True))
+    _, _, recorder, recorded = (sum(column) for column in zip(*(each["clocks"] for each in watched), strict=True))
+    step = sum(each["seconds"] for each in windows) / sum(each["steps"] for each in windows) * 1e6
+    log, recorder = log / max(1, steps) * 1e6, recorder / max(1, recorded) * 1e6
+    return {
+        **{"step_us": step, "step_log_us": log, "step_log_share": log / step},
+        **{"recorder_us": recorder, "recorder_share": recorder / step},
+    }
+
+
+def report(windows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """The figures, printed and as a record."""
+    names = ("tokens_per_second", "steps_per_second", "engine_cpu_us_per_step", "server_cpu_us_per_step")
+    found: dict[str, Any] = {name: {} for name in names}
+    print(f"\n{'change when watched, 95 % interval':36}{'with viewers':>30}{'without (noise)':>30}")
+    for name in names:
+        form = "+.2%" if name.endswith("per_second") else "+,.0f"
+        cells = []
+        for kind in ("watched", "null"):
+            found[name][kind] = each = interval(compare(windows, name, kind), seed)
+            cells.append(f"{each['mean']:{form}} ({each['mean_low']:{form}} to {each['mean_high']:{form}})")
+        print(f"{name.replace('_', ' '):36}{cells[0]:>30}{cells[1]:>30}")
+    found["calls"] = calls(windows)
+    print(
+        "of a step of {step_us:,.0f} us the step log takes {step_log_us:.1f} ({step_log_share:.2%}), always,"
+        " and the recorder {recorder_us:.1f} ({recorder_share:.2%}), while somebody looks".format(**found["calls"])
+    )
+    loss, noise = (found["tokens_per_second"][kind] for kind in ("watched", "null"))
+    found["verdict"] = "cannot tell"
+    if windows[-1]["round"] + 1 < ENOUGH or max(-noise["mean_low"], noise["mean_high"]) > BUDGET:
+        found["verdict"] += f" (it takes at least {ENOUGH} rounds, and less noise than that)"
+    elif -loss["mean_low"] <= BUDGET:
+        found["verdict"] = "yes"
+    elif -loss["mean_high"] > BUDGET:
+        found["verdict"] = "no"
+    print(f"at most {BUDGET:.0%} of the tokens per second: {found['verdict']}")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="what is served")
+    parser.add_argument("--model", default="bundled", help="what is served: bundled, hashlm:20ms, a directory")
     parser.add_argument("--viewers", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=24, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=1000, help="of each answer, or fewer if the model cannot so many")
+    parser.add_argument("--window", type=float, default=4.0, help="seconds, of which the first half does not count")
+    parser.add_argument("--rounds", type=int, default=12, help="of two blocks of four windows")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of chairlift serve, behind --")
     args = parser.parse_args()
-    args.name = "model"
-    servers = [start(args), start(args)]
-    try:
-        urls = {viewers: address(server) for viewers, server in zip((0, args.viewers), servers, strict=True)}
-        for url in urls.values():  # warm up
-            asyncio.run(send(url, args.name, args.requests, args.tokens))
-        rounds = []
-        for number in range(args.rounds):
-            sides = (0, args.viewers) if number % 2 else (args.viewers, 0)
-            rounds.append({viewers: measure(urls[viewers], args, viewers) for viewers in sides})
-            alone, watched = rounds[-1][0], rounds[-1][args.viewers]
-            print(f"round {number}: {alone:,.0f} tokens/s alone, {watched:,.0f} watched, {watched / alone - 1:+.2%}")
-        change = [each[args.viewers] / each[0] - 1 for each in rounds]
-        print(f"median {statistics.median(change):+.2%}, from {min(change):+.2%} to {max(change):+.2%}")
-        if args.json:
-            record = {"benchmark": "live_overhead", "viewers": args.viewers, "rounds": rounds, "change": change}
-            with open(args.json, "w") as file:
-                json.dump(record, file, indent=1)
-    finally:
-        for server in servers:
-            server.terminate()
-            server.wait(20)
+    if args.rounds < 2 or args.window < 2 * SETTLE:
+        parser.error(f"there must be two rounds or more, and windows of at least {2 * SETTLE:g} s")
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(args.model, args.flags, Path(folder, "clocks"))
+        (mine, theirs), (to_load, told) = multiprocessing.Pipe(), multiprocessing.Pipe()
+        helpers: list[multiprocessing.Process] = []
+        try:
+            longest = json.loads(server.get("/v1/models"))["data"][0]["max_model_len"] - args.prompt
+            tokens = min(args.tokens, longest)
+            if tokens < args.streams:
+                raise SystemExit(f"with --prompt {args.prompt} the model has no room for long answers")
+            helpers.append(multiprocessing.Process(target=look, args=(server.port, theirs), daemon=True))
+            loads = (server.port, args.streams, args.prompt, tokens, told)
+            helpers.append(multiprocessing.Process(target=load, args=loads, daemon=True))
+            for process in helpers:
+                process.start()
+
+            def viewers(count: int) -> int:
+                """Have so many, and hear what those before were told."""
+                if to_load.poll():
+                    raise SystemExit(f"a stream ended early: {to_load.recv()}")
+                mine.send(count)
+                if not mine.poll(60):
+                    raise SystemExit("the viewers do not answer")
+                return int(mine.recv())
+
+            viewers(args.viewers)
+            time.sleep(2 * args.window)  # all of it warms up
+            if viewers(0) < 1000 * args.viewers:
+                raise SystemExit("the viewers were told nothing")
+            windows = measure(server, viewers, args)
+        finally:
+            for process in helpers:
+                process.terminate()
+            server.process.terminate()
+            server.process.wait(60)
+    found = report(windows, args.seed)
+    if args.json:
+        about = {"machine": platform.processor() or platform.machine(), "processors": os.cpu_count()}
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+        record = {"benchmark": "live_overhead", **about, **settings, "tokens": tokens, **found, "windows": windows}
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
