@@ -9,13 +9,25 @@ from collections import deque
 
 from chairlift.config import SchedulerConfig
 from chairlift.scheduler.costs import Costs
-from chairlift.scheduler.governor import Bounds, Governor, Observation, RuleGovernor, Settings, Targets
+from chairlift.scheduler.governor import (
+    Bounds,
+    Governor,
+    Observation,
+    RuleGovernor,
+    Settings,
+    Targets,
+    expected_growth,
+    rows_that_fit,
+)
 from chairlift.scheduler.guard_rails import GuardRails
 from chairlift.scheduler.learned_governor import LearnedGovernor
 from chairlift.scheduler.output import SchedulerOutput, StepResult
 from chairlift.scheduler.scheduler import Scheduler
 
 __all__ = ["Decision", "GovernorLoop", "Window", "governor_from_config"]
+
+_USUAL_PROMPT, _USUAL_ANSWER, _USUAL_COUNT = 64, 160, 4
+"""At first a window is told of so many requests as they usually are, in tokens; real ones soon outweigh them."""
 
 _log = logging.getLogger("chairlift.governor")
 
@@ -78,6 +90,8 @@ class Window:
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
         self._prompts, self._answers, self._preempted = _Ratio(64), _Ratio(64), _Ratio(100)
+        self._prompts.add(_USUAL_PROMPT, 1)
+        self._answers.add(_USUAL_COUNT * _USUAL_ANSWER, _USUAL_COUNT)
         self._num_finished = scheduler.preemption_rate.num_finished
         self._waiting = 0
         self._gave_way: set[str] = set()
@@ -135,7 +149,7 @@ class Window:
             finished=finished,
             preempted=self._preemptions,
             prompt_length=self._prompts.value(),
-            answer_length=self._answers.value(prior=1.0),
+            answer_length=self._answers.value(),
             context_length=scheduler.num_computed_tokens / running if running else 0.0,
             prefill_share=self._prefill / computed if computed else 0.0,
             tokens_per_second=self._tokens / seconds if seconds > 0 else 0.0,
@@ -155,8 +169,9 @@ class Window:
 class GovernorLoop:
     """Asks a governor once per ``interval`` seconds, and applies what the guard rails leave of its answer.
 
-    In ``shadow`` everything happens but that: decisions follow one another as if they had been applied. The last
-    ``capacity`` decisions are kept in ``decisions``.
+    It begins with as many requests as fit if all are of usual lengths: none is taken back that was let in before the
+    first has ended. In ``shadow`` everything happens, but nothing is applied: decisions follow one another as if they
+    had been. The last ``capacity`` decisions are kept in ``decisions``.
     """
 
     def __init__(
@@ -179,6 +194,11 @@ class GovernorLoop:
         self.rails = GuardRails(self.settings, bounds)
         self.window = Window(scheduler, now)
         self._due = now + interval
+        seen = self.window.close(now, self.settings)
+        room = max(self.settings.watermark, expected_growth(seen))
+        start = bounds.clamp(Settings(int(rows_that_fit(seen)), self.settings.tokens, room))
+        if start != self.settings:  # without the rails' knowledge: it may open at once
+            self._set(now, start, "nothing is known yet", seen)
 
     def govern(self, now: float) -> None:
         """Between two steps: ask, if it is time."""
@@ -195,11 +215,12 @@ class GovernorLoop:
                 self._apply(now, self.rails.limit(now, self.settings, proposal.settings), proposal.why, seen)
 
     def _apply(self, now: float, after: Settings, why: str, seen: Observation) -> None:
-        before = self.settings
-        if after == before:
-            return
-        self.rails.moved(now, before, after)
-        self.settings = after
+        if after != self.settings:
+            self.rails.moved(now, self.settings, after)
+            self._set(now, after, why, seen)
+
+    def _set(self, now: float, after: Settings, why: str, seen: Observation) -> None:
+        before, self.settings = self.settings, after
         if not self.shadow:
             scheduler = self._scheduler
             scheduler.running_limit, scheduler.token_budget = after.running, after.tokens

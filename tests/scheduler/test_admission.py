@@ -126,7 +126,7 @@ def test_who_joins_a_static_batch_computes_to_its_end_also_past_one_that_does_no
     outs = driver.run()
     assert [row.request_id for row in outs[0].joined] == ["a", "c"]
     assert [len(out.decode_rows) + len(out.chunks) for out in outs[:9]] == [2] * 9
-    assert [row.request_id for row in outs[9].joined][0] == "b"
+    assert outs[9].joined[0].request_id == "b"
 
 
 @pytest.mark.parametrize(("waiting", "joined"), [(1, 0), (2, 2), (3, 2), (4, 4), (5, 4), (8, 8), (9, 8)])

@@ -291,10 +291,12 @@ def test_worlds_notice_a_limit_that_is_ignored(monkeypatch: pytest.MonkeyPatch) 
 # --- in the engine ---------------------------------------------------------------------------------------------------
 
 
-def served(name: str, seed: int = 3, **config: Any) -> tuple[ServedTrace, EngineCore]:
+def served(
+    name: str, seed: int = 3, arrivals: str = "poisson:10", count: int = 120, **config: Any
+) -> tuple[ServedTrace, EngineCore]:
     flat = {"max_num_seqs": 64, "num_kv_blocks": 300, "governor": name}
     core, limits = simulated_core(deploy("l4", shape_from_name("llama-3-8b")), EngineConfig.from_flat(flat | config))
-    trace = draw_trace("chat", parse_arrivals("poisson:10"), 120, seed)
+    trace = draw_trace("chat", parse_arrivals(arrivals), count, seed)
     return serve_trace(core, trace, limits), core
 
 
@@ -361,7 +363,28 @@ def test_an_engine_without_steps_is_left_alone() -> None:
     loop = GovernorLoop(Scripted(Settings(2, 64, 0.01)), Driver().scheduler, BOUNDS, now=0.0)
     for now in range(10):
         loop.govern(float(now))
-    assert not loop.decisions
+    assert [decision.why for decision in loop.decisions] == ["nothing is known yet"]
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_it_begins_with_what_usually_fits_and_may_open_at_once(shadow: bool) -> None:
+    scheduler = Driver(max_num_seqs=64, max_num_batched_tokens=2048, num_blocks=225, watermark=0.01).scheduler
+    loop = GovernorLoop(Scripted(CONFIGURED), scheduler, BOUNDS, now=0.0, shadow=shadow)
+    start = loop.settings
+    assert start.running == scheduler.kv.capacity_tokens // 224 < 64
+    assert start.tokens == 2048 and start.watermark == 0.4  # little memory: one answer's growth is most of it
+    assert (scheduler.running_limit, scheduler.watermark) == ((64, 0.01) if shadow else (start.running, 0.4))
+    driver_window(loop)
+    loop.govern(1.0)
+    assert loop.settings.running > start.running and loop.settings.watermark < 0.4
+
+
+@pytest.mark.parametrize("name", ["rules", "learned"])
+def test_a_first_burst_is_not_let_in_to_be_preempted(name: str) -> None:
+    at_once = {"arrivals": "all", "num_kv_blocks": 100, "count": 32}
+    (off, _), (governed, _) = served("off", **at_once), served(name, **at_once)
+    assert off.preemption_rate > 0.2 and governed.preemption_rate < 0.04
+    assert governed.output_tokens_per_second > 0.65 * off.output_tokens_per_second
 
 
 def test_metrics_show_the_settings_of_the_moment() -> None:
