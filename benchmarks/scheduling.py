@@ -12,8 +12,16 @@ d. prompts: three kinds of prompt-dominated traffic in each prefill mode;
 e. governor: the rules, which know nothing, against the best of a few fixed numbers of rows where memory is short;
 f. deadlines: goodput of least slack first against arrival order, at 0.8, 1.0, 1.2 and 1.5 times the capacity.
 
-Every scenario interleaves its settings within each round, on one trace per round. Printed are figures per setting and
-ratios with a 95 % interval over the rounds (bootstrap). Simulated verdicts carry the simulator's validity.
+Every scenario interleaves its settings within each round, on one trace per round; d and e begin each round with
+another setting, after a run that does not count. Printed are figures per setting and ratios with a 95 % interval over
+the rounds (bootstrap). In d and e each round is compared with the fixed setting best in the others: the best of
+several noisy runs would beat its equals. Simulated verdicts carry the simulator's validity.
+
+Each takes about 20 minutes with a model of 135M parameters on two cores (short rounds for d, whose noise is that of
+the machine; long ones for e, whose noise is that of the trace)::
+
+    python benchmarks/scheduling.py --model DIR --only d --max-num-seqs 16 --rounds 5 --count 64
+    python benchmarks/scheduling.py --model DIR --only e --max-num-seqs 16 --rounds 3 --count 48
 """
 
 from __future__ import annotations
@@ -51,6 +59,7 @@ GOVERNED = {
     "long answers": ((LogNormal(4.0, 0.5, 16, 256), LogNormal(5.5, 0.4, 64, 512)), 1.0),
     "long prompts": ((LogNormal(6.5, 0.6, 64, 2048), LogNormal(4.0, 0.5, 16, 160)), 1.0),
 }
+FIXED_MODES = ("mixed", "prefill_first", "decode_first", "separate")
 Lengths = tuple[LogNormal, LogNormal]
 
 
@@ -82,6 +91,7 @@ class Bench:
             self.deployment = (
                 read_deployment(source) if source else deploy(args.machine, shape_from_name("qwen2.5-0.5b"))
             )
+        self._known: dict[str, tuple[float, int]] = {}
 
     @property
     def validity(self) -> str:
@@ -91,6 +101,8 @@ class Bench:
         core, limits = self._core({**self.base, **settings})
         timings: list[RequestTiming] = []
         served = serve_trace(core, trace, limits, timings)
+        if served.refused:
+            raise SystemExit(f"{served.refused} requests of the trace are too long for the model; take another model")
         steps = sorted(record.end - record.start for record in core.step_log)
         core.shutdown()
         peak = max((record.blocks.used for record in core.step_log), default=0)
@@ -119,6 +131,26 @@ class Bench:
         """Requests per second when there is always work."""
         return self.run(draw(lengths, AllAtOnce(), count, 99), **settings).served.requests_per_second
 
+    def needs(
+        self, kind: str, lengths: Lengths, count: int, arrivals: Callable[[float], Arrivals]
+    ) -> tuple[float, int]:
+        """Requests per second when there is always work, and most KV blocks in use under ``arrivals`` at that rate.
+
+        Measured once per kind of traffic, after a short run that does not count.
+        """
+        if kind not in self._known:
+            self.run(draw(lengths, AllAtOnce(), 8, 98))
+            rate = self.capacity(lengths, count)
+            trace = draw(lengths, arrivals(rate), count, 0)
+            self._known[kind] = (rate, self.run(trace, enable_prefix_caching=False).peak_blocks)
+        return self._known[kind]
+
+    def fitting(self, lengths: Lengths) -> Lengths:
+        """The lengths, prompts cut off where the model would refuse the request."""
+        longest = self.base["max_model_len"] if self.deployment else min(8192, self._max_model_len())
+        prompt, answer = lengths
+        return dataclasses.replace(prompt, most=min(prompt.most, longest - answer.most)), answer
+
 
 def draw(lengths: Lengths, arrivals: Arrivals, count: int, seed: int, **fields: Any) -> list[TracedRequest]:
     """A seeded trace of requests that are alike but for their lengths."""
@@ -135,6 +167,31 @@ def draw(lengths: Lengths, arrivals: Arrivals, count: int, seed: int, **fields: 
 def merged(*traces: Iterable[TracedRequest]) -> list[TracedRequest]:
     """One trace of several, by arrival."""
     return sorted((request for trace in traces for request in trace), key=lambda request: request.arrival)
+
+
+def turns(settings: Sequence[Any], round_number: int) -> list[Any]:
+    """The order of a round: each begins with another setting, and every second goes backwards."""
+    at = round_number % len(settings)
+    order = [*settings[at:], *settings[:at]]
+    return order[::-1] if round_number % 2 else order
+
+
+def against_best(rounds: Sequence[dict[str, float]], kind: str, ours: str, fixed: Sequence[str]) -> list[float]:
+    """Tokens per second over those of the fixed setting that was best in the other rounds, round by round.
+
+    Where requests can be preempted, only settings that preempt fewer than 2 % of all count; NaN if none does.
+    """
+    healthy = [
+        name for name in fixed if statistics.fmean(row.get(f"{kind} {name} preempted", 0) for row in rounds) < 0.02
+    ]
+    if not healthy:
+        return [float("nan")]
+    found = []
+    for at, row in enumerate(rounds):
+        others = [*rounds[:at], *rounds[at + 1 :]] or rounds
+        best = max(healthy, key=lambda name: statistics.fmean(other[f"{kind} {name} tok/s"] for other in others))
+        found.append(row[f"{kind} {ours} tok/s"] / row[f"{kind} {best} tok/s"])
+    return found
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
@@ -224,40 +281,36 @@ def prompts(bench: Bench, seed: int) -> dict[str, float]:
     """(d) prompt-dominated traffic in each prefill mode: throughput, and how late answers end."""
     figures: dict[str, float] = {}
     for kind, lengths in PROMPTS.items():
-        count = max(16, bench.args.count // 4)
-        rate = bench.capacity(lengths, count)
-        arrivals = Gamma(1.1 * rate, 0.2 if kind == "bursts" else 1.0)
-        trace = draw(lengths, arrivals, count, seed)
-        best = 0.0
-        for mode in ("mixed", "prefill_first", "decode_first", "separate", "auto"):
+        count, lengths = max(16, bench.args.count // 4), bench.fitting(lengths)
+        rate, _ = bench.needs(kind, lengths, count, Gamma)
+        trace = draw(lengths, Gamma(1.1 * rate, 0.2 if kind == "bursts" else 1.0), count, seed)
+        for mode in turns((*FIXED_MODES, "auto"), seed):
             run = bench.run(trace, prefill_mode=mode)
             figures[f"{kind} {mode} tok/s"] = run.served.output_tokens_per_second
             figures[f"{kind} {mode} E2E p50 s"] = run.served.e2e.p50
-            best = max(best, run.served.output_tokens_per_second) if mode != "auto" else best
-        figures[f"{kind} auto / best fixed"] = figures[f"{kind} auto tok/s"] / best
     return figures
 
 
 def governor(bench: Bench, seed: int) -> dict[str, float]:
     """(e) the rules against the best fixed rows that preempt under 2 %; all rows at once need twice the memory."""
     figures: dict[str, float] = {}
-    widest = bench.args.max_num_seqs
     for kind, (lengths, shape) in GOVERNED.items():
-        count = bench.args.count
-        trace = draw(lengths, Gamma(1.2 * bench.capacity(lengths, count), shape), count, seed)
-        memory = {"num_kv_blocks": bench.run(trace, enable_prefix_caching=False).peak_blocks // 2 + 1}
-        best = 0.0
-        for rows in (widest // 4, 3 * widest // 8, widest // 2, widest):
-            served = bench.run(trace, max_num_seqs=rows, **memory).served
-            figures[f"{kind} {rows} rows tok/s"] = served.output_tokens_per_second
-            figures[f"{kind} {rows} rows preempted"] = served.preemption_rate
-            if served.preemption_rate < 0.02:
-                best = max(best, served.output_tokens_per_second)
-        served = bench.run(trace, governor="rules", **memory).served
-        figures[f"{kind} rules tok/s"] = served.output_tokens_per_second
-        figures[f"{kind} rules preempted"] = served.preemption_rate
-        figures[f"{kind} rules / best fixed"] = served.output_tokens_per_second / best if best else float("nan")
+        count, lengths = bench.args.count, bench.fitting(lengths)
+        rate, blocks = bench.needs(kind, lengths, count, lambda rate, shape=shape: Gamma(1.2 * rate, shape))
+        trace = draw(lengths, Gamma(1.2 * rate, shape), count, seed)
+        for rows in turns((*fixed_rows(bench), None), seed):
+            setting = {"governor": "rules"} if rows is None else {"max_num_seqs": rows}
+            served = bench.run(trace, num_kv_blocks=blocks // 2 + 1, **setting).served
+            name = "rules" if rows is None else f"{rows} rows"
+            figures[f"{kind} {name} tok/s"] = served.output_tokens_per_second
+            figures[f"{kind} {name} preempted"] = served.preemption_rate
     return figures
+
+
+def fixed_rows(bench: Bench) -> list[int]:
+    """What the governor is compared with."""
+    widest = bench.args.max_num_seqs
+    return [widest // 4, 3 * widest // 8, widest // 2, widest]
 
 
 def deadlines(bench: Bench, seed: int) -> dict[str, float]:
@@ -285,6 +338,16 @@ def deadlines(bench: Bench, seed: int) -> dict[str, float]:
     return figures
 
 
+def ratios(bench: Bench, scenario: str, rounds: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """Figures that need all rounds."""
+    if scenario == "d":
+        return {f"{kind} auto / best fixed": against_best(rounds, kind, "auto", FIXED_MODES) for kind in PROMPTS}
+    if scenario == "e":
+        names = [f"{rows} rows" for rows in fixed_rows(bench)]
+        return {f"{kind} rules / best fixed": against_best(rounds, kind, "rules", names) for kind in GOVERNED}
+    return {}
+
+
 SCENARIOS = {"a": priority, "b": tenants, "c": memory, "d": prompts, "e": governor, "f": deadlines}
 
 
@@ -306,6 +369,7 @@ def main() -> None:
     for name in args.only:
         rounds = [SCENARIOS[name](bench, seed) for seed in range(args.rounds)]
         results[name] = {figure: interval([row[figure] for row in rounds]) for figure in rounds[0]}
+        results[name] |= {figure: interval(each) for figure, each in ratios(bench, name, rounds).items()}
         results[name]["rounds"] = {"mean": args.rounds, "low": args.rounds, "high": args.rounds}
         print(f"({name}) {(SCENARIOS[name].__doc__ or '').split(') ')[-1].strip()}")
         for figure, value in results[name].items():
