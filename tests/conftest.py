@@ -1,4 +1,4 @@
-"""What all tests share: how many seeds to simulate, and one thread."""
+"""What all tests share: how many seeds to simulate, one thread, and no clock for generated examples."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests import network_guard
 
 network_guard.install()
+
+# Another process may keep the machine busy: how long an example takes says nothing of it.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -51,7 +51,7 @@ SERVER: Final = (
 )
 """Short answers, so that there can be many; and room for all that is sent at once, so that 429 and 503 are findings."""
 
-PATIENCE: Final = 20.0
+PATIENCE: Final = 120.0
 """Seconds after which silence is a finding."""
 _PAUSE: Final = 0.05
 """Seconds in which an answer may come before the client closes its side."""

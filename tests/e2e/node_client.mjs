@@ -24,7 +24,7 @@ for await (const chunk of await client.chat.completions.create({ ...settings, ..
 }
 
 seen.errors = [];
-for (const wrong of [{ temperature: 1000 }, { model: "gpt-9" }, { max_tokens: 5000 }]) {
+for (const wrong of [{ temperature: 1000 }, { model: "gpt-9" }, { max_tokens: 50000 }]) {
   try {
     await client.chat.completions.create({ ...settings, ...wrong });
   } catch (error) {

@@ -19,6 +19,7 @@ __all__ = [
     "HI",
     "KEY",
     "LONG",
+    "ROOM",
     "SEEDED",
     "SMALL",
     "Served",
@@ -31,11 +32,13 @@ __all__ = [
 ]
 
 KEY = "sk-of-the-tests"
-SMALL = ("--max-num-seqs", "4", "--max-num-queued-reqs", "3", "--api-key", KEY, "--served-model-name", "hashlm")
+ROOM = ("--max-model-len", "32768", "--api-key", KEY, "--served-model-name", "hashlm")
+"""Flags of a server that takes :data:`LONG`."""
+SMALL = ("--max-num-seqs", "4", "--max-num-queued-reqs", "3", *ROOM)
 """Flags of a server that is soon full."""
-LONG: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
-"""Of a request that takes 15 s at least, at 5 ms per step."""
-_SOON = 8.0
+LONG: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True}
+"""Of a request that takes 150 s at least, at 5 ms per step."""
+_SOON = 100.0
 """Seconds. What goes on for longer was not ended, but came to its end."""
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 SEEDED: dict[str, Any] = {"seed": 7, "max_tokens": 24}

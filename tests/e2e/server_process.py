@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["PATIENCE", "Held", "ServerProcess", "alive", "metrics_of"]
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds after which what should have happened is taken not to happen."""
 _LOOK = 0.02
 _READY = re.compile(r"ready at http://127\.0\.0\.1:(\d+)")

@@ -142,7 +142,7 @@ class Soak:
             return not running and (before is None or more(before, found) == [])
 
         with contextlib.suppress(Violation):
-            await until(quiet, 10.0, look=0.2)
+            await until(quiet, 60.0, look=0.2)
         return found
 
 

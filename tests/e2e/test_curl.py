@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.served import HI, KEY, LONG, SEEDED, Served, answers
+from tests.e2e.served import HI, KEY, LONG, ROOM, SEEDED, Served, answers
 from tests.e2e.server_process import PATIENCE, ServerProcess
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -45,7 +45,7 @@ def events_of(raw: bytes) -> list[Any]:
 
 def test_a_streamed_chat_that_breaks_off() -> None:
     """An error in mid-stream is the last event, in place of the end."""
-    with ServerProcess("hashlm:5ms", "--api-key", KEY, "--served-model-name", "hashlm") as server:
+    with ServerProcess("hashlm:5ms", *ROOM) as server:
         body = {"model": "hashlm", "messages": HI, "stream": True, **LONG}
         process = subprocess.Popen(command(Served(server), "/v1/chat/completions", body), stdout=subprocess.PIPE)
         _lines(process, 20)

@@ -14,9 +14,7 @@ import pytest
 from chairlift.sampling_params import SamplingParams
 from tests.e2e.fuzz import Answer, Connection, read_answer
 from tests.e2e.oracle import expected_hashlm
-from tests.e2e.server_process import ServerProcess
-
-PATIENCE = 30.0
+from tests.e2e.server_process import PATIENCE, ServerProcess
 
 
 def message(body: dict[str, Any], *headers: str) -> bytes:

@@ -47,7 +47,7 @@ def look(view: ServedView, browser: Chromium, query: str = "", **size: Any) -> N
     browser.problems.clear()
     browser.resize(*(size.pop("size", DESKTOP)), **size)
     browser.open(f"{view.url}/live{query}")
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while view.engine.watcher is None:
         assert time.monotonic() < end, "the page does not ask for the events"
         browser.value("new Promise(requestAnimationFrame)")
@@ -80,9 +80,13 @@ def caught_up(browser: Chromium, truth: Truth) -> None:
 def shown(browser: Chromium) -> dict[str, Any]:
     page: dict[str, Any] = browser.value(
         "({requests: chairlift.requests().map(({tables, ...r}) => r), numbers: chairlift.model.numbers,"
-        " first: chairlift.model.first, memory: chairlift.model.numbers.map((_, at) =>"
-        " chairlift.memory(at + chairlift.model.first)?.tables)})"
+        " first: chairlift.model.first, memory: []})"
     )
+    for at in range(0, len(page["numbers"]), 1000):  # in pieces, none of which takes long
+        steps = f"chairlift.model.numbers.slice({at}, {at + 1000})"
+        page["memory"] += browser.value(
+            f"{steps}.map((_, at) => chairlift.memory(at + {at} + chairlift.model.first)?.tables)"
+        )
     return page
 
 
@@ -212,9 +216,10 @@ def key(browser: Chromium, name: str) -> None:
 
 
 def settled(browser: Chromium) -> None:
-    """The next frames are drawn."""
+    """All is drawn: the picture in the next frame, texts in one that comes 200 ms after the one before them."""
     browser.value(
-        "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 250))))"
+        "new Promise((done) => requestAnimationFrame(() => setTimeout("
+        "() => requestAnimationFrame(() => requestAnimationFrame(done)), 250)))"
     )
 
 
@@ -354,7 +359,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(chromium: Chromium) -> None:
             if typed == "sk-wrong":
                 chromium.wait_for("document.querySelector('#refused').innerText.includes('not one of')")
         chromium.wait_for("!document.querySelector('#door').checkVisibility()")
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while view.engine.watcher is None:
             assert time.monotonic() < end
             chromium.value("new Promise(requestAnimationFrame)")
@@ -368,7 +373,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(chromium: Chromium) -> None:
 
 
 def ask(port: int, number: int, tokens: int) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     body = {
         "model": "hashlm",
         "prompt": f"a secret {number} " * 9,
@@ -394,7 +399,7 @@ def test_a_real_server_under_load(chromium: Chromium, dies: bool) -> None:
         chromium.resize(*DESKTOP)
         chromium.open(f"http://127.0.0.1:{server.port}/live")
         chromium.wait_for("chairlift.model.about")
-        for job in [threads.submit(ask, server.port, number, 60) for number in range(15)]:
+        for job in [threads.submit(ask, server.port, number, 120) for number in range(15)]:
             job.result()
         chromium.wait_for("chairlift.requests().filter((r) => r.ended !== null).length === 15")
         page = shown(chromium)
@@ -405,11 +410,11 @@ def test_a_real_server_under_load(chromium: Chromium, dies: bool) -> None:
             if number % 5 == 4:
                 assert request["reason"] in ("abort", "length")
                 continue
-            assert (request["reason"], request["tokens"]) == ("length", 60)
+            assert (request["reason"], request["tokens"]) == ("length", 120)
             spent = request["ended"] - request["arrival"]
             assert sum(request["causes"].values()) == pytest.approx(spent, rel=0.01, abs=2e-3)
         assert any(request["preemptions"] for request in page["requests"])
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("GET", "/live/export?format=jsonl")
         lines = connection.getresponse().read()
         assert b"secret" not in lines and b"caller-3" in lines
@@ -422,5 +427,5 @@ def test_a_real_server_under_load(chromium: Chromium, dies: bool) -> None:
             ask(server.port, 21, 10)
             chromium.wait_for("chairlift.requests().some((r) => r.name === 'caller-21' && r.tokens === 10)")
         server.terminate()
-        assert server.process.wait(15) == 0  # a viewer does not keep it from ending
+        assert server.process.wait(60) == 0  # a viewer does not keep it from ending
         assert chromium.problems == []

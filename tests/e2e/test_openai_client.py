@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.served import HI, KEY, LONG, SEEDED, Served, answers, ends_of, filled, run, stop_in, texts_of
+from tests.e2e.served import HI, KEY, LONG, ROOM, SEEDED, Served, answers, ends_of, filled, run, stop_in, texts_of
 from tests.e2e.server_process import PATIENCE, ServerProcess
 
 
@@ -111,7 +112,7 @@ def test_errors(client: openai.OpenAI) -> None:
         create(model="hashlm", messages=HI, temperature=1000)
     assert bad.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as long:
-        create(model="hashlm", messages=HI, max_tokens=5000)
+        create(model="hashlm", messages=HI, max_tokens=50_000)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as tools:
         create(model="hashlm", messages=HI, tools=[{"type": "function", "function": {"name": "f"}}])
@@ -167,7 +168,7 @@ def test_the_async_client(served: Served) -> None:
 
 def test_it_hears_that_the_engine_died() -> None:
     """In mid-stream, where the status is long sent; and it is a client's retries that get over it."""
-    with ServerProcess("hashlm:5ms", "--api-key", KEY, "--served-model-name", "hashlm") as server:
+    with ServerProcess("hashlm:5ms", *ROOM) as server:
         with openai.OpenAI(base_url=Served(server).base_url, api_key=KEY) as client:
             stream = client.chat.completions.create(model="hashlm", messages=HI, stream=True, extra_body=LONG)
             next(stream)
@@ -185,16 +186,20 @@ def test_it_waits_as_long_as_it_is_told(client: openai.OpenAI, served: Served) -
         with pytest.raises(openai.RateLimitError) as full:
             client.chat.completions.create(model="hashlm", messages=HI)
         assert full.value.code == "rate_limit_exceeded"
-        told = float(full.value.response.headers["retry-after"])
-        assert 1 <= told <= 60
+        assert 1 <= float(full.value.response.headers["retry-after"]) <= 60
         rejected = served.metric("admission_rejections_total")
-        patient = client.with_options(max_retries=2).chat.completions.with_raw_response
+        replies: list[tuple[float, Any]] = []
+        hooks: Any = {"response": [lambda reply: replies.append((time.monotonic(), reply))]}
+        watched = client.with_options(max_retries=10, http_client=openai.DefaultHttpxClient(event_hooks=hooks))
+        patient = watched.chat.completions.with_raw_response
         start = time.monotonic()
         asked = thread.submit(patient.create, model="hashlm", messages=HI, **SEEDED)
         while served.metric("admission_rejections_total") == rejected:
             assert time.monotonic() - start < PATIENCE
         holders.close()
         reply = asked.result(2 * PATIENCE)
-        assert time.monotonic() - start >= told
-        assert reply.retries_taken == 1
+        # Where the machine is busy, the places may not be free yet when it comes again.
+        assert reply.retries_taken == len(replies) - 1 >= 1
+        for (seen, refusal), (later, _) in itertools.pairwise(replies):
+            assert (refusal.status_code, later - seen >= float(refusal.headers["retry-after"])) == (429, True)
         assert reply.parse().choices[0].message.content == answers("Hi", **SEEDED)[0].text

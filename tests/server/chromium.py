@@ -22,6 +22,8 @@ _FLAGS = ["--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disa
 _FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-proxy-server"]
 
 
+_PATIENCE = 60.0
+"""Seconds after which a browser, or what its page was to show, is taken not to come."""
 _SERVER_ERROR = -32000
 """The protocol's code where a page was left, or its tab closed, while an expression of it was awaited."""
 
@@ -64,7 +66,7 @@ class Chromium:
         return result
 
     def _read(self) -> dict[str, Any]:
-        end = time.monotonic() + 30
+        end = time.monotonic() + _PATIENCE
         while b"\0" not in self._rest:
             if not select.select([self._from], [], [], max(0, end - time.monotonic()))[0]:
                 raise TimeoutError("the browser does not answer")
@@ -109,9 +111,9 @@ class Chromium:
         return given["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Until a JavaScript expression holds; fails after 10 s."""
+        """Until a JavaScript expression holds; fails after a minute."""
         look = f"(async () => {{ try {{ return !!(await ({condition})); }} catch {{ return false; }} }})()"
-        end = time.monotonic() + 10
+        end = time.monotonic() + _PATIENCE
         while True:
             with contextlib.suppress(PageGone):  # a click may lead to another page: the next look sees that one
                 if self.value(look):

@@ -26,7 +26,7 @@ from chairlift.server.lifecycle import bind
 from chairlift.server.limits import read_json
 from chairlift.server.state import ServerState
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Seconds after which a test that waits for something has failed."""
 
 INFO = EngineInfo(
@@ -64,6 +64,7 @@ class StateOnlyEngine:
         self.loaded: asyncio.Future[None] | None = None
         self.trouble = ""
         self.num_requests = self.num_queued = 0
+        self.engine_pid: int | None = None
         self.service_classes = None
         self.intake = Intake(256, 65_536)
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536

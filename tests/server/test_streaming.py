@@ -15,6 +15,7 @@ from chairlift.errors import EngineDeadError, OverloadedError, QueueTimeoutError
 from chairlift.server.app import make_app
 from chairlift.server.streaming import merge
 from tests.server.fake_engine import FakeEngine, FakeStream, make_state
+from tests.server.harness import PATIENCE
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -276,12 +277,12 @@ def test_a_client_that_leaves_ends_its_request(path: str, body: dict[str, Any], 
 
         request = {**body, "stream": streamed, "max_tokens": 50, "ignore_eos": True, "n": 2}
         task = asyncio.create_task(call(engine, path, request, send))
-        await asyncio.wait_for(engine.waiting.wait(), 10)
+        await asyncio.wait_for(engine.waiting.wait(), PATIENCE)
         assert engine.num_requests == 1
         assert bool(sent) == (streamed and after > 0), "nothing is sent before there is something to say"
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, PATIENCE)
         assert (engine.num_requests, engine.num_aborted) == (0, 1)
         assert len(asyncio.all_tasks()) == 1
 
@@ -298,10 +299,10 @@ def test_several_streams_leave_no_task_when_the_client_leaves() -> None:
 
         request = {"prompt": ["a", "b", "c"], "stream": True, "max_tokens": 50, "ignore_eos": True}
         task = asyncio.create_task(call(engine, TEXT, request, send))
-        await asyncio.wait_for(engine.waiting.wait(), 10)
+        await asyncio.wait_for(engine.waiting.wait(), PATIENCE)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, PATIENCE)
         assert (engine.num_requests, engine.num_aborted) == (0, 3)
         assert len(asyncio.all_tasks()) == 1
 
@@ -320,7 +321,7 @@ def test_a_reader_that_stands_still_is_cut_off() -> None:
 
         request = {"messages": MESSAGES, "stream": True, "max_tokens": 50, "ignore_eos": True}
         with pytest.raises(asyncio.CancelledError):  # which the server turns into the end of the connection
-            await asyncio.wait_for(call(engine, CHAT, request, send, stall_timeout=0.05), 10)
+            await asyncio.wait_for(call(engine, CHAT, request, send, stall_timeout=0.05), PATIENCE)
         assert len(sent) == 3
         assert (engine.num_requests, engine.num_aborted) == (0, 1)
 

@@ -189,7 +189,7 @@ async def test_every_phase_of_a_request() -> None:
         server.core.step(progress=[Progress(name, 0, 64, False, 30.0)])
         (one,) = (await server.listed())["requests"]
         assert (one["status"], one["computed_tokens"]) == ("prefill", 64)
-        assert 30 - PATIENCE < one["expected_token_seconds"] <= 30
+        assert 0 < one["expected_token_seconds"] <= 30
         server.core.step(progress=[Progress(name, 0, 80, False, 0.0)])  # overdue is now
         assert (await server.listed())["requests"][0]["expected_token_seconds"] == 0.0
 

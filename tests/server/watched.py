@@ -22,7 +22,7 @@ from chairlift.server.http_protocol import HttpServer
 from chairlift.server.lifecycle import bind
 from chairlift.server.live_feed import LiveFeed
 from chairlift.server.state import ServerState
-from tests.server.harness import StateOnlyEngine, make_state
+from tests.server.harness import PATIENCE, StateOnlyEngine, make_state
 
 __all__ = ["Truth", "WatchedEngine", "make_truth", "serve_watched"]
 
@@ -183,9 +183,9 @@ def serve_watched(feed: Callable[[WatchedEngine], LiveFeed] | None = None, **set
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(10), "the server does not start"
+    assert ready.wait(PATIENCE), "the server does not start"
     try:
         yield found[0]
     finally:
         found[0]._loop.call_soon_threadsafe(over.set)
-        thread.join(10)
+        thread.join(PATIENCE)

@@ -70,6 +70,12 @@ def test_times_of_a_request_alone() -> None:
     assert figures.utilisation == pytest.approx(1)
 
 
+def test_gaps_between_tokens_are_those_within_a_request() -> None:
+    itl = served([one(0.0, output=3), one(0.05, output=2), one(5.0, output=1), one(9.0, output=2)], FLAT).itl
+    assert [itl.mean, itl.p50, itl.p99] == pytest.approx([0.1] * 3)
+    assert served([one(0.0, output=1)], FLAT).itl.mean == 0
+
+
 def test_a_step_takes_what_the_cost_model_says_of_it() -> None:
     """A prompt of 100 in two chunks beside a decode."""
     trace = [one(0.0, prompt=40, output=3), one(0.01, prompt=100, output=1)]

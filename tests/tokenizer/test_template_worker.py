@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
+import select
 import signal
 import subprocess
 import sys
@@ -82,6 +82,9 @@ BOMBS = {
     "a deep include": "{% include ['a', 'b'] %}",
 }
 
+PATIENCE = 60.0
+"""Seconds that no chat takes that is no bomb, also where others keep the machine busy."""
+
 T = TypeVar("T")
 
 
@@ -89,13 +92,14 @@ def run(work: Callable[[], Awaitable[T]]) -> T:
     """In a loop of its own; warnings about what was left behind are errors."""
 
     async def bounded() -> T:
-        return await asyncio.wait_for(work(), 60)
+        return await asyncio.wait_for(work(), 2 * PATIENCE)
 
     return asyncio.run(bounded())
 
 
 async def answered(worker: TemplateWorker) -> None:
     """The next chat gets its text. (Not compared with a template in this process: compiling folds constants.)"""
+    worker._time_limit = PATIENCE
     assert await worker.render(HI, variables={"level": 0}) == "fine"
 
 
@@ -119,11 +123,10 @@ def test_a_bomb_harms_only_its_own_request(name: str) -> None:
     more = 100 << 20
 
     async def work() -> None:
-        limit = 0.5  # and on a busy machine enough for a worker that clears up after an answer of many megabytes
-        worker = TemplateWorker(guarded(BOMBS[name]), NAMED, time_limit=limit, memory_bytes=more, max_chars=100_000)
+        worker = TemplateWorker(guarded(BOMBS[name]), NAMED, time_limit=0.5, memory_bytes=more, max_chars=100_000)
         await worker.start()
         start = {pid: peak(pid) for pid in worker.pids}
-        began = time.monotonic()
+        processes = list(worker._processes)
         failed = asyncio.ensure_future(worker.render(HI, variables={"level": 1}))
         highest = 0
         while not failed.done():
@@ -132,10 +135,11 @@ def test_a_bomb_harms_only_its_own_request(name: str) -> None:
         with pytest.raises((RequestError, TemplateError)) as caught:
             await failed
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 1100
-        assert time.monotonic() - began < limit + 1.5
         assert highest <= more + (1 << 20)
         await answered(worker)
         await worker.close()
+        # Its time was up here, and not only in the kernel, which grants six times as much.
+        assert [process._process.returncode for process in processes] != [-signal.SIGXCPU]
 
     run(work)
 
@@ -143,7 +147,7 @@ def test_a_bomb_harms_only_its_own_request(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_workers_render_as_the_template_in_process_does(name: str) -> None:
     async def work() -> None:
-        worker = TemplateWorker(TEMPLATES[name], NAMED)
+        worker = TemplateWorker(TEMPLATES[name], NAMED, time_limit=PATIENCE)
         plain = ChatTemplate(TEMPLATES[name], NAMED)
         variables: dict[str, Any] = {"enable_thinking": True, "level": 1.5, "date_string": "today", "nothing": None}
         for chat in CHATS:
@@ -184,7 +188,7 @@ def outcome(call: Callable[[], str]) -> Any:
 )
 def test_errors_are_those_of_the_template_in_process(template: str | None, messages: Any, variables: Any) -> None:
     async def work() -> None:
-        worker = TemplateWorker(template)
+        worker = TemplateWorker(template, time_limit=PATIENCE)
         with pytest.raises((RequestError, TemplateError)) as caught:
             await worker.render(messages, variables=variables)
         await worker.close()
@@ -216,13 +220,16 @@ def test_a_killed_worker_fails_its_own_request_only() -> None:
 
 
 async def busy_one(worker: TemplateWorker) -> int:
-    """The worker that computes: only its processor time goes on growing."""
-    start = {pid: ticks(pid) for pid in worker.pids}
-    while True:
+    """The worker that computes. One that starts has had its time when this returns, and is the spare."""
+    busy: list[int] = []
+    while worker._starting or len(busy) != 1:
         await asyncio.sleep(0.001)
-        grown = {pid: ticks(pid) - start.setdefault(pid, 1000) for pid in worker.pids}
-        if max(grown.values()) >= 25:
-            return max(grown, key=lambda pid: grown[pid])
+        busy = [process.pid for process in worker._processes - set(worker._idle) if process.alive]
+    (pid,) = busy
+    start = ticks(pid)
+    while ticks(pid) < start + 10:
+        await asyncio.sleep(0.001)
+    return pid
 
 
 def ticks(pid: int) -> int:
@@ -275,12 +282,13 @@ def test_a_spare_takes_over_at_once() -> None:
 
     async def work() -> None:
         source = guarded(FOREVER)
-        worker = TemplateWorker(source, NAMED, time_limit=0.3)
+        worker = TemplateWorker(source, NAMED)
         await answered(worker)
         while len(worker.pids) < 2:
             await asyncio.sleep(0.001)
         await asyncio.gather(*worker._tasks)  # the spare is up
         before = set(worker.pids)
+        worker._time_limit = 0.3
         with pytest.raises(RequestError):
             await worker.render(HI, variables={"level": 1})
         await answered(worker)
@@ -295,7 +303,7 @@ def test_a_spare_takes_over_at_once() -> None:
 def test_chats_take_turns_and_processes_stay_few() -> None:
     async def work() -> None:
         source = "{{ messages[0].content }}"
-        worker = TemplateWorker(source, num_workers=2)
+        worker = TemplateWorker(source, num_workers=2, time_limit=PATIENCE)
         chats = [[{"role": "user", "content": f"chat {i}"}] for i in range(200)]
         texts = await asyncio.gather(*(worker.render(chat) for chat in chats))
         assert texts == [f"chat {i}" for i in range(200)]
@@ -308,7 +316,7 @@ def test_chats_take_turns_and_processes_stay_few() -> None:
 def test_callers_that_go_away_leave_the_others_their_own_texts() -> None:
     async def work() -> None:
         source = "{{ messages[0].content }}"
-        worker = TemplateWorker(source)
+        worker = TemplateWorker(source, time_limit=PATIENCE)
         tasks = [asyncio.ensure_future(worker.render([{"role": "user", "content": str(i)}])) for i in range(100)]
         for i in range(0, 100, 3):
             await asyncio.sleep(0)
@@ -325,7 +333,7 @@ def test_callers_that_go_away_leave_the_others_their_own_texts() -> None:
 
 def test_output_is_capped() -> None:
     async def work() -> None:
-        worker = TemplateWorker("{{ messages[0].content }}", max_chars=1000)
+        worker = TemplateWorker("{{ messages[0].content }}", max_chars=1000, time_limit=PATIENCE)
         for character in ("x", "é", "😀", "\x00", '"'):
             fits = [{"role": "user", "content": character * 1000}]
             assert await worker.render(fits) == character * 1000
@@ -338,7 +346,8 @@ def test_output_is_capped() -> None:
 
 def test_memory_that_one_chat_took_is_there_for_the_next() -> None:
     async def work() -> None:
-        worker = TemplateWorker("{{ messages | map(attribute='content') | map('length') | sum }}")
+        source = "{{ messages | map(attribute='content') | map('length') | sum }}"
+        worker = TemplateWorker(source, time_limit=PATIENCE)
         long = [{"role": "user", "content": "é" * 1_000_000}] * 10
         assert [await worker.render(long) for _ in range(4)] == ["10000000"] * 4
         await worker.close()
@@ -381,7 +390,7 @@ def test_workers_die_with_the_process_that_started_them() -> None:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert pids and all(Path(f"/proc/{pid}").exists() for pid in pids)
         parent.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while any(running(pid) for pid in pids):
         assert time.monotonic() < deadline, "orphans"
         time.sleep(0.005)
@@ -396,7 +405,7 @@ def running(pid: int) -> bool:
 
 def test_signals_for_the_whole_group_leave_workers_to_the_server() -> None:
     async def work() -> None:
-        worker = TemplateWorker("x")
+        worker = TemplateWorker("x", time_limit=PATIENCE)
         await worker.start()
         pids = worker.pids
         for pid in pids:
@@ -423,7 +432,7 @@ def test_a_worker_nobody_kills_ends_by_itself() -> None:
 
 def test_no_worker_can_be_started_is_an_overload_and_heals(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        worker = TemplateWorker("x")
+        worker = TemplateWorker("x", time_limit=PATIENCE)
         monkeypatch.setattr(sys, "executable", "/nonexistent/python")
         with pytest.raises(OverloadedError, match="try again"):
             await worker.render(HI)
@@ -438,7 +447,7 @@ def test_keys_in_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CHAIRLIFT_TEST_SECRET", "secret")
 
     async def work() -> None:
-        worker = TemplateWorker("x")
+        worker = TemplateWorker("x", time_limit=PATIENCE)
         await worker.start()
         for pid in worker.pids:
             assert b"CHAIRLIFT_TEST_SECRET" not in Path(f"/proc/{pid}/environ").read_bytes()
@@ -452,13 +461,11 @@ def test_a_worker_starts_fast_and_light() -> None:
     code = (
         "import sys, chairlift.tokenizer.template_worker\n"
         "print([name for name in ('torch', 'transformers', 'numpy', 'starlette') if name in sys.modules])\n"
+        "print(len(sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    names, count = done.stdout.splitlines()
+    assert names == "[]" and int(count) < 300  # asyncio and the template engine are 190
 
 
 def test_a_server_that_was_held_up_does_not_blame_the_chat() -> None:
@@ -466,9 +473,13 @@ def test_a_server_that_was_held_up_does_not_blame_the_chat() -> None:
         worker = TemplateWorker("fine", NAMED, time_limit=0.2)
         await worker.start()
         chat = asyncio.ensure_future(worker.render(HI))
+        while (busy := worker._processes - set(worker._idle)) == set():
+            await asyncio.sleep(0)
         await asyncio.sleep(0)  # asked ...
-        await asyncio.sleep(0)
+        (process,) = (each for each in busy if each.alive)
+        pipe = process._process._transport.get_pipe_transport(1).get_extra_info("pipe")  # type: ignore[attr-defined]
         time.sleep(0.6)  # ... and then this process does not run, as under SIGSTOP
+        assert select.select([pipe], [], [], PATIENCE)[0], "the answer lies there"
         assert await chat == "fine"
         await worker.close()
 

@@ -160,7 +160,7 @@ def test_a_run_that_is_killed_three_times_ends_as_if_it_never_was(tmp_path: Path
     reached = []
     for death in [*deaths, ("never", "0")]:
         command = [sys.executable, "-m", "tests.train.tiny_run", str(killed), *death]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == (0 if death[0] == "never" else -signal.SIGKILL), done.stderr
         newest = CheckpointStore(killed / "out").latest()
         reached.append("" if newest is None else newest.name[-2:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pathlib
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from chairlift.train.collate import TRAINER_KEYS, PackCollator
 from chairlift.train.hf import TrainerLoss
 from chairlift.train.layout import Layout, Pack
 from chairlift.train.loss import StepLoss
+from tests.free_port import free_port
 from tests.train.families import VOCABULARY, tiny
 
 pytest.importorskip("accelerate")
@@ -94,9 +94,7 @@ def run_rank(rank: int, port: int, folder: pathlib.Path) -> None:
 
 @pytest.mark.nightly
 def test_two_ranks_take_the_step_of_one(tmp_path: pathlib.Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=run_rank, args=(rank, port, tmp_path)) for rank in range(2)]
     for process in ranks:
