@@ -124,8 +124,8 @@ class Figures:
             )
         if self.completed and not self.counted:
             yield "the server does not say how many tokens a chunk has: ITL is the time between chunks"
-        tpot = self.times["tpot"]
-        if tpot is not None and tpot.mean == 0:
+        tpot, itl = self.times["tpot"], self.times["itl"]
+        if tpot is not None and (itl is None or itl.mean == 0):
             yield "answers came whole: TPOT and ITL say nothing about them"
         if self.shorter:
             hint = "" if run.server.dialect.ignore_eos else "; --ignore-eos asks for exact lengths"

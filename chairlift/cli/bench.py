@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "measure kernels and engine against the limits of this machine"
-DESCRIPTION: Final = "Measure kernels and engine against the limits of this machine. See chairlift bench NAME --help."
+SUMMARY: Final = "measure kernels, the engine and servers"
+DESCRIPTION: Final = (
+    "Measure kernels and the engine against the limits of this machine, and servers against their traffic. See "
+    "chairlift bench NAME --help."
+)
 
 _KERNELS: Final = """Time the compiled CPU kernels, and say how near they come to the limits of this machine.
 

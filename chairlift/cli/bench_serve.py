@@ -254,7 +254,8 @@ def _source(args: argparse.Namespace) -> Source:
             if not span:
                 raise ConfigError(f"all requests of {args.trace} have one time; give --arrivals poisson:{rate:g}")
             factor = (len(recorded) - 1) / span / rate
-            times, users, words = [each.arrival * factor for each in recorded], None, "the trace's own, stretched"
+            times, users = [each.arrival * factor for each in recorded], None
+            words = f"the trace's own, stretched to {rate:g} requests/s"
         return [dataclasses.replace(r, arrival=t) for r, t in zip(recorded, times, strict=True)], users, words
 
     return of_the_trace

@@ -276,6 +276,17 @@ def test_a_client_that_is_the_bottleneck_says_so(late: float, cpu: float, held: 
     assert (said in doubts[0]) if said else not doubts
 
 
+@pytest.mark.parametrize(("times", "counts", "whole"), [([1.0], [5], True), ([1.0, 1.5], [4, 1], False)])
+def test_answers_that_came_whole_say_nothing_of_tokens(
+    times: list[float], counts: list[int], whole: bool
+) -> None:
+    found = outcome(times, counts)
+    found.end += 0.001  # what ends a stream comes after its last token
+    run = run_of(found)
+    said = [doubt for doubt in figures_of(run, {}).doubts(run) if doubt.startswith("answers came whole")]
+    assert bool(said) == whole
+
+
 def test_a_closed_loop_is_named() -> None:
     run = run_of(outcome([1.0], [1]), most=3)
     assert any(doubt.startswith("closed loop: at most 3") for doubt in figures_of(run, {}).doubts(run))

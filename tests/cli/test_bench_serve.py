@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -101,7 +103,8 @@ def test_a_trace_keeps_its_times_or_is_stretched(chairlift: Run, server: Scripte
         assert chairlift("bench", "serve", *flags, *more)[0] == 0
         record = json.loads(out.read_text())
         assert record["input_lens"] == [10, 11, 12, 13, 14][: record["num_prompts"]]
-        assert span <= record["start_times"][-1] < span + 0.05
+        gaps = [after - before for before, after in itertools.pairwise(record["start_times"])]
+        assert span <= record["start_times"][-1] and statistics.median(gaps) < 2 * span / len(gaps)
     assert record["num_prompts"] == 3
 
 
