@@ -277,9 +277,7 @@ def test_a_client_that_is_the_bottleneck_says_so(late: float, cpu: float, held: 
 
 
 @pytest.mark.parametrize(("times", "counts", "whole"), [([1.0], [5], True), ([1.0, 1.5], [4, 1], False)])
-def test_answers_that_came_whole_say_nothing_of_tokens(
-    times: list[float], counts: list[int], whole: bool
-) -> None:
+def test_answers_that_came_whole_say_nothing_of_tokens(times: list[float], counts: list[int], whole: bool) -> None:
     found = outcome(times, counts)
     found.end += 0.001  # what ends a stream comes after its last token
     run = run_of(found)
