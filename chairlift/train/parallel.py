@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Final
@@ -21,7 +22,16 @@ from torch import Tensor, distributed
 
 from chairlift.errors import ConfigError
 
-__all__ = ["Ranks", "join_over_ranks", "launch", "process_group", "sum_gradients", "sum_over_ranks", "world_size"]
+__all__ = [
+    "Ranks",
+    "join_over_ranks",
+    "launch",
+    "process_group",
+    "settle",
+    "sum_gradients",
+    "sum_over_ranks",
+    "world_size",
+]
 
 _BUCKET: Final = 1 << 24
 """Numbers per all-reduce: 64 MiB of float32."""
@@ -54,7 +64,18 @@ def process_group() -> Iterator[Ranks]:
     try:
         yield Ranks(distributed.get_rank(), size)
     finally:
+        settle()
         distributed.destroy_process_group()
+
+
+def settle() -> None:
+    """To be called between the last exchange and the end of a process group: lets its threads drop what they hold.
+
+    What autograd keeps for the calling thread travels with every exchange. Whoever drops it last needs the interpreter's
+    lock, and gloo's group keeps that lock while it waits for its threads to end (PyTorch 2.13): a thread that was slow
+    to drop its work would be waited for without end.
+    """
+    time.sleep(0.1)
 
 
 def _is_alone() -> bool:

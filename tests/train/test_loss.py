@@ -21,7 +21,7 @@ from chairlift.errors import ConfigError
 from chairlift.train.collate import PackCollator
 from chairlift.train.layout import Pack
 from chairlift.train.loss import Batch, ExpertCounts, StepLoss, token_losses
-from chairlift.train.parallel import sum_over_ranks
+from chairlift.train.parallel import settle, sum_over_ranks
 from tests.train.families import VOCABULARY, tiny
 
 REDUCTIONS = ("token", "sequence", "sqrt", "weights")
@@ -253,6 +253,7 @@ def run_rank(rank: int, folder: str) -> None:
     experts_step(model, ExpertCounts(4, 2), mine)
     results["experts"] = model.module.table.grad.numpy().copy()
     np.savez(f"{folder}/{rank}.npz", **results)
+    settle()
     distributed.destroy_process_group()
 
 
