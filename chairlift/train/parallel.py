@@ -71,9 +71,9 @@ def process_group() -> Iterator[Ranks]:
 def settle() -> None:
     """To be called between the last exchange and the end of a process group: lets its threads drop what they hold.
 
-    What autograd keeps for the calling thread travels with every exchange. Whoever drops it last needs the interpreter's
-    lock, and gloo's group keeps that lock while it waits for its threads to end (PyTorch 2.13): a thread that was slow
-    to drop its work would be waited for without end.
+    What autograd keeps for the calling thread travels with every exchange. Whoever drops it last needs the
+    interpreter's lock, and gloo's group keeps that lock while it waits for its threads to end (PyTorch 2.13): a thread
+    that was slow to drop its work would be waited for without end.
     """
     time.sleep(0.1)
 
