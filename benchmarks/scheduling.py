@@ -22,6 +22,8 @@ the machine; long ones for e, whose noise is that of the trace)::
 
     python benchmarks/scheduling.py --model DIR --only d --max-num-seqs 16 --rounds 5 --count 64
     python benchmarks/scheduling.py --model DIR --only e --max-num-seqs 16 --rounds 3 --count 48
+
+``--traffic bursts`` takes one kind of d's or e's traffic alone, for more rounds where its interval is wide.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import platform
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,10 @@ class Bench:
                 read_deployment(source) if source else deploy(args.machine, shape_from_name("qwen2.5-0.5b"))
             )
         self._known: dict[str, tuple[float, int]] = {}
+
+    def traffic(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of ``kinds`` that were asked for."""
+        return {kind: each for kind, each in kinds.items() if kind in (self.args.traffic or kinds)}
 
     @property
     def validity(self) -> str:
@@ -280,7 +286,7 @@ def memory(bench: Bench, seed: int) -> dict[str, float]:
 def prompts(bench: Bench, seed: int) -> dict[str, float]:
     """(d) prompt-dominated traffic in each prefill mode: throughput, and how late answers end."""
     figures: dict[str, float] = {}
-    for kind, lengths in PROMPTS.items():
+    for kind, lengths in bench.traffic(PROMPTS).items():
         count, lengths = max(16, bench.args.count // 4), bench.fitting(lengths)
         rate, _ = bench.needs(kind, lengths, count, Gamma)
         trace = draw(lengths, Gamma(1.1 * rate, 0.2 if kind == "bursts" else 1.0), count, seed)
@@ -294,7 +300,7 @@ def prompts(bench: Bench, seed: int) -> dict[str, float]:
 def governor(bench: Bench, seed: int) -> dict[str, float]:
     """(e) the rules against the best fixed rows that preempt under 2 %; all rows at once need twice the memory."""
     figures: dict[str, float] = {}
-    for kind, (lengths, shape) in GOVERNED.items():
+    for kind, (lengths, shape) in bench.traffic(GOVERNED).items():
         count, lengths = bench.args.count, bench.fitting(lengths)
         rate, blocks = bench.needs(kind, lengths, count, lambda rate, shape=shape: Gamma(1.2 * rate, shape))
         trace = draw(lengths, Gamma(1.2 * rate, shape), count, seed)
@@ -341,10 +347,12 @@ def deadlines(bench: Bench, seed: int) -> dict[str, float]:
 def ratios(bench: Bench, scenario: str, rounds: Sequence[dict[str, float]]) -> dict[str, list[float]]:
     """Figures that need all rounds."""
     if scenario == "d":
-        return {f"{kind} auto / best fixed": against_best(rounds, kind, "auto", FIXED_MODES) for kind in PROMPTS}
+        kinds = bench.traffic(PROMPTS)
+        return {f"{kind} auto / best fixed": against_best(rounds, kind, "auto", FIXED_MODES) for kind in kinds}
     if scenario == "e":
         names = [f"{rows} rows" for rows in fixed_rows(bench)]
-        return {f"{kind} rules / best fixed": against_best(rounds, kind, "rules", names) for kind in GOVERNED}
+        kinds = bench.traffic(GOVERNED)
+        return {f"{kind} rules / best fixed": against_best(rounds, kind, "rules", names) for kind in kinds}
     return {}
 
 
@@ -358,6 +366,7 @@ def main() -> None:
     parser.add_argument("--machine", default="ryzen-9950x", help="modelled machine (see chairlift sim --help)")
     parser.add_argument("--cost-model", type=Path, help="fitted by chairlift sim --fit, instead of a modelled machine")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--traffic", nargs="+", choices=sorted({*PROMPTS, *GOVERNED}), help="kinds of d and e; all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--count", type=int, default=200, help="requests per trace")
     parser.add_argument("--max-num-seqs", type=int, default=32)
@@ -370,7 +379,8 @@ def main() -> None:
         rounds = [SCENARIOS[name](bench, seed) for seed in range(args.rounds)]
         results[name] = {figure: interval([row[figure] for row in rounds]) for figure in rounds[0]}
         results[name] |= {figure: interval(each) for figure, each in ratios(bench, name, rounds).items()}
-        results[name]["rounds"] = {"mean": args.rounds, "low": args.rounds, "high": args.rounds}
+        for figure in results[name].values():
+            figure["rounds"] = args.rounds
         print(f"({name}) {(SCENARIOS[name].__doc__ or '').split(') ')[-1].strip()}")
         for figure, value in results[name].items():
             print(f"    {figure:34} {value['mean']:10.3f}   [{value['low']:.3f}, {value['high']:.3f}]")
@@ -389,7 +399,8 @@ def main() -> None:
         if args.json.exists():  # scenarios that were not run again stay
             before = json.loads(args.json.read_text())
             if (before["model"], before["validity"]) == (record["model"], record["validity"]):
-                record["scenarios"] = dict(sorted({**before["scenarios"], **results}.items()))
+                merged_figures = {name: {**before["scenarios"].get(name, {}), **results[name]} for name in results}
+                record["scenarios"] = dict(sorted({**before["scenarios"], **merged_figures}.items()))
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -122,7 +122,7 @@ class LookaheadPacker:
 
         Raises ConfigError for a length that no pack takes.
         """
-        size = -(-length // self.align)
+        size = length if self.align == 1 else -(-length // self.align)
         if not 1 <= size <= self._room:
             raise ConfigError(
                 f"sequence {serial} has {length} tokens, but a pack takes 1 to {self.capacity}; "

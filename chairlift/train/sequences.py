@@ -122,6 +122,24 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
     return Sample(position, tokens, weights, meta or None, group)
 
 
+def _read_block(items: Sequence[Any], position: int) -> list[Sample] | None:
+    """What :func:`read_sample` makes of ``items``, from one copy; None unless all are good arrays of one dtype."""
+    if set(map(type, items)) != {np.ndarray} or len({item.dtype for item in items}) > 1:
+        return None
+    lengths = list(map(len, items)) if all(item.ndim == 1 for item in items) else [0]
+    if not all(lengths) or items[0].dtype.kind not in "iu":
+        return None
+    joined = np.concatenate(items)
+    if joined.min() < 0 or (joined.dtype != _INT32 and joined.max() > _LARGEST):
+        return None
+    tokens = joined.astype(_INT32, copy=False)
+    ends = list(itertools.accumulate(lengths))
+    return [
+        Sample(position + index, tokens[end - length : end])
+        for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
+    ]
+
+
 def _wrong(position: int, what: str, remedy: str) -> ConfigError:
     return ConfigError(f"sequence {position} of the source {what}; {remedy}, or skip it")
 
@@ -172,8 +190,10 @@ class SourceCursor:
     positions 0, 1, 2, 4, 8 ... is remembered by checksum, so that a source that has changed is noticed.
     """
 
-    def __init__(self, source: Any, key: str | Callable[[Any], Key] | None = None) -> None:
-        """Raises ConfigError for what is no source."""
+    def __init__(self, source: Any, key: str | Callable[[Any], Key] | None = None, *, block: int = 0) -> None:
+        """``block`` arrays of a list are checked and copied together, which takes half the time; whoever keeps one of
+        them keeps all of them in memory. Raises ConfigError for what is no source.
+        """
         self.source = source
         self.kind = _kind(source)
         """``indexed``, ``iterable`` or ``queue``."""
@@ -183,9 +203,17 @@ class SourceCursor:
         self._in_batches = hasattr(source, "select") and hasattr(source, "features")  # a Hugging Face dataset
         self._iterator: Iterator[Any] | None = None
         self._checksums: dict[int, int] = {}
+        self._block: list[Sample] = []  # read ahead of ``position``, last first
+        self._block_size = block if type(source) is list and key is None else 0
+        self._single_until = 0  # the position up to which a list is read one by one
 
     def read(self) -> Sample:
         """The next sequence. Raises StopIteration at the end, and ConfigError for a bad item, which is then passed."""
+        if self._block_size and not self._block and self.position >= self._single_until:
+            self._read_ahead()
+        if self._block:
+            self.position += 1
+            return self._noted(self._block.pop())
         if self.kind == "indexed" and not self._in_batches:
             if self.position >= len(self.source):
                 raise StopIteration
@@ -198,7 +226,23 @@ class SourceCursor:
         """Check ``item`` as the next of the source, wherever it came from."""
         position = self.position
         self.position += 1
-        sample = read_sample(item, position, self._key)
+        return self._noted(read_sample(item, position, self._key))
+
+    def _read_ahead(self) -> None:
+        """A block of a list, or, where that has anything but plain arrays, the decision to read it one by one."""
+        items = self.source[self.position : self.position + self._block_size]
+        block = _read_block(items, self.position) if items else None
+        if block is None:
+            self._single_until = self.position + self._block_size
+        else:
+            self._block = block[::-1]
+
+    def _forget_block(self) -> None:
+        self._block.clear()
+        self._single_until = 0
+
+    def _noted(self, sample: Sample) -> Sample:
+        position = sample.id
         if not position & (position - 1):
             self._checksums[position] = zlib.crc32(sample.tokens.tobytes())
         return sample
@@ -206,6 +250,7 @@ class SourceCursor:
     def rewind(self, epoch: int) -> None:
         """Begin again. A source that shuffles itself is told the epoch (``set_epoch``)."""
         self.position, self._iterator = 0, None
+        self._forget_block()
         self._checksums.clear()
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
@@ -233,6 +278,7 @@ class SourceCursor:
                 "resume with the same data, or start a new stream"
             )
         self.position, self._iterator = int(state["position"]), None
+        self._forget_block()
         self._checksums = {int(position): int(value) for position, value in state["checksums"]}
         if self.kind == "indexed":
             for position in self._checksums:

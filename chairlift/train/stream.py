@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PackStream"]
 
+_READ_AHEAD = 64
+"""Sequences of a list that are read together."""
+
 
 class _Plan:
     """One pack to be; without samples, a filler."""
@@ -39,7 +42,7 @@ class _Plan:
         self.samples = samples
         self.lengths = tuple([len(sample.tokens) for sample in samples])
         self.num_tokens = sum(self.lengths)
-        if any(sample.weights is not None or len(sample.tokens) == 1 for sample in samples):
+        if 1 in self.lengths or any(sample.weights is not None for sample in samples):
             self.weight = math.fsum([sample.total_weight for sample in samples])
             self.num_targets = sum([sample.has_target for sample in samples])
         else:
@@ -129,7 +132,7 @@ class PackStream:
         self.rank = rank
         self._flush_after = flush_after
         self._cost = balance or Cost.tokens()
-        self._cursor = SourceCursor(source, key)
+        self._cursor = SourceCursor(source, key, block=_READ_AHEAD)
         self._reset()
 
     def _reset(self) -> None:
@@ -244,25 +247,23 @@ class PackStream:
         self._inside = not row.last_of_step
         return row
 
-    def _push(self, sample: Sample) -> None:
-        settings = self._settings
-        if len(sample.tokens) <= settings.capacity and settings.align == 1:
-            self._add(sample)
+    def _push(self, sample: Sample, fits: bool = False) -> None:
+        """Make a sequence pending, or, unless it ``fits``, what is packed instead of it."""
+        settings, length = self._settings, len(sample.tokens)
+        if not fits and (length > settings.capacity or settings.align > 1):
+            for piece in (sample,) if length <= settings.capacity else self._fit(sample):
+                self._push(piece.padded(settings.align, settings.pad_id), fits=True)
             return
-        for piece in (sample,) if len(sample.tokens) <= settings.capacity else self._fit(sample):
-            self._add(piece.padded(settings.align, settings.pad_id))
-
-    def _add(self, piece: Sample) -> None:
-        length, serial, meter = len(piece.tokens), self._serial, self._meter
+        serial, meter = self._serial, self._meter
         self._serial = serial + 1
         meter.on_read(length)
-        piece.born = meter.packs
-        if length > self._settings.capacity:
-            self._close([piece], [serial])
+        sample.born = meter.packs
+        if length > settings.capacity:
+            self._close([sample], [serial])
             return
-        self._pending[serial] = piece
-        self._packer.add(serial, length, piece.key)
-        if self._packer.full:
+        self._pending[serial] = sample
+        self._packer.add(serial, length, sample.key)
+        if len(self._pending) >= settings.pool:
             self._close_next()
 
     def _fit(self, sample: Sample) -> Iterable[Sample]:
@@ -304,14 +305,15 @@ class PackStream:
         fillers = -len(plans) % settings.ranks
         self._meter.fillers += fillers
         plans += [_Plan([]) for _ in range(fillers)]
+        if not settings.uses_window:  # then it is one row
+            self._add_row(plans)
+            return
         seed = settings.seed * 2**32 + self._windows
         if settings.balance is not None:
             rows = deal_rows([self._cost_of(plan) for plan in plans], settings.ranks, seed)
-        elif settings.order == "shuffled":
+        else:
             order = [index for (index,) in deal_rows([0.0] * len(plans), 1, seed)]
             rows = [order[start : start + settings.ranks] for start in range(0, len(plans), settings.ranks)]
-        else:
-            rows = [list(range(start, start + settings.ranks)) for start in range(0, len(plans), settings.ranks)]
         for row in rows:
             self._add_row([plans[index] for index in row])
 
@@ -333,18 +335,26 @@ class PackStream:
     def _close_step(self) -> None:
         """Say who takes which pack of the open step, and what its losses are divided by."""
         rows, self._open = self._open, []
-        alone = self._settings.ranks == 1  # nobody waits for it, whatever its packs cost
-        costs = [[0.0 if alone else self._cost_of(plan) for plan in row] for row in rows]
+        if self._settings.ranks == 1:  # nobody waits for it, whatever its packs cost
+            self._meter.steps += 1
+        else:
+            rows = self._level(rows)
+        weight = math.fsum([plan.weight for row in rows for plan in row])
+        sequences = sum([plan.num_targets for row in rows for plan in row])
+        last = len(rows) - 1
+        for index, row in enumerate(rows):
+            self._ready.append(_Row(row, self._step, index == last, weight, sequences))
+        self._step += 1
+
+    def _level(self, rows: list[list[_Plan]]) -> list[list[_Plan]]:
+        """The rows of a step with the packs of each in the order of the ranks that take them."""
+        costs = [[self._cost_of(plan) for plan in row] for row in rows]
         if self._settings.balance is not None:
             taken = level_rows(costs, self._step)
             rows = [[row[pack] for pack in chosen] for row, chosen in zip(rows, taken, strict=True)]
             costs = [[row[pack] for pack in chosen] for row, chosen in zip(costs, taken, strict=True)]
         self._meter.on_step(costs)
-        weight = math.fsum([plan.weight for row in rows for plan in row])
-        sequences = sum([plan.num_targets for row in rows for plan in row])
-        for index, row in enumerate(rows):
-            self._ready.append(_Row(row, self._step, index == len(rows) - 1, weight, sequences))
-        self._step += 1
+        return rows
 
     def _cost_of(self, plan: _Plan) -> float:
         return self._cost.of(plan.lengths)

@@ -144,8 +144,11 @@ def test_what_the_source_does_later_with_its_buffer_does_not_matter() -> None:
         ([1] * 65, "65 tokens"),
     ],
 )
-def test_a_bad_item_is_named_and_can_be_passed(bad: Any, message: str) -> None:
+@pytest.mark.parametrize("arrays", [False, True], ids=["lists", "arrays"])
+def test_a_bad_item_is_named_and_can_be_passed(bad: Any, message: str, arrays: bool) -> None:
     good = rows(50)
+    if arrays:
+        good = [np.array(row) for row in good]  # type: ignore[misc]
     stream, packs, errors = PackStream([*good[:20], bad, *good[20:]], CAPACITY, pool=8), [], []
     while True:
         try:
@@ -157,6 +160,21 @@ def test_a_bad_item_is_named_and_can_be_passed(bad: Any, message: str) -> None:
     assert len(errors) == 1 and re.match(f"sequence 20 .*{message}", errors[0])
     ids = [*range(20), *range(21, 51)]
     assert content(packs) == Counter((position, tuple(row)) for position, row in zip(ids, good, strict=True))
+
+
+@pytest.mark.parametrize("dtypes", [[np.int32], [np.int64], [np.uint16], [np.int32, np.int64, np.uint8]])
+def test_a_list_of_arrays_gives_the_packs_of_a_list_of_lists(dtypes: list[Any]) -> None:
+    plain = rows(300)
+    mixed = [np.array([token % 256 for token in row], dtypes[0]) for row in plain]
+    mixed = [row.astype(dtypes[index // 70 % len(dtypes)]) for index, row in enumerate(mixed)]
+    expected = list(PackStream([row.tolist() for row in mixed], CAPACITY, pool=10))
+    for cut in range(0, len(expected), 7):
+        first = PackStream(mixed, CAPACITY, pool=10)
+        packs = list(itertools.islice(first, cut))
+        second = PackStream(mixed, CAPACITY, pool=10)
+        list(itertools.islice(second, 3))  # has read ahead of where it is told to go
+        second.load_state_dict(through_json(first.state_dict()))
+        assert all_same([*packs, *second], expected)
 
 
 @pytest.mark.parametrize("source", [{"input_ids": [1]}, "text", 7, None])
