@@ -20,6 +20,7 @@ from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 from chairlift.server.tokens import DetokenizeReply, TokenizeReply
 from chairlift.server.traffic import RequestsReply, TrafficRecord
+from chairlift.server.weights import WeightsReply, WeightsRequest
 from chairlift.version import __version__
 
 __all__ = ["ErrorReply", "document", "routes"]
@@ -64,6 +65,7 @@ class LoadReply(msgspec.Struct, kw_only=True):
 _STATUSES: Final = {
     400: "The request is not valid; the message says what to change",
     401: "The API key is missing or wrong",
+    403: "The API key is one that may not do this",
     404: "There is no such model, or no such request",
     408: "The body took too long",
     413: "The body is too long",
@@ -78,7 +80,7 @@ _WITH_BODY: Final = (404, 408, 413, 415)
 _TYPES: Final = (
     *(ChatRequest, ChatCompletion, CompletionRequest, TextCompletion, TokenizeRequest, TokenizeReply),
     *(DetokenizeRequest, DetokenizeReply, ModelList, ModelCard, ErrorReply, StatusReply, VersionReply, LoadReply),
-    *(QueueReply, RequestsReply, TrafficRecord),
+    *(QueueReply, RequestsReply, TrafficRecord, WeightsRequest, WeightsReply),
 )
 
 
@@ -86,15 +88,18 @@ def document(state: ServerState) -> dict[str, Any]:
     """The OpenAPI 3.1 document of this server."""
     _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
     paths = {
-        "/v1/chat/completions": _post("Answer a conversation", ChatRequest, ChatCompletion, streams=True),
-        "/v1/completions": _post("Continue one or more prompts", CompletionRequest, TextCompletion, streams=True),
-        "/tokenize": _post("Token ids of a prompt or of messages", TokenizeRequest, TokenizeReply),
-        "/detokenize": _post("The text of token ids", DetokenizeRequest, DetokenizeReply),
+        "/v1/chat/completions": _post("Answer a conversation", ChatRequest, ChatCompletion, (429,), streams=True),
+        "/v1/completions": _post(
+            "Continue one or more prompts", CompletionRequest, TextCompletion, (429,), streams=True
+        ),
+        "/tokenize": _post("Token ids of a prompt or of messages", TokenizeRequest, TokenizeReply, (429,)),
+        "/detokenize": _post("The text of token ids", DetokenizeRequest, DetokenizeReply, (429,)),
         "/v1/models": _get("The names of the model", ModelList),
         "/v1/models/{name}": _get("One of them", ModelCard, (404,), [_NAME_PARAMETER]),
         "/v1/queue": _get("What waits, and when it is expected to start", QueueReply, (404,), [_ID_PARAMETER]),
         "/v1/requests": _get("What waits and runs now", RequestsReply, (), [_LIMIT_PARAMETER]),
         "/v1/traffic": {"get": _traffic()},
+        "/update_weights": _post("Serve other weights", WeightsRequest, WeightsReply, (403,)),
         "/health": _status("Whether requests make progress"),
         "/ping": _status("The same"),
         "/ready": _status("Whether new requests are taken"),
@@ -156,12 +161,16 @@ def _operation(summary: str, content: dict[str, Any], statuses: Sequence[int] = 
 
 
 def _post(
-    summary: str, body: type[msgspec.Struct], reply: type[msgspec.Struct], streams: bool = False
+    summary: str,
+    body: type[msgspec.Struct],
+    reply: type[msgspec.Struct],
+    statuses: Sequence[int],
+    streams: bool = False,
 ) -> dict[str, Any]:
     content = _ref(reply)
     if streams:
         content["text/event-stream"] = {}  # each event is a chunk of the reply; OpenAPI 3.1 cannot say so
-    operation = _operation(summary, content, (*_WITH_BODY, 429))
+    operation = _operation(summary, content, (*_WITH_BODY, *statuses))
     if streams:
         operation["parameters"] = [_TTFT_PARAMETER]
     operation["requestBody"] = {"required": True, "content": _ref(body)}

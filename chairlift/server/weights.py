@@ -22,7 +22,7 @@ from chairlift.server.protocol import parse, warning_headers
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 
-__all__ = ["routes"]
+__all__ = ["WeightsReply", "WeightsRequest", "routes"]
 
 
 class WeightsRequest(msgspec.Struct, kw_only=True):
@@ -32,6 +32,13 @@ class WeightsRequest(msgspec.Struct, kw_only=True):
     """A directory with safetensors, where the server runs."""
     version: Annotated[int, Meta(ge=0, le=2**53)]
     in_flight: Literal["continue", "recompute"] = "continue"
+
+
+class WeightsReply(msgspec.Struct, kw_only=True):
+    """What serves now."""
+
+    version: int
+    system_fingerprint: str
 
 
 async def _update(request: Request) -> Response:
@@ -46,8 +53,8 @@ async def _update(request: Request) -> Response:
         info = await state.engine.update_weights(asked.path, asked.version, in_flight=asked.in_flight)
     except (ConfigError, ModelLoadError) as error:
         raise ApiError(400, f"{error}; the weights are those from before", code="invalid_value") from None
-    body = {"version": info.weight_version, "system_fingerprint": info.fingerprint}
-    return json_response(body, warning_headers(ignored))
+    reply = WeightsReply(version=info.weight_version, system_fingerprint=info.fingerprint)
+    return json_response(reply, warning_headers(ignored))
 
 
 routes: Final = [Route("/update_weights", _update, methods=["POST"])]
