@@ -366,7 +366,7 @@ def _recurrence(tokens: Any, reset: Any, state: float) -> float:
 
 def g1(args: argparse.Namespace) -> Iterator[Figure]:
     """Staleness over 100,000 random events, by the books of the tests; bias against long samples in ``wait``."""
-    books = importlib.import_module("tests.train.test_staleness")
+    books = importlib.import_module("tests.train.staleness_books")
     for policy in books.POLICIES:
         worst = 0
         for seed in range(10):
@@ -381,7 +381,7 @@ def g1(args: argparse.Namespace) -> Iterator[Figure]:
 
 def g2(args: argparse.Namespace) -> Iterator[Figure]:
     """Asynchronous against synchronous on a virtual clock: simulated generation, a bandit that learns."""
-    simulate = importlib.import_module("tests.train.test_async_loop").simulate
+    simulate = importlib.import_module("tests.train.simulated_rollouts").simulate
     seeds = range(max(6, args.rounds))
     for policy in ("drop", "wait"):
         in_step = [simulate(0, policy, seed=seed)[:2] for seed in seeds]
