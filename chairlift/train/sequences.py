@@ -36,6 +36,8 @@ _READ = frozenset({"input_ids", "labels", "weight", "attention_mask", *_PER_TOKE
 _INT32 = np.dtype(np.int32)
 _LARGEST = 2**31 - 1
 _ROWS_AT_ONCE = 1000
+_TOGETHER = 2**18
+"""Tokens of a block at most."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -123,11 +125,14 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
 
 
 def _read_block(items: Sequence[Any], position: int) -> list[Sample] | None:
-    """What :func:`read_sample` makes of ``items``, from one copy; None unless all are good arrays of one dtype."""
+    """What :func:`read_sample` makes of ``items``, from one copy; None unless all are good arrays of one dtype.
+
+    Nor when they are long: then one of them would keep too much in memory, and there is little to win.
+    """
     if set(map(type, items)) != {np.ndarray} or len({item.dtype for item in items}) > 1:
         return None
     lengths = list(map(len, items)) if all(item.ndim == 1 for item in items) else [0]
-    if not all(lengths) or items[0].dtype.kind not in "iu":
+    if not all(lengths) or sum(lengths) > _TOGETHER or items[0].dtype.kind not in "iu":
         return None
     joined = np.concatenate(items)
     if joined.min() < 0 or (joined.dtype != _INT32 and joined.max() > _LARGEST):
