@@ -60,6 +60,8 @@ def parse_service_classes(value: str | Mapping[str, Any]) -> dict[str, ServiceCl
     for name, settings in _object("service_classes", value).items():
         if not isinstance(name, str) or not name.isidentifier() or len(name) > 64:
             raise ConfigError(f"a service class needs a name of letters, digits and '_', got {name!r:.80}")
+        if name == "auto":  # in a request's service_tier it means: as the server sees fit
+            raise ConfigError("no service class may be named 'auto': requests could not ask for it; take another name")
         if not isinstance(settings, Mapping):
             raise ConfigError(f"service class {name}: its settings must be an object, got {settings!r:.80}")
         for field, given in settings.items():

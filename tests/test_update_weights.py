@@ -174,6 +174,8 @@ def test_what_does_not_fit_changes_nothing(
         ("nowhere/at/all", 1, "continue", "nowhere/at/all' is not a directory"),
         ({"model.norm.weight": [1.0]}, 1, "continue", "'model.norm.weight' must be a dense torch tensor, got list"),
         ({"lm_head.weight": torch.zeros(1, device="meta")}, 1, "continue", "without ordinary memory"),
+        (None, 1, "continue", "a directory or a mapping of tensors, got NoneType"),
+        (5, 1, "continue", "a directory or a mapping of tensors, got int"),
         ({}, 0.5, "continue", "version must be an integer of at least 0.*got 0.5"),
         ({}, -1, "continue", "version must be an integer of at least 0.*got -1"),
         ({}, 1, "later", "in_flight must be 'continue' or 'recompute', got 'later'"),

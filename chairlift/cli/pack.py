@@ -8,13 +8,14 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
+    from chairlift.train.encoder import Encode
     from chairlift.train.stream_stats import StreamStats
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -96,10 +97,12 @@ class _Tally:
 
 def run(args: argparse.Namespace) -> int:
     """Pack and print; 0. What keeps it from running raises ChairliftError."""
+    from chairlift.train.encoder import fitting
     from chairlift.train.sources import RecordSource
     from chairlift.train.stream import PackStream
 
-    source = RecordSource([args.file], _reader(args), on_error=args.on_error)
+    read = fitting(_reader(args), args.capacity) if args.overflow == "error" else _reader(args)
+    source = RecordSource([args.file], read, on_error=args.on_error)
     tally = _Tally(args.capacity)
     stream = PackStream(
         _counted(source, tally, args),
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _reader(args: argparse.Namespace) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+def _reader(args: argparse.Namespace) -> Encode:
     from chairlift.train.encoder import Encoder
 
     if args.length_field is None:

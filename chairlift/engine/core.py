@@ -37,6 +37,7 @@ from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.preemption import PreemptionMode
 from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.scheduler import Scheduler
+from chairlift.scheduler.shadow import ShadowPolicy
 
 if TYPE_CHECKING:
     from chairlift.engine.step_recorder import StepRecorder
@@ -335,6 +336,7 @@ class EngineCore(EngineClient):
             token_budget=scheduler.token_budget,
             watermark=scheduler.watermark,
             num_governor_decisions=0 if self.governor is None else self.governor.num_decisions,
+            shadow=scheduler.policy.compared if isinstance(scheduler.policy, ShadowPolicy) else (0, 0, 0, 0),
         )
 
     def _note_shares(self) -> None:

@@ -25,7 +25,10 @@ def host_memory(nbytes: int, directory: str | None = None) -> npt.NDArray[np.uin
     because a full disk is no error that a write to mapped memory could report. Raises ConfigError when that fails.
     """
     if directory is None or nbytes == 0:
-        return np.zeros(nbytes, dtype=np.uint8)
+        try:
+            return np.zeros(nbytes, dtype=np.uint8)
+        except MemoryError:
+            raise ConfigError(f"swap_space_bytes is {nbytes:,}, more than the system gives; lower it") from None
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)

@@ -253,7 +253,7 @@ def _giving_way(names: _Names, stats: RequestStats, info: CacheInfo | None) -> I
     """What memory pressure costs."""
     engine = stats.engine
     swaps, tails = engine.num_swap_preemptions, engine.num_tail_preemptions
-    methods = {"recompute": max(0, engine.num_preemptions - swaps - tails), "swap": swaps, "tail": tails}
+    methods = {"recompute": engine.num_preemptions - swaps - tails, "swap": swaps, "tail": tails}
     text = "Preemptions: all KV dropped and computed again, kept in host memory, or only its end dropped."
     by_method = {(method,): count for method, count in methods.items()}
     yield names.counter_of("preemptions_by_method", text, ("method",), by_method.items())
@@ -274,6 +274,11 @@ def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
     yield names.gauge("admission_watermark", text, engine.watermark if up else 0.0)
     text = "Changes that the governor made, or in shadow mode would have made."
     yield names.counter("governor_decisions", text, engine.num_governor_decisions)
+    first, other_first, victims, other_victims = engine.shadow
+    answers = {("first", "same"): first - other_first, ("first", "other"): other_first}
+    answers |= {("victim", "same"): victims - other_victims, ("victim", "other"): other_victims}
+    text = "What a shadow policy was asked (who is first in line, who gives way), and whether its answer was the same."
+    yield names.counter_of("shadow_answers", text, ("question", "answer"), answers.items())
 
 
 def _promises(names: _Names, stats: RequestStats, classes: Mapping[str, int], up: bool) -> Iterator[Metric]:

@@ -101,6 +101,8 @@ class EngineStats:
     """Share of the KV blocks kept free when a sequence joins."""
     num_governor_decisions: int = 0
     """Changes that the governor made, or in shadow mode would have made."""
+    shadow: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Who is next, asked of both policies, and of these answered otherwise by the shadow; the same for victims."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -133,7 +133,11 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any]) -> 
                     raise ModelLoadError(f"{name!r} must be a dense torch tensor, got {given}; the model is unchanged")
                 tensors[name] = _InMemory(value.detach())
         else:
-            where = Path(source)
+            try:
+                where = Path(source)
+            except TypeError:
+                given = type(source).__name__
+                raise ModelLoadError(f"weights come from a directory or a mapping of tensors, got {given}") from None
             if not where.is_dir():
                 raise ModelLoadError(f"{str(source)!r} is not a directory; give one that holds *.safetensors")
             tensors = _open_tensors(where, stack)

@@ -148,7 +148,7 @@ class GivingWay(Population):
         if copies is None:
             return False
         self._swap_out += copies
-        self.num_swaps += 1
+        self.num_swaps += not request.short_of_blocks  # then it is counted with those that gave up their end
         return True
 
     def _drop_tail(self, request: Request, num_blocks: int, out: SchedulerOutput, flight: InFlight) -> bool:

@@ -34,7 +34,8 @@ class Precedence(FirstComeFirstServed):
     * Requests with a deadline go by least slack: by when they must start at the latest, as far as ``service_time`` can
       tell. Those that cannot make it are reported by :meth:`late`, once.
     * Lower ``priority`` displaces running work of higher number. Waiting lowers it by one per ``ageing_seconds`` in
-      which nobody of the same lane was let in, for the order of the line only: age takes nobody's row away.
+      which nobody of the same lane was let in, for the order of the line only: age takes nobody's row away. Nor does
+      priority from one let in after eight times as long: else it would be displaced at once, and starve.
     * Between tenants of one priority, virtual token counters decide; then the order of arrival.
 
     What it comes to in steps, for R rows, budget T and requests of at most L positions, with continuous batching and
@@ -78,6 +79,8 @@ class Precedence(FirstComeFirstServed):
         self._mean_answer: dict[str, float] = {}
         self._known: set[str] = set()
         self._due: list[tuple[float, int, Request]] = []
+        self._starving: set[str] = set()
+        """Heads of lanes that got nothing for too long, and requests that were let in as such."""
 
     def fork(self) -> Precedence:
         twin = Precedence(
@@ -86,7 +89,7 @@ class Precedence(FirstComeFirstServed):
             ageing_seconds=self._ageing,
             service_time=self._service_time,
         )
-        twin._mean_answer = dict(self._mean_answer)
+        twin._mean_answer, twin._starving = dict(self._mean_answer), set(self._starving)
         return twin
 
     def catch_up(self, original: Policy) -> None:
@@ -111,6 +114,7 @@ class Precedence(FirstComeFirstServed):
         fair = self.counters[head.service.tenant]
         claim = not (self._claims(head, "slots") or self._claims(head, "blocks"))
         if periods >= _STARVING:
+            self._starving.add(head.request_id)
             return (claim, 0, -periods, head.priority, fair, head.sequence)
         if head.start_by < math.inf:
             return (claim, 1, head.start_by, head.priority, fair, head.sequence)
@@ -121,6 +125,8 @@ class Precedence(FirstComeFirstServed):
             within = self._within(running, resource)
             if within or self._claims(request, resource):
                 return not within
+        if running.request_id in self._starving and resource != "tokens":
+            return False
         if request.start_by < math.inf and (resource == "tokens" or self._is_urgent(request, now)):
             return request.start_by < running.start_by if resource == "tokens" else running.start_by == math.inf
         return request.priority < running.priority and running.start_by == math.inf
@@ -138,7 +144,7 @@ class Precedence(FirstComeFirstServed):
 
     def _weakness(self, request: Request) -> tuple[float, ...]:
         borrowed = not (self._within(request, "slots") or self._within(request, "blocks"))
-        deadline = request.start_by == math.inf
+        deadline = request.start_by == math.inf and request.request_id not in self._starving
         return (borrowed, deadline, request.priority, self.counters[request.service.tenant], request.sequence)
 
     def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
@@ -265,4 +271,5 @@ class Precedence(FirstComeFirstServed):
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._mean_answer[name] = self._mean_answer.get(name, length) * (1 - _MEMORY) + length * _MEMORY
         self._known.discard(request.request_id)
+        self._starving.discard(request.request_id)
         self.counters.forgotten(request)

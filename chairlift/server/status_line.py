@@ -118,7 +118,13 @@ def _remedy(engine: EngineStats, info: EngineInfo) -> str:
     most = info.max_num_seqs
     if not engine.num_running or not engine.used_blocks:
         return "raise --kv-cache-memory-bytes, or lower --max-num-seqs"
-    fits = min(most, info.num_blocks * engine.num_running / engine.used_blocks)
+    fits = info.num_blocks * engine.num_running / engine.used_blocks
+    if fits > most / _MARGIN:
+        return (
+            f"the KV cache has room for {fits:,.0f} of them, so rows are what was short: raise --max-num-seqs from"
+            f" {most:,}, or send less that displaces others"
+        )
+    fits = min(most, fits)
     fewer = max(1, int(_MARGIN * fits))
     lower = f"lower --max-num-seqs from {most:,} to {fewer:,}"
     raise_ = f"raise --kv-cache-memory-bytes to {most / fewer:.1f} times what it is"

@@ -74,6 +74,8 @@ class ServedTrace:
     """Requests preempted at least once / requests that ended."""
     goodput: float | None
     """Share of the requests with a promise (ttft_ms, tpot_ms, deadline_ms) that was kept in full; None without any."""
+    shadow: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Who is next, asked of both policies, and of these answered otherwise by the shadow; the same for victims."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -212,4 +214,5 @@ class Collector:
             preemptions=core.scheduler.num_preemptions - preemptions,
             preemption_rate=sum(timing.preempted for timing in over) / len(over) if over else 0.0,
             goodput=sum(kept) / len(kept) if kept else None,
+            shadow=core.stats().shadow,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,10 @@ from chairlift.errors import ConfigError
 from chairlift.tokenizer.chat_template import ChatTemplate, normalize_messages
 from chairlift.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Encoder"]
+__all__ = ["Encode", "Encoder", "fitting"]
+
+Encode = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""A record -> a mapping with ``input_ids``. Raises ChairliftError for a record that cannot be used."""
 
 _PASSED_ON = ("labels", "loss_weight", "completion_mask", "weight", "attention_mask")
 
@@ -26,6 +29,21 @@ class _Text:
     template: ChatTemplate
     eos: int | None
     vocab_size: int
+
+
+def fitting(encode: Encode, capacity: int) -> Encode:
+    """``encode``, but ConfigError for more tokens than a pack takes: raised here, it names the file and the line."""
+
+    def read(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = encode(record)
+        if len(found["input_ids"]) > capacity:
+            raise ConfigError(
+                f"it has {len(found['input_ids']):,} tokens, but a pack takes {capacity:,}; raise the capacity, or let"
+                " overflow split, truncate or drop what is longer"
+            )
+        return found
+
+    return read
 
 
 class Encoder:

@@ -8,8 +8,9 @@ pair, which bit operations on whole sets of lengths find without a loop.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal
 
 from chairlift.errors import ConfigError
@@ -164,7 +165,7 @@ class LookaheadPacker:
 
 
 def pack_indices(
-    lengths: Sequence[int],
+    lengths: Iterable[int],
     capacity: int,
     *,
     pool: int | None = None,
@@ -176,8 +177,12 @@ def pack_indices(
     With a ``pool``, exactly what :class:`LookaheadPacker` makes of the sequences in order. Without, the whole data set
     is looked at: the best of lookahead, longest first with exact completion, and best-fit decreasing, which needs at
     most 11/9 of the optimal number of packs plus one (Johnson, 1973). The result depends on the arguments only. Raises
-    ConfigError for numbers below 1 and a length outside 1 to ``capacity``.
+    ConfigError for numbers below 1 and a length outside 1 to ``capacity`` or that is no whole number.
     """
+    try:
+        lengths = [operator.index(length) for length in lengths]
+    except TypeError as error:
+        raise ConfigError(f"lengths must be whole numbers of tokens: {error}") from None
     if pool is not None:
         return _in_order(lengths, LookaheadPacker(capacity, pool, align=align, max_sequences=max_sequences))
     best: list[list[int]] | None = None

@@ -26,7 +26,7 @@ from chairlift.train.balance import Cost
 from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
 from chairlift.train.config import DataSettings, DriftSettings, TrainConfig
 from chairlift.train.drift import DriftSampler
-from chairlift.train.encoder import Encoder
+from chairlift.train.encoder import Encode, Encoder, fitting
 from chairlift.train.parallel import Ranks, process_group, world_size
 from chairlift.train.sources import FollowedLines, RecordSource
 from chairlift.train.stream import PackStream
@@ -100,7 +100,8 @@ def prepare(
             "(vocab_size); use the tokenizer that belongs to the model, or a larger vocab_size"
         )
     _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
-    openers = _source_openers(config, encoder)
+    strict = config.packing.overflow == "error"
+    openers = _source_openers(config, fitting(encoder, config.packing.capacity) if strict else encoder)
     _mixed(config, {name: [[0]] for name in openers})  # likewise
     return Prepared(config, store, network, files, resume_from, openers)
 
@@ -152,15 +153,15 @@ def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
     return network, ModelFiles(config=raw, generation_config=generation, tokenizer_dir=tokenizer_dir, dtype=dtype)
 
 
-def _source_openers(config: TrainConfig, encoder: Encoder) -> dict[str, Callable[[Callable[[], bool]], Any]]:
+def _source_openers(config: TrainConfig, encode: Encode) -> dict[str, Callable[[Callable[[], bool]], Any]]:
     data = config.data
     if data.source is not None:
         made = _import_source(data)
         return {"data": lambda _wait: made()}
-    return {name: _file_opener(config, files, encoder) for name, files in data.by_name.items()}
+    return {name: _file_opener(config, files, encode) for name, files in data.by_name.items()}
 
 
-def _file_opener(config: TrainConfig, files: Sequence[str], encoder: Encoder) -> Callable[[Callable[[], bool]], Any]:
+def _file_opener(config: TrainConfig, files: Sequence[str], encode: Encode) -> Callable[[Callable[[], bool]], Any]:
     data = config.data
     for file in files:
         if not Path(file).is_file():
@@ -168,7 +169,7 @@ def _file_opener(config: TrainConfig, files: Sequence[str], encoder: Encoder) ->
     if data.access == "random":
         source = RecordSource(
             files,
-            encoder,
+            encode,
             shuffle=data.shuffle,
             epochs=data.epochs,
             seed=config.seed,
@@ -176,8 +177,8 @@ def _file_opener(config: TrainConfig, files: Sequence[str], encoder: Encoder) ->
         )
         return lambda _wait: source
     follow = data.access == "follow"
-    FollowedLines(files, encoder, follow=follow)  # for its checks alone
-    return lambda wait: FollowedLines(files, encoder, follow=follow, on_error=data.on_error, wait=wait)
+    FollowedLines(files, encode, follow=follow)  # for its checks alone
+    return lambda wait: FollowedLines(files, encode, follow=follow, on_error=data.on_error, wait=wait)
 
 
 def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:

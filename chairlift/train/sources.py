@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.errors import ChairliftError, ConfigError
-from chairlift.train.encoder import Encoder
+from chairlift.train.encoder import Encode, Encoder
 
 __all__ = ["Encoder", "FollowedLines", "LineFile", "RecordSource", "TableFile", "open_file"]
 
@@ -109,6 +109,7 @@ class TableFile:
                 "or convert the file to JSON lines"
             ) from None
         self.path = path
+        self._broken = pyarrow.ArrowException
         try:
             self._file = parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as error:
@@ -131,7 +132,10 @@ class TableFile:
         if group not in self._groups:
             if not self._whole:
                 self._groups.clear()
-            self._groups[group] = self._file.read_row_group(group)
+            try:
+                self._groups[group] = self._file.read_row_group(group)
+            except (self._broken, OSError) as error:
+                raise ConfigError(f"{self.where(index)}: cannot be read, make the file again: {error}") from None
         row = index - int(self._starts[group])
         found: dict[str, Any] = self._groups[group].slice(row, 1).to_pylist()[0]
         return {name: value for name, value in found.items() if value is not None}
@@ -150,7 +154,7 @@ class RecordSource:
     def __init__(
         self,
         files: Sequence[str | Path],
-        encode: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        encode: Encode,
         *,
         shuffle: bool = False,
         epochs: int | None = 1,
@@ -244,7 +248,7 @@ class FollowedLines:
     def __init__(
         self,
         files: Sequence[str | Path],
-        encode: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        encode: Encode,
         *,
         follow: bool = False,
         on_error: Literal["stop", "skip"] = "stop",
@@ -355,9 +359,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def _encoded(
-    encode: Callable[[Mapping[str, Any]], Mapping[str, Any]], record: Mapping[str, Any], where: str
-) -> Mapping[str, Any]:
+def _encoded(encode: Encode, record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     try:
         return encode(record)
     except ChairliftError as error:

@@ -94,6 +94,8 @@ class StreamMeter:
     drift_max: float = 0.0
     delay_packs: dict[int, int] = dataclasses.field(default_factory=dict)
     delay_arrivals: dict[int, int] = dataclasses.field(default_factory=dict)
+    longest_packs: int = 0
+    longest_arrivals: int = 0
 
     def __post_init__(self) -> None:
         self._packs: list[tuple[Sequence[int], int, float, list[int]]] = []  # closed, but not in the figures yet
@@ -118,6 +120,8 @@ class StreamMeter:
 
     def _settle(self) -> None:
         """Bring the figures up to date with the packs that have closed."""
+        self.longest_packs = max(self.longest_packs, *self._delays[0], 0)
+        self.longest_arrivals = max(self.longest_arrivals, *self._delays[1], 0)
         for counts, delays in zip((self.delay_packs, self.delay_arrivals), self._delays, strict=True):
             for delay, count in Counter(delays).items():
                 shift = delay.bit_length() - 6 if delay >= _EXACT else 0
@@ -167,8 +171,8 @@ class StreamMeter:
             steps=self.steps,
             waste=1 - self.tokens / self.room if self.room else 0.0,
             excess=self.packs / bound - 1 if bound else 0.0,
-            delay_packs=_delay(self.delay_packs),
-            delay_arrivals=_delay(self.delay_arrivals),
+            delay_packs=_delay(self.delay_packs, self.longest_packs),
+            delay_arrivals=_delay(self.delay_arrivals, self.longest_arrivals),
             cost_cv=math.sqrt(variance) / mean if mean else 0.0,
             idle=self.row_longest / self.row_mean - 1 if self.row_mean else 0.0,
             idle_step=self.step_longest / self.step_mean - 1 if self.step_mean else 0.0,
@@ -209,11 +213,11 @@ def _fade(recent: list[float], sequences: int, tokens: int) -> None:
     recent[1] = recent[1] * keep + tokens
 
 
-def _delay(histogram: Mapping[int, int]) -> Delay:
+def _delay(histogram: Mapping[int, int], longest: int) -> Delay:
     total, seen, marks = sum(histogram.values()), 0, {0.5: 0, 0.99: 0}
     for delay in sorted(histogram):
         before, seen = seen, seen + histogram[delay]
         for mark in marks:
             if before < mark * total <= seen:
                 marks[mark] = delay
-    return Delay(marks[0.5], marks[0.99], max(histogram, default=0))
+    return Delay(marks[0.5], marks[0.99], max(longest, max(histogram, default=0)))

@@ -186,6 +186,7 @@ def test_promises_are_counted_by_class_and_kind() -> None:
             num_late_downgraded=6,
             rows_by_class={"chat": 5, "default": 9},
             tenant_gap=120.5,
+            shadow=(9, 4, 3, 1),
         )
     )
     for each in (
@@ -220,6 +221,10 @@ def test_promises_are_counted_by_class_and_kind() -> None:
     assert of("tenant_gap") == 120.5
     methods = [of("preemptions_by_method_total", method=method) for method in ("recompute", "swap", "tail")]
     assert methods == [5, 3, 2]
+    asked = [
+        of("shadow_answers_total", question=who, answer=how) for who in ("first", "victim") for how in ("same", "other")
+    ]
+    assert asked == [5, 4, 2, 1]
     assert (of("swapped_blocks_total", direction="out"), of("swapped_bytes_total", direction="in")) == (7, 5000)
     stats.engine_restarted()
     stats.step(EngineStats(num_swapped_out_blocks=1))

@@ -86,6 +86,25 @@ def test_age_moves_a_lane_up_and_at_last_before_deadlines() -> None:
     assert [ids(queue, now) for now in (1.9, 3.1, 7.4, 8.1)] == ["uyo", "uoy", "uoy", "ouy"]
 
 
+def test_what_got_in_by_age_keeps_its_row_against_priority() -> None:
+    precedence = policy(ageing_seconds=1.0)
+    queue, old, urgent = WaitingQueue(precedence), request("o", 2, priority=9), request("u", 2, priority=-9)
+    for one in (old, request("n", 2, priority=-2, arrival_time=7.8)):
+        queue.add(one)
+    for now, line, keeps in ((7.9, "no", False), (8.1, "on", True)):
+        assert ids(queue, now) == line
+        assert precedence.outranks(urgent, old, "slots", now) is not keeps
+    queue.remove(old, served_at=8.1)
+    precedence.joined(old)
+    urgent.start_by = 8.2  # nor against a deadline that is near
+    assert not precedence.outranks(urgent, old, "blocks", 8.2)
+    assert precedence.victim([old, request("y", 2, priority=1)]).request_id == "y"  # type: ignore[union-attr]
+    vip = request("v", 2, service=Service("vip"))
+    assert precedence.outranks(vip, old, "slots", 8.2)  # what is reserved is reserved
+    precedence.forgotten(old)
+    assert precedence.outranks(urgent, old, "blocks", 8.2)
+
+
 def test_age_is_counted_from_when_the_lane_was_served_last() -> None:
     queue = WaitingQueue(policy(ageing_seconds=1.0))
     first, second = request("a", 2, priority=1), request("b", 2, priority=1)

@@ -101,6 +101,7 @@ def pressed(running: int, used: int, rate: float = 0.08, steps: int = 1) -> Requ
         ),
         (1, 2688, "to 64.0 times what it is, or else lower --max-num-seqs from 64 to 1"),
         (0, 0, "raise --kv-cache-memory-bytes, or lower --max-num-seqs"),
+        (2, 4, "room for 1,344 of them, so rows are what was short: raise --max-num-seqs from 64"),
     ],
 )
 def test_too_many_preemptions_name_the_better_remedy(running: int, used: int, remedy: str) -> None:

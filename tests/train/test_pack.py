@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -180,3 +184,16 @@ def test_the_lower_bound_counts_tokens_and_sequences_that_never_share() -> None:
     assert lower_bound([6, 6, 6], 10) == 3
     assert lower_bound([5, 5], 10) == 1
     assert lower_bound([5, 5], 12, align=4) == 2
+
+
+@pytest.mark.parametrize("make", [iter, np.array, tuple, lambda lengths: torch.tensor(lengths)])
+def test_lengths_are_any_whole_numbers(make: Callable[[list[int]], Any]) -> None:
+    lengths = [3, 4, 5, 2] * 20
+    assert pack_indices(make(lengths), 6) == pack_indices(lengths, 6) != []
+    assert pack_indices(make(lengths), 6, pool=8) == pack_indices(lengths, 6, pool=8)
+
+
+@pytest.mark.parametrize("wrong", [[1.5], ["a"], [None]])
+def test_other_lengths_are_refused(wrong: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="whole numbers of tokens"):
+        pack_indices(wrong, 6)

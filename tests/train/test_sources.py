@@ -13,7 +13,7 @@ import pytest
 
 from chairlift.errors import ConfigError
 from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.train.encoder import Encoder
+from chairlift.train.encoder import Encoder, fitting
 from chairlift.train.sources import FollowedLines, LineFile, RecordSource, TableFile
 from chairlift.train.stream import PackStream
 from tests.cli.conftest import CHAT_TEMPLATE
@@ -267,3 +267,26 @@ def test_what_is_no_row_of_token_ids_is_named_with_its_line(tmp_path: Path, ids:
     file.write_text('{"input_ids": [1, 2]}\n{"input_ids": ' + ids + "}\n")
     with pytest.raises(ConfigError, match=r"data\.jsonl, line 2: input_ids must be a list of token ids"):
         list(RecordSource([file], Encoder()))
+
+
+def test_a_damaged_parquet_file_is_named_with_its_row(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    texts = [f"{i} {i * 7919 % 104729} some words" * 20 for i in range(2000)]
+    parquet.write_table(pyarrow.table({"text": texts}), path, compression="snappy")
+    damaged = bytearray(path.read_bytes())
+    damaged[500:9000] = bytes(255 - byte for byte in damaged[500:9000])
+    path.write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"a\.parquet, row 1: .*make the file again"):
+        next(RecordSource([path], Encoder()))
+
+
+def test_a_record_that_no_pack_takes_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in ([1, 2], [1] * 9)))
+    source = RecordSource([path], fitting(Encoder(), 8))
+    assert next(source)["input_ids"].tolist() == [1, 2]
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: it has 9 tokens, but a pack takes 8"):
+        next(source)

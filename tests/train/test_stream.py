@@ -778,6 +778,12 @@ def test_nothing_waits_for_more_packs_than_the_pool_is_large(mix: str) -> None:
     assert 0 < stream.stats().delay_packs.max <= 32
 
 
+def test_the_longest_wait_is_exact() -> None:
+    stream = PackStream([[1] * 40, *[[1] * 64] * 201, [1] * 24], 64, pool=200)
+    assert max(len(pack.lengths) for pack in stream) == 1
+    assert stream.stats().delay_arrivals.max == 199
+
+
 MEMORY = """
 import itertools, random, sys
 import numpy as np
