@@ -110,6 +110,8 @@ class PackStream:
           next gets less of. None: a step is one pack per rank.
         - ``flush_after``: of a queue (one rank): what has waited for so many seconds is handed out, however full.
         """
+        if balance is not None and not isinstance(balance, Cost):
+            raise ConfigError(f"balance must be a Cost, or None, got {balance!r:.80}")
         self._settings = StreamSettings(
             capacity=capacity,
             pool=pool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ _CHOICES = {
     "overflow": ("error", "split", "truncate", "drop", "own_pack"),
     "order": ("oldest_first", "shuffled"),
 }
+_NUMBERS = ("capacity", "pool", "align", "max_sequences", "ranks", "window", "seed", "pad_id")
+_OPTIONAL = ("max_sequences",)
 _GOAL = re.compile(r"(tokens|sequences|packs):([1-9][0-9]*)([KMG]?)")
 
 
@@ -40,6 +43,12 @@ class StreamSettings:
     pad_id: int
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (hasattr(value, "__index__") or (value is None and name in _OPTIONAL)):
+                raise ConfigError(f"{name} must be a whole number, got {value!r:.80}")
+            if value is not None:
+                object.__setattr__(self, name, operator.index(value))  # NumPy's integers are too small for bitsets
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -65,7 +74,7 @@ class StreamSettings:
         """What a step closes on, and how many of it."""
         if self.step is None:
             return "packs", self.ranks
-        match = _GOAL.fullmatch(self.step)
+        match = _GOAL.fullmatch(self.step) if isinstance(self.step, str) else None
         if match is None:
             raise ConfigError(f"step must be like tokens:1M, sequences:256 or packs:8, got {self.step!r}")
         return match[1], int(match[2]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[3]]

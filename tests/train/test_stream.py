@@ -201,11 +201,22 @@ def test_what_is_no_source_is_refused(source: Any) -> None:
         {"step": "tokens:1.5M"},
         {"step": "epochs:1"},
         {"ranks": 2, "flush_after": 1.0},
+        {"capacity": "a"},
+        {"capacity": None},
+        {"capacity": 64.0},
+        {"pool": None},
+        {"seed": True},
+        {"step": 5},
+        {"balance": "tokens"},
     ],
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         PackStream([[1]], **{"capacity": 64, **wrong})
+
+
+def test_settings_may_be_numbers_of_numpy() -> None:
+    assert all_same(list(PackStream(rows(99), np.int64(64), pool=np.int32(9))), list(PackStream(rows(99), 64, pool=9)))
 
 
 # ---- packing
