@@ -295,11 +295,10 @@ def report_lines(report: SimReport) -> list[str]:
     ]
     if served.goodput is not None:
         lines.append(f"promises        kept in full for {served.goodput:.1%} of the requests that had any")
-    first, other_first, victims, other_victims = served.shadow
-    if first or victims:
+    if any(served.shadow.values()):
         lines.append(
-            f"shadow policy   would have let in somebody else first in {other_first:,} of {first:,} steps, and"
-            f" preempted somebody else {other_victims:,} of {victims:,} times"
+            "shadow policy   would have let in somebody else first in {lines_differing:,} of {lines:,} steps, and"
+            " preempted somebody else {victims_differing:,} of {victims:,} times".format(**served.shadow)
         )
     table = [["", "mean", "p50", "p90", "p99"]]
     for label, times in (

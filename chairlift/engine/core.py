@@ -314,7 +314,7 @@ class EngineCore(EngineClient):
         self._note_shares()
         scheduler, counts = self.scheduler, self.kv.counts()
         rate = scheduler.preemption_rate
-        return dataclasses.replace(
+        stats = dataclasses.replace(
             self._counted,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -336,8 +336,12 @@ class EngineCore(EngineClient):
             token_budget=scheduler.token_budget,
             watermark=scheduler.watermark,
             num_governor_decisions=0 if self.governor is None else self.governor.num_decisions,
-            shadow=scheduler.policy.compared if isinstance(scheduler.policy, ShadowPolicy) else (0, 0, 0, 0),
         )
+        if isinstance(shadow := scheduler.policy, ShadowPolicy):
+            stats.num_shadow_lines, stats.num_shadow_lines_differing = shadow.num_lines, shadow.num_lines_differing
+            stats.num_shadow_victims = shadow.num_victims
+            stats.num_shadow_victims_differing = shadow.num_victims_differing
+        return stats
 
     def _note_shares(self) -> None:
         """Look through all running requests and tenants; not in every step, which steady decode keeps free of that."""

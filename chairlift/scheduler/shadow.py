@@ -25,10 +25,6 @@ class _View:
         self.start_by = math.inf
         self.num_charged_tokens = 0
 
-    @property
-    def compared(self) -> tuple[int, int, int, int]:
-        return self.num_lines, self.num_lines_differing, self.num_victims, self.num_victims_differing
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_request"], name)
 

@@ -120,8 +120,8 @@ class StreamMeter:
 
     def _settle(self) -> None:
         """Bring the figures up to date with the packs that have closed."""
-        self.longest_packs = max(self.longest_packs, *self._delays[0], 0)
-        self.longest_arrivals = max(self.longest_arrivals, *self._delays[1], 0)
+        self.longest_packs = max(self.longest_packs, max(self._delays[0], default=0))
+        self.longest_arrivals = max(self.longest_arrivals, max(self._delays[1], default=0))
         for counts, delays in zip((self.delay_packs, self.delay_arrivals), self._delays, strict=True):
             for delay, count in Counter(delays).items():
                 shift = delay.bit_length() - 6 if delay >= _EXACT else 0

@@ -186,7 +186,10 @@ def test_promises_are_counted_by_class_and_kind() -> None:
             num_late_downgraded=6,
             rows_by_class={"chat": 5, "default": 9},
             tenant_gap=120.5,
-            shadow=(9, 4, 3, 1),
+            num_shadow_lines=9,
+            num_shadow_lines_differing=4,
+            num_shadow_victims=3,
+            num_shadow_victims_differing=1,
         )
     )
     for each in (
@@ -230,6 +233,7 @@ def test_promises_are_counted_by_class_and_kind() -> None:
     stats.step(EngineStats(num_swapped_out_blocks=1))
     again = samples(stats, classes=classes)
     assert value(again, "chairlift:swapped_blocks_total", direction="out") == 8
+    assert value(again, "chairlift:shadow_answers_total", question="first", answer="same") == 5
     assert value(again, "chairlift:reserved_rows_in_use", service_class="chat") == 0
     assert not [name for name, _ in again if name == "chairlift:swapped_bytes_total"]
 
