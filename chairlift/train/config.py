@@ -87,7 +87,8 @@ class DataSettings:
     access: Literal["random", "stream", "follow"] = "random"
     """``stream`` reads JSON lines once, without an index; ``follow`` also waits for what is appended to the last."""
     on_error: Literal["stop", "skip"] = "stop"
-    """A record that cannot be used ends the run, or is left out and counted."""
+    """A record that cannot be used, or that no pack takes (``overflow: error``), ends the run, or is left out and
+    counted."""
 
     def __post_init__(self) -> None:
         _positive(self, "epochs")

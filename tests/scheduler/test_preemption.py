@@ -106,6 +106,14 @@ def test_auto_takes_what_costs_less(block: float, swaps: bool) -> None:
     assert (driver.scheduler.num_tails > 0) != swaps
 
 
+def test_one_who_gave_up_its_end_and_then_the_rest_is_counted_once() -> None:
+    driver = Driver(num_blocks=5, num_host_blocks=3, preemption=PreemptionMode("auto", Prices(1.0, 2.5)))
+    driver.add(request("a", BLOCK, max_tokens=10), request("b", BLOCK, max_tokens=10))
+    outs = driver.run()
+    assert any(out.swap_out for out in outs) and driver.scheduler.num_tails == 1
+    assert (driver.scheduler.num_preemptions, driver.scheduler.num_swaps) == (1, 0)
+
+
 def test_where_nobody_is_preempted_requests_join_with_room_for_their_longest_answer() -> None:
     driver = Driver(num_blocks=7, preemption=PreemptionMode("none"))
     driver.add(request("a", 2 * BLOCK, max_tokens=9), request("b", 2 * BLOCK, max_tokens=9))
