@@ -49,6 +49,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
     },
+    "stories-15m": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 288,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
 }
 
 

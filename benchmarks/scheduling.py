@@ -31,10 +31,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import platform
 import random
 import statistics
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ from chairlift.bench.machine import describe_machine
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import ModelLimits
+from chairlift.scheduler.fairness import DECODE_WEIGHT, PREFILL_WEIGHT
 from chairlift.sim.machines import Deployment, deploy, read_deployment, shape_from_name
 from chairlift.sim.replay import RequestTiming, ServedTrace, serve_trace, simulated_core
 from chairlift.workload.arrivals import AllAtOnce, Arrivals, Gamma
@@ -62,6 +65,7 @@ GOVERNED = {
     "long prompts": ((LogNormal(6.5, 0.6, 64, 2048), LogNormal(4.0, 0.5, 16, 160)), 1.0),
 }
 FIXED_MODES = ("mixed", "prefill_first", "decode_first", "separate")
+BLOCK_SIZE = 16
 Lengths = tuple[LogNormal, LogNormal]
 
 
@@ -93,6 +97,10 @@ class Bench:
             self.deployment = (
                 read_deployment(source) if source else deploy(args.machine, shape_from_name("qwen2.5-0.5b"))
             )
+            longest = self.deployment.max_model_len
+        else:
+            longest = int(self._model_config()["max_position_embeddings"])
+        self.base["max_model_len"] = min(self.base["max_model_len"], longest)
         self._known: dict[str, tuple[float, int]] = {}
 
     def traffic(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,16 +130,13 @@ class Bench:
         from chairlift import LLM
 
         torch.set_num_threads(1)
-        length = min(settings.pop("max_model_len"), self._max_model_len())
-        llm = LLM(self.args.model, skip_tokenizer_init=True, max_model_len=length, **settings)
+        llm = LLM(self.args.model, skip_tokenizer_init=True, **settings)
         promises = llm.config.scheduler.promises
-        return llm.engine.core, ModelLimits(self._vocab_size(), llm.max_model_len, (), promises)
+        return llm.engine.core, ModelLimits(int(self._model_config()["vocab_size"]), llm.max_model_len, (), promises)
 
-    def _max_model_len(self) -> int:
-        return int(json.loads((self.args.model / "config.json").read_text())["max_position_embeddings"])
-
-    def _vocab_size(self) -> int:
-        return int(json.loads((self.args.model / "config.json").read_text())["vocab_size"])
+    def _model_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads((self.args.model / "config.json").read_text())
+        return config
 
     def capacity(self, lengths: Lengths, count: int, **settings: Any) -> float:
         """Requests per second when there is always work."""
@@ -153,7 +158,7 @@ class Bench:
 
     def fitting(self, lengths: Lengths) -> Lengths:
         """The lengths, prompts cut off where the model would refuse the request."""
-        longest = self.base["max_model_len"] if self.deployment else min(8192, self._max_model_len())
+        longest = self.base["max_model_len"]
         prompt, answer = lengths
         return dataclasses.replace(prompt, most=min(prompt.most, longest - answer.most)), answer
 
@@ -238,7 +243,8 @@ def priority(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def tenants(bench: Bench, seed: int) -> dict[str, float]:
-    """(b) the small tenant's p99 TTFT next to one that sends ten times as much, and the price in throughput."""
+    """(b) the small tenant's p99 TTFT next to one that sends ten times as much, the price in throughput, and how far
+    their service drifts apart where both want more than half."""
     count = bench.args.count
     rate = bench.capacity(CHAT, count)
     few = max(20, count // 10)
@@ -252,13 +258,46 @@ def tenants(bench: Bench, seed: int) -> dict[str, float]:
         return request.tenant == "small"
 
     lone, p99 = alone.ttft(is_small, 0.99), ours.ttft(is_small, 0.99)
+    flood = draw(CHAT, Gamma(8 * rate), count + count // 2, 3000 + seed, tenant="large")
+    both = merged(flood, draw(CHAT, Gamma(0.8 * rate), count // 2, 4000 + seed, tenant="small"))
+    backlog, fair = bench.run(both), bench.run(both, scheduling_policy="priority")
+    longest = max(request.prompt_tokens + request.output_tokens for request in both)
+    bound = 2 * max(PREFILL_WEIGHT * longest, DECODE_WEIGHT * fair.peak_blocks * BLOCK_SIZE)
     return {
+        "service gap / VTC bound": service_gap(fair.timings) / bound,
+        "fcfs service gap / VTC bound": service_gap(backlog.timings) / bound,
         "alone p99 TTFT s": lone,
         "fcfs p99 TTFT s": plain.ttft(is_small, 0.99),
         "fair p99 TTFT s": p99,
         "p99 TTFT / (alone + 3 steps)": p99 / (lone + 3 * ours.step_p99),
         "throughput ratio": ours.served.output_tokens_per_second / plain.served.output_tokens_per_second,
     }
+
+
+def service_gap(timings: Sequence[RequestTiming]) -> float:
+    """The most by which the service of two tenants grew apart while both had requests waiting, in weighted tokens.
+
+    From when requests came, started and got their tokens, and not from the engine's own counters.
+    """
+    events: list[tuple[float, str, int, float]] = []
+    for timing in timings:
+        tenant = timing.request.tenant or ""
+        events.append((timing.request.arrival, tenant, 1, 0.0))
+        events.append((timing.started, tenant, -1, PREFILL_WEIGHT * (timing.request.prompt_tokens or 0)))
+        events += [(time, tenant, 0, DECODE_WEIGHT) for time in timing.times]
+    waiting: Counter[str] = Counter()
+    service: dict[str, float] = {"large": 0.0, "small": 0.0}
+    low, high, widest = math.inf, -math.inf, 0.0
+    for _, tenant, came, tokens in sorted(events):
+        waiting[tenant] += came
+        service[tenant] += tokens
+        if min(waiting["large"], waiting["small"]) > 0:
+            gap = service["large"] - service["small"]
+            low, high = min(low, gap), max(high, gap)
+            widest = max(widest, high - low)
+        else:
+            low, high = math.inf, -math.inf
+    return widest
 
 
 def memory(bench: Bench, seed: int) -> dict[str, float]:

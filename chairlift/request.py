@@ -93,6 +93,7 @@ class Request:
         "limit",
         "max_total_tokens",
         "may_share",
+        "min_tokens",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_ever_computed",
@@ -138,6 +139,7 @@ class Request:
         service: Service = NO_PROMISE,
         source: Request | None = None,
         may_share: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -156,6 +158,8 @@ class Request:
         """What the front end keeps with the request; the brain never looks inside."""
         self.sampling = sampling
         """What the executor needs to sample; the brain only carries it."""
+        self.min_tokens = min_tokens
+        """The answer has no fewer, unless its caller leaves."""
         self.source = source
         """The request whose prompt this one shares (``n > 1``): its blocks are shared when it is still there."""
         self.may_share = may_share

@@ -25,10 +25,11 @@ from chairlift.metrics.stats import EngineStats
 from chairlift.models.flat_batch import SampledTokens
 from chairlift.outputs import FinishReason
 from chairlift.request import Request
+from chairlift.scheduler.answer_lengths import AnswerLengths
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
+from chairlift.scheduler.deadlines import Outlook
 from chairlift.scheduler.fairness import VirtualTokenCounters
-from chairlift.scheduler.forecast import AnswerLengths
 from chairlift.scheduler.governor_loop import governor_from_config
 from chairlift.scheduler.membership import membership_from_name
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput, StepResult
@@ -177,13 +178,13 @@ class EngineCore(EngineClient):
             enable_prefix_caching=enable_prefix_caching,
             secret=cache_secret,
         )
-        self.costs = Costs(executor.block_bytes)
+        self.costs, self.answer_lengths = Costs(executor.block_bytes), AnswerLengths()
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
-            policy=policy or policy_from_config(config, self.costs.service_seconds),
+            policy=policy or policy_from_config(config, self._outlook),
             prefill_mode=prefill_mode_from_name(config.prefill_mode, self.costs, config.max_num_batched_tokens),
             membership=membership_from_name(config.batching, config.batch_wait_ms, config.batch_sizes),
             watermark=config.admission_watermark,
@@ -200,7 +201,6 @@ class EngineCore(EngineClient):
         self.recorder: StepRecorder | None = None
         """There while somebody watches: :meth:`watch`."""
         self.config = config
-        self.answer_lengths = AnswerLengths()
         self.executor = executor
         self.weight_version = 0
         self._depth = config.num_lookahead_steps
@@ -468,13 +468,15 @@ class EngineCore(EngineClient):
         outputs.finished = self._finished(result.finished, now, errors=errors)
         return result
 
+    def _outlook(self, request: Request) -> Outlook:
+        return self.costs.outlook(request, self.answer_lengths.expected(request))
+
     def _finished(
         self, ended: Sequence[Request], now: float, error: str | None = None, errors: Mapping[str, str] = _NO_ERRORS
     ) -> list[FinishedSequence]:
         """For requests that left at ``now``; ``error`` holds for all of them, ``errors`` for those it names."""
         for request in ended:
-            if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.answer_lengths.add(request.num_output_tokens)
+            self.answer_lengths.add(request)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
         if self.recorder is not None:
             for request, causes, preempted_by, _ in charged:

@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from chairlift.scheduler.answer_lengths import AnswerLengths
 from chairlift.scheduler.cost_model import CostModel
-from chairlift.scheduler.forecast import AnswerLengths, Forecast, foresee
+from chairlift.scheduler.forecast import Forecast, foresee
 from chairlift.scheduler.scheduler import Scheduler
 
 __all__ = ["Forecaster"]

@@ -72,6 +72,7 @@ class PreparedRequest:
     def make_sequences(self) -> list[Request]:
         """One :class:`~chairlift.request.Request` per answer; all but the first share its prompt."""
         sequences: list[Request] = []
+        ends_early = bool(self.stop_token_ids or self.params.stop)
         for index, sequence_id in enumerate(self.sequence_ids):
             row = SamplingRow(
                 params=self.params if index == 0 else dataclasses.replace(self.params, prompt_logprobs=None),
@@ -86,6 +87,7 @@ class PreparedRequest:
                     sequence_id,
                     self.prompt_token_ids,
                     max_tokens=self.max_tokens,
+                    min_tokens=self.params.min_tokens if ends_early else self.max_tokens,
                     stop_token_ids=frozenset(self.stop_token_ids),
                     arrival_time=self.arrival_time,
                     priority=self.priority,

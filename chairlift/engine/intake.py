@@ -16,9 +16,13 @@ from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 __all__ = ["Intake", "Place"]
 
 _WINDOW: Final = 30.0
+_SHORTEST_WINDOW: Final = 5.0
+"""Seconds over which rates are taken; the shorter one after a start."""
 _LEAST, _MOST = 1.0, 60.0
 _LAST_SHARE: Final = 0.5
 """Of the queue, for the class that comes last."""
+_MOST_TAKEN: Final = 0.9
+"""Share of the starts that are counted on to be taken by those who will come: no wait is more than ten times longer."""
 _WRONG_REFUSALS: Final = 0.1
 """Share of the requests refused for their forecast that would have started in time after all."""
 
@@ -47,6 +51,7 @@ class _Waiting:
     lane: _Lane | None
     since: float
     predicted: float | None
+    predicted_at: float
 
 
 class _Crowd:
@@ -102,6 +107,10 @@ class Intake:
         self._lane_ends: dict[_Lane, tuple[float, float]] = {}
         """By the forecast: the start of the last in a lane, and the time from one start to the next."""
         self._started: deque[float] = deque()
+        self._began = math.inf
+        """When the first came."""
+        self._came: deque[tuple[float, int]] = deque()
+        """When, and of what level, in the last half minute."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -168,7 +177,9 @@ class Intake:
         """Let a request in. ``predicted`` is its expected wait from ``now`` on, where that is to be judged later. One
         that is not in the line of its class and tenant, for it has a priority of its own, has no ``tenant`` here."""
         lane = None if tenant is None else (service_class, tenant)
-        waiting = _Waiting(num_tokens, service_class, self._levels.get(service_class, 0), lane, now, predicted)
+        waiting = _Waiting(num_tokens, service_class, self._levels.get(service_class, 0), lane, now, predicted, now)
+        self._came.append((now, waiting.level))
+        self._began = min(self._began, now)
         self._waiting[request_id] = waiting
         self._crowd.add(waiting)
         self._unforeseen.add(waiting)
@@ -187,7 +198,7 @@ class Intake:
             self._started.append(now)
             self._forget(now)
             if found.predicted is not None:
-                self.calibration.add(found.predicted, now - found.since)
+                self.calibration.add(found.predicted, now - found.predicted_at)
 
     def clear(self) -> None:
         """Everybody has left, and the engine with them."""
@@ -195,6 +206,7 @@ class Intake:
         self._crowd, self._unforeseen = _Crowd(), _Crowd()
         self._starts.clear()
         self._lane_ends.clear()
+        self._came.clear()
         self.forecast = None
         self.calibration.clear()
         self.num_tokens = 0
@@ -202,19 +214,47 @@ class Intake:
     # -- the forecast ----------------------------------------------------------------------------------------------
 
     def foreseen(self, forecast: Forecast) -> None:
-        """Take the newest forecast of the engine."""
-        self.forecast = forecast
+        """Take the newest forecast of the engine, and make waits longer for those who will come, whom it does not know.
+
+        A request that came before there was a forecast is judged by the first one.
+        """
+        made, longer = forecast.made_at, self._stretches(forecast)
+        newcomers = {
+            name: made + (start - made) * longer[self._levels.get(name, 0)]
+            for name, start in forecast.newcomers.items()
+        }
+        self.forecast = dataclasses.replace(forecast, newcomers=newcomers)
         self._starts, self._unforeseen = {}, _Crowd()
         for sequence_id, start in forecast.starts.items():  # a request starts with the first of its answers
-            self._starts.setdefault(sequence_id.partition("#")[0], start)
+            name = sequence_id.partition("#")[0]
+            each = self._waiting.get(name)
+            if each is None or name in self._starts:
+                continue
+            self._starts[name] = made + (start - made) * longer[each.level]
+            if each.predicted is None and each.lane is not None:
+                wait = max(0.0, self._starts[name] - made)
+                self._waiting[name] = dataclasses.replace(each, predicted=wait, predicted_at=made)
         lanes: dict[_Lane, list[float]] = {}
         for name, each in self._waiting.items():
             if name not in self._starts:
                 self._unforeseen.add(each)
             elif each.lane is not None and self._levels:  # without classes the engine knows no lanes either
                 lanes.setdefault(each.lane, []).append(self._starts[name])
-        made = forecast.made_at
         self._lane_ends = {lane: (max(all_), max(0.0, max(all_) - made) / len(all_)) for lane, all_ in lanes.items()}
+
+    def _stretches(self, forecast: Forecast) -> dict[int, float]:
+        """How many times longer a wait becomes, per level, by those who will come meanwhile and go before.
+
+        They take the share of the starts that they had in the last half minute (Cobham, 1954).
+        """
+        self._forget(forecast.made_at)
+        came = Counter(level for _, level in self._came)
+        pace = forecast.seconds_per_start / min(_WINDOW, max(_SHORTEST_WINDOW, forecast.made_at - self._began))
+        shares = {
+            level: pace * sum(count for other, count in came.items() if other < level)
+            for level in {0, *self._levels.values()}
+        }
+        return {level: 1 / (1 - min(share, _MOST_TAKEN)) for level, share in shares.items()}
 
     def expected_wait(
         self, service_class: str, now: float, free_rows: int = 0, tenant: str | None = ""
@@ -285,6 +325,8 @@ class Intake:
     def _forget(self, now: float) -> None:
         while self._started and self._started[0] < now - _WINDOW:
             self._started.popleft()
+        while self._came and self._came[0][0] < now - _WINDOW:
+            self._came.popleft()
 
 
 def _whole(seconds: float) -> float:

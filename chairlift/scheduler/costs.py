@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chairlift.request import Request
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
+from chairlift.scheduler.deadlines import Outlook
 from chairlift.scheduler.output import SchedulerOutput
 
 __all__ = ["Costs"]
@@ -44,10 +46,12 @@ class Costs:
         """To copy so many blocks of every cache group to host memory, and back."""
         return 2 * self.model.copy_seconds(num_blocks * self._bytes)
 
-    def service_seconds(self, num_prompt_tokens: int, num_answer_tokens: int) -> tuple[float, float]:
-        """From the first step of a request like that to its first token, and to its last, at the present load."""
-        first = self.model.prefill_seconds(num_prompt_tokens)
-        return first, first + max(0, num_answer_tokens - 1) * self._step_seconds
+    def outlook(self, request: Request, num_tokens: int) -> Outlook:
+        """Of a request whose answer is expected to have so many tokens."""
+        alone = self.model.step_seconds(StepFeatures(1, request.num_prompt_tokens))
+        first = self.model.prefill_seconds(request.num_prompt_tokens)
+        # What is said of a request alone may cost it its place: until steps have been seen, nothing is said.
+        return Outlook(first, num_tokens, self._step_seconds, min(alone, self._step_seconds))
 
     def mixed_cost(self, num_decodes: int, context_tokens: int, num_tokens: int) -> float:
         """How long one step of decode rows and prompt tokens takes, as a multiple of two steps of one kind each."""

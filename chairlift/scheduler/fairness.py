@@ -41,6 +41,10 @@ class VirtualTokenCounters:
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
+    def weight(self, tenant: str) -> float:
+        """Its share, in relation to those of others."""
+        return self._weights.get(tenant, 1.0)
+
     def catch_up(self, original: VirtualTokenCounters) -> None:
         """Take over weights and counters; who waits is known already."""
         self._weights, self._last = original._weights, original._last
@@ -97,4 +101,4 @@ class VirtualTokenCounters:
         self._charge(request.service.tenant, -PREFILL_WEIGHT * unused)
 
     def _charge(self, tenant: str, amount: float) -> None:
-        self._counters[tenant] = self[tenant] + amount / self._weights.get(tenant, 1.0)
+        self._counters[tenant] = self[tenant] + amount / self.weight(tenant)

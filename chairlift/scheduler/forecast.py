@@ -1,25 +1,24 @@
 """When will a request start? The scheduler's own code, run ahead on a copy of its state and a clock of its own.
 
 The copy has every request's place, its tokens and its blocks, the same policy and the same limits; its steps take as
-long as the cost model says. What nobody knows, how long answers will be, is the mean of the answers that outlived the
-request's so far. How good that is gets measured: :class:`~chairlift.engine.calibration.Calibration`.
+long as the cost model says. What nobody knows, how long answers will be, is guessed from those that ended. How good
+that is gets measured: :class:`~chairlift.engine.calibration.Calibration`.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
 from chairlift.config import CacheGroup
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.request import Request, Service
+from chairlift.scheduler.answer_lengths import AnswerLengths
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.scheduler.scheduler import Scheduler
 
-__all__ = ["AnswerLengths", "Forecast", "foresee"]
+__all__ = ["Forecast", "foresee"]
 
 _TOKEN: Final = 1
 _NEWCOMER: Final = "\0newcomer of "  # no caller's id begins like that: ids come from the front's own generator
@@ -43,29 +42,6 @@ class Forecast:
         if start is None:
             start = max(self.newcomers.values(), default=now)
         return max(0.0, start + num_since * self.seconds_per_start - now)
-
-
-class AnswerLengths:
-    """The lengths of the answers that ended last, over all classes."""
-
-    def __init__(self, capacity: int = 512) -> None:
-        self._recent: deque[int] = deque()
-        self._sorted: list[int] = []
-        self._capacity = capacity
-
-    def add(self, num_tokens: int) -> None:
-        if len(self._recent) == self._capacity:
-            del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
-        self._recent.append(num_tokens)
-        bisect.insort(self._sorted, num_tokens)
-
-    def expected(self, so_far: int, most: int) -> int:
-        """How long an answer of ``so_far`` tokens will be in the end, of at most ``most``: the mean of those that were
-        longer; the most where none is known."""
-        longer = self._sorted[bisect.bisect_right(self._sorted, so_far) :]
-        if not longer:
-            return most
-        return max(so_far + 1, min(most, round(sum(min(length, most) for length in longer) / len(longer))))
 
 
 def foresee(
@@ -111,7 +87,7 @@ def foresee(
         if not missing:
             break
         yield None
-    pace = max(clock - now, 1e-9) / max(1, len(starts))
+    pace = max(clock - now, 1e-9) / max(1, len(starts.keys() - names.keys()))
     for place, name in enumerate([name for name in [*line, *names] if name in missing], start=1):
         starts[name] = clock + place * pace
     newcomers = {label: starts.pop(name) for name, label in names.items()}
@@ -137,11 +113,12 @@ def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float) -> Scheduler
 
 def _like(request: Request, lengths: AnswerLengths) -> Request:
     """A request of the same size and standing, whose answer is as long as is to be expected."""
-    most = request.max_total_tokens - request.num_prompt_tokens
+    num_tokens = lengths.expected(request)
     copy = Request(
         request.request_id,
         [],
-        max_tokens=lengths.expected(request.num_output_tokens, most),
+        max_tokens=num_tokens,
+        min_tokens=num_tokens,
         arrival_time=request.arrival_time,
         priority=request.priority,
         service=request.service,

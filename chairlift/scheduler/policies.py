@@ -7,21 +7,22 @@ from typing import Any
 
 from chairlift.config import SchedulerConfig
 from chairlift.errors import ConfigError
+from chairlift.scheduler.deadlines import OutlookOf
 from chairlift.scheduler.policy import FCFS, Policy
-from chairlift.scheduler.precedence import Precedence, ServiceTime
+from chairlift.scheduler.precedence import Precedence
 from chairlift.scheduler.shadow import ShadowPolicy
 from chairlift.service_class import parse_service_classes, parse_tenant_weights
 
 __all__ = ["load_policy", "policy_from_config"]
 
 
-def policy_from_config(config: SchedulerConfig, service_time: ServiceTime | None = None) -> Policy:
+def policy_from_config(config: SchedulerConfig, outlook: OutlookOf | None = None) -> Policy:
     """A fresh policy. Raises ConfigError for a class of one's own that cannot be used."""
-    policy = _policy_from(config, "scheduling_policy", service_time)
-    return ShadowPolicy(policy, _policy_from(config, "shadow_policy", service_time)) if config.shadow_policy else policy
+    policy = _policy_from(config, "scheduling_policy", outlook)
+    return ShadowPolicy(policy, _policy_from(config, "shadow_policy", outlook)) if config.shadow_policy else policy
 
 
-def _policy_from(config: SchedulerConfig, setting: str, service_time: ServiceTime | None) -> Policy:
+def _policy_from(config: SchedulerConfig, setting: str, outlook: OutlookOf | None) -> Policy:
     name: str = getattr(config, setting)
     if name == "fcfs":
         return FCFS
@@ -31,7 +32,7 @@ def _policy_from(config: SchedulerConfig, setting: str, service_time: ServiceTim
             max_running=config.most_running,
             ageing_seconds=config.ageing_seconds,
             tenant_weights=parse_tenant_weights(config.tenant_weights),
-            service_time=service_time,
+            outlook=outlook,
         )
     return load_policy(name, setting)
 

@@ -82,6 +82,11 @@ class Policy(Protocol):
         """Requests that cannot keep their deadline any more; each is reported once."""
         ...
 
+    def moved(self) -> Iterable[Request]:
+        """Waiting requests whose lane or order time has changed; asked after :meth:`late`, and each is reported once
+        for every change."""
+        ...
+
     def queued(self, request: Request, now: float) -> None:
         """It begins to wait: it has arrived, or was preempted."""
         ...
@@ -144,6 +149,9 @@ class FirstComeFirstServed:
         return True
 
     def late(self, now: float) -> Iterable[Request]:
+        return ()
+
+    def moved(self) -> Iterable[Request]:
         return ()
 
     def queued(self, request: Request, now: float) -> None:

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from chairlift.outputs import FinishReason
-from chairlift.request import Request, Service
+from chairlift.request import Request
+from chairlift.scheduler.deadlines import Deadlines, OutlookOf
 from chairlift.scheduler.fairness import VirtualTokenCounters
 from chairlift.scheduler.policy import FirstComeFirstServed, Policy, Resource
 from chairlift.service_class import ServiceClass
 
-__all__ = ["Precedence", "ServiceTime"]
+__all__ = ["Precedence"]
 
-ServiceTime = Callable[[int, int], tuple[float, float]]
-"""(prompt tokens, answer tokens) -> seconds that a request like that takes to its first token, and to its end."""
+
+_OWED_SHARE = 0.75
+"""Of its fair share of the rows, which a tenant need not wait for. With all of it, two who want everything would take
+rows from each other for ever."""
 
 _STARVING = 8
 """Ageing periods after which a lane that got nothing goes before deadlines as well."""
-_URGENT_SHARE = 0.5
-"""A request takes a row from running work for its deadline's sake once this share of its slack is gone."""
-_MEMORY = 0.05
-"""Weight of the newest answer in the mean length of a class's answers."""
 
 
 class Precedence(FirstComeFirstServed):
     """The policy ``priority``.
 
     * A class below its reserved rows, blocks or step tokens takes them back from whoever borrowed them.
-    * Requests with a deadline go by least slack: by when they must start at the latest, as far as ``service_time`` can
-      tell. Those that cannot make it are reported by :meth:`late`, once.
+    * Requests with a deadline go by least slack: by when they must start at the latest, as far as ``outlook`` can
+      tell. For those that cannot make it see :class:`~chairlift.scheduler.deadlines.Deadlines`.
     * Lower ``priority`` displaces running work of higher number. Waiting lowers it by one per ``ageing_seconds`` in
       which nobody of the same lane was let in, for the order of the line only: age takes nobody's row away. Nor does
       priority from one let in after eight times as long: else it would be displaced at once, and starve.
-    * Between tenants of one priority, virtual token counters decide; then the order of arrival.
+    * Between tenants of one priority, virtual token counters decide; then the order of arrival. A tenant with less
+      service and less than three quarters of its share of the rows takes them from one that has more than its share:
+      who asks for little does not wait for the rows of who asks for everything.
 
     What it comes to in steps, for R rows, budget T and requests of at most L positions, with continuous batching and
     mixed steps. Prompts under way are computed after ``P = ceil(R * L / (T - R + 1))`` steps, and what may not be
@@ -47,6 +45,8 @@ class Precedence(FirstComeFirstServed):
       in every step, as far as decodes leave any.
     * Of N lanes, the head of one that everybody goes before starts after ``8 * ageing_seconds``, and within
       ``N * (W + 1) * (P + L + D + 1)`` steps from then.
+    * A tenant to whom rows are owed has one within ``P + D + 1`` steps, where blocks suffice for all rows and others
+      may be preempted.
     * For :class:`~chairlift.scheduler.fairness.VirtualTokenCounters` see there. Age goes before fair shares: their
       bound holds as long as nobody waits for ``ageing_seconds``.
     """
@@ -61,24 +61,23 @@ class Precedence(FirstComeFirstServed):
         max_running: int,
         ageing_seconds: float = 30.0,
         tenant_weights: Mapping[str, float] | None = None,
-        service_time: ServiceTime | None = None,
+        outlook: OutlookOf | None = None,
     ) -> None:
         self.counters = VirtualTokenCounters(tenant_weights)
         self._classes = dict(classes)
         self._no_class = ServiceClass()
         self._max_running = max_running
         self._ageing = ageing_seconds
-        self._service_time = service_time or (lambda prompt, answer: (0.0, 0.0))
+        self._deadlines = Deadlines(outlook)
         self._rows: Counter[str] = Counter()
         """Running requests per class."""
+        self._tenant_rows: Counter[str] = Counter()
         self._running: Iterable[Request] = ()
         self._settled = self._counted = True
         self._blocks: Counter[str] = Counter()
         """Blocks per class, in its fullest cache group; see :meth:`_used`."""
         self._reserves_blocks = any(each.min_blocks for each in classes.values())
-        self._mean_answer: dict[str, float] = {}
         self._known: set[str] = set()
-        self._due: list[tuple[float, int, Request]] = []
         self._starving: set[str] = set()
         """Heads of lanes that got nothing for too long, and requests that were let in as such."""
 
@@ -87,9 +86,9 @@ class Precedence(FirstComeFirstServed):
             self._classes,
             max_running=self._max_running,
             ageing_seconds=self._ageing,
-            service_time=self._service_time,
+            outlook=self._deadlines.outlook,
         )
-        twin._mean_answer, twin._starving = dict(self._mean_answer), set(self._starving)
+        twin._starving = set(self._starving)
         return twin
 
     def catch_up(self, original: Policy) -> None:
@@ -127,9 +126,21 @@ class Precedence(FirstComeFirstServed):
                 return not within
         if running.request_id in self._starving and resource != "tokens":
             return False
-        if request.start_by < math.inf and (resource == "tokens" or self._is_urgent(request, now)):
+        if request.start_by < math.inf and (resource == "tokens" or self._deadlines.is_urgent(request, now)):
             return request.start_by < running.start_by if resource == "tokens" else running.start_by == math.inf
+        if resource == "slots" and request.priority == running.priority and self._is_owed(request, running):
+            return running.start_by == math.inf
         return request.priority < running.priority and running.start_by == math.inf
+
+    def _is_owed(self, request: Request, running: Request) -> bool:
+        """Whether the one's tenant has few rows and little service, and the other's more rows than its share."""
+        tenant, other = request.service.tenant, running.service.tenant
+        if tenant == other or self.counters[tenant] > self.counters[other]:
+            return False
+        everybody = sum(map(self.counters.weight, {*self.counters.active(), *self._tenant_rows}))
+        row = everybody / self._max_running
+        few = (self._tenant_rows[tenant] + 1) * row <= _OWED_SHARE * self.counters.weight(tenant)
+        return few and self._tenant_rows[other] * row > self.counters.weight(other)
 
     def yields(self, running: Request, needy: Request) -> bool:
         if running.service.service_class != needy.service.service_class and self._reserves_blocks:
@@ -211,36 +222,10 @@ class Precedence(FirstComeFirstServed):
     # -- deadlines -----------------------------------------------------------------------------------------------
 
     def late(self, now: float) -> Iterable[Request]:
-        while self._due and self._due[0][0] < now:
-            _, _, request = heapq.heappop(self._due)
-            service = request.service
-            if request.is_finished or not service.has_deadline:
-                continue
-            due = self._hopeless_at(request)
-            if due < now:
-                request.service = dataclasses.replace(service, first_token_by=math.inf, finish_by=math.inf)
-                request.start_by = math.inf
-                yield request
-            elif due < math.inf:
-                heapq.heappush(self._due, (due, request.sequence, request))
+        return self._deadlines.lost(now)
 
-    def _hopeless_at(self, request: Request) -> float:
-        """From when on it misses a deadline for sure: no guess at the length of its answer is part of this."""
-        service = request.service
-        if request.num_output_tokens:
-            return service.finish_by
-        first = self._service_time(request.num_prompt_tokens, 1)[0] if request.slot < 0 else 0.0
-        return min(service.first_token_by, service.finish_by) - first
-
-    def _is_urgent(self, request: Request, now: float) -> bool:
-        return now >= request.start_by - _URGENT_SHARE * (request.start_by - request.arrival_time)
-
-    def _latest_start(self, request: Request) -> float:
-        service: Service = request.service
-        most = request.max_total_tokens - request.num_prompt_tokens
-        answer = min(float(most), self._mean_answer.get(service.service_class, math.inf))
-        to_first, to_end = self._service_time(request.num_prompt_tokens, int(answer))
-        return min(service.first_token_by - to_first, service.finish_by - to_end)
+    def moved(self) -> Iterable[Request]:
+        return self._deadlines.doubtful()
 
     # -- what happens --------------------------------------------------------------------------------------------
 
@@ -252,24 +237,23 @@ class Precedence(FirstComeFirstServed):
         self.counters.queued(request)
         if request.request_id not in self._known:
             self._known.add(request.request_id)
-            if request.service.has_deadline:
-                request.start_by = self._latest_start(request)
-                heapq.heappush(self._due, (self._hopeless_at(request), request.sequence, request))
+            self._deadlines.add(request)
 
     def joined(self, request: Request) -> None:
         self._rows[request.service.service_class] += 1
+        self._tenant_rows[request.service.tenant] += 1
         self.counters.joined(request)
         self._counted = False
 
     def left(self, request: Request) -> None:
         self._rows[request.service.service_class] -= 1
+        self._tenant_rows[request.service.tenant] -= 1
+        if not self._tenant_rows[request.service.tenant]:
+            del self._tenant_rows[request.service.tenant]
         self.counters.left(request)
         self._counted = False
 
     def forgotten(self, request: Request) -> None:
-        name, length = request.service.service_class, float(request.num_output_tokens)
-        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._mean_answer[name] = self._mean_answer.get(name, length) * (1 - _MEMORY) + length * _MEMORY
         self._known.discard(request.request_id)
         self._starving.discard(request.request_id)
         self.counters.forgotten(request)

@@ -128,6 +128,8 @@ class Scheduler(GivingWay):
         self.retiring.clear()
         for request in self.policy.late(now):
             self._is_late(request)
+        for request in self.policy.moved():
+            self._file_anew(request)
         out = SchedulerOutput(self.step + 1)
         flight = InFlight()
         turn = self.prefill_mode.turn(self)
@@ -160,7 +162,12 @@ class Scheduler(GivingWay):
         self.num_past_deadline += 1
         if self.drop_late:
             self.dropped += self._end(request, FinishReason.DEADLINE, None, self.now)
-        elif request in self.waiting:  # its place in the line has changed
+        else:
+            self._file_anew(request)
+
+    def _file_anew(self, request: Request) -> None:
+        """Its place in the line has changed."""
+        if request in self.waiting:
             self.waiting.remove(request)
             self.waiting.add(request)
 

@@ -104,10 +104,17 @@ class ShadowPolicy:
     def late(self, now: float) -> Iterable[Request]:
         """Called in every step, before anything else."""
         self._now, self._asked = now, False
-        self._try(lambda shadow: self._move_late(self._line, shadow.late(now)))
-        for request in self.primary.late(now):
+        self._try(lambda shadow: self._file_anew(self._line, shadow.late(now)))
+        return self._noted(self.primary.late(now))
+
+    def moved(self) -> Iterable[Request]:
+        self._try(lambda shadow: self._file_anew(self._line, shadow.moved()))
+        return self._noted(self.primary.moved())
+
+    def _noted(self, requests: Iterable[Request]) -> Iterable[Request]:
+        for request in requests:
             if self.shadow is not None:
-                self._move_late(self._own_line, (request,))
+                self._file_anew(self._own_line, (request,))
             yield request
 
     def observe(self, running: Iterable[Request], now: float) -> None:
@@ -196,8 +203,8 @@ class ShadowPolicy:
         self.num_victims_differing += (chosen and chosen.request_id) != (other and other.request_id)
 
     @staticmethod
-    def _move_late(line: WaitingQueue, late: Iterable[Request]) -> None:
-        for request in late:
+    def _file_anew(line: WaitingQueue, requests: Iterable[Request]) -> None:
+        for request in requests:
             if request in line:  # its place in the line has changed
                 line.remove(request)
                 line.add(request)

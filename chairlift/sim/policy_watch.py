@@ -19,7 +19,7 @@ PROMISES = {
     "share": "share() gives each request at most once, no more than it needs, no more than the budget, and not nothing",
     "victim": "victim() is one of the candidates, or None",
     "yields": "of two running requests at most one yields to the other",
-    "late": "late() reports requests that are there, each once",
+    "late": "late() and moved() report requests that are there, late() each of them once",
     "hooks": "queued, joined, left and forgotten follow the life of every request",
     "front": "what was preempted waits before those of its lane that have not begun",
     "determinism": "one seed is one execution",
@@ -125,6 +125,13 @@ class PolicyWatch:
             self._expect("late", known, f"late() reported {request!r}, which has gone or was reported before")
             self._reported.add(name)
             self._places.pop(name, None)
+            yield request
+
+    def moved(self) -> Iterator[Request]:
+        for request in self._each("moved"):
+            known = request.request_id in self._stages
+            self._expect("late", known, f"moved() reported {request!r}, which has gone")
+            self._places.pop(request.request_id, None)
             yield request
 
     # -- hooks ---------------------------------------------------------------------------------------------------

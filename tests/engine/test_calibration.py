@@ -81,3 +81,30 @@ def test_on_a_steady_stream_forecasts_are_right(policy: str) -> None:
     assert median == pytest.approx(1.0, abs=0.1)
     assert nine_of_ten is not None and nine_of_ten > 0.7
     assert (calibration.within(1.25) or 0.0) > 0.9
+
+
+def test_with_classes_and_more_work_than_fits_forecasts_are_right() -> None:
+    """Requests come at random, a quarter of them urgent, twice as many as can be served. Answers have very different
+    lengths, which only their requests tell."""
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 500, "scheduling_policy": "priority"}
+    machine = deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b"))
+    core, limits = simulated_core(machine, EngineConfig.from_flat(settings))
+    door, rng = InputProcessor(limits, None, core.kv, seed=0), random.Random(1)
+    intake = Intake(10**6, 10**9, limits.service_classes)
+    priorities = {name: each.priority for name, each in (limits.service_classes or {}).items()}
+    forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities)
+    arrival = 0.0
+    for index in range(600):
+        arrival += rng.expovariate(17)
+        while core.has_work and core.clock.now() < arrival:
+            outputs = core.step()
+            for name, _, when in outputs.joined if outputs is not None else ():
+                intake.leave(name, when, started=True)
+            if (made := forecaster.advance(core.clock.now())) is not None:
+                intake.foreseen(made)
+        tier, now = rng.choice(["priority", "default", "default", "default"]), max(arrival, core.clock.now())
+        params = SamplingParams(max_tokens=rng.choice([5, 10, 20, 30, 80]), ignore_eos=True, service_tier=tier)
+        core.add(door.prepare(str(index), [index + 10] * rng.randint(5, 60), params, now))
+        intake.enter(str(index), 1, tier, now, intake.expected_wait(tier, now))
+    assert len(intake.calibration) >= 100  # the urgent start too soon to be judged
+    assert intake.calibration.quantile(0.5) == pytest.approx(1.0, abs=0.2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from chairlift.engine.intake import Intake
@@ -204,9 +206,9 @@ def test_a_forecast_without_a_line_says_nothing_about_a_line() -> None:
 def test_the_line_is_in_the_order_of_the_forecast() -> None:
     intake = Intake(100, 1000, CLASSES)
     for time, (name, tier) in enumerate([("a", "default"), ("b", "priority"), ("c", "flex")]):
-        intake.enter(name, 1, tier, float(90 + time))
+        intake.enter(name, 1, tier, float(60 + time))  # so long ago that nobody is expected to follow
     unknown = [(place.request_id, place.position, place.waited, place.expected_start) for place in intake.line(95.0)]
-    assert unknown == [("a", 1, 5.0, None), ("b", 2, 4.0, None), ("c", 3, 3.0, None)]
+    assert unknown == [("a", 1, 35.0, None), ("b", 2, 34.0, None), ("c", 3, 33.0, None)]
     newcomers = {"priority": 102.0, "default": 103.5, "flex": 108.0}
     intake.foreseen(forecast({"b": 101.0, "a": 103.0, "c": 107.0}, newcomers, 2.0))
     for name, tier in (("d", "default"), ("e", "default"), ("f", "priority"), ("g", "flex")):
@@ -273,3 +275,44 @@ def test_nobody_is_refused_before_forecasts_have_been_compared() -> None:
     calibrated([1.0] * 19).check_wait(1e6, 0.1, "queue_timeout")
     with pytest.raises(QueueFullError):
         calibrated([1.0] * 20).check_wait(1e6, 0.1, "queue_timeout")
+
+
+def test_waits_are_longer_where_those_who_go_before_keep_coming() -> None:
+    intake = Intake(200, 1000, CLASSES)
+    intake.enter("first", 1, "default", 0.0)
+    intake.leave("first", 1.0, started=True)
+    intake.enter("d", 1, "default", 85.0)
+    intake.enter("f", 1, "flex", 85.0)
+    for index in range(9):  # in half a minute, in which 30 can start: they take 0.3 of all starts, "d" 1 of 30
+        intake.enter(f"p{index}", 1, "priority", 85.0 + index)
+        intake.leave(f"p{index}", 86.0 + index, started=True)
+    made = forecast({"d": 107.0, "f": 110.0}, {"priority": 100.0, "default": 108.0, "flex": 112.0}, 1.0)
+    intake.foreseen(made)
+    starts = {place.request_id: place.expected_start for place in intake.line(100.0)}
+    assert starts == {"d": pytest.approx(7 / 0.7), "f": pytest.approx(10 / (1 - 10 / 30))}
+    assert intake.expected_wait("priority", 100.0, tenant=None) == 0.0
+    assert intake.expected_wait("default", 100.0, tenant=None) == pytest.approx(8 / 0.7)
+    later = dataclasses.replace(made, made_at=130.0, starts={"d": 137.0, "f": 140.0})
+    intake.foreseen(later)
+    starts = {place.request_id: place.expected_start for place in intake.line(130.0)}
+    assert starts == {"d": 7.0, "f": 10.0}, "nobody has come for half a minute"
+    for index in range(100):
+        intake.enter(f"q{index}", 1, "priority", 130.0)
+        intake.leave(f"q{index}", 130.0, started=True)
+    intake.foreseen(later)
+    starts = {place.request_id: place.expected_start for place in intake.line(130.0)}
+    assert starts == pytest.approx({"d": 70.0, "f": 100.0}), "never more than ten times as long"
+
+
+def test_who_came_before_the_forecast_is_judged_by_it() -> None:
+    """A burst comes while nobody waits, and there is no forecast; the next must know how good forecasts are."""
+    intake = Intake(1000, 1000)
+    for index in range(30):
+        intake.enter(f"r{index}", 1, now=100.0, predicted=intake.expected_wait("default", 100.0))
+    intake.enter("other", 1, now=100.0, tenant=None)  # of a priority of its own: nobody forecasts those
+    starts = {f"r{index}": 110.0 + index for index in range(30)} | {"other": 150.0}
+    intake.foreseen(dataclasses.replace(forecast(starts, {"default": 150.0}, 1.0), made_at=102.0))
+    for index in range(30):
+        intake.leave(f"r{index}", 102.0 + 1.5 * (8.0 + index), started=True)
+    intake.leave("other", 150.0, started=True)
+    assert (len(intake.calibration), intake.calibration.quantile(0.5)) == (30, pytest.approx(1.5))

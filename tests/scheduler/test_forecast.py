@@ -10,7 +10,8 @@ import pytest
 from chairlift.config import EngineConfig
 from chairlift.engine.input_processor import InputProcessor
 from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.forecast import AnswerLengths, Forecast, foresee
+from chairlift.scheduler.answer_lengths import AnswerLengths
+from chairlift.scheduler.forecast import Forecast, foresee
 from chairlift.sim.machines import deploy, shape_from_name
 from chairlift.sim.replay import simulated_core
 
@@ -19,18 +20,6 @@ def last(items: Iterator[Forecast | None]) -> Forecast:
     made = [item for item in items if item is not None]
     assert len(made) == 1
     return made[0]
-
-
-def test_answers_are_expected_to_be_as_long_as_those_that_outlived_them() -> None:
-    lengths = AnswerLengths(capacity=4)
-    assert lengths.expected(0, 100) == 100
-    for length in (1000, 10, 20, 30, 40):  # the first is forgotten
-        lengths.add(length)
-    assert lengths.expected(0, 100) == 25
-    assert lengths.expected(20, 100) == 35
-    assert lengths.expected(0, 15) == round((10 + 15 * 3) / 4)
-    assert lengths.expected(40, 100) == 100
-    assert lengths.expected(39, 40) == 40
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from chairlift.request import Request, RequestStatus, Service
 from chairlift.scheduler.admission import WaitingQueue
+from chairlift.scheduler.deadlines import Outlook
 from chairlift.scheduler.precedence import Precedence
 from chairlift.service_class import ServiceClass
 from tests.scheduler.driver import Driver, request
@@ -74,6 +75,24 @@ def test_who_takes_a_row_from_whom(mine: dict[str, object], theirs: dict[str, ob
     if second.service.service_class == "vip":
         precedence.joined(second)
     assert precedence.outranks(first, second, "slots", 0.06) is outranks
+
+
+@pytest.mark.parametrize(("weights", "taken"), [({}, 3), ({"b": 3.0}, 4), ({"a": 3.0}, 1)])
+def test_a_tenant_that_asks_for_little_takes_rows_from_one_that_has_all(weights: dict[str, float], taken: int) -> None:
+    """Three quarters of its share of eight rows, as far as it has had less service; the rest it waits for."""
+    precedence = Precedence({}, max_running=8, tenant_weights=weights)
+    driver = Driver(policy=precedence, max_num_seqs=8, num_blocks=200)
+    driver.add(*[request(f"a{n}", 4, max_tokens=60, service=Service(tenant="a")) for n in "01234567"])
+    for _ in range(9):
+        driver.step()
+    for n in "01234567":
+        driver.add(request(f"b{n}", 1, max_tokens=60, service=Service(tenant="b")))
+        for _ in range(3):
+            driver.step()
+        rows = [r.service.tenant for r in driver.scheduler.running.values()]
+        assert rows.count("b") == min(int(n) + 1, taken)
+    driver.run()
+    assert len(driver.finished) == 16
 
 
 def test_age_moves_a_lane_up_and_at_last_before_deadlines() -> None:
@@ -168,12 +187,50 @@ def test_late_is_said_once_and_the_promise_is_gone() -> None:
 
 
 def test_latest_start_leaves_time_for_the_service() -> None:
-    precedence = Precedence(
-        {}, max_running=4, service_time=lambda prompt, answer: (prompt / 10, (prompt + answer) / 10)
-    )
+    precedence = Precedence({}, max_running=4, outlook=lambda request: Outlook(0.5, 16, 0.1, 0.05))
     one = request("a", 5, max_tokens=15, service=Service(first_token_by=4.0, finish_by=5.0))
     precedence.queued(one, 0.0)
     assert one.start_by == pytest.approx(3.0)
+
+
+def test_what_would_be_late_even_alone_goes_behind_what_may_not() -> None:
+    """The first would take 2 s alone and 4 s at this load, the second half of that; both must be done in 3 s."""
+    precedence = Precedence({}, max_running=4, outlook=lambda r: Outlook(0.0, len(r.token_ids) * 10 + 1, 0.1, 0.05))
+    driver = Driver(policy=precedence, max_num_seqs=1, drop_late=True)
+    long, short = (request(name, n, max_tokens=90, service=Service(finish_by=3.0)) for name, n in [("a", 4), ("b", 2)])
+    driver.add(request("0", 2, max_tokens=90, service=Service(finish_by=99.0)))
+    driver.step()
+    driver.add(long, short)
+    for at, line in [(0.9, "ab"), (1.1, "ba"), (1.9, "ba"), (2.1, "ab")]:
+        driver.now = at
+        driver.step()
+        assert [r.request_id for r in driver.scheduler.waiting.line(at)] == list(line), at
+    assert [r.service.has_deadline for r in (long, short)] == [True, True]
+    assert (driver.scheduler.num_past_deadline, driver.scheduler.dropped) == (0, [])
+    driver.now = 3.1
+    driver.step()
+    assert driver.scheduler.dropped == [long, short]
+
+
+def test_what_has_too_much_left_to_make_it_is_late_at_once() -> None:
+    precedence = Precedence({}, max_running=4, outlook=lambda r: Outlook(0.0, 10, 0.1, 0.1))
+    driver = Driver(policy=precedence, max_num_seqs=4, drop_late=True)
+    sure, unsure = (
+        request(name, 2, max_tokens=20, min_tokens=n, service=Service(finish_by=2.05))
+        for name, n in [("a", 20), ("b", 2)]
+    )
+    driver.add(sure, unsure)
+    driver.step()
+    for _ in range(5):  # one token each, and faster than is said to be possible
+        driver.now += 0.1
+        driver.step()
+        assert not driver.scheduler.dropped
+    driver.now += 0.2
+    driver.step()
+    assert driver.scheduler.dropped == [sure]
+    driver.now = 2.06
+    driver.step()
+    assert driver.scheduler.dropped == [sure, unsure]
 
 
 @pytest.mark.parametrize(("max_preemptions", "rows"), [(1, 3), (8, 2)])

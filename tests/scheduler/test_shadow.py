@@ -12,6 +12,7 @@ import pytest
 from chairlift.config import SchedulerConfig
 from chairlift.errors import ConfigError
 from chairlift.request import Request, Service
+from chairlift.scheduler.deadlines import Outlook
 from chairlift.scheduler.policies import policy_from_config
 from chairlift.scheduler.policy import FCFS, FirstComeFirstServed, Policy
 from chairlift.scheduler.precedence import Precedence
@@ -26,7 +27,9 @@ RESERVING = {"priority": ServiceClass(min_seqs=1, priority=-5)}
 
 
 def precedence() -> Precedence:
-    return Precedence(RESERVING, max_running=16, ageing_seconds=0.1, service_time=lambda prompt, answer: (0.05, 0.1))
+    return Precedence(
+        RESERVING, max_running=16, ageing_seconds=0.1, outlook=lambda request: Outlook(0.05, 2, 0.05, 0.02)
+    )
 
 
 class LastComeFirstServed(FirstComeFirstServed):

@@ -23,7 +23,7 @@ from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.decode_rows import DecodeRows
 from chairlift.scheduler.fairness import VirtualTokenCounters
 from chairlift.scheduler.output import FAILED_ROW
-from chairlift.scheduler.policy import FirstComeFirstServed
+from chairlift.scheduler.policy import FirstComeFirstServed, Resource
 from chairlift.scheduler.precedence import Precedence
 from chairlift.scheduler.scheduler import Scheduler
 
@@ -573,3 +573,22 @@ def _without(original: Callable[..., Any], attribute: str, method: str) -> Calla
             setattr(self, attribute, part)
 
     return called
+
+
+@promise_mutant("owes")
+def tenants_wait_for_rows_of_others(patch: Patch) -> None:
+    patch(Precedence, "_is_owed", lambda self, request, running: False)
+
+
+@promise_mutant("ages")
+def age_does_not_keep_its_row(patch: Patch) -> None:
+    original = Precedence.outranks
+
+    def outranks(self: Precedence, request: Request, running: Request, resource: Resource, now: float) -> bool:
+        starving, self._starving = self._starving, set()
+        try:
+            return original(self, request, running, resource, now)
+        finally:
+            self._starving = starving
+
+    patch(Precedence, "outranks", outranks)

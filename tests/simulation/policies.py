@@ -206,6 +206,17 @@ class LateTwice(FirstComeFirstServed):
         return list(self._running.values()) if now > 0.3 else ()
 
 
+class MovesTheGone(FirstComeFirstServed):
+    def __init__(self) -> None:
+        self._gone: list[Request] = []
+
+    def forgotten(self, request: Request) -> None:
+        self._gone.append(request)
+
+    def moved(self) -> Iterable[Request]:
+        return self._gone
+
+
 class LateWithoutADeadline(FirstComeFirstServed):
     def __init__(self) -> None:
         self._new: list[Request] = []
@@ -271,6 +282,7 @@ BROKEN: dict[type[FirstComeFirstServed], str] = {
     VictimFromElsewhere: "victim",
     EverybodyYields: "yields",
     LateTwice: "late",
+    MovesTheGone: "late",
     LateWithoutADeadline: "engine",
     FailsNowAndThen: "exceptions",
     FailsInTheMiddle: "exceptions",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from chairlift.cli.main import main
+from chairlift.scheduler.deadlines import Outlook
 from chairlift.scheduler.policy import FirstComeFirstServed, Policy
 from chairlift.scheduler.precedence import Precedence
 from chairlift.service_class import ServiceClass, parse_service_classes
@@ -26,7 +27,7 @@ GOOD: dict[str, Callable[[], Policy]] = {
     "precedence, ageing fast": lambda: Precedence({}, max_running=16, ageing_seconds=0.02, tenant_weights={"a": 5.0}),
     "precedence, reserving": lambda: Precedence(RESERVING, max_running=16),
     "precedence, slow service": lambda: Precedence(
-        {}, max_running=16, service_time=lambda p, a: (p / 50, (p + a) / 50)
+        {}, max_running=16, outlook=lambda request: Outlook(request.num_prompt_tokens / 50, 9, 1 / 20, 1 / 50)
     ),
 }
 

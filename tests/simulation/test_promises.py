@@ -29,6 +29,8 @@ from tests.simulation.mutants import PROMISE_MUTANTS
 
 ROOT = Path(__file__).parents[2]
 STEP_SECONDS = 0.01
+OWED_SHARE = 0.75
+"""Of its fair share of the rows, which a tenant gets at once."""
 BACKLOG = 6
 """Requests per tenant or kind that always wait."""
 Seen = Counter[str]
@@ -225,8 +227,13 @@ def ages(seed: int) -> Seen:
     starved = rng.choice([1, 10**6])
     lanes = 4
     bound = 8 * ageing / STEP_SECONDS + 1 + lanes * (1 + 4) * sizes.steps_to_an_end
+    # Once it has its row for good it ends like any other; blocks it may have to give up, each time with a token more.
+    to_end = (1 + sizes.max_preemptions) * (1 + 4) * lanes * sizes.steps_to_an_end
     seen: Seen = Counter()
     began: dict[str, int] = {}
+    under_way: dict[str, int] = {}
+    served = 0
+    roomy = sizes.num_blocks > sizes.rows * -(-sizes.longest // BLOCK)
     for tick in range(450):
         while len(crowd.waiting(lambda r: r.priority <= 0)) < BACKLOG:
             urgent = kinds == "deadline" or (kinds == "both" and rng.random() < 0.5)
@@ -237,8 +244,20 @@ def ages(seed: int) -> Seen:
             began[crowd.arrive(*crowd.any_sizes(), priority=starved).request_id] = tick
         out = crowd.step()
         for row in out.joined:
-            start = began.pop(row.request_id, None)
-            seen["aged"] += start is not None and tick - start >= ageing / STEP_SECONDS
+            if crowd.requests[row.request_id].priority <= 0:
+                continue
+            start = began.pop(row.request_id, tick)
+            seen["aged"] += tick - start >= ageing / STEP_SECONDS
+            if tick - max(start, served) > 8 * ageing / STEP_SECONDS + 1:
+                under_way[row.request_id] = tick
+            served = tick  # age counts from when the lane was served last
+        for name in [name for name in under_way if crowd.requests[name].is_finished]:
+            seen["ended"] += 1
+            del under_way[name]
+        stuck = [name for name, start in under_way.items() if tick - start > to_end]
+        assert not stuck, f"{stuck} started for their age, but did not end within {to_end} steps"
+        displaced = [name for name in out.preempted if name in under_way and roomy]
+        assert not displaced, f"{displaced} started for their age, and lost their rows again"
         late = [name for name, start in began.items() if tick - start > bound]
         assert not late, f"{late} did not start within {bound} steps"
     crowd.drain()
@@ -339,6 +358,38 @@ def shares(seed: int) -> Seen:
     return seen
 
 
+def owes(seed: int) -> Seen:
+    """A tenant that asks for little gets its rows at once, whatever another one has in line."""
+    rng = random.Random(f"owes {seed}")
+    sizes = draw_sizes(rng, tight=False)
+    sizes.rows, sizes.max_preemptions = rng.choice([3, 6, 8]), 1000  # nobody is spared for having given way before
+    sizes.num_blocks = 1 + sizes.rows * -(-sizes.longest // BLOCK)
+    sizes.budget = sizes.rows + rng.choice([2, 16, 64])
+    weight = rng.choice([1.0, 1.0, 2.0])
+    policy = Precedence({}, max_running=sizes.rows, tenant_weights={"small": weight})
+    crowd = Crowd(rng, sizes, policy)
+    most = OWED_SHARE * sizes.rows * weight / (1 + weight)
+    bound = sizes.prefill_steps + sizes.depth + 1
+    seen: Seen = Counter()
+    came: dict[str, int] = {}
+    for tick in range(400):
+        while len(crowd.waiting(lambda r: r.service.tenant == "large")) < BACKLOG:
+            crowd.arrive(*crowd.any_sizes(), tenant="large")
+        held = sum(r.service.tenant == "small" for r in crowd.scheduler.running.values())
+        policy.counters.settle(crowd.scheduler.running.values())
+        modest = held + 1 <= most and policy.counters["small"] <= policy.counters["large"]
+        if tick > 20 and modest and not came and rng.random() < 0.3:
+            came[crowd.arrive(*crowd.any_sizes(), tenant="small").request_id] = tick
+        before = crowd.scheduler.num_preemptions
+        out = crowd.step()
+        for row in out.joined:
+            seen["owed"] += came.pop(row.request_id, -1) >= 0 and crowd.scheduler.num_preemptions > before
+        late = [name for name, start in came.items() if tick - start > bound]
+        assert not late, f"{late} of the modest tenant have no row after {bound} steps"
+    crowd.drain()
+    return seen
+
+
 def displaces(seed: int) -> Seen:
     """Urgent work takes rows and blocks; all get their answers, and those who gave way come back first."""
     rng = random.Random(f"displaces {seed}")
@@ -396,8 +447,9 @@ def _front(crowd: Crowd) -> None:
 
 WORLDS: dict[str, tuple[Callable[[int], Seen], list[str]]] = {
     "reclaims": (reclaims, ["rows reclaimed", "blocks reclaimed", "shared"]),
-    "ages": (ages, ["aged"]),
+    "ages": (ages, ["aged", "ended"]),
     "shares": (shares, ["preempted", "cached", "late comer"]),
+    "owes": (owes, ["owed"]),
     "displaces": (displaces, ["preempted", "displaced", "dropped"]),
 }
 """Name -> the world, and what several of them together must have reached."""

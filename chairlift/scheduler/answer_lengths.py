@@ -1,0 +1,101 @@
+"""How long will an answer be? Nobody knows; what can be said comes from the answers that ended last."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict, deque
+from typing import Final
+
+from chairlift.outputs import FinishReason
+from chairlift.request import Request
+
+__all__ = ["AnswerLengths"]
+
+_LEAST_OF_A_CLASS: Final = 20
+"""A class of service with fewer answers than that is expected to be like all others."""
+
+
+class AnswerLengths:
+    """The lengths of the newest ``capacity`` answers, over all and per class of service.
+
+    An answer that its ``max_tokens`` cut off says only that it would have been at least so long. To leave it out, or to
+    take it as it is, makes answers look shorter than they are; the estimate of Kaplan and Meier (1958) does neither.
+    Beyond the longest answer seen it goes on as an exponential distribution would (Brown, Hollander and Korwar, 1974).
+    """
+
+    def __init__(self, capacity: int = 512) -> None:
+        self._all = _Curve(capacity)
+        self._classes: defaultdict[str, _Curve] = defaultdict(lambda: _Curve(capacity))
+
+    def add(self, request: Request) -> None:
+        """Take what a request that has ended tells."""
+        reason = request.finish_reason
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            for curve in (self._all, self._classes[request.service.service_class]):
+                curve.add(request.num_output_tokens, cut=reason is FinishReason.LENGTH)
+
+    def expected(self, request: Request) -> int:
+        """How many tokens its answer will have in the end, as far as is known."""
+        own = self._classes.get(request.service.service_class)
+        curve = self._all if own is None or own.count < _LEAST_OF_A_CLASS else own
+        most, so_far = request.max_total_tokens - request.num_prompt_tokens, request.num_output_tokens
+        least = max(so_far + 1, request.min_tokens)
+        return most if least >= most else max(least, min(most, round(so_far + curve.rest(so_far, most))))
+
+
+class _Curve:
+    """The share of answers that are longer than so many tokens, for any number of tokens."""
+
+    def __init__(self, capacity: int) -> None:
+        self._recent: deque[tuple[int, bool]] = deque(maxlen=capacity)
+        self._is_fitted = False
+        self._at: list[int] = []
+        """Lengths at which the share falls, ascending, from 0 on."""
+        self._share: list[float] = []
+        """From there to the next."""
+        self._area: list[float] = []
+        """Under the curve, from 0 to there."""
+        self._longest = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._recent)
+
+    def add(self, num_tokens: int, *, cut: bool) -> None:
+        self._recent.append((num_tokens, cut))
+        self._is_fitted = False
+
+    def rest(self, so_far: int, most: int) -> float:
+        """The mean of what is left of answers longer than ``so_far``, were they cut off at ``most`` tokens."""
+        self._fit()
+        share = self._upto(so_far)[1]
+        if not share:  # none was that long
+            return float(most - so_far)
+        return (self._upto(most)[0] - self._upto(so_far)[0]) / share
+
+    def _upto(self, length: int) -> tuple[float, float]:
+        """The area up to a length, and the share there."""
+        index = bisect_right(self._at, length) - 1
+        area, share, start = self._area[index], self._share[index], self._at[index]
+        if length <= self._longest or share in (0.0, 1.0):
+            return area + share * (length - start), share
+        decay = math.log(share) / self._longest
+        beyond = math.exp(decay * length)
+        return area + share * (self._longest - start) + (beyond - share) / decay, beyond
+
+    def _fit(self) -> None:
+        if self._is_fitted:
+            return
+        self._is_fitted = True
+        self._at, self._share, self._area, self._longest = [0], [1.0], [0.0], 0
+        left = len(self._recent)
+        for length, cut in sorted(self._recent):  # of equal length, those that were cut off last
+            if not cut:
+                if length > self._at[-1]:
+                    self._area.append(self._area[-1] + self._share[-1] * (length - self._at[-1]))
+                    self._at.append(length)
+                    self._share.append(self._share[-1])
+                self._share[-1] *= 1 - 1 / left
+            left -= 1
+            self._longest = length
