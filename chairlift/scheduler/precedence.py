@@ -72,6 +72,8 @@ class Precedence(FirstComeFirstServed):
         self._rows: Counter[str] = Counter()
         """Running requests per class."""
         self._tenant_rows: Counter[str] = Counter()
+        self._row = 1.0
+        """Weight of the tenants that want something, per row."""
         self._running: Iterable[Request] = ()
         self._settled = self._counted = True
         self._blocks: Counter[str] = Counter()
@@ -137,10 +139,8 @@ class Precedence(FirstComeFirstServed):
         tenant, other = request.service.tenant, running.service.tenant
         if tenant == other or self.counters[tenant] > self.counters[other]:
             return False
-        everybody = sum(map(self.counters.weight, {*self.counters.active(), *self._tenant_rows}))
-        row = everybody / self._max_running
-        few = (self._tenant_rows[tenant] + 1) * row <= _OWED_SHARE * self.counters.weight(tenant)
-        return few and self._tenant_rows[other] * row > self.counters.weight(other)
+        few = (self._tenant_rows[tenant] + 1) * self._row <= _OWED_SHARE * self.counters.weight(tenant)
+        return few and self._tenant_rows[other] * self._row > self.counters.weight(other)
 
     def yields(self, running: Request, needy: Request) -> bool:
         if running.service.service_class != needy.service.service_class and self._reserves_blocks:
@@ -232,6 +232,8 @@ class Precedence(FirstComeFirstServed):
     def observe(self, running: Iterable[Request], now: float) -> None:
         self._running = running
         self._settled = self._counted = False
+        tenants = {*self.counters.active(), *self._tenant_rows}
+        self._row = sum(map(self.counters.weight, tenants)) / self._max_running
 
     def queued(self, request: Request, now: float) -> None:
         self.counters.queued(request)
