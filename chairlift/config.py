@@ -230,6 +230,28 @@ class EngineConfig:
         if scheduler.batch_sizes and scheduler.batching == "continuous":
             raise ConfigError("preferred_batch_sizes are for batching static or dynamic; continuous never waits")
 
+    def without_effect(self) -> list[str]:
+        """What was set and does nothing beside the other settings, in a sentence each. Nothing is refused for it: who
+        compares settings sets the same for all of them."""
+        scheduler, given = self.scheduler, self.to_flat()
+        plain, ungoverned = scheduler.scheduling_policy == "fcfs", scheduler.governor == "off"
+        swaps = scheduler.preemption_mode in ("swap", "auto") and self.cache.swap_space_bytes != 0
+        for_priority = "fcfs looks at no deadlines and priorities; choose scheduling_policy priority"
+        for_governor = "the governor is off; choose governor rules"
+        idle = {
+            "batch_wait_ms": (scheduler.batching == "continuous", "a continuous batch never waits"),
+            "late_requests": (plain, for_priority),
+            "ageing_seconds": (plain, for_priority),
+            "governor_ttft_ms": (ungoverned, for_governor),
+            "governor_tpot_ms": (ungoverned, for_governor),
+            "preemption_mode": (
+                scheduler.preemption_mode == "swap" and not swaps,
+                "there is nowhere to swap to, and all is recomputed; raise swap_space_bytes",
+            ),
+            "swap_directory": (not swaps, "nothing is swapped"),
+        }
+        return [f"{name} has no effect: {why}" for name, (is_idle, why) in idle.items() if is_idle and name in given]
+
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> EngineConfig:
         """Build from ``{"max_num_seqs": 64, ...}``; an unknown name is refused together with the nearest known one."""

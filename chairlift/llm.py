@@ -40,8 +40,9 @@ class LLM:
             settings["model"] = str(model)
         self.config = EngineConfig.from_flat(settings)
         loaded = load_executor(self.config, progress)
-        if problem := loaded.info(self.config).too_much_reserved(self.config.scheduler.promises):
-            _log.warning("%s", problem)
+        problem = loaded.info(self.config).too_much_reserved(self.config.scheduler.promises)
+        for each in [*self.config.without_effect(), *([problem] if problem else [])]:
+            _log.warning("%s", each)
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
             self.tokenizer = read_tokenizer(self.config, loaded.model_dir)

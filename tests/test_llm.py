@@ -369,5 +369,7 @@ def test_reservations_that_cannot_hold_are_told(
     model_dir: Path, caplog: pytest.LogCaptureFixture, min_blocks: int, warned: bool
 ) -> None:
     classes = {"chat": {"min_blocks": min_blocks}, "batch": {"min_blocks": 100}}
-    make(model_dir, num_kv_blocks=201, scheduling_policy="priority", service_classes=classes)
+    settings = {"governor_ttft_ms": 9.0} if warned else {}
+    make(model_dir, num_kv_blocks=201, scheduling_policy="priority", service_classes=classes, **settings)
+    assert ("governor_ttft_ms has no effect: the governor is off" in caplog.text) == warned
     assert ("reserve 200 KV blocks (chat 100, batch 100), but there are 200" in caplog.text) == warned

@@ -483,8 +483,10 @@ class AsyncEngine:
             template = self._chat_template or self.tokenizer.chat_template
             self._templates = TemplateWorker(template, self.tokenizer.named_tokens)
             await self._templates.start()
-        if self.info is None and (problem := info.too_much_reserved(self.service_classes)):
-            _log.warning("%s", problem)
+        if self.info is None:
+            problem = info.too_much_reserved(self.service_classes)
+            for each in [*self.config.without_effect(), *([problem] if problem else [])]:
+                _log.warning("%s", each)
         eos = set(info.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
         self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))
         limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids, self.service_classes)
