@@ -8,6 +8,7 @@ from typing import Final
 
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import ModelLimits
+from chairlift.engine.step_export import read_recording
 from chairlift.engine.step_log import StepRecord
 from chairlift.errors import ConfigError
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
@@ -114,16 +115,19 @@ def fit_deployment(
 
 
 def read_steps(path: Path) -> list[tuple[StepFeatures, float]]:
-    """The steps of a log on file, one JSON object per line. Raises ConfigError that names the line."""
+    """The steps of a log on file, one JSON object per line, or of a recording that the live view saved. Raises
+    ConfigError that names the line."""
     steps: list[tuple[StepFeatures, float]] = []
     last_end = 0.0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the step log {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not text in UTF-8") from None
-    for number, line in enumerate(lines, 1):
+    if text.startswith('{"key":'):
+        return read_recording(text.encode()).steps
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             fields = json.loads(line)
             features = StepFeatures(*(float(fields[name]) for name in StepFeatures._fields))  # type: ignore[arg-type]

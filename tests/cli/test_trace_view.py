@@ -122,3 +122,12 @@ def test_a_recording_is_shown_on_this_machine_until_ctrl_c(steps: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert process.stderr.read() == ""
+
+
+def test_the_simulator_learns_from_a_recording(chairlift: Run, steps: Path, model_dir: Path) -> None:
+    flags = ("--model", model_dir, "--num-kv-blocks", "64", "--num-prompts", "5")
+    code, out, err = chairlift("sim", "--step-log", steps, *flags)
+    assert (code, err) == (0, [])
+    assert f"the machine of {steps}" in out[1]
+    steps.write_bytes(steps.read_bytes() + b'{"step": 1}\n')
+    assert "of the recording cannot be read" in chairlift("sim", "--step-log", steps, *flags)[2][0]
