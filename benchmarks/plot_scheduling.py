@@ -1,7 +1,9 @@
-"""Draws what ``scheduling.py`` recorded: one panel per scenario, with the 95 % intervals.
+"""Draws what ``scheduling.py`` recorded: one panel per scenario, with the 95 % intervals. Of several records the last
+that has a scenario counts.
 
 pip install matplotlib
-python benchmarks/plot_scheduling.py benchmarks/results/scheduling.json docs/scheduling.svg
+python benchmarks/plot_scheduling.py benchmarks/results/scheduling.json benchmarks/results/scheduling-15m.json \\
+    --svg docs/scheduling.svg
 """
 
 from __future__ import annotations
@@ -101,18 +103,20 @@ PANELS: dict[str, Callable[[Any, Figures], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path)
-    parser.add_argument("picture", type=Path)
+    parser.add_argument("records", type=Path, nargs="+")
+    parser.add_argument("--svg", type=Path, required=True)
     args = parser.parse_args()
-    record = json.loads(args.record.read_text())
+    records = [json.loads(path.read_text()) for path in args.records]
     matplotlib.rcParams["axes.titlesize"] = 9
     matplotlib.rcParams["svg.hashsalt"] = "chairlift"  # the same record gives the same file
     figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
     for (name, draw), place in zip(PANELS.items(), axes.flat, strict=True):
-        if name in record["scenarios"]:
-            draw(place, record["scenarios"][name])
-    figure.suptitle(f"{record['model']}, {record['validity']}", fontsize=9)
-    figure.savefig(args.picture, metadata={"Date": None})
+        for record in records[::-1]:
+            if name in record["scenarios"]:
+                draw(place, record["scenarios"][name])
+                place.set_title(f"({name}) {place.get_title()}\n{record['model']}, {record['validity']}")
+                break
+    figure.savefig(args.svg, metadata={"Date": None})
 
 
 if __name__ == "__main__":
