@@ -469,7 +469,7 @@ class EngineCore(EngineClient):
         return result
 
     def _outlook(self, request: Request) -> Outlook:
-        return self.costs.outlook(request, self.answer_lengths.expected(request))
+        return self.costs.outlook(request, self.answer_lengths.expected(request), self.kv.num_shared(request))
 
     def _finished(
         self, ended: Sequence[Request], now: float, error: str | None = None, errors: Mapping[str, str] = _NO_ERRORS

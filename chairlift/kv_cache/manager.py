@@ -16,43 +16,12 @@ from chairlift.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from chairlift.kv_cache.invariants import check_manager
 from chairlift.kv_cache.prefix_cache import NEVER, PrefixCache, PrefixNode
 from chairlift.kv_cache.swap import Swapped, SwapPool
+from chairlift.kv_cache.tables import Admission, BlockCounts, NewBlocks, TableChange
 from chairlift.request import Request, RequestStatus
 
 __all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks", "TableChange"]
 
 _NO_LIMIT = 1 << 40
-TableChange = tuple[str, int, int, list[int], list[int]]
-"""(request id, group, first, blocks it has from entry ``first`` on, blocks given back); ``first`` = -n: its first n."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NewBlocks:
-    """Blocks appended to one table, from entry ``first`` on."""
-
-    group: int
-    first: int
-    block_ids: list[int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Admission:
-    """What a request starts with."""
-
-    num_computed_tokens: int
-    """Leading positions whose KV is already there."""
-    copies: list[tuple[int, int, int]]
-    """(group, source block, destination block) to copy before the step's first write."""
-    swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, host block, block) to bring back from host memory before the step's first write."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """Blocks of all groups together: ``free + used + cached`` is the whole."""
-
-    free: int
-    used: int
-    cached: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +111,7 @@ class KVCacheManager:
         """
         if request.refused_at == (self._num_changes, reserve):
             return None  # as before: no need to hash its whole prompt again
-        shared = self._find_shared(request) if share and request.may_share else _Shared(0)
+        shared = self._find_shared(request) if share else _Shared(0)
         known = shared.num_tokens
         path = shared.path[: known // self.block_size]
         tables = [self._shared_table(group, shared) for group in range(len(self.pools))]
@@ -155,6 +124,11 @@ class KVCacheManager:
             for group, (source, table) in enumerate(zip(shared.source.block_ids, request.block_ids, strict=True)):
                 copies.append((group, source[tail], table[tail]))
         return Admission(known, copies)
+
+    def num_shared(self, request: Request) -> int:
+        """Leading positions that would not have to be computed if the request were let in now."""
+        swapped = self.swapped.get(request.request_id)
+        return self._find_shared(request).num_tokens if swapped is None else swapped.num_tokens
 
     def lacks(self, request: Request, reserve: int, watermark: float, leaving: Iterable[Request] = ()) -> bool:
         """Whether :meth:`admit` will still fail when every deferred release has happened and ``leaving`` have left."""
@@ -350,6 +324,8 @@ class KVCacheManager:
 
     def _find_shared(self, request: Request) -> _Shared:
         """How many leading positions can be shared, and with whom."""
+        if not request.may_share:
+            return _Shared(0)
         known, path = 0, []
         if self.prefix_cache is not None:
             path = self.prefix_cache.walk(request, (len(request.token_ids) - 1) // self.block_size)

@@ -46,10 +46,10 @@ class Costs:
         """To copy so many blocks of every cache group to host memory, and back."""
         return 2 * self.model.copy_seconds(num_blocks * self._bytes)
 
-    def outlook(self, request: Request, num_tokens: int) -> Outlook:
-        """Of a request whose answer is expected to have so many tokens."""
+    def outlook(self, request: Request, num_tokens: int, num_shared: int) -> Outlook:
+        """Of a request whose answer is expected to have so many tokens, and that shares the KV of the first few."""
         alone = self.model.step_seconds(StepFeatures(1, request.num_prompt_tokens))
-        first = self.model.prefill_seconds(request.num_prompt_tokens)
+        first = self.model.prefill_seconds(request.num_prompt_tokens - num_shared, num_shared)
         # What is said of a request alone may cost it its place: until steps have been seen, nothing is said.
         return Outlook(first, num_tokens, self._step_seconds, min(alone, self._step_seconds))
 
