@@ -235,13 +235,14 @@ class EngineConfig:
         compares settings sets the same for all of them."""
         scheduler, given = self.scheduler, self.to_flat()
         plain, ungoverned = scheduler.scheduling_policy == "fcfs", scheduler.governor == "off"
+        shadowed = scheduler.shadow_policy == "priority"
         swaps = scheduler.preemption_mode in ("swap", "auto") and self.cache.swap_space_bytes != 0
         for_priority = "fcfs looks at no deadlines and priorities; choose scheduling_policy priority"
-        for_governor = "the governor is off; choose governor rules"
+        for_governor = "the governor is off; choose governor rules, learned or shadow"
         idle = {
             "batch_wait_ms": (scheduler.batching == "continuous", "a continuous batch never waits"),
             "late_requests": (plain, for_priority),
-            "ageing_seconds": (plain, for_priority),
+            "ageing_seconds": (plain and not shadowed, for_priority),
             "governor_ttft_ms": (ungoverned, for_governor),
             "governor_tpot_ms": (ungoverned, for_governor),
             "preemption_mode": (

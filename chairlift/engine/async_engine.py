@@ -281,7 +281,7 @@ class AsyncEngine:
             self.intake.check(now, 1, num_tokens, service_class, tenant)
             for setting, allowed in (("queue_timeout", patience), ("timeout", limit)):
                 if allowed is not None:
-                    self.intake.check_wait(predicted, allowed, setting)
+                    self.intake.check_wait(predicted, allowed, setting, service_class)
         except QueueFullError as full:
             self.stats.rejected["forecast" if full.kind == "forecast" else f"queue_{full.kind}"] += 1
             raise

@@ -17,6 +17,7 @@ from chairlift.config import SchedulerConfig
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.outlook import outlook_from
 from chairlift.engine.step_log import StepLog
 from chairlift.errors import ConfigError, InvariantError, RequestError
 from chairlift.executor.executor import Executor, LiveWeights, PendingTokens, WeightSource
@@ -28,7 +29,6 @@ from chairlift.request import Request
 from chairlift.scheduler.answer_lengths import AnswerLengths
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
-from chairlift.scheduler.deadlines import Outlook
 from chairlift.scheduler.fairness import VirtualTokenCounters
 from chairlift.scheduler.governor_loop import governor_from_config
 from chairlift.scheduler.membership import membership_from_name
@@ -178,13 +178,14 @@ class EngineCore(EngineClient):
             enable_prefix_caching=enable_prefix_caching,
             secret=cache_secret,
         )
-        self.costs, self.answer_lengths = Costs(executor.block_bytes), AnswerLengths()
+        self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
+        self.answer_lengths = AnswerLengths()
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
-            policy=policy or policy_from_config(config, self._outlook),
+            policy=policy or policy_from_config(config, outlook_from(self.costs, self.answer_lengths, self.kv)),
             prefill_mode=prefill_mode_from_name(config.prefill_mode, self.costs, config.max_num_batched_tokens),
             membership=membership_from_name(config.batching, config.batch_wait_ms, config.batch_sizes),
             watermark=config.admission_watermark,
@@ -467,9 +468,6 @@ class EngineCore(EngineClient):
         errors = {request.request_id: reason for request, reason in failed if request is not None}
         outputs.finished = self._finished(result.finished, now, errors=errors)
         return result
-
-    def _outlook(self, request: Request) -> Outlook:
-        return self.costs.outlook(request, self.answer_lengths.expected(request), self.kv.num_shared(request))
 
     def _finished(
         self, ended: Sequence[Request], now: float, error: str | None = None, errors: Mapping[str, str] = _NO_ERRORS

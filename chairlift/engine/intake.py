@@ -16,13 +16,12 @@ from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 __all__ = ["Intake", "Place"]
 
 _WINDOW: Final = 30.0
-_SHORTEST_WINDOW: Final = 5.0
-"""Seconds over which rates are taken; the shorter one after a start."""
+"""Seconds over which rates are taken."""
 _LEAST, _MOST = 1.0, 60.0
 _LAST_SHARE: Final = 0.5
 """Of the queue, for the class that comes last."""
-_MOST_TAKEN: Final = 0.9
-"""Share of the starts that are counted on to be taken by those who will come: no wait is more than ten times longer."""
+_MOST_TAKEN: Final = 0.8
+"""Share of the starts that those who will come are counted on to take: no wait is more than five times longer."""
 _WRONG_REFUSALS: Final = 0.1
 """Share of the requests refused for their forecast that would have started in time after all."""
 
@@ -98,6 +97,9 @@ class Intake:
         levels = sorted({each.priority for each in (classes or {}).values()})
         self._levels = {name: levels.index(each.priority) for name, each in (classes or {}).items()}
         self._last_level = max(1, len(levels) - 1)
+        self._reserving = {name for name, each in (classes or {}).items() if each.min_seqs}
+        self._calibrations = {level: Calibration() for level in {0, *self._levels.values()}}
+        """The same per level: how good forecasts are for those who go first says nothing of those who go last."""
         self._waiting: dict[str, _Waiting] = {}
         self._crowd = _Crowd()
         self._starts: dict[str, float] = {}
@@ -107,8 +109,6 @@ class Intake:
         self._lane_ends: dict[_Lane, tuple[float, float]] = {}
         """By the forecast: the start of the last in a lane, and the time from one start to the next."""
         self._started: deque[float] = deque()
-        self._began = math.inf
-        """When the first came."""
         self._came: deque[tuple[float, int]] = deque()
         """When, and of what level, in the last half minute."""
 
@@ -150,11 +150,13 @@ class Intake:
                 "tokens",
             )
 
-    def check_wait(self, predicted: float | None, allowed: float, setting: str) -> None:
+    def check_wait(
+        self, predicted: float | None, allowed: float, setting: str, service_class: str = DEFAULT_CLASS
+    ) -> None:
         """Raise QueueFullError when a request that may wait ``allowed`` seconds, which ``setting`` says, would do so in
         vain: the forecast says so, and 9 of 10 like it were no further off. Without enough of them nobody is refused.
         """
-        shortest = self.calibration.quantile(_WRONG_REFUSALS)
+        shortest = self._calibrations[self._levels.get(service_class, 0)].quantile(_WRONG_REFUSALS)
         if predicted is None or shortest is None or predicted < SHORTEST_WAIT:
             return
         if predicted * min(1.0, shortest) > allowed:
@@ -179,7 +181,6 @@ class Intake:
         lane = None if tenant is None else (service_class, tenant)
         waiting = _Waiting(num_tokens, service_class, self._levels.get(service_class, 0), lane, now, predicted, now)
         self._came.append((now, waiting.level))
-        self._began = min(self._began, now)
         self._waiting[request_id] = waiting
         self._crowd.add(waiting)
         self._unforeseen.add(waiting)
@@ -198,7 +199,8 @@ class Intake:
             self._started.append(now)
             self._forget(now)
             if found.predicted is not None:
-                self.calibration.add(found.predicted, now - found.predicted_at)
+                for each in (self.calibration, self._calibrations[found.level]):
+                    each.add(found.predicted, now - found.predicted_at)
 
     def clear(self) -> None:
         """Everybody has left, and the engine with them."""
@@ -208,7 +210,8 @@ class Intake:
         self._lane_ends.clear()
         self._came.clear()
         self.forecast = None
-        self.calibration.clear()
+        for each in (self.calibration, *self._calibrations.values()):
+            each.clear()
         self.num_tokens = 0
 
     # -- the forecast ----------------------------------------------------------------------------------------------
@@ -219,18 +222,18 @@ class Intake:
         A request that came before there was a forecast is judged by the first one.
         """
         made, longer = forecast.made_at, self._stretches(forecast)
-        newcomers = {
-            name: made + (start - made) * longer[self._levels.get(name, 0)]
-            for name, start in forecast.newcomers.items()
-        }
-        self.forecast = dataclasses.replace(forecast, newcomers=newcomers)
+        newcomers, strangers = (
+            {name: made + (start - made) * longer.get(name, 1.0) for name, start in starts.items()}
+            for starts in (forecast.newcomers, forecast.strangers)
+        )
+        self.forecast = dataclasses.replace(forecast, newcomers=newcomers, strangers=strangers)
         self._starts, self._unforeseen = {}, _Crowd()
         for sequence_id, start in forecast.starts.items():  # a request starts with the first of its answers
             name = sequence_id.partition("#")[0]
             each = self._waiting.get(name)
             if each is None or name in self._starts:
                 continue
-            self._starts[name] = made + (start - made) * longer[each.level]
+            self._starts[name] = made + (start - made) * longer.get(each.service_class, 1.0)
             if each.predicted is None and each.lane is not None:
                 wait = max(0.0, self._starts[name] - made)
                 self._waiting[name] = dataclasses.replace(each, predicted=wait, predicted_at=made)
@@ -240,21 +243,28 @@ class Intake:
                 self._unforeseen.add(each)
             elif each.lane is not None and self._levels:  # without classes the engine knows no lanes either
                 lanes.setdefault(each.lane, []).append(self._starts[name])
-        self._lane_ends = {lane: (max(all_), max(0.0, max(all_) - made) / len(all_)) for lane, all_ in lanes.items()}
+        # Of the tenant that has most the forecast has a newcomer; of the others there are those who wait.
+        self._lane_ends = {
+            lane: (max(all_), max(0.0, max(all_) - made) / len(all_))
+            for lane, all_ in lanes.items()
+            if lane[1] != forecast.tenant
+        }
 
-    def _stretches(self, forecast: Forecast) -> dict[int, float]:
-        """How many times longer a wait becomes, per level, by those who will come meanwhile and go before.
+    def _stretches(self, forecast: Forecast) -> dict[str, float]:
+        """How many times longer a wait becomes, per class, by those who will come meanwhile and go before.
 
-        They take the share of the starts that they had in the last half minute (Cobham, 1954).
+        They take the share of the starts that they had in the last half minute (Cobham, 1954). Those who came and still
+        wait are in the forecast: a burst is not taken for a rate. Classes that have rows of their own wait for nobody.
         """
         self._forget(forecast.made_at)
         came = Counter(level for _, level in self._came)
-        pace = forecast.seconds_per_start / min(_WINDOW, max(_SHORTEST_WINDOW, forecast.made_at - self._began))
-        shares = {
-            level: pace * sum(count for other, count in came.items() if other < level)
-            for level in {0, *self._levels.values()}
-        }
-        return {level: 1 / (1 - min(share, _MOST_TAKEN)) for level, share in shares.items()}
+        came.subtract(self._crowd.levels)
+        pace = forecast.seconds_per_start / _WINDOW
+        longer = {}
+        for name, level in (self._levels or {DEFAULT_CLASS: 0}).items():
+            share = pace * sum(max(0, count) for other, count in came.items() if other < level)
+            longer[name] = 1.0 if name in self._reserving else 1 / (1 - min(share, _MOST_TAKEN))
+        return longer
 
     def expected_wait(
         self, service_class: str, now: float, free_rows: int = 0, tenant: str | None = ""
@@ -277,7 +287,8 @@ class Intake:
         ahead = since.before(self._levels.get(service_class, 0))
         if ahead >= max(1, free_rows) and not forecast.seconds_per_start:
             return None  # there was no line yet when it was made
-        return forecast.wait_of(service_class, now, ahead)
+        stranger = bool(self._levels) and (lane is None or lane[1] != forecast.tenant)
+        return forecast.wait_of(service_class, now, ahead, stranger=stranger)
 
     def line(self, now: float, free_rows: int = 0) -> list[Place]:
         """Everybody who waits, in the order in which they are expected to start; without a forecast as they came."""

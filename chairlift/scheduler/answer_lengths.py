@@ -35,13 +35,21 @@ class AnswerLengths:
             for curve in (self._all, self._classes[request.service.service_class]):
                 curve.add(request.num_output_tokens, cut=reason is FinishReason.LENGTH)
 
+    def knows(self, request: Request) -> bool:
+        """Whether enough answers like its own have ended by themselves, or it cannot."""
+        most = request.max_total_tokens - request.num_prompt_tokens
+        return request.min_tokens >= most or self._curve(request).num_ended >= _LEAST_OF_A_CLASS
+
     def expected(self, request: Request) -> int:
         """How many tokens its answer will have in the end, as far as is known."""
-        own = self._classes.get(request.service.service_class)
-        curve = self._all if own is None or own.count < _LEAST_OF_A_CLASS else own
+        curve = self._curve(request)
         most, so_far = request.max_total_tokens - request.num_prompt_tokens, request.num_output_tokens
         least = max(so_far + 1, request.min_tokens)
         return most if least >= most else max(least, min(most, round(so_far + curve.rest(so_far, most))))
+
+    def _curve(self, request: Request) -> _Curve:
+        own = self._classes.get(request.service.service_class)
+        return self._all if own is None or own.count < _LEAST_OF_A_CLASS else own
 
 
 class _Curve:
@@ -62,6 +70,11 @@ class _Curve:
     def count(self) -> int:
         return len(self._recent)
 
+    @property
+    def num_ended(self) -> int:
+        """Of them, those that were not cut off."""
+        return sum(not cut for _, cut in self._recent)
+
     def add(self, num_tokens: int, *, cut: bool) -> None:
         self._recent.append((num_tokens, cut))
         self._is_fitted = False
@@ -78,7 +91,7 @@ class _Curve:
         """The area up to a length, and the share there."""
         index = bisect_right(self._at, length) - 1
         area, share, start = self._area[index], self._share[index], self._at[index]
-        if length <= self._longest or share in (0.0, 1.0):
+        if length <= self._longest or not self._longest or share in (0.0, 1.0):
             return area + share * (length - start), share
         decay = math.log(share) / self._longest
         beyond = math.exp(decay * length)

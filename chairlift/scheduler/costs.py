@@ -19,11 +19,17 @@ _MEMORY = 0.1
 class Costs:
     """A cost model and the sizes of blocks; learns from every step. ``block_bytes`` is per cache group."""
 
-    def __init__(self, block_bytes: Sequence[int], model: CostModel | None = None) -> None:
+    def __init__(
+        self, block_bytes: Sequence[int], model: CostModel | None = None, max_step_tokens: int = 1 << 30
+    ) -> None:
         self.model = model or CostModel()
         self._bytes = sum(block_bytes)
         self._step_seconds = 0.0
         self._num_seen = 0
+        self._most_tokens = max_step_tokens
+        self._shortest = [0.0] * 64
+        """Seconds of the shortest step of 2 ** (i - 1) to 2 ** i - 1 prompt tokens alone; first that of one decode
+        row; 0 where there was none."""
 
     def wants(self, out: SchedulerOutput) -> bool:
         """Whether there is something to learn from a step."""
@@ -33,6 +39,9 @@ class Costs:
         """Learn from a step; ``num_copied`` is how many blocks went to host memory or came from there in it."""
         self._step_seconds += (seconds - self._step_seconds) * (_MEMORY if self._num_seen else 1.0)
         self._num_seen += 1
+        if features.num_decodes == (not features.prefill_tokens):  # of one kind, and of one row where it decodes
+            size = features.prefill_tokens.bit_length()
+            self._shortest[size] = min(self._shortest[size] or seconds, seconds)
         if num_copied:
             self.model.observe_copy(num_copied * self._bytes, seconds - self.model.step_seconds(features))
         else:
@@ -46,12 +55,27 @@ class Costs:
         """To copy so many blocks of every cache group to host memory, and back."""
         return 2 * self.model.copy_seconds(num_blocks * self._bytes)
 
-    def outlook(self, request: Request, num_tokens: int, num_shared: int) -> Outlook:
+    def outlook(self, request: Request, num_tokens: int | None, num_shared: int) -> Outlook:
         """Of a request whose answer is expected to have so many tokens, and that shares the KV of the first few."""
-        alone = self.model.step_seconds(StepFeatures(1, request.num_prompt_tokens))
-        first = self.model.prefill_seconds(request.num_prompt_tokens - num_shared, num_shared)
-        # What is said of a request alone may cost it its place: until steps have been seen, nothing is said.
-        return Outlook(first, num_tokens, self._step_seconds, min(alone, self._step_seconds))
+        rest = max(1, request.num_prompt_tokens - num_shared)
+        alone = min(self.model.step_seconds(StepFeatures(1, request.num_prompt_tokens)), self._shortest[0])
+        return Outlook(
+            to_first=self.model.prefill_seconds(rest, num_shared),
+            to_first_at_least=self._least_seconds(rest),
+            num_tokens=num_tokens,
+            per_token=self._step_seconds,
+            per_token_alone=alone,
+        )
+
+    def _least_seconds(self, num_tokens: int) -> float:
+        """To compute so many prompt tokens: no step of more tokens is shorter than the shortest seen of fewer.
+
+        What the model predicts for sizes that were never seen is no proof that a deadline is lost; and what is dropped
+        for it never would be.
+        """
+        whole_steps, rest = divmod(num_tokens, self._most_tokens)
+        seconds = whole_steps * max(self._shortest[1 : 1 + self._most_tokens.bit_length()])
+        return seconds + max(self._shortest[1 : rest.bit_length()], default=0.0)
 
     def mixed_cost(self, num_decodes: int, context_tokens: int, num_tokens: int) -> float:
         """How long one step of decode rows and prompt tokens takes, as a multiple of two steps of one kind each."""

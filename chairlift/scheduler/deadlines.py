@@ -21,8 +21,10 @@ class Outlook(NamedTuple):
 
     to_first: float = 0.0
     """From its first step to its first token."""
-    num_tokens: int = 1
-    """Of its answer."""
+    to_first_at_least: float = 0.0
+    """As far as anything has been seen of steps like that: it takes no less."""
+    num_tokens: int | None = None
+    """Of its answer; None while nobody knows."""
     per_token: float = 0.0
     """At the present load."""
     per_token_alone: float = 0.0
@@ -37,7 +39,8 @@ class Deadlines:
 
     Going by it alone (least slack first) is known to fail under overload, where the most hopeless would go first and
     nobody make it. So one that would be late even alone, if its answer is as long as expected, is in doubt, and loses
-    its place. One that will be late whatever happens is lost: no guess at the length of its answer is part of this.
+    its place. One that will be late whatever happens is lost: no guess at the length of its answer is part of this, nor
+    at times that were never seen.
     """
 
     def __init__(self, outlook: OutlookOf | None = None) -> None:
@@ -49,7 +52,8 @@ class Deadlines:
         """It has come."""
         service, outlook = request.service, self.outlook(request)
         if service.has_deadline:
-            rest = (outlook.num_tokens - 1) * outlook.per_token
+            most = request.max_total_tokens - request.num_prompt_tokens
+            rest = ((outlook.num_tokens or most) - 1) * outlook.per_token
             request.start_by = min(service.first_token_by, service.finish_by - rest) - outlook.to_first
             heapq.heappush(self._due, (min(self._turns(request)), request.sequence, request))
 
@@ -87,9 +91,9 @@ class Deadlines:
         least = max(1, request.min_tokens) - request.num_output_tokens
         if request.num_output_tokens:
             return service.finish_by - max(0, least) * outlook.per_token_alone, math.inf
-        first = outlook.to_first if request.slot < 0 else 0.0
+        first = outlook.to_first_at_least if request.slot < 0 else 0.0
         lost, doubtful = (
             min(service.first_token_by, service.finish_by - (count - 1) * outlook.per_token_alone) - first
-            for count in (least, max(least, outlook.num_tokens))
+            for count in (least, max(least, outlook.num_tokens or 0))
         )
         return lost, doubtful if request.slot < 0 and request.start_by < math.inf else math.inf

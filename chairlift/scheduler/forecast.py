@@ -8,6 +8,7 @@ that is gets measured: :class:`~chairlift.engine.calibration.Calibration`.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -32,15 +33,20 @@ class Forecast:
     starts: dict[str, float]
     """Of each that waits. In the order of the line as it will be."""
     newcomers: dict[str, float]
-    """Of one that would come now, by class of service."""
+    """Of one that would come now, by class of service, of the tenant that has most requests here."""
     seconds_per_start: float
     """Between one start and the next: what each that came since adds."""
+    strangers: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The same of a tenant that has none."""
+    tenant: str | None = None
+    """The one that has most."""
 
-    def wait_of(self, service_class: str, now: float, num_since: int = 0) -> float:
+    def wait_of(self, service_class: str, now: float, num_since: int = 0, *, stranger: bool = False) -> float:
         """Seconds that a newcomer would wait; ``num_since`` is how many came since the forecast was made."""
-        start = self.newcomers.get(service_class)
+        newcomers = self.strangers if stranger and self.strangers else self.newcomers
+        start = newcomers.get(service_class)
         if start is None:
-            start = max(self.newcomers.values(), default=now)
+            start = max(newcomers.values(), default=now)
         return max(0.0, start + num_since * self.seconds_per_start - now)
 
 
@@ -60,12 +66,16 @@ def foresee(
     after the first item.
     """
     line = [request.request_id for request in scheduler.waiting.line(now)]
-    twin, names = _copy(scheduler, lengths, now), {}
-    for name, priority in classes.items():
-        names[_NEWCOMER + name] = name
-        newcomer = Request(_NEWCOMER + name, [_TOKEN], max_tokens=1, arrival_time=now, priority=priority)
-        newcomer.service = Service(name, tenant=_NEWCOMER)
-        twin.add(newcomer)
+    twin = _copy(scheduler, lengths, now)
+    names: dict[str, tuple[str, bool]] = {}
+    tenants = Counter(request.service.tenant for request in scheduler.requests.values())
+    busiest = max(tenants, key=lambda tenant: (tenants[tenant], tenant), default=_NEWCOMER)
+    for number, (name, priority) in enumerate(classes.items()):
+        for tenant in dict.fromkeys((busiest, _NEWCOMER)):
+            newcomer = Request(f"{_NEWCOMER}{number}{tenant}", [_TOKEN], max_tokens=1, arrival_time=now)
+            newcomer.priority, newcomer.service = priority, Service(name, tenant=tenant)
+            names[newcomer.request_id] = name, tenant == _NEWCOMER
+            twin.add(newcomer)
     starts: dict[str, float] = {}
     missing, clock = {*line, *names}, now
     yield None
@@ -90,9 +100,11 @@ def foresee(
     pace = max(clock - now, 1e-9) / max(1, len(starts.keys() - names.keys()))
     for place, name in enumerate([name for name in [*line, *names] if name in missing], start=1):
         starts[name] = clock + place * pace
-    newcomers = {label: starts.pop(name) for name, label in names.items()}
+    came = {label: starts.pop(name) for name, label in names.items()}
+    strangers = {label: start for (label, is_stranger), start in came.items() if is_stranger}
+    newcomers = {label: start for (label, is_stranger), start in came.items() if not is_stranger} or strangers
     waiting = dict(sorted(starts.items(), key=lambda item: item[1]))
-    yield Forecast(now, waiting, newcomers, pace if line else 0.0)
+    yield Forecast(now, waiting, newcomers, pace if line else 0.0, strangers, busiest)
 
 
 def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float) -> Scheduler:
@@ -118,7 +130,7 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
         request.request_id,
         [],
         max_tokens=num_tokens,
-        min_tokens=num_tokens,
+        min_tokens=min(request.min_tokens, num_tokens),
         arrival_time=request.arrival_time,
         priority=request.priority,
         service=request.service,

@@ -33,8 +33,8 @@ class Precedence(FirstComeFirstServed):
       which nobody of the same lane was let in, for the order of the line only: age takes nobody's row away. Nor does
       priority from one let in after eight times as long: else it would be displaced at once, and starve.
     * Between tenants of one priority, virtual token counters decide; then the order of arrival. A tenant with less
-      service and less than three quarters of its share of the rows takes them from one that has more than its share:
-      who asks for little does not wait for the rows of who asks for everything.
+      service takes up to three quarters of its share of the rows, and one in any case, from one that has more than its
+      share and more than one: who asks for little does not wait for the rows of who asks for everything.
 
     What it comes to in steps, for R rows, budget T and requests of at most L positions, with continuous batching and
     mixed steps. Prompts under way are computed after ``P = ceil(R * L / (T - R + 1))`` steps, and what may not be
@@ -139,8 +139,8 @@ class Precedence(FirstComeFirstServed):
         tenant, other = request.service.tenant, running.service.tenant
         if tenant == other or self.counters[tenant] > self.counters[other]:
             return False
-        few = (self._tenant_rows[tenant] + 1) * self._row <= _OWED_SHARE * self.counters.weight(tenant)
-        return few and self._tenant_rows[other] * self._row > self.counters.weight(other)
+        few = (self._tenant_rows[tenant] + 1) * self._row <= max(_OWED_SHARE * self.counters.weight(tenant), self._row)
+        return few and self._tenant_rows[other] * self._row > max(self.counters.weight(other), self._row)
 
     def yields(self, running: Request, needy: Request) -> bool:
         if running.service.service_class != needy.service.service_class and self._reserves_blocks:

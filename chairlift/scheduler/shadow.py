@@ -98,7 +98,8 @@ class ShadowPolicy:
     def victim(self, candidates: Iterable[Request]) -> Request | None:
         able = list(candidates)
         chosen = self.primary.victim(able)
-        self._try(lambda shadow: self._compare_victims(shadow, able, chosen))
+        if able:
+            self._try(lambda shadow: self._compare_victims(shadow, able, chosen))
         return chosen
 
     def late(self, now: float) -> Iterable[Request]:

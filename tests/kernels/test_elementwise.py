@@ -50,7 +50,8 @@ def test_packed_linear_equals_the_plain_one(dtype: torch.dtype, rows: int, with_
     x = random_tensor(rows, 80, dtype=dtype, seed=2)
     packed = ops.pack_weight(weight)
     if packed is None:
-        assert dtype == torch.float16, "oneDNN packs float32 and bfloat16 on every x86 CPU we support"
+        wide = "AVX512" in torch.backends.cpu.get_cpu_capability()
+        assert dtype == torch.float16 or (dtype == torch.bfloat16 and not wide), "oneDNN packs this on every x86 CPU"
         return
     ours, expected = ops.packed_linear(x, packed, bias), ops.linear(x.float(), weight.float(), None)
     expected = expected if bias is None else expected + bias.float()

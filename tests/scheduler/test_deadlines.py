@@ -13,7 +13,7 @@ from chairlift.sim.machines import deploy, shape_from_name
 from chairlift.sim.replay import simulated_core
 
 
-def engine() -> tuple[EngineCore, InputProcessor]:
+def engine(machine: str = "ryzen-9950x", shape: str = "qwen2.5-0.5b") -> tuple[EngineCore, InputProcessor]:
     settings = {"scheduling_policy": "priority", "late_requests": "drop", "num_kv_blocks": 2000, "max_num_seqs": 8}
     core, limits = simulated_core(
         deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), EngineConfig.from_flat(settings)
@@ -56,3 +56,30 @@ def test_answers_of_one_request_share_its_prompt() -> None:
     ended = serve(core)
     assert [reason for reason, _ in ended.values()] == [FinishReason.LENGTH] * 4
     assert max(end for _, end in ended.values()) - now < 1.6 * whole
+
+
+@pytest.mark.parametrize("shorter_first", [False, True])
+def test_what_was_never_seen_proves_nothing(shorter_first: bool) -> None:
+    """A GPU computes a long prompt in less time than any number of short ones would let one expect."""
+    core, door = engine("h100-sxm", "llama-3-8b")
+    chat = SamplingParams(max_tokens=5, ignore_eos=True)
+    for index in range(50 * shorter_first):
+        core.add(door.prepare(f"short {index}", [index + 10] * 30, chat, core.clock.now()))
+        serve(core)
+    for index in range(5):
+        params = SamplingParams(max_tokens=2, ignore_eos=True, ttft_ms=1200)
+        core.add(door.prepare(f"long {index}", [index + 100] * 4000, params, core.clock.now()))
+        assert serve(core)[f"long {index}"][0] is FinishReason.LENGTH
+    assert core.scheduler.num_past_deadline == 0
+
+
+def test_what_was_seen_does() -> None:
+    core, door = engine()
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    core.add(door.prepare("first", list(range(10, 4010)), params, 0.0))
+    serve(core)
+    now = core.clock.now()
+    hopeless = SamplingParams(max_tokens=2, ignore_eos=True, ttft_ms=1000 * core.costs.model.prefill_seconds(4000) / 3)
+    core.add(door.prepare("again", list(range(9, 4009)), hopeless, now))
+    reason, end = serve(core)["again"]
+    assert (reason, end) == (FinishReason.DEADLINE, pytest.approx(now))

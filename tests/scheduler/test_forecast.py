@@ -88,3 +88,25 @@ def test_looking_ahead_changes_nothing() -> None:
         return seen
 
     assert digest(False) == digest(True)
+
+
+def test_a_newcomer_is_no_stranger_to_its_own_tenant() -> None:
+    """One tenant has all rows: another of it waits, somebody else does not."""
+    config = EngineConfig.from_flat({"max_num_seqs": 4, "scheduling_policy": "priority", "num_kv_blocks": 900})
+    core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
+    door = InputProcessor(limits, None, core.kv, seed=0)
+    for index in range(4):
+        params = SamplingParams(max_tokens=800, ignore_eos=True)
+        core.add(door.prepare(str(index), [index + 10] * 20, params, 0.0, tenant="a"))
+    for _ in range(500):
+        core.step()
+    now = core.clock.now()
+    ahead = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), now, {"default": 0}, most_steps=999))
+    assert (ahead.tenant, ahead.wait_of("default", now, stranger=True)) == ("a", pytest.approx(0.0, abs=0.1))
+    core.add(door.prepare("new", [9] * 20, SamplingParams(max_tokens=2, ignore_eos=True), now, tenant="a"))
+    started: dict[str, float] = {}
+    while "new" not in started:
+        outputs = core.step()
+        started |= {name: when for name, _, when in (outputs.joined if outputs is not None else ())}
+    assert ahead.wait_of("default", now) == pytest.approx(started["new"] - now, rel=0.1)
+    assert started["new"] - now > 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -93,6 +94,40 @@ def test_a_tenant_that_asks_for_little_takes_rows_from_one_that_has_all(weights:
         assert rows.count("b") == min(int(n) + 1, taken)
     driver.run()
     assert len(driver.finished) == 16
+
+
+def test_a_tenant_is_owed_one_row_however_many_there_are() -> None:
+    precedence = Precedence({}, max_running=4)
+    driver = Driver(policy=precedence, max_num_seqs=4)
+    driver.add(*[request(f"a{n}", 4, max_tokens=60, service=Service(tenant="a")) for n in "01234567"])
+    for _ in range(9):
+        driver.step()
+    driver.add(*[request(f"{name}0", 1, max_tokens=60, service=Service(tenant=name)) for name in "bcdefg"])
+    for _ in range(9):
+        driver.step()
+    rows = [r.service.tenant for r in driver.scheduler.running.values()]
+    assert sorted(Counter(rows).values()) == [1, 1, 1, 1] and "a" in rows
+
+
+@pytest.mark.parametrize("arrival", [0.5, 1.5, 8.5, 30.0])
+@pytest.mark.parametrize("kind", ["tenant", "priority", "deadline"])
+def test_who_is_first_for_its_age_is_in_nobodys_way(kind: str, arrival: float) -> None:
+    """It can take nobody's row; those behind it can, and do."""
+    precedence = Precedence({}, max_running=3, ageing_seconds=1.0)
+    driver = Driver(policy=precedence, max_num_seqs=3, num_blocks=900, max_model_len=900)
+    service = {"tenant": Service(tenant="b"), "priority": Service(tenant="a")}.get(
+        kind, Service(tenant="a", first_token_by=arrival + 2)
+    )
+    driver.add(*[request(f"a{n}", 4, max_tokens=800, service=Service(tenant="a")) for n in "01234"])
+    while driver.now < arrival:
+        driver.step()
+        driver.now += 0.1
+    new = request("new", 4, priority=-1 if kind == "priority" else 0, service=service, arrival_time=driver.now)
+    driver.add(new)
+    for _ in range(16):
+        driver.step()
+        driver.now += 0.1
+    assert new.num_output_tokens or new.slot >= 0
 
 
 def test_age_moves_a_lane_up_and_at_last_before_deadlines() -> None:
@@ -187,7 +222,7 @@ def test_late_is_said_once_and_the_promise_is_gone() -> None:
 
 
 def test_latest_start_leaves_time_for_the_service() -> None:
-    precedence = Precedence({}, max_running=4, outlook=lambda request: Outlook(0.5, 16, 0.1, 0.05))
+    precedence = Precedence({}, max_running=4, outlook=lambda request: Outlook(0.5, 0.5, 16, 0.1, 0.05))
     one = request("a", 5, max_tokens=15, service=Service(first_token_by=4.0, finish_by=5.0))
     precedence.queued(one, 0.0)
     assert one.start_by == pytest.approx(3.0)
@@ -195,7 +230,9 @@ def test_latest_start_leaves_time_for_the_service() -> None:
 
 def test_what_would_be_late_even_alone_goes_behind_what_may_not() -> None:
     """The first would take 2 s alone and 4 s at this load, the second half of that; both must be done in 3 s."""
-    precedence = Precedence({}, max_running=4, outlook=lambda r: Outlook(0.0, len(r.token_ids) * 10 + 1, 0.1, 0.05))
+    precedence = Precedence(
+        {}, max_running=4, outlook=lambda r: Outlook(0.0, 0.0, len(r.token_ids) * 10 + 1, 0.1, 0.05)
+    )
     driver = Driver(policy=precedence, max_num_seqs=1, drop_late=True)
     long, short = (request(name, n, max_tokens=90, service=Service(finish_by=3.0)) for name, n in [("a", 4), ("b", 2)])
     driver.add(request("0", 2, max_tokens=90, service=Service(finish_by=99.0)))
@@ -213,7 +250,7 @@ def test_what_would_be_late_even_alone_goes_behind_what_may_not() -> None:
 
 
 def test_what_has_too_much_left_to_make_it_is_late_at_once() -> None:
-    precedence = Precedence({}, max_running=4, outlook=lambda r: Outlook(0.0, 10, 0.1, 0.1))
+    precedence = Precedence({}, max_running=4, outlook=lambda r: Outlook(0.0, 0.0, 10, 0.1, 0.1))
     driver = Driver(policy=precedence, max_num_seqs=4, drop_late=True)
     sure, unsure = (
         request(name, 2, max_tokens=20, min_tokens=n, service=Service(finish_by=2.05))

@@ -28,7 +28,7 @@ RESERVING = {"priority": ServiceClass(min_seqs=1, priority=-5)}
 
 def precedence() -> Precedence:
     return Precedence(
-        RESERVING, max_running=16, ageing_seconds=0.1, outlook=lambda request: Outlook(0.05, 2, 0.05, 0.02)
+        RESERVING, max_running=16, ageing_seconds=0.1, outlook=lambda request: Outlook(0.05, 0.05, 2, 0.05, 0.02)
     )
 
 

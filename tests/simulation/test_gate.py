@@ -27,7 +27,11 @@ GOOD: dict[str, Callable[[], Policy]] = {
     "precedence, ageing fast": lambda: Precedence({}, max_running=16, ageing_seconds=0.02, tenant_weights={"a": 5.0}),
     "precedence, reserving": lambda: Precedence(RESERVING, max_running=16),
     "precedence, slow service": lambda: Precedence(
-        {}, max_running=16, outlook=lambda request: Outlook(request.num_prompt_tokens / 50, 9, 1 / 20, 1 / 50)
+        {},
+        max_running=16,
+        outlook=lambda request: Outlook(
+            request.num_prompt_tokens / 50, request.num_prompt_tokens / 60, 9, 1 / 20, 1 / 50
+        ),
     ),
 }
 

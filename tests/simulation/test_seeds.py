@@ -61,7 +61,7 @@ def test_worlds_reach_what_they_are_there_for() -> None:
     """A simulator that never preempts, forks, shares or fails would find nothing."""
     names = ["preempted", "cached", "forked", "late", "held", "failed", "text", "passed"]
     seen = dict.fromkeys([*names, "swapped", "tails", "dropped", "past deadline"], 0)
-    for seed in range(300):
+    for seed in range(450):
         simulation = run_world(make_world(seed))
         engine, world = simulation.engine, simulation.world
         seen["preempted"] += engine.scheduler.num_preemptions
