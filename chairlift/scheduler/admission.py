@@ -56,10 +56,10 @@ class WaitingQueue:
     def oldest_arrival(self) -> float:
         return min((request.arrival_time for request in self), default=0.0)
 
-    def heads(self, now: float) -> list[Request]:
-        """The first of every lane, in policy order."""
-        names = sorted(self._lanes, key=lambda name: self._rank(name, 0, now)) if len(self._lanes) > 1 else self._lanes
-        return [self._lanes[name].requests[0] for name in names]
+    def first_but_for_age(self, now: float) -> Request:
+        """Who would be first in line if nobody had waited."""
+        heads = [lane.requests[0] for lane in self._lanes.values()]
+        return min(heads, key=lambda head: self.policy.rank(head, 0.0, now)) if len(heads) > 1 else heads[0]
 
     def add(self, request: Request) -> None:
         self.num_changes += 1

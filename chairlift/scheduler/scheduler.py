@@ -33,9 +33,6 @@ __all__ = ["Scheduler"]
 
 _ASK_AGAIN_STEPS = 4
 """While nobody comes or goes, time alone changes who outranks whom: a full batch is asked again this seldom."""
-_MOST_ASKED = 16
-"""Lanes whose heads are asked whether they can take a row. Who is first in line for its age can take nobody's, and must
-not stand in the way of those who can."""
 
 
 class Scheduler(GivingWay):
@@ -232,14 +229,14 @@ class Scheduler(GivingWay):
             return
         self._turned_away, self._asked_at = crowd, out.step
         self.policy.observe(self.running.values(), self.now)
-        while any(self._takes_its_place(head, out, flight, budget) for head in self._who_may_go_ahead()):
-            pass
-
-    def _who_may_go_ahead(self) -> list[Request]:
-        """The first in line; and behind it, where there is no free row, others who may be able to take one."""
-        if self.free_rows:
-            return list(islice(self.waiting.line(self.now), 1))
-        return list(islice(self.waiting.heads(self.now), _MOST_ASKED))
+        while self.waiting:
+            head = next(self.waiting.line(self.now))
+            if self._takes_its_place(head, out, flight, budget):
+                continue
+            # Who is first for its age can take nobody's row, and must not stand in the way of those who can.
+            other = head if self.free_rows else self.waiting.first_but_for_age(self.now)
+            if other is head or not self._takes_its_place(other, out, flight, budget):
+                return
 
     def _takes_its_place(self, head: Request, out: SchedulerOutput, flight: InFlight, budget: int) -> bool:
         ahead = [r for r in self._catching_up if not self.policy.outranks(head, r, "tokens", self.now)]
