@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
@@ -252,11 +253,24 @@ def _enter(
     if collector.watch is not None:
         collector.watch(timing)
     try:
-        core.add(door.prepare(name, prompt, params, arrival, tenant=request.tenant))
+        prepared = door.prepare(name, prompt, params, arrival, tenant=request.tenant)
+        core.add(prepared)
     except RequestError as error:
         timing.error = str(error)
         collector.over(timing, arrival)
         return False
+    service = prepared.service
+    promised = {
+        "ttft_ms": service.first_token_by - arrival,
+        "tpot_ms": service.seconds_per_token,
+        "deadline_ms": service.finish_by - arrival,
+    }
+    of_class: dict[str, Any] = {
+        name: 1000 * seconds
+        for name, seconds in promised.items()
+        if seconds < math.inf and getattr(request, name) is None
+    }
+    timing.request = dataclasses.replace(timing.request, **of_class)
     collector.timings[name] = timing
     return True
 

@@ -161,3 +161,12 @@ def test_seeds(chairlift: Run) -> None:
     assert (code, err) == (0, [])
     assert out[0].startswith("3 seeds, ")
     assert chairlift("sim", "seeds", "--seed", "17")[1][0].startswith("1 seeds, ")
+
+
+@pytest.mark.parametrize(("ttft_ms", "kept"), [(60_000, "100.0%"), (0.001, "0.0%")])
+def test_what_a_class_promises_is_judged(chairlift: Run, ttft_ms: float, kept: str) -> None:
+    classes = json.dumps({"default": {"ttft_ms": ttft_ms}})
+    flags = ("--scheduling-policy", "priority", "--service-classes", classes, "--num-prompts", "5")
+    code, out, err = chairlift("sim", "--machine", "l4", *flags)
+    assert (code, err) == (0, [])
+    assert f"promises        kept in full for {kept} of the requests" in "\n".join(out)
