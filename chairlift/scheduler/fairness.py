@@ -54,6 +54,10 @@ class VirtualTokenCounters:
         """Tenants with requests that wait."""
         return list(self._waiting)
 
+    def num_waiting(self, tenant: str) -> int:
+        """How many of its requests wait."""
+        return len(self._waiting.get(tenant, ()))
+
     def queued(self, request: Request) -> None:
         """It begins to wait. A tenant of which nobody waited is lifted to those of which somebody does: what it did
         not ask for is not saved up."""

@@ -16,7 +16,7 @@ __all__ = ["Precedence"]
 
 
 _OWED_SHARE = 0.75
-"""Of its fair share of the rows, which a tenant need not wait for. With all of it, two who want everything would take
+"""Of its fair share of the rows. A tenant that wants no more need not wait for them; those who want more would take
 rows from each other for ever."""
 
 _STARVING = 8
@@ -33,8 +33,8 @@ class Precedence(FirstComeFirstServed):
       which nobody of the same lane was let in, for the order of the line only: age takes nobody's row away. Nor does
       priority from one let in after eight times as long: else it would be displaced at once, and starve.
     * Between tenants of one priority, virtual token counters decide; then the order of arrival. A tenant with less
-      service takes up to three quarters of its share of the rows, and one in any case, from one that has more than its
-      share and more than one: who asks for little does not wait for the rows of who asks for everything.
+      service that wants, running and waiting, no more than three quarters of its share of the rows, or one, takes them
+      from one that has more than its share and more than one: who asks for little does not wait for who asks for all.
 
     What it comes to in steps, for R rows, budget T and requests of at most L positions, with continuous batching and
     mixed steps. Prompts under way are computed after ``P = ceil(R * L / (T - R + 1))`` steps, and what may not be
@@ -135,11 +135,12 @@ class Precedence(FirstComeFirstServed):
         return request.priority < running.priority and running.start_by == math.inf
 
     def _is_owed(self, request: Request, running: Request) -> bool:
-        """Whether the one's tenant has few rows and little service, and the other's more rows than its share."""
+        """Whether the one's tenant wants few rows and has had little service, and the other has more than its share."""
         tenant, other = request.service.tenant, running.service.tenant
         if tenant == other or self.counters[tenant] > self.counters[other]:
             return False
-        few = (self._tenant_rows[tenant] + 1) * self._row <= max(_OWED_SHARE * self.counters.weight(tenant), self._row)
+        wanted = self._tenant_rows[tenant] + self.counters.num_waiting(tenant)
+        few = wanted * self._row <= max(_OWED_SHARE * self.counters.weight(tenant), self._row)
         return few and self._tenant_rows[other] * self._row > max(self.counters.weight(other), self._row)
 
     def yields(self, running: Request, needy: Request) -> bool:
