@@ -39,7 +39,8 @@ class Costs:
         """Learn from a step; ``num_copied`` is how many blocks went to host memory or came from there in it."""
         self._step_seconds += (seconds - self._step_seconds) * (_MEMORY if self._num_seen else 1.0)
         self._num_seen += 1
-        if features.num_decodes == (not features.prefill_tokens):  # of one kind, and of one row where it decodes
+        # Of one kind, of one row where it decodes, and without copies: what it takes at least.
+        if not num_copied and features.num_decodes == (not features.prefill_tokens):
             size = features.prefill_tokens.bit_length()
             self._shortest[size] = min(self._shortest[size] or seconds, seconds)
         if num_copied:

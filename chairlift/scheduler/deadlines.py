@@ -50,12 +50,13 @@ class Deadlines:
 
     def add(self, request: Request) -> None:
         """It has come."""
-        service, outlook = request.service, self.outlook(request)
-        if service.has_deadline:
-            most = request.max_total_tokens - request.num_prompt_tokens
-            rest = ((outlook.num_tokens or most) - 1) * outlook.per_token
-            request.start_by = min(service.first_token_by, service.finish_by - rest) - outlook.to_first
-            heapq.heappush(self._due, (min(self._turns(request)), request.sequence, request))
+        service = request.service
+        if not service.has_deadline:  # an outlook is not free: it looks the whole prompt up in the prefix cache
+            return
+        outlook, most = self.outlook(request), request.max_total_tokens - request.num_prompt_tokens
+        rest = ((outlook.num_tokens or most) - 1) * outlook.per_token
+        request.start_by = min(service.first_token_by, service.finish_by - rest) - outlook.to_first
+        heapq.heappush(self._due, (min(self._turns(request, outlook)), request.sequence, request))
 
     def lost(self, now: float) -> Iterator[Request]:
         """Those that cannot keep a deadline any more, each once. What was promised is taken from them."""
@@ -64,7 +65,7 @@ class Deadlines:
             service = request.service
             if request.is_finished or not service.has_deadline:
                 continue
-            lost, doubtful = self._turns(request)
+            lost, doubtful = self._turns(request, self.outlook(request))
             if lost < now:
                 request.service = dataclasses.replace(service, first_token_by=math.inf, finish_by=math.inf)
                 request.start_by = math.inf
@@ -85,9 +86,10 @@ class Deadlines:
         """Whether it may take what it needs from running work."""
         return now >= request.start_by - _URGENT_SHARE * (request.start_by - request.arrival_time)
 
-    def _turns(self, request: Request) -> tuple[float, float]:
+    @staticmethod
+    def _turns(request: Request, outlook: Outlook) -> tuple[float, float]:
         """When it is lost; and when it is in doubt, infinite once it runs or that is known."""
-        service, outlook = request.service, self.outlook(request)
+        service = request.service
         least = max(1, request.min_tokens) - request.num_output_tokens
         if request.num_output_tokens:
             return service.finish_by - max(0, least) * outlook.per_token_alone, math.inf

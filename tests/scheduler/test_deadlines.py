@@ -8,7 +8,9 @@ from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor
 from chairlift.outputs import FinishReason
+from chairlift.request import Request, Service
 from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.deadlines import Deadlines, Outlook
 from chairlift.sim.machines import deploy, shape_from_name
 from chairlift.sim.replay import simulated_core
 
@@ -83,3 +85,11 @@ def test_what_was_seen_does() -> None:
     core.add(door.prepare("again", list(range(9, 4009)), hopeless, now))
     reason, end = serve(core)["again"]
     assert (reason, end) == (FinishReason.DEADLINE, pytest.approx(now))
+
+
+def test_who_has_no_deadline_costs_nothing() -> None:
+    asked: list[str] = []
+    deadlines = Deadlines(lambda request: asked.append(request.request_id) or Outlook())  # type: ignore[func-returns-value]
+    deadlines.add(Request("plain", [1, 2], max_tokens=3))
+    deadlines.add(Request("promised", [1, 2], max_tokens=3, service=Service(first_token_by=5.0)))
+    assert asked == ["promised"]
