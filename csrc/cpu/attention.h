@@ -21,9 +21,9 @@ struct SoftmaxState {
 
 template <typename T>
 struct AttentionScratch {
-  T q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
+  Left<T> q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
   alignas(64) float scores[MAX_ATTENTION_ROWS * KV_TILE];
-  alignas(64) T weights[MAX_ATTENTION_ROWS * KV_TILE];
+  alignas(64) Left<T> weights[MAX_ATTENTION_ROWS * KV_TILE];
   alignas(64) SoftmaxState all, split;
   float factor[MAX_ATTENTION_ROWS];
   int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // the positions each row sees: low <= position < high
@@ -81,7 +81,7 @@ static void score(const AttentionTask<T>& task, AttentionScratch<T>& s, const Si
       ahead[g] = (const char*)(then < at.count ? at.keys[then] : at.values[then - at.count < at.count ? then - at.count : 0]);
     }
     Columns<T> keys{at.keys + i, 1, steps, steps, CL_KV_TOKENS * Pairs<T>::P};
-    product_rows(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, KV_TILE, false,
+    product_rows<T, true>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, KV_TILE, false,
                  Prefetch{ahead, groups, 64});
   }
 }
@@ -93,7 +93,7 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
                       float scale) {
   const int low = s.low[row] - tile_start, high = s.high[row] - tile_start;
   float* scores = s.scores + row * KV_TILE;
-  T* weights = s.weights + row * KV_TILE;
+  Left<T>* weights = s.weights + row * KV_TILE;
   vf best = vset(-INFINITY);
   for (int j = from; j < to; j += LANES) {
     vf x = vload(scores + j);
@@ -109,7 +109,7 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
   for (int j = from; j < to; j += LANES) {
     vf weight = vexp2(vfma(vload(scores + j), vset(scale), vset(-highest)));
     sum = vadd(sum, weight);
-    vstore(weights + j, weight);
+    store_rounded(weights + j, weight, T());
   }
   s.factor[row] = vfirst(vexp2(vset(state.highest[row] - highest)));
   state.sum[row] = state.sum[row] * s.factor[row] + vsum(sum);
@@ -140,7 +140,7 @@ static void add_values(const AttentionTask<T>& task, AttentionScratch<T>& s, Sof
     }
     // Tokens behind the end of the sequence are stale: their weights are zero, but they themselves may be NaN.
     Columns<T> values{column, at.count, CL_KV_TOKENS / P, (last_tokens + P - 1) / P, int64_t(dim) * P};
-    product_rows(task.rows, groups, s.weights + column0, KV_TILE, values, state.values + d, dim, true,
+    product_rows<T, true>(task.rows, groups, s.weights + column0, KV_TILE, values, state.values + d, dim, true,
                  Prefetch{ahead, lines, int64_t(dim * P * sizeof(T))});
   }
 }
@@ -204,7 +204,8 @@ template <typename T>
 static void load_queries(const AttentionPiece<T>& piece, const T* q, int64_t stride, AttentionScratch<T>& s) {
   const int dim = piece.op.head_dim, window = piece.op.window;
   for (int row = 0; row < piece.rows; row++) {
-    memcpy(s.q + row * dim, q + piece.token(row) * stride + piece.head(row) * dim, dim * sizeof(T));
+    const T* from = q + piece.token(row) * stride + piece.head(row) * dim;
+    for (int d = 0; d < dim; d += LANES) store_rounded(s.q + row * dim + d, vload(from + d), T());
     s.high[row] = piece.position(row) + 1;
     s.low[row] = window > 0 && s.high[row] > window ? s.high[row] - window : 0;
   }

@@ -21,27 +21,54 @@ CL_INLINE Share share_of(int rows, int thread, int threads) {
 // How rows and k are blocked per dtype. SUPER rows at a time share one pass over the weight.
 template <typename T>
 struct Blocking {
-  static constexpr int ROW_BLOCK = ROWS, K_BLOCK = 4096, SUPER = 384;
-  static int most_panels(int) { return 1; }
+  static constexpr bool FLOAT32 = sizeof(Left<T>) == sizeof(float), WIDENED = sizeof(T) < sizeof(Left<T>);
+  // Float32 products are so slow that one block of rows outlasts the fetching of what it is multiplied with. Pieces of k
+  // and the rows that use them stay in L2; rows that were widened serve several panels.
+  static constexpr int ROW_BLOCK = FLOAT32 ? MAX_ROW_BLOCK / ROWS * ROWS : int(ROWS), K_BLOCK = FLOAT32 ? 1024 : 4096;
+  static constexpr int SUPER = 384;
+  static int most_panels(int) { return WIDENED ? 4 : 1; }
 };
 #if defined(CL_USE_AMX)
 // 32 rows of 512 k are 32 KiB: rows stay in L1 while the panels come from L2. Tiles are so fast that rows must serve several
 // panels, or they could not be brought from L2 and L3 in time.
 template <>
 struct Blocking<bf16> {
+  static constexpr bool FLOAT32 = false, WIDENED = false;
   static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 512, SUPER = 256;
   static int most_panels(int m) { return m > 64 ? 4 : 1; }
 };
 #endif
 
+// What one thread needs for a product.
 template <typename T>
-static void panel_product(int rows, const T* a, int64_t a_stride, const T* panel, int64_t k, float* out,
+struct GemmScratch {
+  typedef Blocking<T> B;
+  alignas(64) float tile[MAX_ROW_BLOCK * TILE_COLUMNS];
+  alignas(64) float widened[B::WIDENED ? B::ROW_BLOCK * (B::K_BLOCK + LANES) : 1];
+};
+
+// The fetching, `prefetch.stride` bytes a step from prefetch.at[0] on, is divided evenly among all calls of the product.
+template <typename T>
+static void panel_product(int rows, const Left<T>* a, int64_t a_stride, const T* panel, int64_t k, float* out,
                           int64_t out_stride, bool accumulate, Prefetch prefetch) {
-  const int steps = int(k / Pairs<T>::P);
-  for (int v = 0; v < CL_PANEL / LANES; v += GROUPS) {
-    const T* column[2] = {panel + v * LANES * Pairs<T>::P, panel + (v + GROUPS - 1) * LANES * Pairs<T>::P};
-    Columns<T> columns{column, 1, steps, steps, CL_PANEL * Pairs<T>::P};
-    product<T, GROUPS, false>(rows, a, a_stride, columns, out + v * LANES, out_stride, accumulate, prefetch);
+  const int steps = int(k / Pairs<T>::P), groups = groups_at_once(rows, CL_PANEL / LANES);
+  const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups), calls = CL_PANEL / LANES / groups * blocks;
+  const int64_t bytes = prefetch.lines > 0 ? (prefetch.stride + calls - 1) / calls : 0;
+  const char* ahead[2] = {prefetch.lines > 0 ? prefetch.at[0] : nullptr};
+  const Prefetch share{ahead, bytes > 64 ? 2 : bytes > 0, bytes};
+  for (int v = 0; v < CL_PANEL / LANES; v += groups) {
+    const T* column[2] = {panel + v * LANES * Pairs<T>::P, panel + (v + groups - 1) * LANES * Pairs<T>::P};
+    const Columns<T> columns{column, 1, steps, steps, CL_PANEL * Pairs<T>::P};
+    for (int block = 0; block < blocks; block++, ahead[0] += steps * bytes) {
+      const int row = rows * block / blocks, here = rows * (block + 1) / blocks - row;
+      ahead[1] = ahead[0] + 64;
+      const auto* a_here = a + row * a_stride;
+      float* out_here = out + row * out_stride + v * LANES;
+      if (groups == 1)
+        product<T, 1, false>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
+      else
+        product<T, 2, false>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
+    }
   }
 }
 #if defined(CL_USE_AMX)
@@ -51,6 +78,13 @@ void panel_product<bf16>(int rows, const bf16* a, int64_t a_stride, const bf16* 
   tile_product(rows, a, a_stride, panel, k, out, out_stride, accumulate, prefetch);
 }
 #endif
+
+template <typename T>
+static const float* widened(const T* a, int64_t a_stride, int rows, int64_t k, float* to) {
+  for (int r = 0; r < rows; r++)
+    for (int64_t i = 0; i < k; i += LANES) vstore(to + r * (k + LANES) + i, vload(a + r * a_stride + i));
+  return to;
+}
 
 // A packed weight: `panels` of [k / P][32][P], k already padded.
 template <typename T>
@@ -81,15 +115,14 @@ static int chunk_panels(int panels, int unit, int m, int threads) {
 
 // Every thread of the pool calls this; chunks of `chunk_panels` panels go to whoever is free. `epilogue(first row, rows,
 // first panel, panels, tile, tile_stride)` gets each finished piece of a @ weight.T once, as float32. k is never divided
-// among threads. `tile` holds MAX_ROW_BLOCK x TILE_COLUMNS floats of this thread. `a` has readable memory for
-// MAX_ROW_BLOCK rows behind row m.
+// among threads. `a` has readable memory for MAX_ROW_BLOCK rows behind row m.
 template <typename T, typename Epilogue>
 static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weight<T>& weight, int chunk_panels,
-                 float* tile, const Epilogue& epilogue) {
+                 GemmScratch<T>& scratch, const Epilogue& epilogue) {
   typedef Blocking<T> B;
   const int chunks = (weight.panels + chunk_panels - 1) / chunk_panels, supers = (m + B::SUPER - 1) / B::SUPER;
   const int64_t items = int64_t(chunks) * supers, tile_stride = int64_t(chunk_panels) * CL_PANEL;
-  const int64_t panel_bytes = weight.k * CL_PANEL * int64_t(sizeof(T));
+  float* tile = scratch.tile;
   CL_ASSERT(tile_stride <= TILE_COLUMNS && a_stride >= weight.k);
   // The item after the one at hand is taken early, so that its weights can be fetched meanwhile.
   for (int64_t item = pool.next(), following; item < items; item = following) {
@@ -105,15 +138,30 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
       const int begin = super + rows_here * block / blocks, rows = super + rows_here * (block + 1) / blocks - begin;
       for (int64_t k = 0; k < weight.k; k += B::K_BLOCK) {
         const int64_t k_here = weight.k - k < B::K_BLOCK ? weight.k - k : B::K_BLOCK;
+        const int64_t left_stride = B::WIDENED ? k_here + LANES : a_stride;
+        const Left<T>* left;
+        if constexpr (B::WIDENED)
+          left = widened(a + begin * a_stride + k, a_stride, rows, k_here, scratch.widened);
+        else
+          left = a + begin * a_stride + k;
         for (int p = 0; p < panels; p++) {
-          // One block fetches two lines a step; several share them, at most four.
-          const bool fetches = p < fetched && block < fetching;
-          const int64_t piece = k_here * CL_PANEL / fetching;
-          const char* panel = (const char*)(weight.panel(next_panel) + k * CL_PANEL + block * piece);
-          const char* ahead[2] = {panel + p * panel_bytes, panel + p * panel_bytes + 64};
-          const Prefetch prefetch{ahead, fetching > 1 ? 1 : 2, 128 / fetching};
-          panel_product(rows, a + begin * a_stride + k, a_stride, weight.panel(first_panel + p) + k * CL_PANEL, k_here,
-                        tile + p * CL_PANEL, tile_stride, k > 0, fetches ? prefetch : NO_PREFETCH);
+          const T* here = weight.panel(first_panel + p) + k * CL_PANEL;
+          const bool last_panel = p + 1 == panels, last_piece = last_panel && k + k_here == weight.k;
+          const char* ahead[2] = {};
+          Prefetch prefetch = NO_PREFETCH;
+          if (!B::FLOAT32 && p < fetched && block < fetching) {
+            // The same piece of the next item. One block fetches two lines a step; several share them, at most four.
+            const int64_t part = k_here * CL_PANEL / fetching;
+            ahead[0] = (const char*)(weight.panel(next_panel + p) + k * CL_PANEL + block * part);
+            ahead[1] = ahead[0] + 64;
+            prefetch = Prefetch{ahead, fetching > 1 ? 1 : 2, 128 / fetching};
+          } else if (B::FLOAT32 && (last_piece ? block + 1 == blocks && fetched > 0 : block == 0)) {
+            // The piece after this one, or the next item's first; blocks behind the first find the item's pieces in L2.
+            const T* after = last_panel ? weight.panel(first_panel) + (k + k_here) * CL_PANEL : here + weight.k * CL_PANEL;
+            ahead[0] = (const char*)(last_piece ? weight.panel(next_panel) : after);
+            prefetch = Prefetch{ahead, 2, CL_PANEL * Pairs<T>::P * int64_t(sizeof(T))};
+          }
+          panel_product(rows, left, left_stride, here, k_here, tile + p * CL_PANEL, tile_stride, k > 0, prefetch);
         }
       }
       epilogue(begin, rows, first_panel, panels, tile, tile_stride);

@@ -93,9 +93,9 @@ static void head_of(cl_pool& pool, int thread, const HeadCall& call) {
   for (int row = 0; row < call.num_rows; row++) best[row] = NO_BEST;
   if (thread == 0)
     for (int row = 0, next = 0; row < call.num_rows; row++) shared.stored[row] = needs_logits(call.rows[row]) ? next++ : -1;
-  float* tile = static_cast<float*>(pool.scratch(thread, sizeof(float) * MAX_ROW_BLOCK * TILE_COLUMNS));
+  GemmScratch<T>& scratch = *static_cast<GemmScratch<T>*>(pool.scratch(thread, sizeof(GemmScratch<T>)));
   pool.barrier();
-  gemm(pool, shared.rows, shared.stride, call.num_rows, packed_weight<T>(call.weight, call.vocab, call.k), 4, tile,
+  gemm(pool, shared.rows, shared.stride, call.num_rows, packed_weight<T>(call.weight, call.vocab, call.k), 4, scratch,
        ChooseOrStore<T>{call, shared, best});
   pool.barrier();
   choose(pool, thread, call, shared.best, shared.stored, threads);

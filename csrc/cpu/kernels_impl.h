@@ -27,7 +27,7 @@ struct Tiles {
 
 template <typename T>
 struct Scratch {
-  alignas(64) float tile[MAX_ROW_BLOCK * TILE_COLUMNS];
+  GemmScratch<T> gemm;
   AttentionScratch<T> attention;
 };
 
@@ -44,7 +44,7 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_RMS_NORM: rms_norm<T>(op, program, share); break;
       case CL_OP_ADD: add<T>(op, program, share); break;
       case CL_OP_ATTENTION: attention<T>(pool, op, program, batch, plan, scratch.attention); break;
-      default: linear<T>(pool, op, program, batch, scratch.tile); break;
+      default: linear<T>(pool, op, program, batch, scratch.gemm); break;
     }
     pool.barrier();
   }
@@ -99,10 +99,12 @@ static double peak(int64_t rounds, bool int8) {
   tiles_end();
 #else
   (void)int8;
-  bf16 ones[2 * LANES] = {};
+  const bf16 columns[2 * LANES] = {};
+  const Left<bf16> row[2] = {};
   vf sum[PEAK_CHAINS];
   for (vf& each : sum) each = vset(0.0f);
-  auto a = load_step(ones), b = broadcast_step(ones);
+  const auto a = load_part(columns, 0);
+  const auto b = broadcast_part(row, 0);
   for (int64_t i = 0; i < rounds; i++)
 #pragma GCC unroll 24
     for (int j = 0; j < PEAK_CHAINS; j++) {
@@ -124,7 +126,7 @@ static const Kernels table = {
 #if defined(CL_USE_AMX)
     {4 * 16384.0, 4 * 32768.0},
 #else
-    {PEAK_CHAINS * LANES * 4.0, 0.0},
+    {PEAK_CHAINS * LANES * 4.0 / Pairs<bf16>::PARTS, 0.0},
 #endif
     split_state_bytes, head_shared_bytes,
 };

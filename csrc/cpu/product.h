@@ -7,17 +7,27 @@
 
 namespace CL_NS {
 
-// What differs per dtype: elements that are multiplied together in one step of k.
+// What differs per dtype: P elements lie together in one step of k, and PARTS products make a step. Rows come as `Left`:
+// as they are, or widened to float32 beforehand where nothing but float32 can be multiplied.
 template <typename T>
 struct Pairs;
 template <>
 struct Pairs<float> {
-  enum { P = 1 };
+  typedef float Left;
+  enum { P = 1, PARTS = 1 };
 };
 template <>
 struct Pairs<bf16> {
-  enum { P = 2 };
+#if defined(__AVX512BF16__)
+  typedef bf16 Left;
+  enum { P = 2, PARTS = 1 };
+#else
+  typedef float Left;
+  enum { P = 2, PARTS = 2 };
+#endif
 };
+template <typename T>
+using Left = typename Pairs<T>::Left;
 
 // Packed columns: `segments` pieces of `steps` steps each (the last may be shorter), consecutive steps `stride` elements apart.
 // column[v * segments + s] is where piece s of the v-th group of 16 columns starts. Attention's pieces are KV tiles.
@@ -38,6 +48,13 @@ struct Prefetch {
 };
 static const Prefetch NO_PREFETCH = {nullptr, 0, 0};
 
+CL_INLINE void first_lines(const Prefetch& prefetch, int piece, const char* (&ahead)[4]) {
+  const char* const* at = prefetch.at + piece * prefetch.lines;
+  if (prefetch.lines > 0) ahead[0] = at[0];
+  if (prefetch.lines > 1) ahead[1] = at[1];
+  if (prefetch.lines > 2) ahead[2] = at[2], ahead[3] = at[3];
+}
+
 template <bool NEAR>
 CL_INLINE void fetch_line(const char* at) {
   if (NEAR)
@@ -47,54 +64,52 @@ CL_INLINE void fetch_line(const char* at) {
 }
 
 #if defined(__AVX512F__)
-enum { ROWS = 12, GROUPS = 2, MAX_GROUPS = 4 };  // at most 24 accumulators of 32 registers
+enum { ROWS = 12, GROUPS = 2, MAX_GROUPS = 4, GROUPS_AT_ONCE = 4 };  // at most 24 accumulators of 32 registers
 #else
-enum { ROWS = 4, GROUPS = 1, MAX_GROUPS = 1 };  // at most 4 pairs of accumulators of 16 registers
+enum { ROWS = 6, GROUPS = 1, MAX_GROUPS = 2, GROUPS_AT_ONCE = 1 };  // at most 6 pairs of accumulators of 16 registers
 #endif
 
+// One part of a step: of sixteen columns, and of a row for all of them.
+CL_INLINE vf load_part(const float* p, int) { return vload(p); }
+CL_INLINE vf broadcast_part(const float* p, int part) { return vset(p[part]); }
+CL_INLINE vf multiply_add(vf sum, vf a, vf b) { return vfma(a, b, sum); }
 #if defined(__AVX512BF16__)
-struct Step16 {
-  __m512bh v;
-};
-CL_INLINE Step16 load_step(const bf16* p) { return Step16{(__m512bh)_mm512_loadu_si512(p)}; }
-CL_INLINE Step16 broadcast_step(const bf16* p) {
+CL_INLINE __m512bh load_part(const bf16* p, int) { return (__m512bh)_mm512_loadu_si512(p); }
+CL_INLINE __m512bh broadcast_part(const bf16* p, int) {
   int32_t pair;
   memcpy(&pair, p, 4);
-  return Step16{(__m512bh)_mm512_set1_epi32(pair)};
+  return (__m512bh)_mm512_set1_epi32(pair);
 }
-CL_INLINE vf multiply_add(vf sum, Step16 a, Step16 b) { return _mm512_dpbf16_ps(sum, b.v, a.v); }
+CL_INLINE vf multiply_add(vf sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, b, a); }
+#elif defined(__AVX512F__)
+// A bf16 is the upper half of a float32.
+CL_INLINE vf load_part(const bf16* p, int part) {
+  const __m512i both = _mm512_loadu_si512(p), odd = _mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000)));
+  return _mm512_castsi512_ps(part == 0 ? _mm512_slli_epi32(both, 16) : odd);
+}
 #else
-// Even and odd elements as float32: a bf16 is the upper half of one.
-struct Step16 {
-  vf even, odd;
-};
-CL_INLINE Step16 broadcast_step(const bf16* p) { return Step16{vset(to_float(p[0])), vset(to_float(p[1]))}; }
+CL_INLINE __m256 load_eight(const bf16* p, int part) {
+  const __m256i both = _mm256_loadu_si256((const __m256i*)p);
+  const __m256i odd = _mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000)));
+  return _mm256_castsi256_ps(part == 0 ? _mm256_slli_epi32(both, 16) : odd);
+}
+CL_INLINE vf load_part(const bf16* p, int part) { return vf{load_eight(p, part), load_eight(p + LANES, part)}; }
+#endif
+
+// Where the registers just suffice, rows are computed one after the other and nothing is kept that can be loaded
+// again: left to themselves, compilers begin several rows at once, and keep sums in memory.
 #if defined(__AVX512F__)
-CL_INLINE Step16 load_step(const bf16* p) {
-  __m512i both = _mm512_loadu_si512(p);
-  return Step16{_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
-                _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))))};
-}
+CL_INLINE void next_row(vf&) {}
+CL_INLINE void load_anew() {}
 #else
-CL_INLINE Step16 load_step(const bf16* p) {
-  __m256i lo = _mm256_loadu_si256((const __m256i*)p), hi = _mm256_loadu_si256((const __m256i*)(p + LANES));
-  __m256i mask = _mm256_set1_epi32(int(0xffff0000));
-  return Step16{vf{_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))},
-                vf{_mm256_castsi256_ps(_mm256_and_si256(lo, mask)), _mm256_castsi256_ps(_mm256_and_si256(hi, mask))}};
-}
+CL_INLINE void next_row(vf& sum) { __asm__ volatile("" : "+x"(sum.lo), "+x"(sum.hi)); }
+CL_INLINE void load_anew() { __asm__ volatile("" ::: "memory"); }
 #endif
-CL_INLINE vf multiply_add(vf sum, const Step16& a, const Step16& b) {
-  return vfma(a.odd, b.odd, vfma(a.even, b.even, sum));
-}
-#endif
-CL_INLINE vf load_step(const float* p) { return vload(p); }
-CL_INLINE vf broadcast_step(const float* p) { return vset(*p); }
-CL_INLINE vf multiply_add(vf sum, vf a, vf b) { return vfma(a, b, sum); }
 
 // One step: the lines behind `behind` fetched, R x V sums brought forward by the products of one element or pair of k.
 template <typename T, int R, int V, bool PIECES>
-CL_INLINE void product_step(const T* a, int64_t a_stride, const T* const (&column)[V], const char* const (&ahead)[4],
-                            int lines, int64_t behind, vf (&sum)[R][V]) {
+CL_INLINE void product_step(const Left<T>* const (&a)[(R + 2) / 3], int64_t a_stride, const T* const (&column)[V],
+                            const char* const (&ahead)[4], int lines, int64_t behind, vf (&sum)[R][V]) {
   if (lines > 0) {
     fetch_line<PIECES>(ahead[0] + behind);
     if (lines > 1) fetch_line<PIECES>(ahead[1] + behind);
@@ -103,21 +118,33 @@ CL_INLINE void product_step(const T* a, int64_t a_stride, const T* const (&colum
       fetch_line<PIECES>(ahead[3] + behind);
     }
   }
-  decltype(load_step(a)) y[V];
+#pragma GCC unroll 2
+  for (int part = 0; part < Pairs<T>::PARTS; part++) {
+    constexpr int AT_ONCE = V < GROUPS_AT_ONCE ? V : int(GROUPS_AT_ONCE);
 #pragma GCC unroll 4
-  for (int v = 0; v < V; v++) y[v] = load_step(column[v]);
+    for (int group = 0; group < V; group += AT_ONCE) {
+      if (part > 0 || group > 0) load_anew();
+      decltype(load_part(column[0], part)) y[AT_ONCE];
+#pragma GCC unroll 4
+      for (int v = 0; v < AT_ONCE; v++) y[v] = load_part(column[group + v], part);
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    auto x = broadcast_step(a + r * a_stride);
+      for (int r = 0; r < R; r++) {
+        const auto x = broadcast_part(a[r / 3] + r % 3 * a_stride, part);
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) sum[r][v] = multiply_add(sum[r][v], x, y[v]);
+        for (int v = 0; v < AT_ONCE; v++) {
+          sum[r][group + v] = multiply_add(sum[r][group + v], x, y[v]);
+          next_row(sum[r][group + v]);
+        }
+      }
+    }
   }
 }
 
 // out[R, 16 V] = (accumulate ? out : 0) + a[R, k] @ columns. Rows of a are a_stride elements apart, of out out_stride floats.
+// A function of its own, because among a caller's variables compilers keep sums in memory.
 template <typename T, int R, int V, bool PIECES>
-static void product_of(const T* a, int64_t a_stride, const Columns<T>& b, float* out, int64_t out_stride,
-                       bool accumulate, Prefetch prefetch) {
+CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out, int64_t out_stride,
+                            bool accumulate, Prefetch prefetch) {
   enum { P = Pairs<T>::P };
   vf sum[R][V];
 #pragma GCC unroll 16
@@ -127,8 +154,15 @@ static void product_of(const T* a, int64_t a_stride, const Columns<T>& b, float*
   const T* column[V];
 #pragma GCC unroll 4
   for (int v = 0; v < V; v++) column[v] = b.column[v * b.segments];
+  // Three rows are reached from one address, with the stride, or twice the stride, added.
+  const Left<T>* rows[(R + 2) / 3];
+#pragma GCC unroll 4
+  for (int i = 0; i < (R + 2) / 3; i++) {
+    rows[i] = a + 3 * i * a_stride;
+    __asm__("" : "+r"(rows[i]));
+  }
   const char* ahead[4] = {};
-  for (int line = 0; line < prefetch.lines; line++) ahead[line] = prefetch.at[line];
+  first_lines(prefetch, 0, ahead);
   int64_t behind = 0;
   const int total = (b.segments - 1) * b.steps + b.last_steps;
   // One loop over the steps of all pieces: compilers keep the sums in registers only across a single loop.
@@ -139,11 +173,12 @@ static void product_of(const T* a, int64_t a_stride, const Columns<T>& b, float*
       s++;
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) column[v] = b.column[v * b.segments + s];
-      for (int line = 0; line < prefetch.lines; line++) ahead[line] = prefetch.at[s * prefetch.lines + line];
+      first_lines(prefetch, s, ahead);
     }
-    product_step<T, R, V, PIECES>(a, a_stride, column, ahead, prefetch.lines, behind, sum);
+    product_step<T, R, V, PIECES>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
     behind += prefetch.stride;
-    a += P;
+#pragma GCC unroll 4
+    for (int i = 0; i < (R + 2) / 3; i++) rows[i] += P;
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) column[v] += b.stride;
   }
@@ -158,7 +193,7 @@ CL_INLINE constexpr int most_rows(int groups) { return groups <= GROUPS ? int(RO
 
 // PIECES: the columns may come in pieces, as attention's do.
 template <typename T, int V, bool PIECES>
-static void product(int rows, const T* a, int64_t a_stride, const Columns<T>& b, float* out, int64_t out_stride,
+static void product(int rows, const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out, int64_t out_stride,
                     bool accumulate, Prefetch prefetch) {
   CL_ASSERT(rows >= 1 && rows <= most_rows(V));
   CL_ASSERT(PIECES || b.segments == 1);
@@ -172,30 +207,30 @@ static void product(int rows, const T* a, int64_t a_stride, const Columns<T>& b,
 #undef CL_CASE
 }
 
-// Rows in blocks, with as many groups of columns at a time as the registers hold: `groups` is 1, 2 or 4.
-template <typename T>
-static void product_rows(int rows, int groups, const T* a, int64_t a_stride, const Columns<T>& b, float* out,
-                         int64_t out_stride, bool accumulate, Prefetch prefetch) {
-  for (int row = 0, here; row < rows; row += here) {
-    here = rows - row < most_rows(groups) ? rows - row : most_rows(groups);
-    const T* a_here = a + row * a_stride;
-    float* out_here = out + row * out_stride;
-    const Prefetch once = row == 0 ? prefetch : NO_PREFETCH;
-    if (groups == 1)
-      product<T, 1, true>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
-#if defined(__AVX512F__)
-    else if (groups == 2)
-      product<T, 2, true>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
-    else
-      product<T, 4, true>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
-#endif
-  }
-}
-
 // How many groups to take at once for so many rows, where `left` groups are left.
 CL_INLINE int groups_at_once(int rows, int left) {
-  if (MAX_GROUPS >= 4 && left >= 4 && rows <= most_rows(4)) return 4;
+  for (int groups = MAX_GROUPS; groups > GROUPS; groups /= 2)
+    if (left >= groups && rows <= most_rows(groups)) return groups;
   return left >= GROUPS ? int(GROUPS) : 1;
+}
+
+// Rows in blocks of nearly equal size, with as many groups of columns at a time as the registers hold: 1, 2 or 4.
+template <typename T, bool PIECES>
+static void product_rows(int rows, int groups, const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out,
+                         int64_t out_stride, bool accumulate, Prefetch prefetch) {
+  const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups);
+  for (int block = 0; block < blocks; block++) {
+    const int row = rows * block / blocks, here = rows * (block + 1) / blocks - row;
+    const Left<T>* a_here = a + row * a_stride;
+    float* out_here = out + row * out_stride;
+    const Prefetch once = block == 0 ? prefetch : NO_PREFETCH;
+    if (groups == 1)
+      product<T, 1, PIECES>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
+    else if (groups == 2)
+      product<T, 2, PIECES>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
+    else
+      product<T, MAX_GROUPS, PIECES>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
+  }
 }
 
 }  // namespace CL_NS

@@ -21,6 +21,7 @@
 #endif
 
 #define CL_INLINE static inline __attribute__((always_inline))
+#define CL_NOINLINE static __attribute__((noinline))
 
 namespace CL_NS {
 
@@ -134,6 +135,16 @@ CL_INLINE uint32_t vmask_nan(vf a) { return vmask_unordered(a, a); }
 
 #endif
 
+#if defined(__AVX512F__)
+CL_INLINE __m256 lower_half(vf x) { return _mm512_castps512_ps256(x); }
+CL_INLINE __m256 upper_half(vf x) { return _mm512_extractf32x8_ps(x, 1); }
+CL_INLINE vf join(__m256 lo, __m256 hi) { return _mm512_insertf32x8(_mm512_castps256_ps512(lo), hi, 1); }
+#else
+CL_INLINE __m256 lower_half(vf x) { return x.lo; }
+CL_INLINE __m256 upper_half(vf x) { return x.hi; }
+CL_INLINE vf join(__m256 lo, __m256 hi) { return vf{lo, hi}; }
+#endif
+
 // Round to nearest even; NaN stays NaN. Subnormals become zero on every path, as the processor's own conversion does.
 #if defined(__AVX512BF16__)
 CL_INLINE void vstore(bf16* p, vf x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
@@ -148,7 +159,7 @@ CL_INLINE bf16 to_bf16(float x) {
   if ((bits & 0x7f800000) == 0) return bf16{uint16_t(bits >> 16 & 0x8000)};
   return bf16{uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
-CL_INLINE __m256i round_half(__m256 x) {
+CL_INLINE __m256 round_half(__m256 x) {
   __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
   __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
@@ -157,17 +168,13 @@ CL_INLINE __m256i round_half(__m256 x) {
   __m256i tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x00800000), magnitude);
   rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(bits, _mm256_set1_epi32(0x400000)), nan);
   rounded = _mm256_blendv_epi8(rounded, _mm256_and_si256(bits, _mm256_set1_epi32(int(0x80000000))), tiny);
-  return _mm256_srli_epi32(rounded, 16);
+  return _mm256_castsi256_ps(_mm256_and_si256(rounded, _mm256_set1_epi32(int(0xffff0000))));
 }
-CL_INLINE void store_halves(bf16* p, __m256 lo, __m256 hi) {
-  __m256i packed = _mm256_packus_epi32(round_half(lo), round_half(hi));
+CL_INLINE __m256i upper_halves(__m256 x) { return _mm256_srli_epi32(_mm256_castps_si256(round_half(x)), 16); }
+CL_INLINE void vstore(bf16* p, vf x) {
+  __m256i packed = _mm256_packus_epi32(upper_halves(lower_half(x)), upper_halves(upper_half(x)));
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
 }
-#if defined(__AVX512F__)
-CL_INLINE void vstore(bf16* p, vf x) { store_halves(p, _mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
-#else
-CL_INLINE void vstore(bf16* p, vf x) { store_halves(p, x.lo, x.hi); }
-#endif
 #endif
 
 CL_INLINE float from_float(float x, float) { return x; }
@@ -175,20 +182,21 @@ CL_INLINE bf16 from_float(float x, bf16) { return to_bf16(x); }
 
 // The value after rounding to T and back.
 CL_INLINE vf vrounded(vf x, float) { return x; }
+#if defined(__AVX512BF16__)
 CL_INLINE vf vrounded(vf x, bf16) {
   bf16 rounded[LANES];
   vstore(rounded, x);
   return vload(rounded);
 }
+#else
+CL_INLINE vf vrounded(vf x, bf16) { return join(round_half(lower_half(x)), round_half(upper_half(x))); }
+#endif
+// Stored as T, or as the float32 that it is then.
+template <typename T>
+CL_INLINE void store_rounded(T* p, vf x, T) { vstore(p, x); }
+CL_INLINE void store_rounded(float* p, vf x, bf16) { vstore(p, vrounded(x, bf16())); }
 
 // Sum and maximum of the lanes, halves onto halves: the same order on every path.
-#if defined(__AVX512F__)
-CL_INLINE __m256 lower_half(vf x) { return _mm512_castps512_ps256(x); }
-CL_INLINE __m256 upper_half(vf x) { return _mm512_extractf32x8_ps(x, 1); }
-#else
-CL_INLINE __m256 lower_half(vf x) { return x.lo; }
-CL_INLINE __m256 upper_half(vf x) { return x.hi; }
-#endif
 CL_INLINE float vfirst(vf x) { return _mm256_cvtss_f32(lower_half(x)); }
 CL_INLINE float vsum(vf x) {
   __m256 eight = _mm256_add_ps(lower_half(x), upper_half(x));
