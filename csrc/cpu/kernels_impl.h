@@ -99,12 +99,10 @@ static double peak(int64_t rounds, bool int8) {
   tiles_end();
 #else
   (void)int8;
-  const bf16 columns[2 * LANES] = {};
-  const Left<bf16> row[2] = {};
+  const bf16 zeros[2 * LANES] = {};
   vf sum[PEAK_CHAINS];
   for (vf& each : sum) each = vset(0.0f);
-  const auto a = load_part(columns, 0);
-  const auto b = broadcast_part(row, 0);
+  const auto a = load_part<1>(zeros, 0), b = a;
   for (int64_t i = 0; i < rounds; i++)
 #pragma GCC unroll 24
     for (int j = 0; j < PEAK_CHAINS; j++) {

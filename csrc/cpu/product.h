@@ -70,11 +70,33 @@ enum { ROWS = 6, GROUPS = 1, MAX_GROUPS = 2, GROUPS_AT_ONCE = 1 };  // at most 6
 #endif
 
 // One part of a step: of sixteen columns, and of a row for all of them.
-CL_INLINE vf load_part(const float* p, int) { return vload(p); }
-CL_INLINE vf broadcast_part(const float* p, int part) { return vset(p[part]); }
+template <int V>
+CL_INLINE vf load_part(const float* p, int) {
+  return vload(p);
+}
 CL_INLINE vf multiply_add(vf sum, vf a, vf b) { return vfma(a, b, sum); }
+#if defined(__AVX512F__)
+CL_INLINE vf broadcast_part(const float* p, int part) { return vset(p[part]); }
+#else
+// Where the registers just suffice, an element of a row is loaded where it is used: left to themselves, compilers begin
+// several rows at once, and keep sums in memory.
+struct Element {
+  const float* at;
+};
+CL_INLINE Element broadcast_part(const float* p, int part) { return Element{p + part}; }
+CL_INLINE vf multiply_add(vf sum, Element a, vf b) {
+  __m256 x;
+  __asm__("vbroadcastss %3, %2\n\tvfmadd231ps %4, %2, %0\n\tvfmadd231ps %5, %2, %1"
+          : "+x"(sum.lo), "+x"(sum.hi), "=&x"(x)
+          : "m"(*a.at), "x"(b.lo), "x"(b.hi));
+  return sum;
+}
+#endif
 #if defined(__AVX512BF16__)
-CL_INLINE __m512bh load_part(const bf16* p, int) { return (__m512bh)_mm512_loadu_si512(p); }
+template <int V>
+CL_INLINE __m512bh load_part(const bf16* p, int) {
+  return (__m512bh)_mm512_loadu_si512(p);
+}
 CL_INLINE __m512bh broadcast_part(const bf16* p, int) {
   int32_t pair;
   memcpy(&pair, p, 4);
@@ -83,26 +105,32 @@ CL_INLINE __m512bh broadcast_part(const bf16* p, int) {
 CL_INLINE vf multiply_add(vf sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, b, a); }
 #elif defined(__AVX512F__)
 // A bf16 is the upper half of a float32.
+template <int V>
 CL_INLINE vf load_part(const bf16* p, int part) {
   const __m512i both = _mm512_loadu_si512(p), odd = _mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000)));
   return _mm512_castsi512_ps(part == 0 ? _mm512_slli_epi32(both, 16) : odd);
 }
 #else
+template <bool MASK>
 CL_INLINE __m256 load_eight(const bf16* p, int part) {
   const __m256i both = _mm256_loadu_si256((const __m256i*)p);
-  const __m256i odd = _mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000)));
-  return _mm256_castsi256_ps(part == 0 ? _mm256_slli_epi32(both, 16) : odd);
+  if (part == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+  if (MASK) return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
+  __m256i odd = _mm256_srli_epi32(both, 16);
+  __asm__("" : "+x"(odd));  // or the compiler makes a mask of the two shifts
+  return _mm256_castsi256_ps(_mm256_slli_epi32(odd, 16));
 }
-CL_INLINE vf load_part(const bf16* p, int part) { return vf{load_eight(p, part), load_eight(p + LANES, part)}; }
+// Two groups of three rows leave no register for a mask.
+template <int V>
+CL_INLINE vf load_part(const bf16* p, int part) {
+  return vf{load_eight<V == 1>(p, part), load_eight<V == 1>(p + LANES, part)};
+}
 #endif
 
-// Where the registers just suffice, rows are computed one after the other and nothing is kept that can be loaded
-// again: left to themselves, compilers begin several rows at once, and keep sums in memory.
+// Nor is anything kept there that can be loaded again.
 #if defined(__AVX512F__)
-CL_INLINE void next_row(vf&) {}
 CL_INLINE void load_anew() {}
 #else
-CL_INLINE void next_row(vf& sum) { __asm__ volatile("" : "+x"(sum.lo), "+x"(sum.hi)); }
 CL_INLINE void load_anew() { __asm__ volatile("" ::: "memory"); }
 #endif
 
@@ -124,17 +152,14 @@ CL_INLINE void product_step(const Left<T>* const (&a)[(R + 2) / 3], int64_t a_st
 #pragma GCC unroll 4
     for (int group = 0; group < V; group += AT_ONCE) {
       if (part > 0 || group > 0) load_anew();
-      decltype(load_part(column[0], part)) y[AT_ONCE];
+      decltype(load_part<V>(column[0], part)) y[AT_ONCE];
 #pragma GCC unroll 4
-      for (int v = 0; v < AT_ONCE; v++) y[v] = load_part(column[group + v], part);
+      for (int v = 0; v < AT_ONCE; v++) y[v] = load_part<V>(column[group + v], part);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const auto x = broadcast_part(a[r / 3] + r % 3 * a_stride, part);
 #pragma GCC unroll 4
-        for (int v = 0; v < AT_ONCE; v++) {
-          sum[r][group + v] = multiply_add(sum[r][group + v], x, y[v]);
-          next_row(sum[r][group + v]);
-        }
+        for (int v = 0; v < AT_ONCE; v++) sum[r][group + v] = multiply_add(sum[r][group + v], x, y[v]);
       }
     }
   }
