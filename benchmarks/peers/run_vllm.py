@@ -73,7 +73,7 @@ def load(model: Path, args: argparse.Namespace) -> tuple[Callable[[Requests], Se
     import vllm
 
     settings = {
-        "dtype": "bfloat16",
+        "dtype": args.dtype,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "max_model_len": 2048,
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["in-process", "processes"], default="in-process")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--cores", default="0-1", help="as VLLM_CPU_OMP_THREADS_BIND; auto is vLLM's default")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     args = parser.parse_args()
