@@ -16,10 +16,13 @@ import torch
 from chairlift.bench.limits import Roof
 from chairlift.models.hf_config import ModelConfig
 
-__all__ = ["Floor", "ModelCost", "workload_floor"]
+__all__ = ["BUDGETS", "GPU_BUDGETS", "Floor", "ModelCost", "workload_floor"]
 
-_BUDGETS: Final = (192, 256, 384, 512, 1024)
+BUDGETS: Final = (192, 256, 384, 512, 1024)
 """Tokens per step that the floor is sought among: large steps share the weights, small ones waste no place."""
+
+GPU_BUDGETS: Final = (1024, 4096, 16384)
+"""The same where so much is computed while the weights are read that only large steps share them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def workload_floor(
     roof: Roof,
     *,
     max_num_seqs: int = 128,
-    budgets: Sequence[int] = _BUDGETS,
+    budgets: Sequence[int] = BUDGETS,
 ) -> Floor:
     """The floor of requests of (prompt, output) lengths that all arrive at once, with the best of a few token budgets.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -20,7 +21,13 @@ from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
 from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
 
-__all__ = ["Limits", "Peak", "Rate", "Roof", "beyond_cache", "measure_limits", "product_isa", "thread_counts"]
+__all__ = [
+    *("GPU", "Limits", "Peak", "Rate", "Roof"),
+    *("beyond_cache", "measure_device", "measure_limits", "product_isa", "thread_counts"),
+]
+
+GPU: Final = "gpu"
+"""What stands for a path where the limits are those of a device; it counts as one thread."""
 
 _LEAST_BUFFER: Final = 256 << 20
 _CACHES: Final = 4
@@ -68,6 +75,8 @@ class Limits:
     read: dict[int, Rate]
     """Threads -> bytes per second."""
     peaks: tuple[Peak, ...]
+    memory: str = "memory read"
+    """What ``read`` is the rate of."""
 
     def roof(self, isa: str, dtype: torch.dtype, threads: int) -> Roof:
         """What bounds kernels of a path in a dtype. Raises ConfigError for what was not measured."""
@@ -80,7 +89,7 @@ class Limits:
 
 def product_isa(isa: str, dtype: torch.dtype) -> str:
     """The path whose product instruction a kernel uses: in float32 the bf16 ones do without their speciality."""
-    if dtype == torch.float32 and isa != "avx2":
+    if dtype == torch.float32 and isa not in ("avx2", GPU):
         return "avx512"
     return isa
 
@@ -118,6 +127,41 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
                 peaks.append(Peak(isa, name, count, rate))
         pool.close()
     return Limits(nbytes, read, tuple(peaks))
+
+
+def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Limits:
+    """What a device reaches by its own libraries: bytes that a copy within its memory reads and writes, and products of
+    square matrices in ``dtype``.
+
+    ``quick`` takes small copies and matrices. Raises torch.OutOfMemoryError where less than a gigabyte is free.
+    """
+    nbytes, size, repeats, trials = (16 << 20, 256, 2, 3) if quick else (1 << 30, 8192, 10, 7)
+    nbytes = min(nbytes, available_memory(device) // 4)
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    square = torch.randn(size, size, device=device).to(dtype)
+    product = torch.empty_like(square)
+    copied = _rate(lambda: 2 * nbytes / _seconds(lambda: target.copy_(source), device, repeats), trials)
+    multiply = partial(torch.mm, square, square, out=product)
+    multiplied = _rate(lambda: 2 * size**3 / _seconds(multiply, device, repeats), trials)
+    name = {torch.bfloat16: "bf16", torch.float16: "f16"}.get(dtype, "f32")
+    return Limits(nbytes, {1: copied}, (Peak(GPU, name, 1, multiplied),), "memory read and written by a copy")
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """What one of several repeats takes, after one that only warms up."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    wait()
+    return (time.perf_counter() - begin) / repeats
 
 
 def _rate(trial: Callable[[], float], count: int) -> Rate:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from chairlift.bench.floor import Floor, ModelCost, workload_floor
-from chairlift.bench.limits import Limits
+from chairlift.bench.floor import BUDGETS, GPU_BUDGETS, Floor, ModelCost, workload_floor
+from chairlift.bench.limits import GPU, Limits, measure_device, measure_limits
+from chairlift.bench.machine import Machine
 from chairlift.bench.serve_run import Load, Outcome, Progress, ServeRun, Target, quiet_collector
 from chairlift.bench.serve_run import fit as fit_trace
 from chairlift.engine.core import EngineCore
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from chairlift.llm import LLM
 
 __all__ = [
-    *("WARM_UP", "NativePath", "OfflineRun", "fit", "floor_of", "native_path", "room_of", "run_here", "run_offline"),
+    *("WARM_UP", "NativePath", "OfflineRun", "fit", "floor_of", "limits_of", "native_path", "room_of", "run_here"),
+    "run_offline",
 ]
 
 Requests = list[tuple[list[int], int]]
@@ -159,15 +161,25 @@ def native_path(llm: LLM, network: ModelConfig) -> NativePath:
     return NativePath(isa, dtype, threads, reason)
 
 
+def limits_of(llm: LLM, path: NativePath, machine: Machine) -> Limits:
+    """The measured limits of what runs the model: this machine's, or a GPU's. Raises ConfigError for a path without
+    kernels.
+    """
+    device = torch.device(llm.config.model.device)
+    if path.isa is None and not (path.triton and device.type == "cuda"):
+        raise ConfigError(f"the floor is that of compiled kernels, and they do not run this model: {path.reason}")
+    return measure_limits(machine, path.threads) if path.isa else measure_device(device, path.dtype)
+
+
 def floor_of(requests: Requests, llm: LLM, network: ModelConfig, path: NativePath, limits: Limits) -> Floor:
-    """The least time for ``requests`` on the kernels' path. Raises ConfigError for a path without kernels."""
-    if path.isa is None:
-        raise ConfigError(f"the floor is that of the native kernels, and they do not run this model: {path.reason}")
+    """The least time for ``requests`` on the kernels' path, within :func:`limits_of` it."""
+    roof = limits.roof(path.isa, path.dtype, path.threads) if path.isa else limits.roof(GPU, path.dtype, 1)
     return workload_floor(
         [(len(prompt), count) for prompt, count in requests],
         ModelCost.of(network, path.dtype),
-        limits.roof(path.isa, path.dtype, path.threads),
+        roof,
         max_num_seqs=llm.config.scheduler.max_num_seqs,
+        budgets=BUDGETS if path.isa else GPU_BUDGETS,
     )
 
 

@@ -126,7 +126,12 @@ def _limits(limits: Record | None) -> Iterator[Block]:
     if limits is None:
         return
     rows = [
-        ["memory read, GB/s", str(each["threads"]), f"{each['best'] / 1e9:.1f}", f"{each['median'] / 1e9:.1f}"]
+        [
+            f"{limits.get('memory', 'memory read')}, GB/s",
+            str(each["threads"]),
+            f"{each['best'] / 1e9:.1f}",
+            f"{each['median'] / 1e9:.1f}",
+        ]
         for each in limits["read_bytes"]
     ]
     for each in limits["product_operations"]:

@@ -42,7 +42,7 @@ def machine_lines(machine: Machine) -> Iterator[str]:
 def limits_lines(limits: Limits) -> Iterator[str]:
     """Best of several trials, and their medians, so that a disturbed measurement shows."""
     rows = [
-        ["memory read, GB/s", str(threads), f"{rate.best / 1e9:.1f}", f"{rate.median / 1e9:.1f}"]
+        [f"{limits.memory}, GB/s", str(threads), f"{rate.best / 1e9:.1f}", f"{rate.median / 1e9:.1f}"]
         for threads, rate in limits.read.items()
     ]
     for peak in limits.peaks:
@@ -131,6 +131,7 @@ def limits_record(limits: Limits) -> dict[str, Any]:
     """Limits as plain data; rates are per second."""
     return {
         "buffer_bytes": limits.buffer_bytes,
+        "memory": limits.memory,
         "read_bytes": [{"threads": threads, **dataclasses.asdict(rate)} for threads, rate in limits.read.items()],
         "product_operations": [
             {"isa": peak.isa, "product": peak.product, "threads": peak.threads, **dataclasses.asdict(peak.operations)}

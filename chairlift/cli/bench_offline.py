@@ -252,19 +252,19 @@ def _floor(
 ) -> dict[str, Any]:
     """Print, and return for the record, the limits of this machine and how near the engine came to them."""
     from chairlift.bench.floor import ModelCost
-    from chairlift.bench.limits import measure_limits
-    from chairlift.bench.offline import floor_of
+    from chairlift.bench.offline import floor_of, limits_of
     from chairlift.bench.report import limits_lines, limits_record
 
-    if path.isa is None:
-        _print("floor          not measured: the native kernels did not run this model")
+    try:
+        limits = limits_of(llm, path, machine)
+    except ConfigError:
+        _print("floor          not measured: no compiled kernels ran this model")
         return {"limits": None, "floor": {"not_measured": path.reason}}
-    limits = measure_limits(machine, path.threads)
     floor = floor_of(requests, llm, network, path, limits)
     share = floor.seconds / result.seconds
     _print(f"floor          {floor.seconds:.2f} s in {floor.steps:,} steps of up to {floor.token_budget} tokens")
     _print(f"of the floor   {share:.0%}")
-    if ModelCost.of(network, path.dtype).weight_bytes < machine.l3_bytes:
+    if path.isa and ModelCost.of(network, path.dtype).weight_bytes < machine.l3_bytes:
         _print("               The weights fit into the L3 cache, so memory does not bound this model.")
     _print("", *limits_lines(limits))
     return {"limits": limits_record(limits), "floor": {**dataclasses.asdict(floor), "share": share}}

@@ -7,11 +7,13 @@ import torch
 
 from chairlift.bench import machine as machines
 from chairlift.bench.limits import (
+    GPU,
     Limits,
     Peak,
     Rate,
     Roof,
     beyond_cache,
+    measure_device,
     measure_limits,
     product_isa,
     thread_counts,
@@ -107,3 +109,23 @@ def test_measured_limits_are_plausible(machine: Machine) -> None:
         assert peak.threads == 1
         assert 1e8 < peak.operations.median <= peak.operations.best < 1e14
     assert limits.roof(machine.isas[-1], torch.bfloat16, 1).bandwidth == limits.read[1].best
+
+
+def check_device(device: torch.device, dtype: torch.dtype, *, quick: bool) -> None:
+    limits = measure_device(device, dtype, quick=quick)
+    roof = limits.roof(GPU, dtype, 1)
+    assert 1e8 < roof.bandwidth < 1e14
+    assert 1e8 < roof.peak < 1e16
+    assert limits.read[1].best >= limits.read[1].median
+    with pytest.raises(ConfigError, match="measure them first"):
+        limits.roof("avx2", dtype, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_limits_of_a_device(dtype: torch.dtype) -> None:
+    check_device(torch.device("cpu"), dtype, quick=True)
+
+
+@pytest.mark.gpu
+def test_the_limits_of_a_gpu() -> None:
+    check_device(torch.device("cuda"), torch.bfloat16, quick=False)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from chairlift import LLM
-from chairlift.bench.floor import ModelCost, workload_floor
-from chairlift.bench.limits import Limits, Peak, Rate, Roof
-from chairlift.bench.offline import NativePath, fit, floor_of, native_path, room_of, run_offline
+from chairlift.bench.floor import GPU_BUDGETS, ModelCost, workload_floor
+from chairlift.bench.limits import GPU, Limits, Peak, Rate, Roof
+from chairlift.bench.machine import describe_machine
+from chairlift.bench.offline import NativePath, fit, floor_of, limits_of, native_path, room_of, run_offline
 from chairlift.errors import ConfigError, RequestError
 from chairlift.kernels.cpu.library import best_isa, default_threads
 from chairlift.models.hf_config import read_config
@@ -91,5 +92,15 @@ def test_the_floor_of_a_run(model_dir: Path) -> None:
     cost = ModelCost.of(network, torch.float32)
     assert floor == workload_floor(lengths, cost, Roof(1e9, 1e10), max_num_seqs=3)
     assert floor.steps > workload_floor(lengths, cost, Roof(1e9, 1e10)).steps
+    gpu = Limits(1, {1: Rate(3e9, 3e9)}, (Peak(GPU, "f32", 1, Rate(4e10, 4e10)),))
+    path = NativePath(None, torch.float32, 1, "the Triton kernels do", triton=True)
+    assert floor_of(REQUESTS, llm, network, path, gpu) == workload_floor(
+        lengths, cost, Roof(3e9, 4e10), max_num_seqs=3, budgets=GPU_BUDGETS
+    )
+
+
+@pytest.mark.parametrize("triton", [False, True], ids=["PyTorch", "Triton's interpreter"])
+def test_there_is_no_floor_without_compiled_kernels(model_dir: Path, triton: bool) -> None:
+    path = NativePath(None, torch.float32, default_threads(), "because", triton=triton)
     with pytest.raises(ConfigError, match="do not run this model: because"):
-        floor_of(REQUESTS, llm, network, NativePath(None, torch.float32, default_threads(), "because"), limits)
+        limits_of(load(model_dir), path, describe_machine())
