@@ -79,6 +79,7 @@ void panel_product<bf16>(int rows, const bf16* a, int64_t a_stride, const bf16* 
 }
 #endif
 
+// Rows in float32, k and a line apart: a power of two apart they would meet in one set of L1.
 template <typename T>
 static const float* widened(const T* a, int64_t a_stride, int rows, int64_t k, float* to) {
   for (int r = 0; r < rows; r++)
