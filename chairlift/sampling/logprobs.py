@@ -14,7 +14,7 @@ from chairlift.sampling.logits import rank_token_ids
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
 
-_VALUES_PER_SLICE = 1 << 21  # 8 MiB of float32 at a time
+_VALUES_PER_SLICE = 1 << 20  # 8 MiB of float64 at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Seque
     prompt positions 0 to n - 2 and the prompt's tokens 1 to n - 1.
 
     Args:
-        logits: raw logits ``[R, V]`` in any floating dtype. Work is done in float32, in slices of rows, so memory
-            beyond the input stays bounded.
+        logits: raw logits ``[R, V]`` in any floating dtype. Work is done in slices of rows, so memory beyond the
+            input stays bounded; sums are float64.
         token_ids: the R tokens.
         num_logprobs: how many of the most likely tokens each row reports, 0 or more.
 
@@ -59,13 +59,14 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Seque
 
 def _slice_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int]) -> list[TokenLogprobs]:
     raw = logits.to(torch.float32)
-    logprobs = torch.log_softmax(raw, dim=-1)
+    # A float32 sum over 150,000 flat logits is wrong by 1e-4 where registers are short.
+    logprobs = torch.log_softmax(raw, dim=-1, dtype=torch.float64)
     chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(-1)
     # Ranks compare logits: two of them can share a log-probability only by rounding.
     ranks = (raw > raw.gather(-1, chosen)).sum(dim=-1, dtype=torch.int32) + 1
     best = rank_token_ids(raw, min(max(num_logprobs), logits.shape[1]))[1]
     ids = torch.cat((chosen, best), dim=-1)
-    values = logprobs.gather(-1, ids).cpu().numpy()
+    values = logprobs.gather(-1, ids).to(torch.float32).cpu().numpy()
     ids_array = ids.to(torch.int32).cpu().numpy()
     return [
         TokenLogprobs(ids_array[i, : 1 + count].copy(), values[i, : 1 + count].copy(), rank)
