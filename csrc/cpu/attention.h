@@ -81,7 +81,7 @@ static void score(const AttentionTask<T>& task, AttentionScratch<T>& s, const Si
       ahead[g] = (const char*)(then < at.count ? at.keys[then] : at.values[then - at.count < at.count ? then - at.count : 0]);
     }
     Columns<T> keys{at.keys + i, 1, steps, steps, CL_KV_TOKENS * Pairs<T>::P};
-    product_rows<T, true>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, KV_TILE, false,
+    product_rows<T>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, KV_TILE, false,
                  Prefetch{ahead, groups, 64});
   }
 }
@@ -140,7 +140,7 @@ static void add_values(const AttentionTask<T>& task, AttentionScratch<T>& s, Sof
     }
     // Tokens behind the end of the sequence are stale: their weights are zero, but they themselves may be NaN.
     Columns<T> values{column, at.count, CL_KV_TOKENS / P, (last_tokens + P - 1) / P, int64_t(dim) * P};
-    product_rows<T, true>(task.rows, groups, s.weights + column0, KV_TILE, values, state.values + d, dim, true,
+    product_rows<T>(task.rows, groups, s.weights + column0, KV_TILE, values, state.values + d, dim, true,
                  Prefetch{ahead, lines, int64_t(dim * P * sizeof(T))});
   }
 }

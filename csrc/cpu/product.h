@@ -39,8 +39,8 @@ struct Columns {
 };
 
 // What to fetch while computing: at every step of piece s, for each of `lines` (0, 1, 2 or 4), the cache line at
-// at[s * lines + line] + step * stride, into L1 for attention, whose
-// columns are used soon, and L2 for weights. One at a time, because a burst stalls the product until memory has answered.
+// at[s * lines + line] + step * stride, into L1 for attention, whose columns are used soon, and L2 for weights. One at a
+// time, because a burst stalls the product until memory has answered.
 struct Prefetch {
   const char* const* at;
   int lines;
@@ -239,8 +239,8 @@ CL_INLINE int groups_at_once(int rows, int left) {
   return left >= GROUPS ? int(GROUPS) : 1;
 }
 
-// Rows in blocks of nearly equal size, with as many groups of columns at a time as the registers hold: 1, 2 or 4.
-template <typename T, bool PIECES>
+// Attention's rows in blocks of nearly equal size, with as many groups of columns at a time as the registers hold: 1, 2 or 4.
+template <typename T>
 static void product_rows(int rows, int groups, const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out,
                          int64_t out_stride, bool accumulate, Prefetch prefetch) {
   const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups);
@@ -250,11 +250,11 @@ static void product_rows(int rows, int groups, const Left<T>* a, int64_t a_strid
     float* out_here = out + row * out_stride;
     const Prefetch once = block == 0 ? prefetch : NO_PREFETCH;
     if (groups == 1)
-      product<T, 1, PIECES>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
+      product<T, 1, true>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
     else if (groups == 2)
-      product<T, 2, PIECES>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
+      product<T, 2, true>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
     else
-      product<T, MAX_GROUPS, PIECES>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
+      product<T, MAX_GROUPS, true>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
   }
 }
 
