@@ -94,9 +94,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     delay = parse_hashlm(config.model.model)
     if delay is not None:
         return _load_hashlm(config, delay)
-    # torch takes most of a second to import: only now is it needed.
-    import torch
-
+    # These import torch, which takes most of a second: only now is it needed.
     from chairlift.executor.kv_tensors import plan_kv_cache
     from chairlift.executor.local import LocalExecutor
     from chairlift.executor.select import choose_kernels, make_runner
@@ -108,9 +106,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, config.model.revision)
     network = read_config(model_dir)
     max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len)
-    device = torch.device(config.model.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {config.model.device!r}, but this torch finds no CUDA device; use device='cpu'")
+    device = find_device(config.model.device)
     dtype = resolve_dtype(network, config.model.dtype)
     kernels = choose_kernels(config, network, dtype, device)
     layout = {"torch": WeightLayout.ONEDNN, "triton": WeightLayout.PLAIN}.get(kernels, WeightLayout.NATIVE)
@@ -194,6 +190,16 @@ def _cache_memory(config: EngineConfig, network: ModelConfig, dtype: torch.dtype
     step = (tokens + rows) * token + 2 * rows * network.vocab_size * (dtype.itemsize + 4)
     torch.cuda.empty_cache()  # what loading used and let go of
     return gpu_cache_memory(*torch.cuda.mem_get_info(device), config.cache.gpu_memory_utilization, step)
+
+
+def find_device(name: str) -> torch.device:
+    """``cpu``, ``cuda`` or ``cuda:N`` as torch knows it. Raises ConfigError where torch finds no GPU."""
+    import torch
+
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but this torch finds no CUDA device; use device='cpu'")
+    return device
 
 
 def device_name(device: torch.device) -> str:

@@ -5,7 +5,7 @@
 
 ``continuous`` is its paged KV cache and continuous batching, as behind ``generate_batch``. ``padded`` is plain
 ``generate``: batches in the order of arrival, prompts padded on the left, every row computed to the longest answer of
-its batch. bfloat16 weights, activations and KV cache.
+its batch. Weights, activations and KV cache in bfloat16, or in float32 where a processor lacks 16-bit products.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ def load(args: argparse.Namespace, at_end: ExitStack) -> tuple[Answer, dict[str,
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+        args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa", local_files_only=True
     ).eval()
-    settings: dict[str, Any] = {"engine": args.engine, "threads": args.threads, "dtype": "bfloat16"}
+    settings: dict[str, Any] = {"engine": args.engine, "threads": args.threads, "dtype": args.dtype}
     if args.engine == "padded":
         settings |= {"rows": args.rows}
         answer = padded(model, args.rows)
     else:
-        blocks = kv_blocks(model.config, args.block_size)
+        blocks = kv_blocks(model.config, args.block_size, model.dtype.itemsize)
         settings |= {"block_size": args.block_size, "num_blocks": blocks, "max_batch_tokens": args.max_batch_tokens}
         settings |= {"max_requests_per_batch": args.max_requests, "allow_block_sharing": False}
         answer = continuous(model, settings, at_end)
     return answer, {"version": transformers.__version__, "torch": torch.__version__, "settings": settings}
 
 
-def kv_blocks(config: Any, block_size: int) -> int:
-    """How many blocks of ``block_size`` tokens 2 GiB of KV cache in 16 bits hold, all layers together."""
+def kv_blocks(config: Any, block_size: int, itemsize: int) -> int:
+    """How many blocks of ``block_size`` tokens 2 GiB of KV cache hold, all layers together."""
     heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return KV_BYTES // (2 * 2 * config.num_hidden_layers * heads * width * block_size)
+    return KV_BYTES // (2 * itemsize * config.num_hidden_layers * heads * width * block_size)
 
 
 def padded(model: Any, rows: int) -> Answer:
@@ -115,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--engine", choices=["continuous", "padded"], default="continuous")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rows", type=int, default=16, help="of a padded batch")
     parser.add_argument("--block-size", type=int, default=32)

@@ -1,4 +1,4 @@
-"""``bench kernels``: how near the compiled kernels come to the limits of this machine.
+"""``bench kernels``: how near the compiled kernels come to this machine's limits, or the Triton kernels to a GPU's.
 
 Products, attention over the paged cache, and the output head with the choice of the token. Every case is timed several
 times, in turns with all others of its kind, so that a slow minute of the machine hits them all. Medians count.
@@ -6,16 +6,17 @@ times, in turns with all others of its kind, so that a slow minute of the machin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import torch
 
-from chairlift.bench.limits import Limits, Roof, beyond_cache
+from chairlift.bench.limits import GPU, Limits, Roof, beyond_cache
 from chairlift.bench.machine import Machine
 from chairlift.bench.programs import Kernels, Prepare, kv_bytes
 from chairlift.bench.shapes import ModelShape, Shapes
@@ -23,6 +24,11 @@ from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
 from chairlift.kernels.cpu.library import Pool
 from chairlift.kernels.cpu.packing import packed_bytes
+
+if TYPE_CHECKING:
+    from chairlift.bench.device_programs import DeviceKernels
+
+    AnyKernels: TypeAlias = Kernels | DeviceKernels
 
 __all__ = ["KernelSettings", "Measurement", "Timing", "measure_kernels"]
 
@@ -41,6 +47,7 @@ class KernelSettings:
 
     threads: int
     isa: str
+    """A path of the compiled kernels, or ``gpu`` for the Triton kernels on ``device``, which count as one thread."""
     dtype: torch.dtype
     shapes: Shapes
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 256, 1024)
@@ -50,6 +57,7 @@ class KernelSettings:
     batches: tuple[int, ...] = (1, 8, 32)
     """Sequences that decode together."""
     repeats: int = 5
+    device: str = "cpu"
     seconds: float = 0.02
     """What a run should take, if it was as fast as the limits allow: one operation, or as many as that."""
 
@@ -78,10 +86,11 @@ class Measurement:
     count: int
     """Operations per run."""
     timings: dict[str, Timing]
-    """``all`` for products, ``paged`` and ``in order`` for attention, ``greedy`` and ``drawn`` for output heads."""
+    """``all`` for products, on a GPU ``streamed`` (few rows) and ``library`` (cuBLAS); ``paged`` and ``in order`` for
+    attention, ``greedy`` and ``drawn`` for output heads."""
     extra_cost: float | None
-    """How much longer paged attention takes than that in order, or drawing than taking the likeliest: the median over
-    rounds, as a fraction. None for products."""
+    """How much longer paged attention takes than that in order, drawing than taking the likeliest, or a product that
+    streams its weight than cuBLAS: the median over rounds, as a fraction. None for other products."""
 
     @property
     def main(self) -> Timing:
@@ -97,7 +106,7 @@ class _Case:
     operations: int
     taken: int
     """Bytes that one operation takes up, with padding."""
-    variants: Callable[[Kernels, int], dict[str, Prepare]]
+    variants: Callable[[AnyKernels, int], dict[str, Prepare]]
     """How to run so many of it."""
 
 
@@ -106,23 +115,28 @@ def measure_kernels(settings: KernelSettings, machine: Machine, limits: Limits) 
     OSError without the compiled kernels, or when the system does not start so many threads.
     """
     roof = limits.roof(settings.isa, settings.dtype, settings.threads)
+    device = torch.device(settings.device)
     kinds = [list(cases) for cases in (_products(settings), _decodes(settings), _prefills(settings), _heads(settings))]
     largest = max((case for cases in kinds for case in cases), key=lambda case: case.taken)
-    most = available_memory(torch.device("cpu")) // 4
+    most = available_memory(device) // 4
     if largest.taken > most:
         labels = ", ".join(f"{name} {value}" for name, value in largest.labels.items())
         raise ConfigError(
             f"{labels}: one {largest.kind} reads {largest.taken / 2**30:.1f} GiB, and may read {most / 2**30:.1f} GiB, "
             "a quarter of the memory; give smaller shapes, contexts or batches"
         )
-    region = max(beyond_cache(machine), largest.taken)
-    pool = Pool(settings.threads)
-    try:
-        kernels = Kernels(pool, settings.isa, settings.dtype, region)
+    with contextlib.ExitStack() as stack:
+        kernels: AnyKernels
+        if settings.isa == GPU:
+            from chairlift.bench.device_programs import DeviceKernels  # Triton may not be installed
+
+            kernels = DeviceKernels(device, settings.dtype, largest.taken)
+        else:
+            pool = Pool(settings.threads)
+            stack.callback(pool.close)
+            kernels = Kernels(pool, settings.isa, settings.dtype, max(beyond_cache(machine), largest.taken))
         for cases in kinds:
             yield _measure(cases, kernels, roof, settings)
-    finally:
-        pool.close()
 
 
 def _products(settings: KernelSettings) -> Iterator[_Case]:
@@ -130,8 +144,8 @@ def _products(settings: KernelSettings) -> Iterator[_Case]:
     for shape, rows in itertools.product(settings.shapes.products, settings.rows):
         k, n = shape.k, shape.n
 
-        def variants(kernels: Kernels, count: int, k: int = k, n: int = n, rows: int = rows) -> dict[str, Prepare]:
-            return {"all": kernels.product(k, n, rows, count)}
+        def variants(kernels: AnyKernels, count: int, k: int = k, n: int = n, rows: int = rows) -> dict[str, Prepare]:
+            return kernels.products(k, n, rows, count)
 
         labels: dict[str, int | str] = {"shape": shape.name, "k": k, "n": n, "rows": rows}
         yield _Case("product", labels, k * n * itemsize, 2 * rows * k * n, packed_bytes(n, k, settings.dtype), variants)
@@ -148,29 +162,17 @@ def _prefills(settings: KernelSettings) -> Iterator[_Case]:
 
 
 def _attention(kind: Kind, model: ModelShape, queries: int, context: int, batch: int, dtype: torch.dtype) -> _Case:
-    heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
-
-    def variants(kernels: Kernels, count: int) -> dict[str, Prepare]:
-        return {
-            name: kernels.attention(
-                heads,
-                kv_heads,
-                head_dim,
-                queries=queries,
-                context=context,
-                batch=batch,
-                shuffled=shuffled,
-                count=count,
-            )
-            for name, shuffled in (("paged", True), ("in order", False))
-        }
+    def variants(kernels: AnyKernels, count: int) -> dict[str, Prepare]:
+        case = {"queries": queries, "context": context, "batch": batch, "count": count}
+        orders = {"paged": True, "in order": False}
+        return {name: kernels.attention(model, shuffled=shuffled, **case) for name, shuffled in orders.items()}
 
     seen = batch * (queries * context - queries * (queries - 1) // 2)  # query-key pairs under the causal mask
-    labels: dict[str, int | str] = {"shape": model.name, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    labels |= {"batch": batch, "context": context}
-    nbytes = 2 * batch * context * kv_heads * head_dim * dtype.itemsize
-    taken = kv_bytes(batch, context, kv_heads, head_dim, dtype)
-    return _Case(kind, labels, nbytes, 4 * heads * head_dim * seen, taken, variants)
+    labels: dict[str, int | str] = {"shape": model.name, "heads": model.heads, "kv_heads": model.kv_heads}
+    labels |= {"head_dim": model.head_dim, "batch": batch, "context": context}
+    nbytes = 2 * batch * context * model.kv_heads * model.head_dim * dtype.itemsize
+    taken = kv_bytes(model, batch, context, dtype)
+    return _Case(kind, labels, nbytes, 4 * model.heads * model.head_dim * seen, taken, variants)
 
 
 def _heads(settings: KernelSettings) -> Iterator[_Case]:
@@ -180,7 +182,7 @@ def _heads(settings: KernelSettings) -> Iterator[_Case]:
         k, vocab = model.hidden, model.vocab_size
 
         def variants(
-            kernels: Kernels, count: int, k: int = k, vocab: int = vocab, rows: int = rows
+            kernels: AnyKernels, count: int, k: int = k, vocab: int = vocab, rows: int = rows
         ) -> dict[str, Prepare]:
             temperatures = {"greedy": 0.0, "drawn": 1.0}
             return {
@@ -193,7 +195,7 @@ def _heads(settings: KernelSettings) -> Iterator[_Case]:
         yield _Case("head", labels, k * vocab * settings.dtype.itemsize, 2 * rows * k * vocab, taken, variants)
 
 
-def _measure(cases: Sequence[_Case], kernels: Kernels, roof: Roof, settings: KernelSettings) -> list[Measurement]:
+def _measure(cases: Sequence[_Case], kernels: AnyKernels, roof: Roof, settings: KernelSettings) -> list[Measurement]:
     """Every variant of every case once per round; the first round only warms up."""
     floors = [roof.seconds(case.nbytes, case.operations) for case in cases]
     counts = [int(min(max(settings.seconds / floor, 1), _MOST_COUNT)) for floor in floors]
@@ -229,7 +231,7 @@ def _timing(times: Sequence[float], floor: float) -> Timing:
 
 def _extra_cost(taken: Mapping[str, Sequence[float]]) -> float | None:
     """Round by round, because what disturbs one variant is likely to disturb its neighbour as well."""
-    for costly, plain in (("paged", "in order"), ("drawn", "greedy")):
+    for costly, plain in (("paged", "in order"), ("drawn", "greedy"), ("streamed", "library")):
         if costly in taken:
             return statistics.median(one / other for one, other in zip(taken[costly], taken[plain], strict=True)) - 1
     return None

@@ -16,28 +16,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chairlift.bench.shapes import ModelShape
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import OpKind
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, packed_bytes
 from chairlift.kernels.cpu.program import SPARE_ROWS
 
-__all__ = ["BLOCK_SIZE", "Kernels", "Prepare", "kv_bytes"]
+__all__ = ["BLOCK_SIZE", "WEIGHT_STD", "Kernels", "Prepare", "kv_bytes"]
 
 BLOCK_SIZE: Final = 16
 """Tokens of a KV block: the engine's default."""
 
-Prepare = Callable[[], Callable[[], None]]
+Prepare = Callable[[], Callable[[], object]]
 """Chooses the memory of the next run, and returns what is to be timed."""
 
 _PAGE: Final = 4096
 _PATTERN: Final = 1 << 20
-_WEIGHT_STD: Final = 0.05
+WEIGHT_STD: Final = 0.05
 
 
-def kv_bytes(batch: int, context: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+def kv_bytes(model: ModelShape, batch: int, context: int, dtype: torch.dtype) -> int:
     """Bytes of K and V of ``batch`` sequences of ``context`` tokens, in one layer, in whole blocks."""
-    return 2 * batch * -(-context // BLOCK_SIZE) * BLOCK_SIZE * kv_heads * head_dim * dtype.itemsize
+    return 2 * batch * -(-context // BLOCK_SIZE) * BLOCK_SIZE * model.kv_heads * model.head_dim * dtype.itemsize
 
 
 class Kernels:
@@ -53,14 +54,14 @@ class Kernels:
         self._isa, self._dtype = isa, dtype
         self._region = lib.Memory(region_bytes)
         self._generator = torch.Generator().manual_seed(0)
-        pattern = self._normal(min(_PATTERN, region_bytes // dtype.itemsize)) * _WEIGHT_STD
+        pattern = self._normal(min(_PATTERN, region_bytes // dtype.itemsize)) * WEIGHT_STD
         values = self._region.tensor(dtype, (region_bytes // dtype.itemsize,))
         for start in range(0, len(values), len(pattern)):
             part = values[start : start + len(pattern)]
             part.copy_(pattern[: len(part)])
         self._next = 0
 
-    def product(self, k: int, n: int, rows: int, count: int) -> Prepare:
+    def products(self, k: int, n: int, rows: int, count: int) -> dict[str, Prepare]:
         """``count`` products [rows, k] x [k, n], each with weights of its own."""
         buffers = [self._activations(rows, k), self._buffer(rows, n)]
         nbytes = packed_bytes(n, k, self._dtype)
@@ -71,33 +72,24 @@ class Kernels:
             ops = [lib.Op(**fields, weight=self._take(nbytes)) for _ in range(count)]
             return self._program(ops, buffers, [], batch)
 
-        return prepare
+        return {"all": prepare}
 
     def attention(
-        self,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        queries: int,
-        context: int,
-        batch: int,
-        shuffled: bool,
-        count: int,
+        self, model: ModelShape, *, queries: int, context: int, batch: int, shuffled: bool, count: int
     ) -> Prepare:
         """Attention of ``count`` layers, over ``batch`` sequences of ``context`` tokens whose last ``queries`` attend.
 
         Each layer has K and V of its own. The blocks of the sequences lie in order, or ``shuffled`` among each other.
         """
-        width = heads * head_dim
+        width = model.heads * model.head_dim
         buffers = [self._activations(batch * queries, width), self._buffer(batch * queries, width)]
         blocks = -(-context // BLOCK_SIZE)
         order = np.arange(batch * blocks, dtype=np.int32)
         if shuffled:
             np.random.default_rng(0).shuffle(order)
         rows = _Batch([queries] * batch, [context] * batch, order.reshape(batch, blocks))
-        nbytes = kv_bytes(batch, context, kv_heads, head_dim, self._dtype) // 2
-        sizes = {"kv_heads": kv_heads, "head_dim": head_dim}
+        nbytes = kv_bytes(model, batch, context, self._dtype) // 2
+        sizes = {"kv_heads": model.kv_heads, "head_dim": model.head_dim}
 
         def prepare() -> Callable[[], None]:
             layers = [
@@ -110,8 +102,16 @@ class Kernels:
                 )
                 for _ in range(count)
             ]
-            fields = {"kind": OpKind.ATTENTION, "in_": 0, "out": 1, "aux": -1, "rotary": -1, "heads": heads, **sizes}
-            ops = [lib.Op(**fields, layer=layer, scale=head_dim**-0.5) for layer in range(count)]
+            fields = {
+                "kind": OpKind.ATTENTION,
+                "in_": 0,
+                "out": 1,
+                "aux": -1,
+                "rotary": -1,
+                "heads": model.heads,
+                **sizes,
+            }
+            ops = [lib.Op(**fields, layer=layer, scale=model.head_dim**-0.5) for layer in range(count)]
             return self._program(ops, buffers, layers, rows)
 
         return prepare

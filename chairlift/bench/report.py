@@ -73,6 +73,7 @@ def kernel_tables(measurements: Sequence[Measurement]) -> Iterator[str]:
     match kind:
         case "product":
             headers, cells = ["shape", "k", "n", "rows", *_PRODUCT], _product_cells
+            headers += [] if "all" in measurements[0].timings else ["over cuBLAS"]
         case "head":
             headers, cells = ["shape", "n", "rows", *_PRODUCT, "drawn us", "drawing costs"], _head_cells
         case _:
@@ -87,7 +88,7 @@ _PRODUCT: Final = ("us", "GB/s", "TFLOP/s", "of floor")
 
 def _product_cells(each: Measurement) -> list[str]:
     labels = [str(each.labels["shape"]), *(f"{each.labels[name]:,}" for name in ("k", "n", "rows"))]
-    return [*labels, *_rates(each)]
+    return [*labels, *_rates(each), *([] if "all" in each.timings else [_signed(each.extra_cost)])]
 
 
 def _head_cells(each: Measurement) -> list[str]:
@@ -124,7 +125,7 @@ def _rates(each: Measurement) -> list[str]:
 
 
 def _signed(share: float | None) -> str:
-    return "" if share is None else f"{share:+.1%}"
+    return "-" if share is None else f"{share:+.1%}"
 
 
 def limits_record(limits: Limits) -> dict[str, Any]:

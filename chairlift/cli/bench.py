@@ -14,11 +14,14 @@ import chairlift
 from chairlift.cli import bench_offline, bench_serve
 from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.cli.flags import whole_number as _number
-from chairlift.config import BUNDLED_MODEL, flat_fields
+from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from chairlift.bench.kernels import KernelSettings
+    from chairlift.bench.limits import Limits
     from chairlift.bench.machine import Machine
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -34,7 +37,10 @@ _KERNELS: Final = """Time the compiled CPU kernels, and say how near they come t
 The limits are measured first: how fast memory can be read, and how fast the product instructions run. The floor
 of a kernel is the longer of the two times it takes to read its weights (or K and V) and to compute with them.
 Everything it reads comes from memory that no cache holds. Attention is timed over blocks in shuffled order, as a
-paged cache has them, and in order. Run it on an otherwise idle machine."""
+paged cache has them, and in order. Run it on an otherwise idle machine.
+
+With --device cuda the Triton kernels are timed instead, in CUDA graphs, against what a copy within the GPU's memory
+and a large product by cuBLAS reach; products of few rows by cuBLAS as well."""
 _STARTUP: Final = """Time how long a newcomer waits: fresh processes, from their start to their first token.
 
 Twice over: in Python (interpreter, import, loading the model, first token), and as a server (until /ready says that
@@ -55,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmarks and their flags."""
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="NAME", dest="benchmark", required=True)
     for name, summary, description, add in (
-        ("kernels", "time the compiled CPU kernels", _KERNELS, _add_kernel_flags),
+        ("kernels", "time the compiled CPU kernels, or the Triton kernels", _KERNELS, _add_kernel_flags),
         ("offline", bench_offline.SUMMARY, bench_offline.DESCRIPTION, bench_offline.add_arguments),
         ("serve", bench_serve.SUMMARY, bench_serve.DESCRIPTION, bench_serve.add_arguments),
         ("startup", "time processes from their start to their first token", _STARTUP, _add_startup_flags),
@@ -121,6 +127,7 @@ def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
     ]
     parser.add_argument("--threads", metavar="N", type=_number(1, 256), help="CPU threads (default: one per processor)")
     parser.add_argument("--kernels", choices=paths, default="auto", help="instruction-set path (default: the best)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: bfloat16)")
     parser.add_argument(
         "--shapes",
@@ -138,22 +145,35 @@ def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_kernels(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
     from chairlift.bench.kernels import measure_kernels
-    from chairlift.bench.limits import measure_limits
+    from chairlift.bench.limits import measure_device, measure_limits
     from chairlift.bench.machine import describe_machine
     from chairlift.bench.report import doubts, kernel_tables, limits_lines, limits_record, machine_lines
+    from chairlift.loading import device_name
 
     machine = describe_machine()
     settings = _kernel_settings(args, machine)
-    _print(*machine_lines(machine), f"kernels: {settings.isa} in {args.dtype}, threads: {settings.threads}", "")
+    device = torch.device(settings.device)
+
+    def limits_now(*, quick: bool) -> Limits:
+        if device.type == "cpu":
+            return measure_limits(machine, settings.threads, quick=quick)
+        return measure_device(device, settings.dtype, quick=quick)
+
+    where = f"{settings.isa} in {args.dtype}, " + (
+        f"threads: {settings.threads}" if device.type == "cpu" else device_name(device)
+    )
+    _print(*machine_lines(machine), f"kernels: {where}", "")
     try:
-        limits = measure_limits(machine, settings.threads, quick=args.quick)
+        limits = limits_now(quick=args.quick)
         _print(*limits_lines(limits))
         measured = []
         for measurements in measure_kernels(settings, machine, limits):
             _print(*kernel_tables(measurements))
             measured += measurements
-        after = measure_limits(machine, settings.threads, quick=True)
+        after = limits_now(quick=device.type == "cpu" or args.quick)
     except OSError as error:  # the threads
         raise ConfigError(str(error)) from None
     roofs = [each.roof(settings.isa, settings.dtype, settings.threads) for each in (limits, after)]
@@ -173,8 +193,35 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
 
     from chairlift.bench.kernels import KernelSettings
     from chairlift.bench.shapes import Shapes
-    from chairlift.kernels.cpu.library import best_isa, why_unavailable
 
+    names = ("shapes", "rows", "contexts", "batches")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    asked = {"shapes": _DEFAULT_SHAPES} | (_QUICK if args.quick else {}) | given
+    dtype = getattr(torch, args.dtype)
+    return KernelSettings(
+        threads=args.threads or machine.processors if args.device == "cpu" else 1,
+        isa=_path(args, machine, dtype),
+        dtype=dtype,
+        device=args.device,
+        **{**asked, "shapes": Shapes.parse(asked["shapes"])},
+    )
+
+
+def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str:
+    """Whose kernels to measure. Raises ConfigError where they cannot run."""
+    from chairlift.bench.limits import GPU
+    from chairlift.executor.select import why_not_triton
+    from chairlift.kernels.cpu.library import best_isa, why_unavailable
+    from chairlift.loading import find_device
+
+    EngineConfig.from_flat({"device": args.device})
+    if args.device != "cpu":
+        if args.kernels != "auto" or args.threads:
+            raise ConfigError(f"--kernels and --threads are for the CPU, and device is {args.device}; leave them out")
+        reason = why_not_triton(None, dtype, find_device(args.device))
+        if reason:
+            raise ConfigError(f"there are no kernels to measure: {reason}")
+        return GPU
     best = best_isa()
     if best is None:
         raise ConfigError(f"there are no kernels to measure: {why_unavailable()}")
@@ -182,15 +229,7 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
         raise ConfigError(
             f"kernels is {args.kernels!r}, but this processor runs {', '.join(machine.isas)}; use one of them, or auto"
         )
-    names = ("shapes", "rows", "contexts", "batches")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    asked = {"shapes": _DEFAULT_SHAPES} | (_QUICK if args.quick else {}) | given
-    return KernelSettings(
-        threads=args.threads or machine.processors,
-        isa=best if args.kernels == "auto" else args.kernels,
-        dtype=getattr(torch, args.dtype),
-        **{**asked, "shapes": Shapes.parse(asked["shapes"])},
-    )
+    return best if args.kernels == "auto" else args.kernels
 
 
 # --- startup ---------------------------------------------------------------------------------------------------------

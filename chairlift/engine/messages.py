@@ -107,36 +107,15 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
         params = {
             name: value for name in _PARAMS if (value := getattr(request.params, name)) != getattr(_DEFAULTS, name)
         }
-        return cls(
-            request.request_id,
-            request.prompt_token_ids,
-            params,
-            request.seed,
-            request.max_tokens,
-            request.stop_token_ids,
-            request.bad_word_ids,
-            request.cache_salt,
-            request.arrival_time,
-            request.priority,
-            request.service,
-        )
+        return cls(params=params, **{name: getattr(request, name) for name in _AS_PREPARED})
 
     def request(self) -> PreparedRequest:
         """Raises RequestError for sampling parameters that no door would have let in."""
-        return PreparedRequest(
-            self.request_id,
-            None,
-            self.prompt_token_ids,
-            SamplingParams.from_dict(self.params),
-            self.seed,
-            self.max_tokens,
-            self.stop_token_ids,
-            self.bad_word_ids,
-            self.cache_salt,
-            self.arrival_time,
-            self.priority,
-            self.service,
-        )
+        same = {name: getattr(self, name) for name in _AS_PREPARED}
+        return PreparedRequest(prompt=None, params=SamplingParams.from_dict(self.params), **same)
+
+
+_AS_PREPARED: Final = tuple(name for name in Add.__struct_fields__ if name != "params")
 
 
 class Leave(msgspec.Struct, tag="leave", forbid_unknown_fields=True):

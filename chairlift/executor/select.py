@@ -44,8 +44,8 @@ def why_not_native(network: ModelConfig, dtype: torch.dtype, device: torch.devic
     return ""
 
 
-def why_not_triton(network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Why the Triton kernels cannot run a model, and what to do about it; empty when they can.
+def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the Triton kernels cannot run a model, or any model, and what to do about it; empty when they can.
 
     On the CPU they run only in Triton's interpreter, which is for tests: it is slow, and right for float32 alone.
     """
@@ -61,7 +61,7 @@ def why_not_triton(network: ModelConfig, dtype: torch.dtype, device: torch.devic
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"they need a GPU of compute capability 8.0 or higher, and {name} has {found[0]}.{found[1]}"
-    if network.head_dim % 2 or not 16 <= network.head_dim <= 256:
+    if network is not None and (network.head_dim % 2 or not 16 <= network.head_dim <= 256):
         return f"they need an even head size from 16 to 256, and this model's is {network.head_dim}"
     return ""
 

@@ -63,28 +63,9 @@ class LoadedTrace:
     """What to know about it, in whole phrases: what was left out, what was estimated."""
 
 
-def read_trace(
-    path: Path,
-    *,
-    format: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    pattern: str | None = None,
-    arrivals: Arrivals | None = None,
-    tokenizer: Callable[[str], int] | None = None,
-    sort: bool = False,
-    seed: int = 0,
-) -> list[TracedRequest]:
-    """The requests of a file (:func:`load_trace`), in order of arrival, the first at 0."""
-    return load_trace(
-        path,
-        format=format,
-        columns=columns,
-        pattern=pattern,
-        arrivals=arrivals,
-        tokenizer=tokenizer,
-        sort=sort,
-        seed=seed,
-    ).requests
+def read_trace(path: Path, **how: Any) -> list[TracedRequest]:
+    """The requests of a file, in order of arrival, the first at 0; ``how`` as :func:`load_trace` takes it."""
+    return load_trace(path, **how).requests
 
 
 def load_trace(

@@ -107,7 +107,7 @@ def test_what_memory_cannot_hold_is_refused(machine: Machine) -> None:
 def test_a_timed_product_is_the_product(isa: str, dtype: torch.dtype) -> None:
     k, n, rows, pair = 64, 96, 3, 4 // dtype.itemsize
     kernels = Kernels(Pool(1), isa, dtype, region_bytes=1 << 20)
-    run = kernels.product(k, n, rows, count=1)()
+    run = kernels.products(k, n, rows, count=1)["all"]()
     run()
     (ops, *_), (x, y) = run.kept  # type: ignore[attr-defined]
     offset = ops[0].weight - kernels._region.address
@@ -121,7 +121,7 @@ def test_a_timed_product_is_the_product(isa: str, dtype: torch.dtype) -> None:
 def test_every_operation_reads_other_memory_until_all_of_it_was_read() -> None:
     region = 1 << 20
     kernels = Kernels(Pool(1), supported_isas()[-1], torch.bfloat16, region)
-    prepare = kernels.product(64, 96, rows=1, count=10)
+    prepare = kernels.products(64, 96, rows=1, count=10)["all"]
     nbytes = 64 * 96 * 2
     addresses = [op.weight for _ in range(20) for op in prepare().kept[0][0]]  # type: ignore[attr-defined]
     assert addresses[0] == kernels._region.address
@@ -137,7 +137,7 @@ def test_a_timed_attention_covers_its_sequences(queries: int, shuffled: bool) ->
     """Each layer's blocks are used once, and every query gets an answer."""
     batch, context = 3, 40
     kernels = Kernels(Pool(1), supported_isas()[-1], torch.float32, region_bytes=1 << 20)
-    prepare = kernels.attention(4, 2, 32, queries=queries, context=context, batch=batch, shuffled=shuffled, count=2)
+    prepare = kernels.attention(TINY, queries=queries, context=context, batch=batch, shuffled=shuffled, count=2)
     run = prepare()
     run()
     (_, _, _, layers), (_, out) = run.kept  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ def test_a_timed_attention_covers_its_sequences(queries: int, shuffled: bool) ->
     table = run.batch._kept[2]  # type: ignore[attr-defined]
     assert sorted(table.ravel()) == list(range(layers[0].num_blocks)) == list(range(3 * 3))
     assert (table.ravel().tolist() == sorted(table.ravel())) == (not shuffled)
-    assert kv_bytes(batch, context, 2, 32, torch.float32) == 2 * 9 * BLOCK_SIZE * 2 * 32 * 4
+    assert kv_bytes(TINY, batch, context, torch.float32) == 2 * 9 * BLOCK_SIZE * 2 * 32 * 4
     answers = out[: batch * queries, : 4 * 32]
     assert answers.isfinite().all()
     assert (answers.abs().sum(1) > 0).all()

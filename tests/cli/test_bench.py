@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from chairlift.kernels.cpu.library import supported_isas
 from tests.cli.conftest import Run
@@ -104,6 +105,9 @@ def test_offline_answers_with_the_bundled_model(chairlift: Run, tmp_path: Path) 
         (["kernels", "--threads", "257"], "--threads: must be a whole number from 1 to 256"),
         (["kernels", "--kernels", "sse"], "invalid choice: 'sse'"),
         (["kernels", "--dtype", "float16"], "invalid choice: 'float16'"),
+        (["kernels", "--device", "gpu"], "device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (["kernels", "--device", "cuda", "--threads", "2"], "--kernels and --threads are for the CPU"),
+        *([] if torch.cuda.is_available() else [(["kernels", "--device", "cuda"], "this torch finds no CUDA device")]),
         (["kernels", "--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
         (["offline", "--num-prompts", "0"], "--num-prompts must be from 1 to 1e+06, got 0"),
         (["offline", "--seed", "-1"], "--seed"),

@@ -160,11 +160,6 @@ class StepProgram:
         """One line per operation: its kind, the buffers and columns it reads and writes, and its weight's shape."""
         return [f"{i:3} {self._describe(op)}" for i, op in enumerate(self._plan.ops)]
 
-    @property
-    def num_buffers(self) -> int:
-        """Activation buffers in use."""
-        return len(self._buffers)
-
     def _describe(self, op: FusedOp) -> str:
         sources = ", ".join(self._name(value) for value in op.inputs)
         line = f"{op.kind.name:11} {sources + ' -> ' if sources else ''}{self._name(op.out)}"
