@@ -112,7 +112,7 @@ def test_all_kinds_are_measured_and_printed(device: torch.device) -> None:
     assert [each.extra_cost is None for each in kinds[0]] == [False, True]
     json.dumps([dataclasses.asdict(each) for kind in kinds for each in kind])
     lines = [list(kernel_tables(kind)) for kind in kinds]
-    assert ["over cuBLAS" in table[2] for table in lines] == [True, False, False, False]
+    assert ["streaming costs" in table[2] for table in lines] == [True, False, False, False]
     for table in lines:
         assert len({len(line) for line in table[2:]}) == 1
         assert max(map(len, table)) <= 100
