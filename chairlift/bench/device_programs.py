@@ -42,6 +42,8 @@ class DeviceKernels:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, region_bytes: int) -> None:
         cuda = device.type == "cuda"
+        if device.index is not None:
+            torch.cuda.set_device(device)  # Triton launches where the calling thread is
         cache = torch.cuda.get_device_properties(device).L2_cache_size if cuda else _INTERPRETED_CACHE
         self._device, self._dtype = device, dtype
         self._graphs: GraphMaker = CudaGraphs(device) if cuda else EagerSteps()

@@ -162,10 +162,8 @@ def _run_kernels(args: argparse.Namespace) -> dict[str, Any]:
             return measure_limits(machine, settings.threads, quick=quick)
         return measure_device(device, settings.dtype, quick=quick)
 
-    where = f"{settings.isa} in {args.dtype}, " + (
-        f"threads: {settings.threads}" if device.type == "cpu" else device_name(device)
-    )
-    _print(*machine_lines(machine), f"kernels: {where}", "")
+    where = f"threads: {settings.threads}" if device.type == "cpu" else device_name(device)
+    _print(*machine_lines(machine), f"kernels: {settings.isa} in {args.dtype}, {where}", "")
     try:
         limits = limits_now(quick=args.quick)
         _print(*limits_lines(limits))
@@ -174,7 +172,7 @@ def _run_kernels(args: argparse.Namespace) -> dict[str, Any]:
             _print(*kernel_tables(measurements))
             measured += measurements
         after = limits_now(quick=device.type == "cpu" or args.quick)
-    except OSError as error:  # the threads
+    except (OSError, torch.OutOfMemoryError) as error:  # the threads; what else uses the GPU
         raise ConfigError(str(error)) from None
     roofs = [each.roof(settings.isa, settings.dtype, settings.threads) for each in (limits, after)]
     _print("", *doubts(machine, *roofs))
