@@ -103,7 +103,7 @@ def test_every_operation_reads_other_memory_until_all_of_it_was_read(kernels: De
 def test_all_kinds_are_measured_and_printed(device: torch.device) -> None:
     rate = Rate(1e10, 1e10)
     limits = Limits(1, {1: rate}, (Peak(GPU, "f32", 1, rate),))
-    shapes = Shapes((Product("odd", 50, 70),), (TINY,))
+    shapes = Shapes((Product("odd", 50, 70),), (dataclasses.replace(TINY, heads=1, kv_heads=1),))
     settings = KernelSettings(
         1, GPU, torch.float32, shapes, (1, 70), (16,), (2,), repeats=1, device=str(device), seconds=1e-9
     )
