@@ -18,7 +18,7 @@ from chairlift.bench.programs import BLOCK_SIZE, WEIGHT_STD, Prepare
 from chairlift.bench.shapes import ModelShape
 from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, GraphMaker
 from chairlift.kernels import reference
-from chairlift.kernels.triton.launch import attention_launch, gemm_launch
+from chairlift.kernels.triton.launch import attention_launch, gemm_launch, num_multiprocessors
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.paged_attention import paged_attention
 from chairlift.kernels.triton.program import SMALL_ROWS
@@ -26,8 +26,6 @@ from chairlift.kernels.triton.sampling import SamplingSettings, sample
 
 __all__ = ["DeviceKernels"]
 
-_INTERPRETED: Final = 2
-"""Multiprocessors that the interpreter stands for."""
 _INTERPRETED_CACHE: Final = 1 << 16
 _ALIGNED: Final = 1024
 """Elements: weights begin where a tensor of their own would."""
@@ -47,7 +45,7 @@ class DeviceKernels:
         cache = torch.cuda.get_device_properties(device).L2_cache_size if cuda else _INTERPRETED_CACHE
         self._device, self._dtype = device, dtype
         self._graphs: GraphMaker = CudaGraphs(device) if cuda else EagerSteps()
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else _INTERPRETED
+        self._multiprocessors = num_multiprocessors(device)
         self._generator = torch.Generator(device).manual_seed(0)
         self._region = self._normal(max(region_bytes, 4 * cache) // dtype.itemsize) * WEIGHT_STD
         self._other = torch.zeros(2 * cache, dtype=torch.uint8, device=device)

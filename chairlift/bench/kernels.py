@@ -57,9 +57,9 @@ class KernelSettings:
     batches: tuple[int, ...] = (1, 8, 32)
     """Sequences that decode together."""
     repeats: int = 5
-    device: str = "cpu"
     seconds: float = 0.02
     """What a run should take, if it was as fast as the limits allow: one operation, or as many as that."""
+    device: str = "cpu"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +112,8 @@ class _Case:
 
 def measure_kernels(settings: KernelSettings, machine: Machine, limits: Limits) -> Iterator[list[Measurement]]:
     """All cases, kind by kind. Raises ConfigError when one of them reads more at once than a quarter of the memory, and
-    OSError without the compiled kernels, or when the system does not start so many threads.
+    OSError without the compiled kernels, or when the system does not start so many threads; on a GPU that others have
+    filled, torch.OutOfMemoryError.
     """
     roof = limits.roof(settings.isa, settings.dtype, settings.threads)
     device = torch.device(settings.device)

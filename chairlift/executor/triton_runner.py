@@ -25,16 +25,13 @@ from chairlift.executor.step_buffer import ReturnBuffers, StepBuffer
 from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, GraphMaker, graph_sizes, padded_size
 from chairlift.kernels import recording
 from chairlift.kernels.triton.decode_state import DecodeInputs, DecodeState
-from chairlift.kernels.triton.launch import AttentionLaunch, attention_launch
+from chairlift.kernels.triton.launch import AttentionLaunch, attention_launch, num_multiprocessors
 from chairlift.kernels.triton.program import PagedKV, StepTensors, TritonProgram
 from chairlift.kernels.triton.sampling import SamplingSettings, kept_ids, sample
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.flat_batch import FlatBatch, SampledTokens
 
 __all__ = ["TritonModelRunner"]
-
-_INTERPRETED = 2
-"""Multiprocessors that the interpreter stands for: few, and enough that small batches split their keys."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ class TritonModelRunner(TorchModelRunner):
         cuda = device.type == "cuda"
         if device.index is not None:
             torch.cuda.set_device(device)
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else _INTERPRETED
+        self._multiprocessors = num_multiprocessors(device)
         recorder = recording.Recorder(dtype)
         self._token_ids, self._positions = recorder.token_ids, recorder.positions
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)

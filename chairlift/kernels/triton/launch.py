@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 __all__ = [
     "APPLY_BLOCK",
     "DRAW_CHUNK",
@@ -24,11 +26,14 @@ __all__ = [
     "attention_launch",
     "elementwise_warps",
     "gemm_launch",
+    "num_multiprocessors",
     "power_of_2",
 ]
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
 """Programs a small launch should have for each multiprocessor, so that all of them have loads in flight."""
+INTERPRETED_MULTIPROCESSORS = 2
+"""What the interpreter stands for: few, and enough that small batches split their keys."""
 MOST_ATTENTION_SPLITS = 16
 MOST_GEMM_SPLITS = 8
 
@@ -110,6 +115,13 @@ def gemm_launch(out_features: int, in_features: int, num_multiprocessors: int) -
     columns, steps = -(-out_features // block_n), -(-in_features // block_k)
     num_splits = max(1, min(MOST_GEMM_SPLITS, wanted // columns, steps // 2))
     return GemmLaunch(block_n, block_k, num_splits, num_warps=4, num_stages=4)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """How many a launch can fill."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def elementwise_warps(width: int) -> int:
