@@ -123,6 +123,8 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
   typedef Blocking<T> B;
   const int chunks = (weight.panels + chunk_panels - 1) / chunk_panels, supers = (m + B::SUPER - 1) / B::SUPER;
   const int64_t items = int64_t(chunks) * supers, tile_stride = int64_t(chunk_panels) * CL_PANEL;
+  // Pieces of k are about equally long, because while one is used, as much of what comes next is fetched.
+  const int64_t pieces = (weight.k + B::K_BLOCK - 1) / B::K_BLOCK, piece = padded((weight.k + pieces - 1) / pieces);
   float* tile = scratch.tile;
   CL_ASSERT(tile_stride <= TILE_COLUMNS && a_stride >= weight.k);
   // The item after the one at hand is taken early, so that its weights can be fetched meanwhile.
@@ -134,11 +136,11 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
     const int fetched = following < items && next_panel != first_panel ? weight.panels - next_panel : 0;
     const int rows_here = m - super < B::SUPER ? m - super : B::SUPER;
     const int blocks = (rows_here + B::ROW_BLOCK - 1) / B::ROW_BLOCK;
-    const int fetching = blocks < 4 ? blocks : 4;  // the blocks that share the fetching
+    const int fetching = blocks < 2 ? 1 : blocks < 4 ? 2 : 4;  // the blocks that share the fetching
     for (int block = 0; block < blocks; block++) {
       const int begin = super + rows_here * block / blocks, rows = super + rows_here * (block + 1) / blocks - begin;
-      for (int64_t k = 0; k < weight.k; k += B::K_BLOCK) {
-        const int64_t k_here = weight.k - k < B::K_BLOCK ? weight.k - k : B::K_BLOCK;
+      for (int64_t k = 0; k < weight.k; k += piece) {
+        const int64_t k_here = weight.k - k < piece ? weight.k - k : piece;
         const int64_t left_stride = B::WIDENED ? k_here + LANES : a_stride;
         const Left<T>* left;
         if constexpr (B::WIDENED)
@@ -151,7 +153,7 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
           const char* ahead[2] = {};
           Prefetch prefetch = NO_PREFETCH;
           if (!B::FLOAT32 && p < fetched && block < fetching) {
-            // The same piece of the next item. One block fetches two lines a step; several share them, at most four.
+            // The same piece of the next item. One block fetches two lines a step; two or four share them.
             const int64_t part = k_here * CL_PANEL / fetching;
             ahead[0] = (const char*)(weight.panel(next_panel + p) + k * CL_PANEL + block * part);
             ahead[1] = ahead[0] + 64;

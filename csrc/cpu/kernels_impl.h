@@ -18,10 +18,20 @@ struct FlushSubnormals {
 // The tile registers' shapes, for as long as a run lasts.
 struct Tiles {
 #if defined(CL_USE_AMX)
-  Tiles() { tiles_begin(); }
+  Tiles() { tiles_begin(TILE_K); }
   ~Tiles() { tiles_end(); }
 #else
   Tiles() {}
+#endif
+};
+
+// Those of attention, for as long as it lasts.
+struct AttentionTiles {
+#if defined(CL_USE_AMX)
+  AttentionTiles() { tiles_begin(ATTENTION_K); }
+  ~AttentionTiles() { tiles_begin(TILE_K); }
+#else
+  AttentionTiles() {}
 #endif
 };
 
@@ -43,7 +53,11 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_ROTARY: rotary_table(op, program, batch, share); break;
       case CL_OP_RMS_NORM: rms_norm<T>(op, program, share); break;
       case CL_OP_ADD: add<T>(op, program, share); break;
-      case CL_OP_ATTENTION: attention<T>(pool, op, program, batch, plan, scratch.attention); break;
+      case CL_OP_ATTENTION: {
+        AttentionTiles tiles;
+        attention<T>(pool, op, program, batch, plan, scratch.attention);
+        break;
+      }
       default: linear<T>(pool, op, program, batch, scratch.gemm); break;
     }
     pool.barrier();
@@ -82,7 +96,7 @@ enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };  // sums enough to hide the latency
 static double peak(int64_t rounds, bool int8) {
   const double start = seconds();
 #if defined(CL_USE_AMX) && !defined(CL_EMULATE_AMX)
-  tiles_begin();
+  tiles_begin(TILE_K);
   for (int64_t i = 0; i < rounds; i++) {
     if (int8) {
       _tile_dpbssd(0, 4, 6);

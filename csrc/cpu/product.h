@@ -18,7 +18,7 @@ struct Pairs<float> {
 };
 template <>
 struct Pairs<bf16> {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(CL_USE_AMX)
   typedef bf16 Left;
   enum { P = 2, PARTS = 1 };
 #else

@@ -1,21 +1,39 @@
-// The AMX product: 32 x 32 outputs in four tiles. Same packed panels as the vector product, every number of rows.
+// The AMX products: 32 x 32 outputs in four tiles. Same packed panels as the vector product, every number of rows.
 //
-// The tile instruction keeps its own rounding, so this path uses it for every row count. With CL_EMULATE_AMX the tiles are
-// plain memory: slow, but the blocking and addressing can be tested on any processor.
+// The tile instruction keeps its own rounding, so this path uses it for every row count, in attention too. With
+// CL_EMULATE_AMX the tiles are plain memory: slow, but the blocking and addressing can be tested on any processor.
 #pragma once
 #include "product.h"
 
 namespace CL_NS {
 
-enum { TILE_ROWS = 32, TILE_K = 32 };
+// Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 columns. TILE_K elements of k fill a tile; of keys and values sixteen lie
+// together, so attention's tiles are half as deep.
+enum { TILE_ROWS = 32, TILE_K = 32, ATTENTION_K = CL_KV_TOKENS };
+
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+
+  explicit TileShapes(int depth) {
+    bytes_per_row[4] = bytes_per_row[5] = uint16_t(depth * sizeof(bf16));
+    rows[6] = rows[7] = uint8_t(depth / 2);
+  }
+};
+
+// What was written, at `at` or elsewhere, is in memory behind this: not every compiler sees that tiles are loaded from there.
+CL_INLINE void written(const void* at) { __asm__ volatile("" : : "r"(at) : "memory"); }
 
 #if defined(CL_EMULATE_AMX)
 
 static thread_local float tile_memory[8][256];
+static thread_local TileShapes tile_shapes(TILE_K);
 
 CL_INLINE void tile_zero(int t) { memset(tile_memory[t], 0, 1024); }
 CL_INLINE void tile_load(int t, const void* from, int64_t stride) {
-  for (int r = 0; r < 16; r++) memcpy(tile_memory[t] + 16 * r, (const char*)from + r * stride, 64);
+  for (int r = 0; r < tile_shapes.rows[t]; r++)
+    memcpy(tile_memory[t] + 16 * r, (const char*)from + r * stride, tile_shapes.bytes_per_row[t]);
 }
 CL_INLINE void tile_store(int t, void* to, int64_t stride) {
   for (int r = 0; r < 16; r++) memcpy((char*)to + r * stride, tile_memory[t] + 16 * r, 64);
@@ -23,15 +41,14 @@ CL_INLINE void tile_store(int t, void* to, int64_t stride) {
 // Even and odd k are summed apart, then together, then into the tile: the order in which the instruction rounds.
 CL_INLINE void tile_multiply(int out, int a, int b) {
   const bf16 *left = (const bf16*)tile_memory[a], *right = (const bf16*)tile_memory[b];
-  for (int m = 0; m < 16; m++)
-    for (int n = 0; n < 16; n++) {
-      float sum[2] = {0.0f, 0.0f};
-      for (int k = 0; k < TILE_K; k++)
-        sum[k % 2] += to_float(left[m * 32 + k]) * to_float(right[(k / 2) * 32 + 2 * n + k % 2]);
-      tile_memory[out][m * 16 + n] += sum[0] + sum[1];
-    }
+  for (int m = 0; m < 16; m++) {
+    float sum[32] = {};
+    for (int pair = 0; pair < tile_shapes.rows[b]; pair++)
+      for (int i = 0; i < 32; i++) sum[i] += to_float(left[m * 32 + 2 * pair + i % 2]) * to_float(right[pair * 32 + i]);
+    for (int n = 0; n < 16; n++) tile_memory[out][m * 16 + n] += sum[2 * n] + sum[2 * n + 1];
+  }
 }
-CL_INLINE void tiles_begin() {}
+CL_INLINE void tiles_begin(int depth) { tile_shapes = TileShapes(depth); }
 CL_INLINE void tiles_end() {}
 #define CL_TILE_ZERO(t) tile_zero(t)
 #define CL_TILE_LOAD(t, from, stride) tile_load(t, from, stride)
@@ -40,13 +57,10 @@ CL_INLINE void tiles_end() {}
 
 #else
 
-CL_INLINE void tiles_begin() {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } config;
-  _tile_loadconfig(&config);
+CL_INLINE void tiles_begin(int depth) {
+  const TileShapes shapes(depth);
+  written(&shapes);
+  _tile_loadconfig(&shapes);
 }
 CL_INLINE void tiles_end() { _tile_release(); }
 #define CL_TILE_ZERO(t) _tile_zero(t)
@@ -56,49 +70,97 @@ CL_INLINE void tiles_end() { _tile_release(); }
 
 #endif
 
+// The sums of 16 or 32 rows and 16 or 32 columns, brought in or set to zero, and put back.
+CL_INLINE void load_sums(const float* out, int64_t stride, bool two_rows, bool two_columns, bool accumulate) {
+  CL_TILE_ZERO(0);
+  CL_TILE_ZERO(1);
+  CL_TILE_ZERO(2);
+  CL_TILE_ZERO(3);
+  if (!accumulate) return;
+  const int64_t bytes = stride * sizeof(float);
+  CL_TILE_LOAD(0, out, bytes);
+  if (two_columns) CL_TILE_LOAD(1, out + 16, bytes);
+  if (two_rows) CL_TILE_LOAD(2, out + 16 * stride, bytes);
+  if (two_rows && two_columns) CL_TILE_LOAD(3, out + 16 * stride + 16, bytes);
+}
+CL_INLINE void store_sums(float* out, int64_t stride, bool two_rows, bool two_columns) {
+  const int64_t bytes = stride * sizeof(float);
+  CL_TILE_STORE(0, out, bytes);
+  if (two_columns) CL_TILE_STORE(1, out + 16, bytes);
+  if (two_rows) CL_TILE_STORE(2, out + 16 * stride, bytes);
+  if (two_rows && two_columns) CL_TILE_STORE(3, out + 16 * stride + 16, bytes);
+}
+
+// The sums brought forward by one tile of k: `second` are the 16 columns behind the first 16, or null.
+CL_INLINE void add_products(const bf16* a, int64_t a_stride, bool two_rows, const bf16* first, const bf16* second,
+                            int64_t column_stride) {
+  const int64_t a_bytes = a_stride * sizeof(bf16), column_bytes = column_stride * sizeof(bf16);
+  CL_TILE_LOAD(6, first, column_bytes);
+  CL_TILE_LOAD(4, a, a_bytes);
+  CL_TILE_MULTIPLY(0, 4, 6);
+  if (second) {
+    CL_TILE_LOAD(7, second, column_bytes);
+    CL_TILE_MULTIPLY(1, 4, 7);
+  }
+  if (!two_rows) return;
+  CL_TILE_LOAD(5, a + 16 * a_stride, a_bytes);
+  CL_TILE_MULTIPLY(2, 5, 6);
+  if (second) CL_TILE_MULTIPLY(3, 5, 7);
+}
+
 // out[32, 32] = (accumulate ? out : 0) + a[rows, k] @ panel. Reads 16 or 32 rows of a, whatever `rows` says, and writes as
-// many: rows beyond are the caller's to ignore. Tiles: 0 to 3 sums, 4 and 5 rows, 6 and 7 columns.
+// many: rows beyond are the caller's to ignore. What is fetched lies together, `prefetch.stride` bytes for each pair of k.
 static void tile_product(int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k, float* out,
                          int64_t out_stride, bool accumulate, Prefetch prefetch) {
-  const int64_t a_bytes = a_stride * 2, out_bytes = out_stride * 4, panel_bytes = 128;
-  const bool two = rows > 16;
-  const bf16* a1 = a + 16 * a_stride;
-  float* out1 = out + 16 * out_stride;
+  const bool two_rows = rows > 16;
   const char* ahead = prefetch.lines > 0 ? prefetch.at[0] : nullptr;
+  const int64_t bytes = prefetch.lines > 0 ? TILE_K / 2 * prefetch.stride : 0;
   CL_ASSERT(rows >= 1 && rows <= TILE_ROWS && k % TILE_K == 0);
-  if (accumulate) {
-    CL_TILE_LOAD(0, out, out_bytes);
-    CL_TILE_LOAD(1, out + 16, out_bytes);
-    if (two) {
-      CL_TILE_LOAD(2, out1, out_bytes);
-      CL_TILE_LOAD(3, out1 + 16, out_bytes);
-    }
-  } else {
-    CL_TILE_ZERO(0);
-    CL_TILE_ZERO(1);
-    CL_TILE_ZERO(2);
-    CL_TILE_ZERO(3);
-  }
-  for (int64_t i = 0; i < k; i += TILE_K) {
+  written(a);
+  load_sums(out, out_stride, two_rows, true, accumulate);
+  for (int64_t i = 0; i < k; i += TILE_K, ahead += bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) fetch_line<false>(ahead + line);
     const bf16* columns = panel + i * CL_PANEL;
-    for (int64_t line = 0; line < 16 * prefetch.lines * prefetch.stride; line += 64) fetch_line<false>(ahead + line);
-    ahead += 16 * prefetch.lines * prefetch.stride;
-    CL_TILE_LOAD(6, columns, panel_bytes);
-    CL_TILE_LOAD(4, a + i, a_bytes);
-    CL_TILE_MULTIPLY(0, 4, 6);
-    CL_TILE_LOAD(7, columns + 32, panel_bytes);
-    CL_TILE_MULTIPLY(1, 4, 7);
-    if (two) {
-      CL_TILE_LOAD(5, a1 + i, a_bytes);
-      CL_TILE_MULTIPLY(2, 5, 6);
-      CL_TILE_MULTIPLY(3, 5, 7);
-    }
+    add_products(a + i, a_stride, two_rows, columns, columns + 32, 2 * CL_PANEL);
   }
-  CL_TILE_STORE(0, out, out_bytes);
-  CL_TILE_STORE(1, out + 16, out_bytes);
-  if (two) {
-    CL_TILE_STORE(2, out1, out_bytes);
-    CL_TILE_STORE(3, out1 + 16, out_bytes);
+  store_sums(out, out_stride, two_rows, true);
+}
+
+// Attention's product, whose columns come in pieces. Reads and writes 16 rows where `rows` says fewer, as above.
+template <>
+void product_rows<bf16>(int rows, int groups, const bf16* a, int64_t a_stride, const Columns<bf16>& b, float* out,
+                        int64_t out_stride, bool accumulate, Prefetch prefetch) {
+  enum { STEPS = ATTENTION_K / 2, STEP = 2 * LANES };  // elements of a step: a pair of k of 16 columns
+  const int whole = b.last_steps / STEPS * STEPS, rest = b.last_steps - whole;
+  alignas(64) bf16 filled[2][STEPS * STEP];  // what is left of the last piece, and zeros: what lies behind may be NaN
+  for (int v = 0; v < groups; v += 2) {
+    const bool two_columns = v + 1 < groups;
+    const bf16* const* pieces[2] = {b.column + v * b.segments, b.column + (v + two_columns) * b.segments};
+    for (int i = 0; i <= two_columns && rest > 0; i++) {
+      memset(filled[i], 0, sizeof filled[i]);
+      for (int step = 0; step < rest; step++)
+        memcpy(filled[i] + step * STEP, pieces[i][b.segments - 1] + (whole + step) * b.stride, STEP * sizeof(bf16));
+    }
+    written(filled);
+    for (int row = 0; row < rows; row += TILE_ROWS) {
+      const bool two_rows = rows - row > 16;
+      const bf16* left = a + row * a_stride;
+      float* sums = out + row * out_stride + v * LANES;
+      const int lines = v == 0 && row == 0 ? prefetch.lines : 0;
+      load_sums(sums, out_stride, two_rows, two_columns, accumulate);
+      for (int s = 0; s < b.segments; s++) {
+        const int steps = s + 1 < b.segments ? b.steps : b.last_steps;
+        for (int step = 0; step < steps; step += STEPS, left += ATTENTION_K) {
+          for (int line = 0; line < lines; line++)
+            for (int i = step; i < step + STEPS; i++) fetch_line<true>(prefetch.at[s * lines + line] + i * prefetch.stride);
+          const bool last = step + STEPS > steps;
+          const bf16* first = last ? filled[0] : pieces[0][s] + step * b.stride;
+          const bf16* second = last ? filled[1] : pieces[1][s] + step * b.stride;
+          add_products(left, a_stride, two_rows, first, two_columns ? second : nullptr, last ? int(STEP) : b.stride);
+        }
+      }
+      store_sums(sums, out_stride, two_rows, two_columns);
+    }
   }
 }
 

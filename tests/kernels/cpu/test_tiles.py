@@ -1,7 +1,7 @@
-"""The AMX path on processors without AMX: its tiles in plain memory, everything else as it is.
+"""The AMX path on processors without AMX: its tiles in plain memory, everything else with what the processor has.
 
 What can be wrong about that path without the instructions is blocking and addressing: 32 rows at a time and what is
-left of them, blocks of k, rows per pass over the weight. The tests are those of the other paths.
+left of them, blocks of k, rows per pass over the weight, pieces of keys and values. The tests are those of the other paths.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.equivalence.cases import longest
 from tests.equivalence.test_bfloat16 import MOST_ERROR, Truth, errors, ties
 from tests.equivalence.test_determinism import Alone, draw_case
 from tests.equivalence.test_determinism import check as check_determinism
+from tests.kernels.cpu import test_attention as attention_tests
 from tests.kernels.cpu import test_gemm, test_head
 from tests.kernels.cpu.approximate import assert_near
 from tests.kernels.cpu.one_op import Machine, counts, equal_bits, normal
@@ -35,11 +36,10 @@ const Kernels* kernels_avx2() { return nullptr; }
 const Kernels* kernels_avx512() { return nullptr; }
 const Kernels* kernels_avx512_bf16() { return &needed_but_unused; }
 """
-FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-DCL_EMULATE_AMX", "-DCL_CHECK_BOUNDS"]
-INSTRUCTIONS = [
-    *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16"),
-    *("amx-tile", "amx-bf16", "amx-int8"),
-]
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-shared", "-pthread"]
+FLAGS += ["-DCL_EMULATE_AMX", "-DCL_CHECK_BOUNDS"]
+AVX2 = ("avx2", "fma", "f16c")
+AVX512_BF16 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
 FEW = Machine("amx", torch.bfloat16, 1)
 MANY = Machine("amx", torch.bfloat16, 2)
 
@@ -50,12 +50,11 @@ def emulated_amx(native_library: library.Library, tmp_path_factory: pytest.TempP
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the emulated tiles with")
-    if "avx512_bf16" not in library.supported_isas():
-        pytest.skip("all but the tiles of the AMX path needs AVX512-BF16, which this processor does not have")
+    has_bf16 = "avx512_bf16" in library.supported_isas()
     folder = tmp_path_factory.mktemp("amx")
     (folder / "other_paths.cpp").write_text(OTHER_PATHS)
     sources = [str(SOURCES / f"{name}.cpp") for name in COMMON]
-    instructions = [f"-m{name}" for name in INSTRUCTIONS]
+    instructions = [f"-m{name}" for name in (AVX512_BF16 if has_bf16 else AVX2)]
     command = [compiler, *FLAGS, *instructions, f"-I{SOURCES}", *sources, str(folder / "other_paths.cpp")]
     done = subprocess.run([*command, "-o", str(folder / "amx.so")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -99,6 +98,23 @@ def test_output_head(count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, check)
 
 
+@counts(10)
+def test_attention(count: int, request: pytest.FixtureRequest) -> None:
+    def check(seed: int) -> None:
+        rng = random.Random(seed)
+        attention_tests.check(few_and_many(seed), attention_tests.Case.draw(rng, torch.bfloat16), rng)
+
+    sweep(request, count, check)
+
+
+@pytest.mark.parametrize("head_dim", [32, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 7, 16, 17, 33])
+def test_edges_of_attention_tiles(head_dim: int, group: int) -> None:
+    rng = random.Random(head_dim * 100 + group)
+    case = attention_tests.Case.make(rng, torch.bfloat16, [(1, 300), (4, 37), (1, 16), (1, 1)], 2, group, head_dim)
+    attention_tests.check(MANY, case, rng)
+
+
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 49, 65, 255, 256, 257, 511, 512, 513, 600])
 def test_edges_of_row_blocks(rows: int) -> None:
     rng = random.Random(rows)
@@ -119,6 +135,8 @@ def test_edges_of_k_blocks(k: int) -> None:
 
 def test_broken_rows_stay_among_themselves() -> None:
     test_gemm.test_broken_rows_stay_among_themselves(MANY)
+    for row in range(3):
+        attention_tests.test_a_broken_sequence_stays_alone(row, MANY)
 
 
 @counts(8)

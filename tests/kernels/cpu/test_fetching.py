@@ -1,0 +1,107 @@
+"""What a product fetches ahead: all that comes next, once. Twice would cost half of the memory's rate, and show nowhere else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from chairlift.kernels.cpu.library import supported_isas
+from tests.kernels.cpu.test_tiles import AVX2, AVX512_BF16, SOURCES
+
+WATCHED = r"""
+#include <immintrin.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <vector>
+static void fetched(const void* at);
+#undef _mm_prefetch
+#define _mm_prefetch(at, hint) fetched(at)
+#include "gemm.h"
+using namespace CL_NS;
+
+static const char* begin;
+static int64_t size, outside, again, now;
+static std::vector<int64_t> latest;  // per line: when it was fetched, or 0
+static void fetched(const void* at) {
+  const int64_t offset = (const char*)at - begin;
+  if (offset < 0 || offset >= size) {
+    outside++;
+    return;
+  }
+  int64_t& before = latest[offset / 64];
+  now++;
+  again += before && now - before > 16;  // parts of a line, one after the other, are one fetch
+  before = now;
+}
+
+// For each line of standard input (rows, panels, k, unit of panels): lines of the weight, those before the first one that is
+// fetched, all others that never are, fetches that come again, and fetches outside.
+int main() {
+  int m, panels, k, unit;
+  while (scanf("%d %d %d %d", &m, &panels, &k, &unit) == 4) {
+    cl_pool pool(1, false);
+    size = int64_t(panels) * k * CL_PANEL * sizeof(bf16);
+    bf16* weight = (bf16*)aligned_alloc(64, size);
+    std::vector<bf16> a(int64_t(m + MAX_ROW_BLOCK) * k);
+    memset((void*)weight, 0, size);
+    begin = (const char*)weight, outside = again = now = 0, latest.assign(size / 64, 0);
+    static GemmScratch<bf16> scratch;
+    gemm(pool, a.data(), k, m, Weight<bf16>{weight, panels, k}, chunk_panels<bf16>(panels, unit, m, 1), scratch,
+         [](int, int, int, int, float*, int64_t) {});
+    int64_t first = 0, never = 0;
+    while (first < size / 64 && !latest[first]) first++;
+    for (int64_t line = first; line < size / 64; line++) never += latest[line] == 0;
+    printf("%ld %ld %ld %ld %ld\n", long(size / 64), long(first), long(never), long(again), long(outside));
+    free(weight);
+  }
+}
+"""
+
+
+class Fetched(NamedTuple):
+    """Lines of a weight."""
+
+    lines: int
+    first: int
+    never: int
+    again: int
+    outside: int
+
+
+@pytest.fixture(scope="module", params=["avx2", "avx512_bf16", "amx"])
+def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The command of a program that counts what a path fetches; the AMX path's tiles are emulated."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ to compile the counting with")
+    has_bf16 = "avx512_bf16" in supported_isas()
+    if request.param == "avx512_bf16" and not has_bf16:
+        pytest.skip("this processor has no AVX512-BF16")
+    instructions = AVX512_BF16 if has_bf16 and request.param != "avx2" else AVX2
+    folder = tmp_path_factory.mktemp("fetching")
+    (folder / "watched.cpp").write_text(WATCHED)
+    command = [compiler, "-std=c++17", "-O3", "-pthread", "-DCL_NS=watched", f"-I{SOURCES}"]
+    command += [f"-m{name}" for name in instructions]
+    command += ["-DCL_USE_AMX", "-DCL_EMULATE_AMX"] if request.param == "amx" else []
+    sources = [folder / "watched.cpp", SOURCES / "pool.cpp", SOURCES / "memory.cpp"]
+    done = subprocess.run([*command, *map(str, sources), "-o", str(folder / "watched")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    yield [str(folder / "watched")]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 33, 64, 65, 96, 128])
+def test_what_comes_next_is_fetched_once(rows: int, watched: list[str]) -> None:
+    cases = [(rows, panels, k, unit) for panels, unit in ((12, 2), (17, 1)) for k in (576, 896, 1536, 4864)]
+    text = "\n".join(" ".join(map(str, case)) for case in cases)
+    done = subprocess.run(watched, input=text, capture_output=True, text=True, check=True)
+    for case, line in zip(cases, done.stdout.splitlines(), strict=True):
+        found = Fetched(*map(int, line.split()))
+        # The first item comes unannounced. Pieces of k are not quite equally long, nor quite evenly fetched.
+        _, panels, k, _ = case
+        assert found.lines == panels * k and found.first <= 4 * k, f"{case}: {found}"
+        assert found.never + found.again + found.outside <= found.lines / 20, f"{case}: {found}"
