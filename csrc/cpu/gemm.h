@@ -43,7 +43,7 @@ struct Blocking<bf16> {
 template <typename T>
 struct GemmScratch {
   typedef Blocking<T> B;
-  alignas(64) float tile[MAX_ROW_BLOCK * TILE_COLUMNS];
+  alignas(64) float tile[(B::SUPER + MAX_ROW_BLOCK) * TILE_COLUMNS];
   alignas(64) float widened[B::WIDENED ? B::ROW_BLOCK * (B::K_BLOCK + LANES) : 1];
 };
 
@@ -124,7 +124,7 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
   const int chunks = (weight.panels + chunk_panels - 1) / chunk_panels, supers = (m + B::SUPER - 1) / B::SUPER;
   const int64_t items = int64_t(chunks) * supers, tile_stride = int64_t(chunk_panels) * CL_PANEL;
   // Pieces of k are about equally long, because while one is used, as much of what comes next is fetched.
-  const int64_t pieces = (weight.k + B::K_BLOCK - 1) / B::K_BLOCK, piece = padded((weight.k + pieces - 1) / pieces);
+  const int64_t pieces = (weight.k + B::K_BLOCK - 1) / B::K_BLOCK, units = weight.k / CL_K_MULTIPLE;
   float* tile = scratch.tile;
   CL_ASSERT(tile_stride <= TILE_COLUMNS && a_stride >= weight.k);
   // The item after the one at hand is taken early, so that its weights can be fetched meanwhile.
@@ -137,10 +137,17 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
     const int rows_here = m - super < B::SUPER ? m - super : B::SUPER;
     const int blocks = (rows_here + B::ROW_BLOCK - 1) / B::ROW_BLOCK;
     const int fetching = blocks < 2 ? 1 : blocks < 4 ? 2 : 4;  // the blocks that share the fetching
-    for (int block = 0; block < blocks; block++) {
-      const int begin = super + rows_here * block / blocks, rows = super + rows_here * (block + 1) / blocks - begin;
-      for (int64_t k = 0; k < weight.k; k += piece) {
-        const int64_t k_here = weight.k - k < piece ? weight.k - k : piece;
+    // A piece of k for all rows, then the next: what is multiplied with it stays in L2 meanwhile, and the sums wait there.
+    for (int64_t piece = 0; piece < pieces; piece++) {
+      const int64_t k = units * piece / pieces * CL_K_MULTIPLE;
+      const int64_t k_here = units * (piece + 1) / pieces * CL_K_MULTIPLE - k;
+      const bool last_piece = piece + 1 == pieces;
+      // What is used next: the following piece of these panels, or the first of the next item's.
+      const T* next = last_piece ? weight.panel(next_panel) : weight.panel(first_panel) + (k + k_here) * CL_PANEL;
+      const int next_panels = last_piece ? fetched : panels;
+      for (int block = 0; block < blocks; block++) {
+        const int begin = super + rows_here * block / blocks, rows = super + rows_here * (block + 1) / blocks - begin;
+        float* sums = tile + (pieces > 1 ? block * B::ROW_BLOCK * tile_stride : 0);
         const int64_t left_stride = B::WIDENED ? k_here + LANES : a_stride;
         const Left<T>* left;
         if constexpr (B::WIDENED)
@@ -149,25 +156,23 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
           left = a + begin * a_stride + k;
         for (int p = 0; p < panels; p++) {
           const T* here = weight.panel(first_panel + p) + k * CL_PANEL;
-          const bool last_panel = p + 1 == panels, last_piece = last_panel && k + k_here == weight.k;
           const char* ahead[2] = {};
           Prefetch prefetch = NO_PREFETCH;
-          if (!B::FLOAT32 && p < fetched && block < fetching) {
-            // The same piece of the next item. One block fetches two lines a step; two or four share them.
+          if (!B::FLOAT32 && p < next_panels && block < fetching) {
+            // Its own like of what is next. One block fetches two lines a step; two or four share them.
             const int64_t part = k_here * CL_PANEL / fetching;
-            ahead[0] = (const char*)(weight.panel(next_panel + p) + k * CL_PANEL + block * part);
+            ahead[0] = (const char*)(next + p * weight.k * CL_PANEL + block * part);
             ahead[1] = ahead[0] + 64;
             prefetch = Prefetch{ahead, fetching > 1 ? 1 : 2, 128 / fetching};
-          } else if (B::FLOAT32 && (last_piece ? block + 1 == blocks && fetched > 0 : block == 0)) {
-            // The piece after this one, or the next item's first; blocks behind the first find the item's pieces in L2.
-            const T* after = last_panel ? weight.panel(first_panel) + (k + k_here) * CL_PANEL : here + weight.k * CL_PANEL;
-            ahead[0] = (const char*)(last_piece ? weight.panel(next_panel) : after);
+          } else if (B::FLOAT32 && (p + 1 < panels ? block == 0 : block + 1 == blocks && next_panels > 0)) {
+            // This piece of the next panel, which the second block then finds in L2; behind the last panel what is next.
+            ahead[0] = (const char*)(p + 1 < panels ? here + weight.k * CL_PANEL : next);
             prefetch = Prefetch{ahead, 2, CL_PANEL * Pairs<T>::P * int64_t(sizeof(T))};
           }
-          panel_product(rows, left, left_stride, here, k_here, tile + p * CL_PANEL, tile_stride, k > 0, prefetch);
+          panel_product(rows, left, left_stride, here, k_here, sums + p * CL_PANEL, tile_stride, k > 0, prefetch);
         }
+        if (last_piece) epilogue(begin, rows, first_panel, panels, sums, tile_stride);
       }
-      epilogue(begin, rows, first_panel, panels, tile, tile_stride);
     }
   }
 }
