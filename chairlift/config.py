@@ -83,6 +83,9 @@ class ModelConfig:
     cuda_graphs: str = "lazy"
     """Decode steps recorded as CUDA graphs: lazy (when first needed), start (all at the start), or off (vLLM's
     enforce_eager)."""
+    batch_invariant: bool = False
+    """Answers have the same bits whatever else is in the batch, at a cost in speed on a GPU; on the CPU's native
+    kernels they always have."""
     max_model_len: int | None = None
     """Longest sequence, prompt and answer together, in tokens. None: what the model was made for."""
     seed: int | None = None

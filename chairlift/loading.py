@@ -70,7 +70,7 @@ class LoadedExecutor:
             graphs=self.graphs,
             memory_plan=self.memory_plan,
             held=config.scheduler.batching == "static",
-            deterministic=native or self.kernels == "hashlm",
+            deterministic=native or self.kernels == "hashlm" or config.model.batch_invariant,
             fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels),
             block_bytes=self.block_bytes,
         )

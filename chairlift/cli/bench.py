@@ -66,13 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("serve", bench_serve.SUMMARY, bench_serve.DESCRIPTION, bench_serve.add_arguments),
         ("startup", "time processes from their start to their first token", _STARTUP, _add_startup_flags),
     ):
-        benchmark = benchmarks.add_parser(
-            name,
-            help=summary,
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        benchmark = benchmarks.add_parser(name, help=summary, description=description)
         verbose = "log what the engine does, with tracebacks"
         benchmark.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=verbose)
         benchmark.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")

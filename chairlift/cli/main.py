@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from chairlift import __version__
 from chairlift.cli import bench, chat, check, generate, pack, serve, sim, top, trace, train, tune
@@ -73,31 +73,22 @@ def _accept_any_text() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Wrong usage is one line and exit code 2, like every other error."""
+    """Of a command, or a command's command. Wrong usage is one line and exit code 2, like every other error."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **how)
 
     def error(self, message: str) -> NoReturn:
         self.exit(_fail(f"{message}; see {self.prog} --help"))
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="chairlift",
-        description=_DESCRIPTION,
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _Parser(prog="chairlift", description=_DESCRIPTION, epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"chairlift {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for module in (serve, generate, chat, check, bench, tune, sim, trace, train, pack, top):
         name = module.__name__.rpartition(".")[2]
-        command = commands.add_parser(
-            name,
-            help=module.SUMMARY,
-            description=module.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION)
         command.add_argument("--verbose", action="store_true", help="log what the engine does, with tracebacks")
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)

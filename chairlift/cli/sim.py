@@ -81,24 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")
     add_engine_flags(parser, leave_out=_NOT_SIMULATED)
     others = parser.add_subparsers(title="other simulations", metavar="[NAME]", dest="simulation")
-    seeds = others.add_parser(
-        "seeds",
-        help="random worlds with faults, every invariant checked",
-        description=_SEEDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    seeds = others.add_parser("seeds", help="random worlds with faults, every invariant checked", description=_SEEDS)
     seeds.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run this one, and show how it fails")
     seeds.add_argument("--seeds", metavar="N", type=int, default=1000, help="how many to run (default: 1000)")
     seeds.add_argument("--first", metavar="N", type=int, default=0, help="the first of them (default: 0)")
     seeds.set_defaults(parser=seeds)
-    gate = others.add_parser(
-        "gate",
-        help="fuzzed worlds for a policy of one's own",
-        description=_GATE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    gate = others.add_parser("gate", help="fuzzed worlds for a policy of one's own", description=_GATE)
     gate.add_argument("policy", metavar="module:Class", help="the policy; made without arguments")
     gate.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run this one world only")
     gate.add_argument("--seeds", metavar="N", type=int, default=300, help="how many worlds to run (default: 300)")

@@ -70,13 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("view", trace_view.SUMMARY, trace_view.DESCRIPTION, trace_view.add_arguments),
         ("replay", trace_view.REPLAY_SUMMARY, trace_view.REPLAY_DESCRIPTION, trace_view.add_replay_arguments),
     ):
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        command = commands.add_parser(name, help=summary, description=description)
         verbose = "log what is done, with tracebacks"
         command.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=verbose)
         command.set_defaults(parser=command)

@@ -61,7 +61,7 @@ class TorchModelRunner:
         ends = batch.cu_seqlens[batch.sample_rows + 1].astype(np.int64) - 1
         tokens = SampledTokens([])
         if len(ends):
-            logits = self._model.compute_logits(hidden.index_select(0, self._to_device(ends)))
+            logits = self._compute_logits(hidden.index_select(0, self._to_device(ends)))
             rows = [batch.sampling[row] for row in batch.sample_rows]
             drawn = self._sampler(logits, rows, batch.histories, masks)
             asked = any(row is not None for row in drawn.logprobs)
@@ -77,9 +77,12 @@ class TorchModelRunner:
             entries: list[TokenLogprobs] = []
             for at in range(0, count, _PROMPT_ROWS):
                 targets = known[first + 1 + at : first + 1 + min(at + _PROMPT_ROWS, count)].tolist()
-                logits = self._model.compute_logits(hidden[start + at : start + at + len(targets)])
+                logits = self._compute_logits(hidden[start + at : start + at + len(targets)])
                 entries += token_logprobs(logits, targets, [batch.sampling[row].params.prompt_logprobs] * len(targets))
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries))
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        return self._model.compute_logits(hidden)
 
     def update_weights(self, source: WeightSource) -> None:
         """See :func:`~chairlift.models.loader.replace_weights`."""

@@ -71,15 +71,19 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
 
     Falling back on PyTorch unasked is said once, in the log. Raises ConfigError when ``kernels`` names what cannot be.
     """
-    kernels = config.model.kernels
+    kernels, chosen = config.model.kernels, "triton"
     if kernels != "triton" and (kernels != "auto" or device.type == "cpu"):
-        return choose_isa(config, network, dtype, device) or "torch"
-    reason = why_not_triton(network, dtype, device)
-    if reason and kernels == "triton":
-        raise ConfigError(f"kernels is 'triton', but the Triton kernels cannot run this model: {reason}")
-    if reason:
+        chosen = choose_isa(config, network, dtype, device) or "torch"
+    elif reason := why_not_triton(network, dtype, device):
+        if kernels == "triton":
+            raise ConfigError(f"kernels is 'triton', but the Triton kernels cannot run this model: {reason}")
         _log.warning("PyTorch runs this model, more slowly than the Triton kernels would: %s", reason)
-    return "torch" if reason else "triton"
+        chosen = "torch"
+    if chosen == "torch" and config.model.batch_invariant:
+        raise ConfigError(
+            "batch_invariant is on, but PyTorch would run this model, and promises no equal bits; leave it off"
+        )
+    return chosen
 
 
 def choose_isa(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -123,9 +127,15 @@ def make_runner(
     if kernels == "triton":
         from chairlift.executor.triton_runner import TritonModelRunner  # Triton may not be installed
 
-        slots, graphs = config.scheduler.max_num_seqs, config.model.cuda_graphs
         return TritonModelRunner(
-            model, plan, dtype, device, num_slots=slots, max_model_len=max_model_len, graphs=graphs
+            model,
+            plan,
+            dtype,
+            device,
+            num_slots=config.scheduler.max_num_seqs,
+            max_model_len=max_model_len,
+            graphs=config.model.cuda_graphs,
+            batch_invariant=config.model.batch_invariant,
         )
     try:
         pool = Pool(threads)

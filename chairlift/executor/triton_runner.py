@@ -59,7 +59,9 @@ class TritonModelRunner(TorchModelRunner):
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM` with plain weights on a CUDA device, or interpreted.
 
     ``graphs`` is ``lazy`` (a size is recorded when it is first needed), ``start`` (the sizes of steps without min-p,
-    top-k and top-p are recorded here) or ``off``. The tokens are the same either way.
+    top-k and top-p are recorded here) or ``off``. The tokens are the same either way. ``batch_invariant``: one way of
+    computing each thing, whatever the batch, so that a request's bits do not depend on others. Raises ConfigError where
+    there is none.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class TritonModelRunner(TorchModelRunner):
         num_slots: int,
         max_model_len: int,
         graphs: str,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(model, plan, dtype, device)
         cuda = device.type == "cuda"
@@ -84,8 +87,10 @@ class TritonModelRunner(TorchModelRunner):
         body = len(recorder.nodes)
         logits: Any = model.compute_logits(hidden)
         self._hidden, kv = hidden, PagedKV(self._kv_caches, plan.layer_groups)
-        self._body = TritonProgram(recorder.nodes[:body], hidden, kv, device, self._multiprocessors)
-        self._head = TritonProgram(recorder.nodes[body:], logits, kv, device, self._multiprocessors)
+        self._batch_invariant = batch_invariant
+        how = (kv, device, self._multiprocessors, batch_invariant)
+        self._body = TritonProgram(recorder.nodes[:body], hidden, *how)
+        self._head = TritonProgram(recorder.nodes[body:], logits, *how)
         self._settings = SlotSettings(num_slots, model.config.vocab_size)
         max_blocks = -(-max_model_len // plan.block_size)
         self._state = DecodeState(num_slots, max_blocks, len(plan.groups), plan.block_size, device)
@@ -149,7 +154,7 @@ class TritonModelRunner(TorchModelRunner):
     def _draw_rest(self, step: _Outputs, rest: list[int], batch: FlatBatch, masks: Any, tokens: SampledTokens) -> None:
         histories = batch.histories
         if step.logits is None:  # only a mask, which the step could not foresee, brings a decode step here
-            logits = self._model.compute_logits(step.hidden[: len(batch.sample_rows)])
+            logits = self._compute_logits(step.hidden[: len(batch.sample_rows)])
         else:
             logits = step.logits.index_select(0, torch.tensor(rest, device=step.logits.device))
         rows = [batch.sampling[batch.sample_rows[i]] for i in rest]
@@ -242,12 +247,15 @@ class TritonModelRunner(TorchModelRunner):
         if not len(slots):
             return _Outputs(hidden, None, None)
         wanted = hidden if ends is None else hidden.index_select(0, ends)
-        logits = self._head.run({self._hidden: wanted})
+        logits = self._compute_logits(wanted)
         kept = kept_ids(logits, self._state.sampling, slots) if truncates else None
         tokens, failing = sample(logits, self._state.sampling, slots, lengths, kept)
         self._state.store(slots, tokens)
         drawn = torch.cat((tokens[:, None], failing.view(torch.int32)), dim=1)
         return _Outputs(hidden, logits if keep else None, drawn)
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        return self._head.run({self._hidden: hidden})
 
     def _launch(self, num_rows: int, decode_only: bool) -> AttentionLaunch:
         keys = self._kv_caches[0][0]
@@ -257,7 +265,7 @@ class TritonModelRunner(TorchModelRunner):
             group=config.num_attention_heads // config.num_key_value_heads,
             num_kv_heads=config.num_key_value_heads,
             max_rows=num_rows,
-            decode_only=decode_only,
+            decode_only=decode_only and not self._batch_invariant,
             num_multiprocessors=self._multiprocessors,
             itemsize=keys.dtype.itemsize,
         )

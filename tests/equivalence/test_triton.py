@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from chairlift import LLM, SamplingParams
+from chairlift import LLM, RequestOutput, SamplingParams
 from chairlift.executor.local import LocalExecutor
 from chairlift.sampling.seeds import sample_seed
 from tests.equivalence.cases import VOCAB, Job, agree, check_text, make_llm, run, transformers_greedy
@@ -120,6 +120,61 @@ def test_sampled_text_is_that_of_pytorch(models: Any, device: torch.device, monk
     assert got == expected
     for i in (0, 1):
         check_text(model, jobs[i], got[2 * i][0], sample_seed(i, 0))
+
+
+def exact_answers(outputs: list[RequestOutput]) -> list[Any]:
+    """Tokens and log-probabilities, to the last bit."""
+    return [
+        (output.prompt_logprobs, [(answer.token_ids, answer.logprobs) for answer in output.outputs])
+        for output in outputs
+    ]
+
+
+def invariant_jobs(count: int, most_prompt: int, most_output: int) -> list[Job]:
+    """Greedy and sampled, drawn on the device and by the sampler that knows everything, all with log-probabilities."""
+    jobs = greedy(count, most_prompt, most_output)
+    more: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 2.0}, {"temperature": 2.0, "top_k": 9}]
+    return [
+        Job(
+            job.prompt,
+            SamplingParams(seed=i, max_tokens=job.params.max_tokens, logprobs=0, prompt_logprobs=i % 2, **more[i % 3]),
+        )
+        for i, job in enumerate(jobs)
+    ]
+
+
+def check_invariance(
+    model_dir: Path, jobs: list[Job], device: torch.device, arrival: str = "together", **how: Any
+) -> bool:
+    """Whether all answers have the bits that they have alone, with room for everything."""
+    preempting, invariant = how.pop("preempting", False), how.pop("batch_invariant", True)
+    alone = triton_llm(model_dir, jobs, device, batch_invariant=invariant, max_num_batched_tokens=64)
+    expected = [exact_answers(run(alone, [job]))[0] for job in jobs]
+    together = triton_llm(model_dir, jobs, device, batch_invariant=invariant, **how)
+    return exact_answers(run(together, jobs, arrival, preempting=preempting)) == expected
+
+
+def test_batch_invariant_answers_have_the_same_bits_in_any_batch(models: Any, device: torch.device) -> None:
+    model_dir, _ = models("llama")
+    jobs = invariant_jobs(2, 40, 2)  # more rows than are streamed as a rule, and more keys than a tile holds
+    assert check_invariance(model_dir, jobs, device)
+    assert not check_invariance(model_dir, jobs, device, batch_invariant=False), "the bits would be equal anyway"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tight": True, "num_lookahead_steps": 1, "block_size": 1},
+        {"arrival": "staggered", "preempting": True, "block_size": 8},
+    ],
+    ids=["tight", "staggered"],
+)
+def test_batch_invariant_however_requests_meet(
+    family: str, how: dict[str, Any], models: Any, device: torch.device
+) -> None:
+    assert check_invariance(models(family)[0], invariant_jobs(8, 30, 6), device, **how)
 
 
 @pytest.mark.nightly

@@ -108,6 +108,14 @@ def test_on_a_gpu_triton_runs_the_model(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.usefixtures("hopper")
+def test_pytorch_does_not_promise_equal_bits() -> None:
+    assert pick(batch_invariant=True) == "triton" and pick("cpu", batch_invariant=True) == best_isa()
+    for settings in ({"kernels": "torch"}, {"head_dim": 8}):
+        with pytest.raises(ConfigError, match="batch_invariant is on, but PyTorch would run this model"):
+            pick(batch_invariant=True, **settings)
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("capability", "found", "head_dim", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +14,13 @@ import torch
 
 from chairlift import LLM, SamplingParams, loading
 from chairlift.config import EngineConfig
+from chairlift.errors import ConfigError
 from chairlift.executor.device_sampling import SlotSettings, failures
 from chairlift.executor.local import LocalExecutor
 from chairlift.executor.step_buffer import StepBuffer
 from chairlift.executor.step_graph import EagerSteps, Graph, graph_sizes, padded_size
+from chairlift.kernels import ops, recording
+from chairlift.kernels.triton.program import PagedKV, TritonProgram
 from chairlift.models.flat_batch import FlatBatch
 from chairlift.models.loader import read_config
 from chairlift.sampling.row import SamplingRow
@@ -351,3 +355,16 @@ def test_graphs_change_nothing(graphs: str, model_dir: Path) -> None:
     llm = load(model_dir, "cuda", cuda_graphs=graphs)
     assert answers(llm) == answers(load(model_dir, "cuda", cuda_graphs="off"))
     assert llm.engine.core.executor.describe_graphs().startswith(("1 ", "2 ", "3 "))
+
+
+def test_parts_that_pytorch_computes_promise_no_equal_bits(device: torch.device) -> None:
+    recorder = recording.Recorder(torch.float32)
+    embedded = ops.call_out(lambda ids: ids[:, None].float().repeat(1, 16), recorder.token_ids, width=16)
+    whole = ops.linear(embedded, torch.ones(16, 16, device=device), None)
+    for nodes, output in ((recorder.nodes[:1], embedded), (recorder.nodes, whole)):
+        program: Any = functools.partial(TritonProgram, nodes, output, PagedKV([], []), device, 2)
+        ids = torch.tensor([3, 4], dtype=torch.int32, device=device)
+        assert program().run({recorder.token_ids: ids})[:, 0].tolist() in ([3, 4], [48, 64])
+        with pytest.raises(ConfigError, match="batch_invariant is on, but PyTorch computes a part of this model"):
+            program(batch_invariant=True)
+    assert TritonProgram(recorder.nodes[1:], whole, PagedKV([], []), device, 2, batch_invariant=True)

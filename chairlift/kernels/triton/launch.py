@@ -12,6 +12,7 @@ import dataclasses
 import torch
 
 __all__ = [
+    "ANY_ROWS_BLOCK",
     "APPLY_BLOCK",
     "DRAW_CHUNK",
     "GEMM_ADD_BLOCK",
@@ -38,7 +39,9 @@ MOST_ATTENTION_SPLITS = 16
 MOST_GEMM_SPLITS = 8
 
 GEMM_BLOCK_M = 16
-"""Rows of x in a tile: the fewest the tensor cores take. Never chosen by how many rows there are."""
+"""Rows of x in a tile of the skinny product: the fewest the tensor cores take."""
+ANY_ROWS_BLOCK = 64
+"""Rows, and outputs, in a tile of the product that serves every number of rows."""
 GEMM_ADD_BLOCK = 512
 """Outputs for which one program adds the parts of a split sum."""
 ROPE_HEADS = 8
@@ -71,8 +74,9 @@ class AttentionLaunch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GemmLaunch:
-    """One configuration of the skinny product."""
+    """One configuration of the streaming product. None of it is chosen by how many rows there are."""
 
+    block_m: int
     block_n: int
     block_k: int
     num_splits: int
@@ -107,14 +111,15 @@ def attention_launch(
     return AttentionLaunch(max(16, power_of_2(group)), block_n, num_splits, num_warps=4, num_stages=3)
 
 
-def gemm_launch(out_features: int, in_features: int, num_multiprocessors: int) -> GemmLaunch:
-    """The configuration for a weight [out_features, in_features]; it does not depend on the number of rows."""
+def gemm_launch(out_features: int, in_features: int, num_multiprocessors: int, *, any_rows: bool = False) -> GemmLaunch:
+    """The configuration for a weight [out_features, in_features], for few rows or for ``any_rows``."""
     wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
-    block_n = 32 if out_features >= 32 * wanted else 16
-    block_k = 128 if in_features >= 128 else max(16, power_of_2(in_features))
+    block_n = ANY_ROWS_BLOCK if any_rows else 32 if out_features >= 32 * wanted else 16
+    block_k = min(64 if any_rows else 128, max(16, power_of_2(in_features)))
     columns, steps = -(-out_features // block_n), -(-in_features // block_k)
     num_splits = max(1, min(MOST_GEMM_SPLITS, wanted // columns, steps // 2))
-    return GemmLaunch(block_n, block_k, num_splits, num_warps=4, num_stages=4)
+    block_m = ANY_ROWS_BLOCK if any_rows else GEMM_BLOCK_M
+    return GemmLaunch(block_m, block_n, block_k, num_splits, num_warps=4, num_stages=4)
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
 """A linear layer for few rows, whose time is the time to read the weight once.
 
-The weight streams through tiles of 16 rows of x; where the outputs are too few to occupy the GPU, several programs
-share the sum over the inputs, and a second launch adds their float32 parts, first to last (split-K without atomics).
+The weight streams through tiles of x, of 16 rows as a rule; where the outputs are too few to occupy the GPU, several
+programs share the sum over the inputs, and a second launch adds their float32 parts, first to last (split-K without
+atomics).
 
-**Determinism.** Tile sizes and splits follow from the weight's shape alone, and the tile has 16 rows however many there
-are. So a row's bits do not depend on the other rows or on their number. A product by another kernel (cuBLAS) has its
-own bits.
+**Determinism.** Tile sizes and splits are those of one launch, however many rows there are. So a row's bits do not
+depend on the other rows or on their number. A product by another kernel (cuBLAS) has its own bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.errors import InvariantError
-from chairlift.kernels.triton.launch import GEMM_ADD_BLOCK, GEMM_BLOCK_M, GemmLaunch
+from chairlift.kernels.triton.launch import GEMM_ADD_BLOCK, GemmLaunch
 
 __all__ = ["linear_small"]
 
@@ -80,7 +80,7 @@ def _add_splits(
 
 
 def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: GemmLaunch) -> Tensor:
-    """``x @ weight.T + bias``, right for any number of rows and meant for at most 32.
+    """``x @ weight.T + bias``, right for any number of rows, and meant for at most 32.
 
     Args:
         x: [M, K], rows contiguous.
@@ -103,9 +103,9 @@ def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: Gemm
     parts = out
     if splits > 1:
         parts = torch.empty((splits, num_rows, num_out), dtype=torch.float32, device=x.device)
-    _product[(-(-num_rows // GEMM_BLOCK_M), -(-num_out // launch.block_n), splits)](
+    _product[(-(-num_rows // launch.block_m), -(-num_out // launch.block_n), splits)](
         parts, x, weight, None if splits > 1 else bias, num_rows, num_out, num_in, x.stride(0),
-        BLOCK_M=GEMM_BLOCK_M, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, NUM_SPLITS=splits,
+        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, NUM_SPLITS=splits,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if splits > 1:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.errors import InvariantError
+from chairlift.errors import ConfigError, InvariantError
 from chairlift.kernels import ops, reference
 from chairlift.kernels import recording as r
 from chairlift.kernels.triton.launch import AttentionLaunch, gemm_launch
@@ -69,12 +69,22 @@ class TritonProgram:
     """
 
     def __init__(
-        self, nodes: Sequence[r.Node], output: r.Value, kv: PagedKV, device: torch.device, num_multiprocessors: int
+        self,
+        nodes: Sequence[r.Node],
+        output: r.Value,
+        kv: PagedKV,
+        device: torch.device,
+        num_multiprocessors: int,
+        batch_invariant: bool = False,
     ) -> None:
+        """``batch_invariant``: products of any number of rows by one kernel. Raises ConfigError where others remain."""
         self._nodes = nodes
         self._output = output
         self._kv = kv
         self._multiprocessors = num_multiprocessors
+        self._batch_invariant = batch_invariant
+        if batch_invariant and any(isinstance(n, r.Call) and not _is_linear(n.function) for n in nodes):
+            raise ConfigError("batch_invariant is on, but PyTorch computes a part of this model; leave it off")
         self._frequencies = {n.out: n.frequencies.to(device) for n in nodes if isinstance(n, r.RotaryTable)}
         attentions = [node for node in nodes if isinstance(node, r.Attention)]
         self._layer_of = {node.heads.out: node.layer for node in attentions}
@@ -176,12 +186,17 @@ class TritonProgram:
         )
 
     def _call(self, function: Any, given: list[Tensor], inputs: Sequence[r.Value]) -> Tensor:
-        if isinstance(function, functools.partial) and function.func is reference.linear:
+        if _is_linear(function):
             weight, bias = function.keywords["weight"], function.keywords["bias"]
-            if len(given[0]) <= SMALL_ROWS:
-                launch = gemm_launch(weight.shape[0], weight.shape[1], self._multiprocessors)
+            if self._batch_invariant or len(given[0]) <= SMALL_ROWS:
+                num_out, num_in = weight.shape
+                launch = gemm_launch(num_out, num_in, self._multiprocessors, any_rows=self._batch_invariant)
                 return linear_small(given[0], weight, bias, launch=launch)
             return reference.linear(given[0], weight, bias)
         # Functions of token ids and positions were promised int64.
         out: Tensor = function(*(x if v.role == "rows" else x.long() for x, v in zip(given, inputs, strict=True)))
         return out
+
+
+def _is_linear(function: Any) -> bool:
+    return isinstance(function, functools.partial) and function.func is reference.linear

@@ -1,11 +1,12 @@
-"""What a product fetches ahead: all that comes next, once. Twice would cost half of the memory's rate, and show nowhere else."""
+"""What a product fetches ahead: all that comes next, once.
+
+Twice would cost half of the memory's rate, and show nowhere but in the time.
+"""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -39,8 +40,8 @@ static void fetched(const void* at) {
   before = now;
 }
 
-// For each line of standard input (rows, panels, k, unit of panels): lines of the weight, those behind the first item that
-// are never fetched, fetches that come again, and fetches outside.
+// For each line of standard input (rows, panels, k, unit of panels): lines of the weight, those behind the first item
+// that are never fetched, fetches that come again, and fetches outside.
 int main() {
   int m, panels, k, unit;
   while (scanf("%d %d %d %d", &m, &panels, &k, &unit) == 4) {
@@ -73,7 +74,7 @@ class Fetched(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["avx2", "avx512_bf16", "amx"])
-def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command of a program that counts what a path fetches; the AMX path's tiles are emulated."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -90,7 +91,7 @@ def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     sources = [folder / "watched.cpp", SOURCES / "pool.cpp", SOURCES / "memory.cpp"]
     done = subprocess.run([*command, *map(str, sources), "-o", str(folder / "watched")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    yield [str(folder / "watched")]
+    return [str(folder / "watched")]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 33, 64, 65, 96, 128])

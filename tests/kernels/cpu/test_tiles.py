@@ -1,7 +1,8 @@
 """The AMX path on processors without AMX: its tiles in plain memory, everything else with what the processor has.
 
 What can be wrong about that path without the instructions is blocking and addressing: 32 rows at a time and what is
-left of them, blocks of k, rows per pass over the weight, pieces of keys and values. The tests are those of the other paths.
+left of them, blocks of k, rows per pass over the weight, pieces of keys and values. The tests are those of the other
+paths.
 """
 
 from __future__ import annotations

@@ -136,7 +136,9 @@ def everything() -> None:
         add_rms_norm(x, x, weight, 1e-6)
         silu_and_mul(torch.empty((3, 2 * 4864), dtype=dtype))
         for out, bias in ((896, None), (128 * 132 * 3, torch.empty(128 * 132 * 3, dtype=dtype))):
-            linear_small(x, torch.empty((out, 896), dtype=dtype), bias, launch=gemm_launch(out, 896, 132))
+            for any_rows in (False, True):
+                launch = gemm_launch(out, 896, 132, any_rows=any_rows)
+                linear_small(x, torch.empty((out, 896), dtype=dtype), bias, launch=launch)
         logits, rows = torch.empty((2, 151_936), dtype=dtype), torch.zeros(2, dtype=torch.int32)
         state = DecodeState(4, 64, 2, 16, torch.device("cpu"))
         sample(logits, state.sampling, rows, rows, None)

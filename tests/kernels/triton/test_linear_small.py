@@ -19,7 +19,7 @@ def test_it_equals_its_definition(request: pytest.FixtureRequest, count: int, de
     def check(seed: int) -> None:
         draw = random.Random(seed)
         dtype, num_in, num_out = draw.choice(list(TOLERANCE)), draw.choice([1, 16, 50, 96]), draw.choice([1, 16, 40])
-        launch = GemmLaunch(draw.choice([16, 32]), draw.choice([16, 32]), draw.choice([1, 2, 3, 7]), 4, 2)
+        launch = GemmLaunch(draw.choice([16, 64]), *draw.choices([16, 32], k=2), draw.choice([1, 2, 3, 7]), 4, 2)
         x = normal(draw.choice([1, 3, 16, 17, 32]), num_in + 8, dtype=dtype, seed=seed, device=device)[:, :num_in]
         weight = normal(num_out, num_in, dtype=dtype, seed=seed + 1, device=device)
         bias = normal(num_out, dtype=dtype, seed=seed + 2, device=device) if draw.random() < 0.5 else None
@@ -35,7 +35,7 @@ def test_it_equals_its_definition(request: pytest.FixtureRequest, count: int, de
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_a_row_has_the_same_bits_in_any_company(num_splits: int, device: torch.device) -> None:
-    launch = GemmLaunch(16, 32, num_splits, 4, 2)
+    launch = GemmLaunch(16, 16, 32, num_splits, 4, 2)
     x = normal(20, 112, dtype=torch.bfloat16, seed=1, device=device)
     weight = normal(24, 112, dtype=torch.bfloat16, seed=2, device=device)
     together = linear_small(x, weight, None, launch=launch)
@@ -47,7 +47,7 @@ def test_a_nan_stays_in_its_row(device: torch.device) -> None:
     x = normal(4, 32, dtype=torch.float32, seed=1, device=device)
     weight = normal(16, 32, dtype=torch.float32, seed=2, device=device)
     x[2, 5] = float("nan")
-    out = linear_small(x, weight, None, launch=GemmLaunch(16, 16, 2, 4, 2))
+    out = linear_small(x, weight, None, launch=GemmLaunch(16, 16, 16, 2, 4, 2))
     assert out[2].isnan().all() and not out[[0, 1, 3]].isnan().any()
 
 
@@ -55,11 +55,12 @@ def test_the_launch_follows_from_the_weight_alone() -> None:
     assert gemm_launch(9728, 896, 132).num_splits == 1
     few = gemm_launch(896, 4864, 132)
     assert few.num_splits > 1 and few.num_splits * (-(-896 // few.block_n)) >= 2 * 132
-    assert gemm_launch(16, 7, 132) == GemmLaunch(16, 16, 1, 4, 4)
+    assert gemm_launch(16, 7, 132) == GemmLaunch(16, 16, 16, 1, 4, 4)
+    assert gemm_launch(16, 7, 132, any_rows=True).block_m == 64
 
 
 def test_edges(device: torch.device) -> None:
-    weight, launch = torch.zeros((16, 32), device=device), GemmLaunch(16, 16, 2, 4, 2)
+    weight, launch = torch.zeros((16, 32), device=device), GemmLaunch(16, 16, 16, 2, 4, 2)
     assert linear_small(torch.zeros((0, 32), device=device), weight, None, launch=launch).shape == (0, 16)
     with pytest.raises(InvariantError, match="share K"):
         linear_small(torch.zeros((1, 31), device=device), weight, None, launch=launch)
