@@ -8,14 +8,14 @@
 
 namespace CL_NS {
 
-enum { TILE_COLUMNS = 512, MAX_ROW_BLOCK = 32 };
+enum { TILE_COLUMNS = 512, TILE_PAD = 16, MAX_ROW_BLOCK = 32 };
 
-// The rows of one thread, where work is divided evenly.
+// Some of the rows, where they are divided evenly.
 struct Share {
   int begin, end;
 };
-CL_INLINE Share share_of(int rows, int thread, int threads) {
-  return Share{int(int64_t(rows) * thread / threads), int(int64_t(rows) * (thread + 1) / threads)};
+CL_INLINE Share share_of(int rows, int share, int shares) {
+  return Share{int(int64_t(rows) * share / shares), int(int64_t(rows) * (share + 1) / shares)};
 }
 
 // How rows and k are blocked per dtype. SUPER rows at a time share one pass over the weight.
@@ -26,16 +26,16 @@ struct Blocking {
   // and the rows that use them stay in L2; rows that were widened serve several panels.
   static constexpr int ROW_BLOCK = FLOAT32 ? MAX_ROW_BLOCK / ROWS * ROWS : int(ROWS), K_BLOCK = FLOAT32 ? 1024 : 4096;
   static constexpr int SUPER = 384;
-  static int most_panels(int) { return WIDENED ? 4 : 1; }
+  static int most_panels(int, int64_t) { return WIDENED ? 4 : 1; }
 };
 #if defined(CL_USE_AMX)
-// 32 rows of 512 k are 32 KiB: rows stay in L1 while the panels come from L2. Tiles are so fast that rows must serve several
-// panels, or they could not be brought from L2 and L3 in time.
+// 32 rows of 256 k are 16 KiB: they stay in L1 while as much of each panel, and the sums, pass through it. Tiles are so fast
+// that rows must serve several panels, the more so where k is long and the rows come from L3.
 template <>
 struct Blocking<bf16> {
   static constexpr bool FLOAT32 = false, WIDENED = false;
-  static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 512, SUPER = 256;
-  static int most_panels(int m) { return m > 64 ? 4 : 1; }
+  static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 256, SUPER = 256;
+  static int most_panels(int m, int64_t k) { return m <= 64 ? 1 : k <= 2048 ? 8 : 16; }
 };
 #endif
 
@@ -43,7 +43,7 @@ struct Blocking<bf16> {
 template <typename T>
 struct GemmScratch {
   typedef Blocking<T> B;
-  alignas(64) float tile[(B::SUPER + MAX_ROW_BLOCK) * TILE_COLUMNS];
+  alignas(64) float tile[(B::SUPER + MAX_ROW_BLOCK) * (TILE_COLUMNS + TILE_PAD)];
   alignas(64) float widened[B::WIDENED ? B::ROW_BLOCK * (B::K_BLOCK + LANES) : 1];
 };
 
@@ -105,9 +105,9 @@ static Weight<T> packed_weight(const void* data, int64_t n, int64_t k) {
 
 // How many units of `unit` panels make a chunk: as many as pay, but never so many that one thread waits for another.
 template <typename T>
-static int chunk_panels(int panels, int unit, int m, int threads) {
-  const int units = panels / unit;
-  for (int most = Blocking<T>::most_panels(m) / unit; most > 1; most--) {
+static int chunk_panels(const Weight<T>& weight, int unit, int m, int threads) {
+  const int units = weight.panels / unit;
+  for (int most = Blocking<T>::most_panels(m, weight.k) / unit; most > 1; most--) {
     const int chunks = (units + most - 1) / most, rounds = (chunks + threads - 1) / threads;
     if (int64_t(rounds) * threads * most * 100 <= int64_t(units) * 107) return most * unit;
   }
@@ -122,19 +122,20 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
                  GemmScratch<T>& scratch, const Epilogue& epilogue) {
   typedef Blocking<T> B;
   const int chunks = (weight.panels + chunk_panels - 1) / chunk_panels, supers = (m + B::SUPER - 1) / B::SUPER;
-  const int64_t items = int64_t(chunks) * supers, tile_stride = int64_t(chunk_panels) * CL_PANEL;
+  // Rows of the tile are a line longer than they need be: 1 KiB apart they would meet in few sets of L1.
+  const int64_t items = int64_t(chunks) * supers, tile_stride = int64_t(chunk_panels) * CL_PANEL + TILE_PAD;
   // Pieces of k are about equally long, because while one is used, as much of what comes next is fetched.
   const int64_t pieces = (weight.k + B::K_BLOCK - 1) / B::K_BLOCK, units = weight.k / CL_K_MULTIPLE;
   float* tile = scratch.tile;
-  CL_ASSERT(tile_stride <= TILE_COLUMNS && a_stride >= weight.k);
+  CL_ASSERT(chunk_panels * CL_PANEL <= TILE_COLUMNS && a_stride >= weight.k);
   // The item after the one at hand is taken early, so that its weights can be fetched meanwhile.
   for (int64_t item = pool.next(), following; item < items; item = following) {
     following = pool.next();
-    const int first_panel = int(item % chunks) * chunk_panels, super = int(item / chunks) * B::SUPER;
+    const Share share = share_of(m, int(item / chunks), supers);
+    const int first_panel = int(item % chunks) * chunk_panels, super = share.begin, rows_here = share.end - super;
     const int panels = weight.panels - first_panel < chunk_panels ? weight.panels - first_panel : chunk_panels;
     const int next_panel = int(following % chunks) * chunk_panels;
     const int fetched = following < items && next_panel != first_panel ? weight.panels - next_panel : 0;
-    const int rows_here = m - super < B::SUPER ? m - super : B::SUPER;
     const int blocks = (rows_here + B::ROW_BLOCK - 1) / B::ROW_BLOCK;
     const int fetching = blocks < 2 ? 1 : blocks < 4 ? 2 : 4;  // the blocks that share the fetching
     // A piece of k for all rows, then the next: what is multiplied with it stays in L2 meanwhile, and the sums wait there.

@@ -159,14 +159,14 @@ static void linear(cl_pool& pool, const cl_op& op, const cl_program& program, co
   if (op.kind == CL_OP_LINEAR) {
     const T* residual = op.aux >= 0 ? static_cast<const T*>(program.buffers[op.aux]) : nullptr;
     StoreResult<T> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n};
-    gemm(pool, in, in_stride, m, weight, chunk_panels<T>(weight.panels, 1, m, threads), scratch, store);
+    gemm(pool, in, in_stride, m, weight, chunk_panels(weight, 1, m, threads), scratch, store);
   } else if (op.kind == CL_OP_LINEAR_SILU) {
     const StoreGated<T> store{out, out_stride, op.bias};
-    gemm(pool, in, in_stride, m, weight, chunk_panels<T>(weight.panels, 2, m, threads), scratch, store);
+    gemm(pool, in, in_stride, m, weight, chunk_panels(weight, 2, m, threads), scratch, store);
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
     StoreHeads<T> store{op, batch, program.kv_layers[op.layer], rotary, out, out_stride};
-    gemm(pool, in, in_stride, m, weight, panels_per_heads(op.head_dim), scratch, store);
+    gemm(pool, in, in_stride, m, weight, chunk_panels(weight, panels_per_heads(op.head_dim), m, threads), scratch, store);
   }
 }
 

@@ -52,9 +52,9 @@ int main() {
     memset((void*)weight, 0, size);
     begin = (const char*)weight, outside = again = now = 0, latest.assign(size / 64, 0);
     static GemmScratch<bf16> scratch;
-    const int chunk = chunk_panels<bf16>(panels, unit, m, 1);
-    gemm(pool, a.data(), k, m, Weight<bf16>{weight, panels, k}, chunk, scratch,
-         [](int, int, int, int, float*, int64_t) {});
+    const Weight<bf16> packed{weight, panels, k};
+    const int chunk = chunk_panels(packed, unit, m, 1);
+    gemm(pool, a.data(), k, m, packed, chunk, scratch, [](int, int, int, int, float*, int64_t) {});
     int64_t never = 0;
     for (int64_t line = int64_t(chunk) * k; line < size / 64; line++) never += latest[line] == 0;
     printf("%ld %ld %ld %ld\n", long(size / 64), long(never), long(again), long(outside));
