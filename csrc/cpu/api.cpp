@@ -134,7 +134,7 @@ int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, in
   int64_t stored = 0;
   for (int32_t row = 0; row < num_rows; row++) stored += cl_needs_logits(&rows[row]);
   if (stored > logits_rows || (stored > 0 && !logits)) return -1;
-  const size_t bytes = kernels->head_shared_bytes(pool->num_threads(), num_rows, k, program->dtype);
+  const size_t bytes = kernels->head_shared_bytes(pool->num_threads(), num_rows, stride, program->dtype);
   void* shared = pool->shared(bytes);
   if (!shared) return -1;
   const int64_t logits_stride = (int64_t(vocab) + CL_PANEL - 1) / CL_PANEL * CL_PANEL;

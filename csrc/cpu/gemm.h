@@ -30,12 +30,13 @@ struct Blocking {
 };
 #if defined(CL_USE_AMX)
 // 32 rows of 256 k are 16 KiB: they stay in L1 while as much of each panel, and the sums, pass through it. Tiles are so fast
-// that rows must serve several panels, the more so where k is long and the rows come from L3.
+// that rows must serve several panels, the more so where k is long and the rows come from L3; but panels a multiple of
+// 128 KiB apart meet in the same sets of L2, where there is room for some of them only.
 template <>
 struct Blocking<bf16> {
   static constexpr bool FLOAT32 = false, WIDENED = false;
   static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 256, SUPER = 256;
-  static int most_panels(int m, int64_t k) { return m <= 64 ? 1 : k <= 2048 ? 8 : 16; }
+  static int most_panels(int m, int64_t k) { return m <= 64 ? 1 : k <= 2048 || k % 2048 == 0 ? 8 : 16; }
 };
 #endif
 

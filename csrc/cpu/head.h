@@ -18,8 +18,8 @@ struct HeadShared {
 CL_INLINE size_t aligned64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 template <typename T>
-CL_INLINE size_t rows_bytes(int num_rows, int64_t k) {
-  return aligned64(size_t(num_rows + MAX_ROW_BLOCK) * padded(k) * sizeof(T));
+CL_INLINE size_t rows_bytes(int num_rows, int64_t stride) {
+  return aligned64(size_t(num_rows + MAX_ROW_BLOCK) * stride * sizeof(T));
 }
 
 template <typename T>
@@ -27,16 +27,16 @@ static HeadShared<T> head_shared(const HeadCall& call, int threads) {
   char* at = static_cast<char*>(call.shared);
   HeadShared<T> shared;
   shared.rows = reinterpret_cast<T*>(at);
-  shared.stride = padded(call.k);
-  at += rows_bytes<T>(call.num_rows, call.k);
+  shared.stride = call.stride;
+  at += rows_bytes<T>(call.num_rows, call.stride);
   shared.best = reinterpret_cast<Best*>(at);
   at += aligned64(sizeof(Best) * threads * call.num_rows);
   shared.stored = reinterpret_cast<int32_t*>(at);
   return shared;
 }
 
-static size_t head_shared_bytes(int num_threads, int num_rows, int64_t k, int dtype) {
-  size_t rows = dtype == CL_BF16 ? rows_bytes<bf16>(num_rows, k) : rows_bytes<float>(num_rows, k);
+static size_t head_shared_bytes(int num_threads, int num_rows, int64_t stride, int dtype) {
+  size_t rows = dtype == CL_BF16 ? rows_bytes<bf16>(num_rows, stride) : rows_bytes<float>(num_rows, stride);
   return rows + aligned64(sizeof(Best) * num_threads * num_rows) + aligned64(sizeof(int32_t) * num_rows);
 }
 
@@ -88,7 +88,7 @@ static void head_of(cl_pool& pool, int thread, const HeadCall& call) {
   const Share share = share_of(call.num_rows, thread, threads);
   for (int row = share.begin; row < share.end; row++)
     memcpy(shared.rows + row * shared.stride,
-           static_cast<const T*>(call.hidden) + call.token_rows[row] * call.stride, shared.stride * sizeof(T));
+           static_cast<const T*>(call.hidden) + call.token_rows[row] * call.stride, padded(call.k) * sizeof(T));
   Best* best = shared.best + int64_t(thread) * call.num_rows;
   for (int row = 0; row < call.num_rows; row++) best[row] = NO_BEST;
   if (thread == 0)

@@ -261,7 +261,7 @@ class _Batch:
 def _stride(width: int, itemsize: int) -> int:
     """Elements between two rows: padded, and never a multiple of 1 KiB, which would crowd a few sets of the cache."""
     stride = -(-width // PANEL) * PANEL
-    return stride + PANEL if stride * itemsize % 1024 == 0 else stride
+    return stride + 512 // itemsize if stride * itemsize % 1024 == 0 else stride
 
 
 def _buffer(rows: int, stride: int, dtype: torch.dtype) -> Tensor:
