@@ -116,7 +116,7 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
   state.highest[row] = highest;
 }
 
-// state.values = state.values * factor + weights @ values at hand. The first keys of the next tile are fetched meanwhile.
+// state.values = state.values * factor + weights @ values at hand. The first keys of what comes next are fetched meanwhile.
 template <typename T>
 static void add_values(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state,
                        const Sixteens<T>& at, const Sixteens<T>& next, int last_tokens, int column0) {
@@ -150,9 +150,10 @@ static void clear(SoftmaxState& state, int rows, int dim) {
   memset(state.values, 0, sizeof(float) * rows * dim);
 }
 
-// The state over tokens [from, to) of one split; rows see low <= position < high of them.
+// The state over tokens [from, to) of one split; rows see low <= position < high of them. `after`: what comes next.
 template <typename T>
-static void attend_split(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state, int from, int to) {
+static void attend_split(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state, int from, int to,
+                         const Sixteens<T>& after) {
   const float scale = task.op.scale * 1.44269504f;
   const int limit = (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS, per_tile = Sixteens<T>::MOST;
   clear(state, task.rows, task.kv.head_dim);
@@ -168,7 +169,7 @@ static void attend_split(const AttentionTask<T>& task, AttentionScratch<T>& s, S
     for (int row = 0; row < task.rows; row++)
       weigh_row(s, state, row, begin_column, end_column, start, scale);
     const int last_tokens = to < end * CL_KV_TOKENS ? to - (end - 1) * CL_KV_TOKENS : int(CL_KV_TOKENS);
-    add_values(task, s, state, at, next, last_tokens, begin_column);
+    add_values(task, s, state, at, next.count > 0 ? next : after, last_tokens, begin_column);
   }
 }
 
@@ -199,6 +200,17 @@ struct AttentionPiece {
     return batch.seq_lens[span.row] - (batch.cu_seqlens[span.row + 1] - token(row));
   }
 };
+
+// The first keys that a piece looks at, of tokens [begin, end) where it is one split of several.
+template <typename T>
+static Sixteens<T> first_keys(const AttentionPiece<T>& piece, const AttentionTask<T>& task, int begin, int end) {
+  const int high = piece.position(0) + 1, window = piece.op.window;
+  const int low = window > 0 && high > window ? high - window : 0;
+  const int from = begin > low ? begin : low, to = end < high ? end : high;
+  Sixteens<T> found;
+  found.locate(task, from / CL_KV_TOKENS, from < to ? (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS : from / CL_KV_TOKENS);
+  return found;
+}
 
 template <typename T>
 static void load_queries(const AttentionPiece<T>& piece, const T* q, int64_t stride, AttentionScratch<T>& s) {
@@ -233,10 +245,23 @@ static void attention(cl_pool& pool, const cl_op& op, const cl_program& program,
   const int splits = plan.split_tasks(op.kv_heads, group) ? plan.max_splits : 1;
   SoftmaxState* shared = static_cast<SoftmaxState*>(plan.shared);
   const int64_t items = int64_t(plan.num_spans) * op.kv_heads * splits;
-  for (int64_t item = pool.next(); item < items; item = pool.next()) {
-    const AttentionSpan& span = plan.spans[item / splits / op.kv_heads];
+  const auto span_of = [&](int64_t item) -> const AttentionSpan& { return plan.spans[item / splits / op.kv_heads]; };
+  const auto table_of = [&](const AttentionSpan& span) {
+    return batch.block_tables[kv.group] + span.row * batch.table_strides[kv.group];
+  };
+  for (int64_t item = pool.next(), following; item < items; item = following < items ? following : pool.next()) {
+    // While many are left, the item after the one at hand is taken early, so that its first keys can be fetched meanwhile.
+    following = items - item > 4 * pool.num_threads() ? pool.next() : items;
+    const AttentionSpan& span = span_of(item);
     const int kv_head = int(item / splits % op.kv_heads), split = int(item % splits);
-    const int32_t* table = batch.block_tables[kv.group] + span.row * batch.table_strides[kv.group];
+    const int32_t* table = table_of(span);
+    Sixteens<T> after = {};
+    if (following < items) {
+      const AttentionSpan& then = span_of(following);
+      const int head = int(following / splits % op.kv_heads), begin = int(following % splits) * KV_SPLIT;
+      after = first_keys(AttentionPiece<T>{op, batch, then, head, 0, 1}, AttentionTask<T>{op, kv, table_of(then), head, 1},
+                         begin, splits > 1 ? begin + KV_SPLIT : INT32_MAX);
+    }
     for (int first = 0; first < span.num_tokens * group; first += MAX_ATTENTION_ROWS) {
       int rows = span.num_tokens * group - first;
       rows = rows < MAX_ATTENTION_ROWS ? rows : MAX_ATTENTION_ROWS;
@@ -247,13 +272,14 @@ static void attention(cl_pool& pool, const cl_op& op, const cl_program& program,
       if (splits > 1) {
         const int begin = split * KV_SPLIT, end = begin + KV_SPLIT;
         if (begin < to && end > from)
-          attend_split(task, s, shared[item], begin > from ? begin : from, end < to ? end : to);
+          attend_split(task, s, shared[item], begin > from ? begin : from, end < to ? end : to, after);
         continue;
       }
       for (int begin = from / KV_SPLIT * KV_SPLIT; begin < to; begin += KV_SPLIT) {
         const bool is_first = begin <= from;
         const int end = begin + KV_SPLIT;
-        attend_split(task, s, is_first ? s.all : s.split, is_first ? from : begin, end < to ? end : to);
+        const Sixteens<T> next_split = end < to ? first_keys(piece, task, end, INT32_MAX) : after;
+        attend_split(task, s, is_first ? s.all : s.split, is_first ? from : begin, end < to ? end : to, next_split);
         if (!is_first) merge_states(s.all, s.split, rows, op.head_dim);
       }
       store_outputs(piece, s.all, out, out_stride);
