@@ -206,6 +206,7 @@ class EngineConfig:
             if not isinstance(value, (str, os.PathLike)) and (value is not None or name == "model"):
                 raise ConfigError(f"{name} must be text, got {value!r}")
         _true_or_false("skip_tokenizer_init", model.skip_tokenizer_init)
+        _true_or_false("batch_invariant", model.batch_invariant)
         _true_or_false("enable_prefix_caching", cache.enable_prefix_caching)
         if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", model.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")

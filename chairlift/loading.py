@@ -52,6 +52,7 @@ class LoadedExecutor:
         """What others may know. The capacity is that of the executor's smallest pool."""
         groups, size = self.executor.cache_groups, self.executor.block_size
         native = self.kernels not in ("torch", "triton", "hashlm")
+        invariant = ("batch_invariant",) if self.kernels == "triton" and config.model.batch_invariant else ()
         return EngineInfo(
             model=config.model.model,
             model_dir=self.model_dir,
@@ -71,7 +72,7 @@ class LoadedExecutor:
             memory_plan=self.memory_plan,
             held=config.scheduler.batching == "static",
             deterministic=native or self.kernels == "hashlm" or config.model.batch_invariant,
-            fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels),
+            fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *invariant),
             block_bytes=self.block_bytes,
         )
 

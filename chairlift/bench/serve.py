@@ -162,12 +162,7 @@ class _Sender:
             task.add_done_callback(self._tasks.discard)
 
     async def _one(
-        self,
-        outcome: Outcome,
-        body: bytes,
-        cancel_ms: float | None,
-        before: asyncio.Event | None,
-        ended: asyncio.Event,
+        self, outcome: Outcome, body: bytes, cancel_ms: float | None, before: asyncio.Event | None, ended: asyncio.Event
     ) -> None:
         try:
             if before is not None and not before.is_set():

@@ -49,12 +49,7 @@ _MOST_PROMPTS: Final = 1_000_000
 SIDES: Final = "AB"
 """Names of two that are compared."""
 _DEFAULT_PROMPTS: Final = 256
-_ENDPOINTS: Final = {
-    "completions": False,
-    "/v1/completions": False,
-    "chat": True,
-    "/v1/chat/completions": True,
-}
+_ENDPOINTS: Final = {"completions": False, "/v1/completions": False, "chat": True, "/v1/chat/completions": True}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,12 +22,12 @@ from chairlift.sampling.sampler import Sampler
 
 __all__ = ["TorchModelRunner"]
 
-_PROMPT_ROWS = 128
-"""Prompt positions projected to logits at once: a vocabulary is wide, and a chunk may be long."""
-
 
 class TorchModelRunner:
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM` on one device."""
+
+    _prompt_rows = 128
+    """Prompt positions projected to logits at once: a vocabulary is wide, and a chunk may be long."""
 
     def __init__(self, model: CausalLM, plan: KVPlan, dtype: torch.dtype, device: torch.device) -> None:
         self.cache_groups = plan.groups
@@ -75,8 +75,8 @@ class TorchModelRunner:
             start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
             count = min(count, len(known) - 1 - first)
             entries: list[TokenLogprobs] = []
-            for at in range(0, count, _PROMPT_ROWS):
-                targets = known[first + 1 + at : first + 1 + min(at + _PROMPT_ROWS, count)].tolist()
+            for at in range(0, count, self._prompt_rows):
+                targets = known[first + 1 + at : first + 1 + min(at + self._prompt_rows, count)].tolist()
                 logits = self._compute_logits(hidden[start + at : start + at + len(targets)])
                 entries += token_logprobs(logits, targets, [batch.sampling[row].params.prompt_logprobs] * len(targets))
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries))

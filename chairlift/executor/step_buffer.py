@@ -33,7 +33,7 @@ def _host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A copy that is queued behind what the device has to do; on the CPU, where nothing is queued, no copy."""
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))  # a stride would send it through ordinary memory
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

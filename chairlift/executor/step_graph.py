@@ -72,22 +72,23 @@ class CudaGraphs:
         self.num_bytes = 0
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps memory for every stream it has worked on, and torch's own may be another device's.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, step: Callable[[], _T]) -> Graph[_T]:
         """Run ``step`` once as it is, which compiles its kernels, then capture it.
 
         So it runs twice on the same input before the first result is used, and must not mind.
         """
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             step()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # capturing does it too, and it would be counted
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = step()
         self.num_graphs += 1
         self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)

@@ -56,11 +56,16 @@ def _pinned(caches: list[list[Tensor]], plan: KVPlan) -> list[list[Tensor]]:
     return hosts
 
 
+_MOST_STAGED = 256 << 20
+"""Bytes on their way at once, or one layer's."""
+
+
 class CudaHostBlocks:
     """Copies between KV on a CUDA device and its host blocks: per group, tensors [number of blocks, ...].
 
     They run on a stream of their own. What is saved is gathered on the step's stream, so that the step may overwrite
-    the blocks at once; the way to the host runs beside the step. What is brought back, the step waits for.
+    the blocks at once; the way to the host runs beside the step. What is brought back, the step waits for. What is
+    under way takes memory of the device: the host waits before it becomes much.
     """
 
     def __init__(self, caches: list[list[Tensor]], hosts: list[list[Tensor]]) -> None:
@@ -70,29 +75,37 @@ class CudaHostBlocks:
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
         """(group, block, host block) to save, as the steps before this one left them."""
+        current, under_way = torch.cuda.current_stream(self._device), 0
         for moves in host_moves((group, host, block) for group, block, host in saved):
-            blocks, pairs = to_device(moves.blocks, self._device), self._pairs[moves.group]
-            gathered = [cache.index_select(0, blocks) for cache, _ in pairs]
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                for staged, (_, host) in zip(gathered, pairs, strict=True):
+            blocks = to_device(moves.blocks, self._device)
+            for cache, host in self._pairs[moves.group]:
+                staged = cache.index_select(0, blocks)
+                self._stream.wait_stream(current)
+                with torch.cuda.stream(self._stream):
                     for entries, hosts in moves.runs():
                         host[hosts].copy_(staged[entries], non_blocking=True)
                     staged.record_stream(self._stream)  # its memory is not given out again before the copy is done
+                under_way = _held_back(self._stream, under_way + staged.nbytes)
 
     def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
         """(group, host block, block) to bring back before anything of this step is computed."""
-        current = torch.cuda.current_stream(self._device)
-        brought: list[tuple[Tensor, Tensor, Tensor]] = []
+        current, under_way = torch.cuda.current_stream(self._device), 0
         for moves in host_moves(wanted):
             blocks = to_device(moves.blocks, self._device)
-            with torch.cuda.stream(self._stream):  # behind every save, so that it reads what was saved
-                for cache, host in self._pairs[moves.group]:
+            for cache, host in self._pairs[moves.group]:
+                with torch.cuda.stream(self._stream):  # behind every save, so that it reads what was saved
                     staged = torch.empty((len(blocks), *cache.shape[1:]), dtype=cache.dtype, device=self._device)
                     for entries, hosts in moves.runs():
                         staged[entries].copy_(host[hosts], non_blocking=True)
-                    brought.append((cache, blocks, staged))
-        current.wait_stream(self._stream)
-        for cache, blocks, staged in brought:
-            cache.index_copy_(0, blocks, staged)
-            staged.record_stream(current)
+                current.wait_stream(self._stream)
+                cache.index_copy_(0, blocks, staged)
+                staged.record_stream(current)
+                under_way = _held_back(current, under_way + staged.nbytes)
+
+
+def _held_back(stream: torch.cuda.Stream, under_way: int) -> int:
+    """How much is under way, after waiting for all of it if it was too much."""
+    if under_way <= _MOST_STAGED:
+        return under_way
+    stream.synchronize()
+    return 0

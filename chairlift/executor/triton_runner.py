@@ -99,6 +99,11 @@ class TritonModelRunner(TorchModelRunner):
         self._returns = ReturnBuffers((num_slots, 3), torch.int32, device)
         self.graphs: GraphMaker = CudaGraphs(device) if cuda and graphs != "off" else EagerSteps()
         self._decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
+        # With it decodes and chunks are the same compiled kernel.
+        self._offsets = torch.arange(num_slots + 1, dtype=torch.int32, device=device) if batch_invariant else None
+        self._kept_logits = torch.empty(0, dtype=dtype, device=device)
+        if batch_invariant and model.config.vocab_size % 4:
+            self._prompt_rows = 1  # PyTorch sums rows that lie differently in another order
         if cuda and graphs == "start":
             for size in self._sizes:
                 self._recorded(size, truncates=False, keep=False)
@@ -157,13 +162,18 @@ class TritonModelRunner(TorchModelRunner):
             logits = self._compute_logits(step.hidden[: len(batch.sample_rows)])
         else:
             logits = step.logits.index_select(0, torch.tensor(rest, device=step.logits.device))
-        rows = [batch.sampling[batch.sample_rows[i]] for i in rest]
-        drawn = self._sampler(logits, rows, [histories[i] for i in rest], masks)
         logprobs: list[Any] = [None] * len(batch.sample_rows)
-        for j, i in enumerate(rest):
-            tokens.token_ids[i], logprobs[i] = drawn.token_ids[j], drawn.logprobs[j]
-            if j in drawn.errors:
-                tokens.errors[i] = drawn.errors[j]
+        # PyTorch's sums may depend on how many rows there are, and on where they lie.
+        size = 1 if self._batch_invariant else len(rest)
+        for at in range(0, len(rest), size):
+            some, part = rest[at : at + size], slice(at, at + size)
+            rows = [batch.sampling[batch.sample_rows[i]] for i in some]
+            scores = logits[part].clone() if self._batch_invariant else logits[part]
+            drawn = self._sampler(scores, rows, [histories[i] for i in some], None if masks is None else masks[part])
+            for j, i in enumerate(some):
+                tokens.token_ids[i], logprobs[i] = drawn.token_ids[j], drawn.logprobs[j]
+                if j in drawn.errors:
+                    tokens.errors[i] = drawn.errors[j]
         tokens.logprobs = logprobs if any(entry is not None for entry in logprobs) else None
 
     def _decode(self, batch: FlatBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
@@ -189,6 +199,9 @@ class TritonModelRunner(TorchModelRunner):
             self._state.flush()
             inputs = self._state.inputs(size)
             step = functools.partial(self._decode_step, inputs, self._launch(size, True), truncates, keep)
+            if keep and not len(self._kept_logits):  # all sizes share them, for only one runs at a time
+                shape = self._sizes[-1], self._model.config.vocab_size
+                self._kept_logits = self._kept_logits.new_empty(shape)
             self._decodes[key] = inputs, self.graphs.record(step)
         return self._decodes[key][1]
 
@@ -197,8 +210,12 @@ class TritonModelRunner(TorchModelRunner):
         state, slots = self._state, self._state.slots[: len(inputs.token_ids)]
         state.begin_step(inputs)
         tables, mapping = state.block_tables, inputs.slot_mapping.unbind()
-        step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, None, slots, tables, mapping)
-        return self._compute(step, launch, None, slots, inputs.seq_lens, truncates, keep)
+        offsets = None if self._offsets is None else self._offsets[: len(slots) + 1]
+        step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, offsets, slots, tables, mapping)
+        outputs = self._compute(step, launch, None, slots, inputs.seq_lens, truncates, keep)
+        if outputs.logits is None:
+            return outputs
+        return dataclasses.replace(outputs, logits=self._kept_logits[: len(slots)].copy_(outputs.logits))
 
     def _mixed(self, batch: FlatBatch, slots: npt.NDArray[np.int32], truncates: bool) -> _Outputs:
         """Any other step, launch by launch; ``slots`` are those of the rows that sample."""

@@ -29,15 +29,7 @@ from chairlift.sim.machines import Deployment
 from chairlift.sim.served import Collector, RequestTiming, ServedTrace, Watch
 from chairlift.workload.trace import TracedRequest, prompt_token_ids
 
-__all__ = [
-    "RequestTiming",
-    "ServedTrace",
-    "SimExecutor",
-    "SimReport",
-    "replay",
-    "serve_trace",
-    "simulated_core",
-]
+__all__ = ["RequestTiming", "ServedTrace", "SimExecutor", "SimReport", "replay", "serve_trace", "simulated_core"]
 
 _VOCAB_SIZE: Final = 2**31 - 1
 """Of simulated models: large, so that prompts that differ do not begin alike."""
@@ -305,11 +297,7 @@ def simulated_core(
         bytes_per_token=deployment.kv_bytes_per_token,
     )
     core = EngineCore(
-        executor,
-        scheduler,
-        max_model_len=longest,
-        enable_prefix_caching=cache.enable_prefix_caching,
-        clock=clock,
+        executor, scheduler, max_model_len=longest, enable_prefix_caching=cache.enable_prefix_caching, clock=clock
     )
     return core, ModelLimits(_VOCAB_SIZE, longest, (), scheduler.promises)
 

@@ -165,12 +165,7 @@ class LookaheadPacker:
 
 
 def pack_indices(
-    lengths: Iterable[int],
-    capacity: int,
-    *,
-    pool: int | None = None,
-    align: int = 1,
-    max_sequences: int | None = None,
+    lengths: Iterable[int], capacity: int, *, pool: int | None = None, align: int = 1, max_sequences: int | None = None
 ) -> list[list[int]]:
     """Plan packs of at most ``capacity`` tokens: the positions in ``lengths`` that share one, for each pack.
 

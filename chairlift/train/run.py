@@ -89,10 +89,7 @@ def prepare(
     network, files = _model_files(config)
     tokenizer_dir = files.tokenizer_dir if config.data.files else None
     encoder = Encoder(
-        tokenizer_dir,
-        text_field=config.data.text_field,
-        train_on=config.data.train_on,
-        add_eos=config.data.add_eos,
+        tokenizer_dir, text_field=config.data.text_field, train_on=config.data.train_on, add_eos=config.data.add_eos
     )
     if encoder.vocab_size > network.vocab_size:
         raise ConfigError(
@@ -168,12 +165,7 @@ def _file_opener(config: TrainConfig, files: Sequence[str], encode: Encode) -> C
             raise ConfigError(f"data file {file} does not exist")
     if data.access == "random":
         source = RecordSource(
-            files,
-            encode,
-            shuffle=data.shuffle,
-            epochs=data.epochs,
-            seed=config.seed,
-            on_error=data.on_error,
+            files, encode, shuffle=data.shuffle, epochs=data.epochs, seed=config.seed, on_error=data.on_error
         )
         return lambda _wait: source
     follow = data.access == "follow"

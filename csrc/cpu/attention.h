@@ -242,6 +242,9 @@ static void attention(cl_pool& pool, const cl_op& op, const cl_program& program,
   T* out = static_cast<T*>(program.buffers[op.out]);
   const int64_t q_stride = program.strides[op.in], out_stride = program.strides[op.out];
   const int group = op.heads / op.kv_heads;
+#if defined(CL_USE_AMX)
+  tiles_begin(ATTENTION_K, 16);
+#endif
   const int splits = plan.split_tasks(op.kv_heads, group) ? plan.max_splits : 1;
   SoftmaxState* shared = static_cast<SoftmaxState*>(plan.shared);
   const int64_t items = int64_t(plan.num_spans) * op.kv_heads * splits;

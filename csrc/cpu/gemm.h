@@ -27,6 +27,9 @@ struct Blocking {
   static constexpr int ROW_BLOCK = FLOAT32 ? MAX_ROW_BLOCK / ROWS * ROWS : int(ROWS), K_BLOCK = FLOAT32 ? 1024 : 4096;
   static constexpr int SUPER = 384;
   static int most_panels(int, int64_t) { return WIDENED ? 4 : 1; }
+  // The blocks that share the fetching of what is used next; and the first row of a block.
+  static int fetching(int blocks) { return blocks < 2 ? 1 : blocks < 4 ? 2 : 4; }
+  static int first_row(int rows, int block, int blocks) { return rows * block / blocks; }
 };
 #if defined(CL_USE_AMX)
 // 32 rows of 256 k are 16 KiB: they stay in L1 while as much of each panel, and the sums, pass through it. Tiles are so fast
@@ -36,6 +39,9 @@ template <>
 struct Blocking<bf16> {
   static constexpr bool FLOAT32 = false, WIDENED = false;
   static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 256, SUPER = 256;
+  // Tiles outpace memory: all blocks must fetch. And half a tile of rows costs as much as a whole one.
+  static int fetching(int blocks) { return blocks; }
+  static int first_row(int rows, int block, int) { return block * ROW_BLOCK < rows ? block * ROW_BLOCK : rows; }
   static int most_panels(int m, int64_t k) { return m <= 64 ? 1 : k <= 2048 || k % 2048 == 0 ? 8 : 16; }
 };
 #endif
@@ -48,14 +54,19 @@ struct GemmScratch {
   alignas(64) float widened[B::WIDENED ? B::ROW_BLOCK * (B::K_BLOCK + LANES) : 1];
 };
 
-// The fetching, `prefetch.stride` bytes a step from prefetch.at[0] on, is divided evenly among all calls of the product.
+// Bytes that are used next, fetched evenly over the steps of a product.
+struct Ahead {
+  const char* at;
+  int64_t bytes;
+};
+
 template <typename T>
 static void panel_product(int rows, const Left<T>* a, int64_t a_stride, const T* panel, int64_t k, float* out,
-                          int64_t out_stride, bool accumulate, Prefetch prefetch) {
+                          int64_t out_stride, bool accumulate, Ahead fetched) {
   const int steps = int(k / Pairs<T>::P), groups = groups_at_once(rows, CL_PANEL / LANES);
   const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups), calls = CL_PANEL / LANES / groups * blocks;
-  const int64_t bytes = prefetch.lines > 0 ? (prefetch.stride + calls - 1) / calls : 0;
-  const char* ahead[2] = {prefetch.lines > 0 ? prefetch.at[0] : nullptr};
+  const int64_t bytes = (fetched.bytes / steps + calls - 1) / calls;
+  const char* ahead[2] = {fetched.at};
   const Prefetch share{ahead, bytes > 64 ? 2 : bytes > 0, bytes};
   for (int v = 0; v < CL_PANEL / LANES; v += groups) {
     const T* column[2] = {panel + v * LANES * Pairs<T>::P, panel + (v + groups - 1) * LANES * Pairs<T>::P};
@@ -75,8 +86,8 @@ static void panel_product(int rows, const Left<T>* a, int64_t a_stride, const T*
 #if defined(CL_USE_AMX)
 template <>
 void panel_product<bf16>(int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k, float* out,
-                         int64_t out_stride, bool accumulate, Prefetch prefetch) {
-  tile_product(rows, a, a_stride, panel, k, out, out_stride, accumulate, prefetch);
+                         int64_t out_stride, bool accumulate, Ahead fetched) {
+  tile_product(rows, a, a_stride, panel, k, out, out_stride, accumulate, fetched.at, fetched.bytes);
 }
 #endif
 
@@ -128,17 +139,21 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
   // Pieces of k are about equally long, because while one is used, as much of what comes next is fetched.
   const int64_t pieces = (weight.k + B::K_BLOCK - 1) / B::K_BLOCK, units = weight.k / CL_K_MULTIPLE;
   float* tile = scratch.tile;
+#if defined(CL_USE_AMX)
+  tiles_begin(TILE_K, m);
+#endif
   CL_ASSERT(chunk_panels * CL_PANEL <= TILE_COLUMNS && a_stride >= weight.k);
-  // The item after the one at hand is taken early, so that its weights can be fetched meanwhile.
+  // The item after the one at hand is taken early, so that its weights can be fetched meanwhile; unless others want it.
   for (int64_t item = pool.next(), following; item < items; item = following) {
-    following = pool.next();
-    const Share share = share_of(m, int(item / chunks), supers);
-    const int first_panel = int(item % chunks) * chunk_panels, super = share.begin, rows_here = share.end - super;
+    following = items > pool.num_threads() ? pool.next() : items;
+    const Share share = share_of((m + 15) / 16, int(item / chunks), supers);
+    const int first_panel = int(item % chunks) * chunk_panels, super = share.begin * 16;
+    const int rows_here = (share.end * 16 < m ? share.end * 16 : m) - super;
     const int panels = weight.panels - first_panel < chunk_panels ? weight.panels - first_panel : chunk_panels;
     const int next_panel = int(following % chunks) * chunk_panels;
     const int fetched = following < items && next_panel != first_panel ? weight.panels - next_panel : 0;
     const int blocks = (rows_here + B::ROW_BLOCK - 1) / B::ROW_BLOCK;
-    const int fetching = blocks < 2 ? 1 : blocks < 4 ? 2 : 4;  // the blocks that share the fetching
+    const int fetching = B::fetching(blocks);
     // A piece of k for all rows, then the next: what is multiplied with it stays in L2 meanwhile, and the sums wait there.
     for (int64_t piece = 0; piece < pieces; piece++) {
       const int64_t k = units * piece / pieces * CL_K_MULTIPLE;
@@ -148,7 +163,8 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
       const T* next = last_piece ? weight.panel(next_panel) : weight.panel(first_panel) + (k + k_here) * CL_PANEL;
       const int next_panels = last_piece ? fetched : panels;
       for (int block = 0; block < blocks; block++) {
-        const int begin = super + rows_here * block / blocks, rows = super + rows_here * (block + 1) / blocks - begin;
+        const int begin = super + B::first_row(rows_here, block, blocks);
+        const int rows = super + B::first_row(rows_here, block + 1, blocks) - begin;
         float* sums = tile + (pieces > 1 ? block * B::ROW_BLOCK * tile_stride : 0);
         const int64_t left_stride = B::WIDENED ? k_here + LANES : a_stride;
         const Left<T>* left;
@@ -158,20 +174,16 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
           left = a + begin * a_stride + k;
         for (int p = 0; p < panels; p++) {
           const T* here = weight.panel(first_panel + p) + k * CL_PANEL;
-          const char* ahead[2] = {};
-          Prefetch prefetch = NO_PREFETCH;
+          Ahead ahead = {nullptr, 0};
           if (!B::FLOAT32 && p < next_panels && block < fetching) {
-            // Its own like of what is next. One block fetches two lines a step; two or four share them.
-            const int64_t part = k_here * CL_PANEL / fetching;
-            ahead[0] = (const char*)(next + p * weight.k * CL_PANEL + block * part);
-            ahead[1] = ahead[0] + 64;
-            prefetch = Prefetch{ahead, fetching > 1 ? 1 : 2, 128 / fetching};
+            // A share of what its own like of what is next consists of: as many lines as there are k.
+            const int64_t line = k_here * block / fetching, end = k_here * (block + 1) / fetching;
+            ahead = Ahead{(const char*)(next + p * weight.k * CL_PANEL) + line * 64, (end - line) * 64};
           } else if (B::FLOAT32 && (p + 1 < panels ? block == 0 : block + 1 == blocks && next_panels > 0)) {
             // This piece of the next panel, which the second block then finds in L2; behind the last panel what is next.
-            ahead[0] = (const char*)(p + 1 < panels ? here + weight.k * CL_PANEL : next);
-            prefetch = Prefetch{ahead, 2, CL_PANEL * Pairs<T>::P * int64_t(sizeof(T))};
+            ahead = Ahead{(const char*)(p + 1 < panels ? here + weight.k * CL_PANEL : next), k_here * CL_PANEL * int64_t(sizeof(T))};
           }
-          panel_product(rows, left, left_stride, here, k_here, sums + p * CL_PANEL, tile_stride, k > 0, prefetch);
+          panel_product(rows, left, left_stride, here, k_here, sums + p * CL_PANEL, tile_stride, k > 0, ahead);
         }
         if (last_piece) epilogue(begin, rows, first_panel, panels, sums, tile_stride);
       }

@@ -15,23 +15,12 @@ struct FlushSubnormals {
   ~FlushSubnormals() { _mm_setcsr(before); }
 };
 
-// The tile registers' shapes, for as long as a run lasts.
+// Whoever uses the tile registers sets their shapes; behind a run they are free.
 struct Tiles {
 #if defined(CL_USE_AMX)
-  Tiles() { tiles_begin(TILE_K); }
   ~Tiles() { tiles_end(); }
 #else
-  Tiles() {}
-#endif
-};
-
-// Those of attention, for as long as it lasts.
-struct AttentionTiles {
-#if defined(CL_USE_AMX)
-  AttentionTiles() { tiles_begin(ATTENTION_K); }
-  ~AttentionTiles() { tiles_begin(TILE_K); }
-#else
-  AttentionTiles() {}
+  ~Tiles() {}
 #endif
 };
 
@@ -53,11 +42,7 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_ROTARY: rotary_table(op, program, batch, share); break;
       case CL_OP_RMS_NORM: rms_norm<T>(op, program, share); break;
       case CL_OP_ADD: add<T>(op, program, share); break;
-      case CL_OP_ATTENTION: {
-        AttentionTiles tiles;
-        attention<T>(pool, op, program, batch, plan, scratch.attention);
-        break;
-      }
+      case CL_OP_ATTENTION: attention<T>(pool, op, program, batch, plan, scratch.attention); break;
       default: linear<T>(pool, op, program, batch, scratch.gemm); break;
     }
     pool.barrier();
@@ -96,7 +81,7 @@ enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };  // sums enough to hide the latency
 static double peak(int64_t rounds, bool int8) {
   const double start = seconds();
 #if defined(CL_USE_AMX) && !defined(CL_EMULATE_AMX)
-  tiles_begin(TILE_K);
+  tiles_begin(TILE_K, 16);
   for (int64_t i = 0; i < rounds; i++) {
     if (int8) {
       _tile_dpbssd(0, 4, 6);

@@ -7,8 +7,8 @@
 
 namespace CL_NS {
 
-// Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 columns. TILE_K elements of k fill a tile; of keys and values sixteen lie
-// together, so attention's tiles are half as deep.
+// Tiles 0 to 3 are sums, 4 and 5 rows (16, or all where there are fewer), 6 and 7 columns. TILE_K elements of k fill a tile; of
+// keys and values sixteen lie together, so attention's tiles are half as deep.
 enum { TILE_ROWS = 32, TILE_K = 32, ATTENTION_K = CL_KV_TOKENS };
 
 struct alignas(64) TileShapes {
@@ -16,7 +16,8 @@ struct alignas(64) TileShapes {
   uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 
-  explicit TileShapes(int depth) {
+  TileShapes(int depth, int num_rows) {
+    for (int t = 0; t < 6; t++) rows[t] = uint8_t(num_rows);
     bytes_per_row[4] = bytes_per_row[5] = uint16_t(depth * sizeof(bf16));
     rows[6] = rows[7] = uint8_t(depth / 2);
   }
@@ -28,7 +29,7 @@ CL_INLINE void written(const void* at) { __asm__ volatile("" : : "r"(at) : "memo
 #if defined(CL_EMULATE_AMX)
 
 static thread_local float tile_memory[8][256];
-static thread_local TileShapes tile_shapes(TILE_K);
+static thread_local TileShapes tile_shapes(TILE_K, 16);
 
 CL_INLINE void tile_zero(int t) { memset(tile_memory[t], 0, 1024); }
 CL_INLINE void tile_load(int t, const void* from, int64_t stride) {
@@ -36,7 +37,7 @@ CL_INLINE void tile_load(int t, const void* from, int64_t stride) {
     memcpy(tile_memory[t] + 16 * r, (const char*)from + r * stride, tile_shapes.bytes_per_row[t]);
 }
 CL_INLINE void tile_store(int t, void* to, int64_t stride) {
-  for (int r = 0; r < 16; r++) memcpy((char*)to + r * stride, tile_memory[t] + 16 * r, 64);
+  for (int r = 0; r < tile_shapes.rows[t]; r++) memcpy((char*)to + r * stride, tile_memory[t] + 16 * r, 64);
 }
 // Even and odd k are summed apart, then together, then into the tile: the order in which the instruction rounds.
 CL_INLINE void tile_multiply(int out, int a, int b) {
@@ -48,7 +49,7 @@ CL_INLINE void tile_multiply(int out, int a, int b) {
     for (int n = 0; n < 16; n++) tile_memory[out][m * 16 + n] += sum[2 * n] + sum[2 * n + 1];
   }
 }
-CL_INLINE void tiles_begin(int depth) { tile_shapes = TileShapes(depth); }
+CL_INLINE void tiles_begin(int depth, int rows) { tile_shapes = TileShapes(depth, rows < 16 ? rows : 16); }
 CL_INLINE void tiles_end() {}
 #define CL_TILE_ZERO(t) tile_zero(t)
 #define CL_TILE_LOAD(t, from, stride) tile_load(t, from, stride)
@@ -57,8 +58,8 @@ CL_INLINE void tiles_end() {}
 
 #else
 
-CL_INLINE void tiles_begin(int depth) {
-  const TileShapes shapes(depth);
+CL_INLINE void tiles_begin(int depth, int rows) {
+  const TileShapes shapes(depth, rows < 16 ? rows : 16);
   written(&shapes);
   _tile_loadconfig(&shapes);
 }
@@ -109,19 +110,18 @@ CL_INLINE void add_products(const bf16* a, int64_t a_stride, bool two_rows, cons
 }
 
 // out[32, 32] = (accumulate ? out : 0) + a[rows, k] @ panel. Reads 16 or 32 rows of a, whatever `rows` says, and writes as
-// many: rows beyond are the caller's to ignore. What is fetched lies together, `prefetch.stride` bytes for each pair of k.
+// many: rows beyond are the caller's to ignore. `bytes` from `ahead` on are fetched, evenly over the steps.
 static void tile_product(int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k, float* out,
-                         int64_t out_stride, bool accumulate, Prefetch prefetch) {
+                         int64_t out_stride, bool accumulate, const char* ahead, int64_t bytes) {
   const bool two_rows = rows > 16;
-  const char* ahead = prefetch.lines > 0 ? prefetch.at[0] : nullptr;
-  const int64_t bytes = prefetch.lines > 0 ? TILE_K / 2 * prefetch.stride : 0;
+  const int64_t lines = bytes / 64, steps = k / TILE_K;
   CL_ASSERT(rows >= 1 && rows <= TILE_ROWS && k % TILE_K == 0);
   written(a);
   load_sums(out, out_stride, two_rows, true, accumulate);
-  for (int64_t i = 0; i < k; i += TILE_K, ahead += bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) fetch_line<false>(ahead + line);
-    const bf16* columns = panel + i * CL_PANEL;
-    add_products(a + i, a_stride, two_rows, columns, columns + 32, 2 * CL_PANEL);
+  for (int64_t step = 0, line = 0; step < steps; step++) {
+    for (const int64_t end = lines * (step + 1) / steps; line < end; line++) fetch_line<false>(ahead + line * 64);
+    const bf16* columns = panel + step * TILE_K * CL_PANEL;
+    add_products(a + step * TILE_K, a_stride, two_rows, columns, columns + 32, 2 * CL_PANEL);
   }
   store_sums(out, out_stride, two_rows, true);
 }

@@ -113,7 +113,8 @@ def attention_launch(
 
 def gemm_launch(out_features: int, in_features: int, num_multiprocessors: int, *, any_rows: bool = False) -> GemmLaunch:
     """The configuration for a weight [out_features, in_features], for few rows or for ``any_rows``."""
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+    # Parts of a split sum take memory for every row, so where there may be many, a few splits must do.
+    wanted = num_multiprocessors if any_rows else PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
     block_n = ANY_ROWS_BLOCK if any_rows else 32 if out_features >= 32 * wanted else 16
     block_k = min(64 if any_rows else 128, max(16, power_of_2(in_features)))
     columns, steps = -(-out_features // block_n), -(-in_features // block_k)

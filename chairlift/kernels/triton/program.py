@@ -103,10 +103,7 @@ class TritonProgram:
 
     @torch.inference_mode()
     def run(
-        self,
-        given: dict[r.Value, Tensor],
-        step: StepTensors | None = None,
-        launch: AttentionLaunch | None = None,
+        self, given: dict[r.Value, Tensor], step: StepTensors | None = None, launch: AttentionLaunch | None = None
     ) -> Tensor:
         """``output`` [T, width] from the values ``given``; ``step`` and ``launch`` are for attention."""
         values, i = dict(given), 0

@@ -27,8 +27,10 @@ using namespace CL_NS;
 
 static const char* begin;
 static int64_t size, outside, again, now;
+static bool watching;
 static std::vector<int64_t> latest;  // per line: when it was fetched, or 0
 static void fetched(const void* at) {
+  if (!watching) return;
   const int64_t offset = (const char*)at - begin;
   if (offset < 0 || offset >= size) {
     outside++;
@@ -54,12 +56,27 @@ int main() {
     static GemmScratch<bf16> scratch;
     const Weight<bf16> packed{weight, panels, k};
     const int chunk = chunk_panels(packed, unit, m, 1);
+    watching = true;
     gemm(pool, a.data(), k, m, packed, chunk, scratch, [](int, int, int, int, float*, int64_t) {});
+    watching = false;
     int64_t never = 0;
     for (int64_t line = int64_t(chunk) * k; line < size / 64; line++) never += latest[line] == 0;
     printf("%ld %ld %ld %ld\n", long(size / 64), long(never), long(again), long(outside));
     free(weight);
   }
+  // With one item for each of two threads, both get one.
+  struct Two {
+    cl_pool pool{2, false};
+    GemmScratch<bf16> scratch[2];
+    std::vector<bf16> a = std::vector<bf16>(160 * 64), weight = std::vector<bf16>(2 * CL_PANEL * 64);
+    int calls[2] = {};
+  };
+  static Two two;
+  two.pool.run([](void*, int thread) {
+    gemm(two.pool, two.a.data(), 64, 80, Weight<bf16>{two.weight.data(), 2, 64}, 1, two.scratch[thread],
+         [thread](int, int rows, int, int, float*, int64_t) { two.calls[thread] += rows; });
+  }, nullptr);
+  printf("%d %d\n", two.calls[0], two.calls[1]);
 }
 """
 
@@ -99,7 +116,9 @@ def test_what_comes_next_is_fetched_once(rows: int, watched: list[str]) -> None:
     cases = [(rows, panels, k, unit) for panels, unit in ((12, 2), (17, 1)) for k in (576, 896, 1536, 4864)]
     text = "\n".join(" ".join(map(str, case)) for case in cases)
     done = subprocess.run(watched, input=text, capture_output=True, text=True, check=True)
-    for case, line in zip(cases, done.stdout.splitlines(), strict=True):
+    *counts, rows_of_threads = done.stdout.splitlines()
+    assert rows_of_threads == "80 80"
+    for case, line in zip(cases, counts, strict=True):
         found = Fetched(*map(int, line.split()))
         # Pieces of k are not quite equally long, nor quite evenly fetched.
         assert found.lines == case[1] * case[2]
