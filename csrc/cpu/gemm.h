@@ -181,7 +181,8 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
             ahead = Ahead{(const char*)(next + p * weight.k * CL_PANEL) + line * 64, (end - line) * 64};
           } else if (B::FLOAT32 && (p + 1 < panels ? block == 0 : block + 1 == blocks && next_panels > 0)) {
             // This piece of the next panel, which the second block then finds in L2; behind the last panel what is next.
-            ahead = Ahead{(const char*)(p + 1 < panels ? here + weight.k * CL_PANEL : next), k_here * CL_PANEL * int64_t(sizeof(T))};
+            const T* at = p + 1 < panels ? here + weight.k * CL_PANEL : next;
+            ahead = Ahead{(const char*)at, k_here * CL_PANEL * int64_t(sizeof(T))};
           }
           panel_product(rows, left, left_stride, here, k_here, sums + p * CL_PANEL, tile_stride, k > 0, ahead);
         }
