@@ -201,14 +201,15 @@ struct AttentionPiece {
   }
 };
 
-// The first keys that a piece looks at, of tokens [begin, end) where it is one split of several.
+// As many of the first keys that a piece looks at as are fetched ahead, of tokens [begin, end).
 template <typename T>
 static Sixteens<T> first_keys(const AttentionPiece<T>& piece, const AttentionTask<T>& task, int begin, int end) {
   const int high = piece.position(0) + 1, window = piece.op.window;
   const int low = window > 0 && high > window ? high - window : 0;
   const int from = begin > low ? begin : low, to = end < high ? end : high;
+  const int first = from / CL_KV_TOKENS, limit = from < to ? (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS : first;
   Sixteens<T> found;
-  found.locate(task, from / CL_KV_TOKENS, from < to ? (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS : from / CL_KV_TOKENS);
+  found.locate(task, first, limit < first + FETCH_AHEAD ? limit : first + FETCH_AHEAD);
   return found;
 }
 

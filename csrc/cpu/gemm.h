@@ -8,7 +8,7 @@
 
 namespace CL_NS {
 
-enum { TILE_COLUMNS = 512, TILE_PAD = 16, MAX_ROW_BLOCK = 32 };
+enum { TILE_COLUMNS = 512, TILE_PAD = 16, MAX_ROW_BLOCK = 32, ROW_UNIT = 16 };
 
 // Some of the rows, where they are divided evenly.
 struct Share {
@@ -146,9 +146,10 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
   // The item after the one at hand is taken early, so that its weights can be fetched meanwhile; unless others want it.
   for (int64_t item = pool.next(), following; item < items; item = following) {
     following = items > pool.num_threads() ? pool.next() : items;
-    const Share share = share_of((m + 15) / 16, int(item / chunks), supers);
-    const int first_panel = int(item % chunks) * chunk_panels, super = share.begin * 16;
-    const int rows_here = (share.end * 16 < m ? share.end * 16 : m) - super;
+    // Rows are divided in units of what AMX computes at once.
+    const Share share = share_of((m + ROW_UNIT - 1) / ROW_UNIT, int(item / chunks), supers);
+    const int first_panel = int(item % chunks) * chunk_panels, super = share.begin * ROW_UNIT;
+    const int rows_here = (share.end * ROW_UNIT < m ? share.end * ROW_UNIT : m) - super;
     const int panels = weight.panels - first_panel < chunk_panels ? weight.panels - first_panel : chunk_panels;
     const int next_panel = int(following % chunks) * chunk_panels;
     const int fetched = following < items && next_panel != first_panel ? weight.panels - next_panel : 0;

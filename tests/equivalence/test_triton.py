@@ -38,6 +38,11 @@ SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 0},
 ]
 """Two are drawn on the device, the others by the sampler that knows everything."""
+MEETINGS: list[dict[str, Any]] = [
+    {"tight": True, "num_lookahead_steps": 1, "block_size": 1},
+    {"arrival": "staggered", "preempting": True, "block_size": 8},
+    {"arrival": "reversed", "max_num_batched_tokens": 40, "max_num_seqs": 16},
+]
 
 
 def greedy(count: int, most_prompt: int, most_output: int) -> list[Job]:
@@ -164,14 +169,7 @@ def test_batch_invariant_answers_have_the_same_bits_in_any_batch(models: Any, de
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"tight": True, "num_lookahead_steps": 1, "block_size": 1},
-        {"arrival": "staggered", "preempting": True, "block_size": 8},
-    ],
-    ids=["tight", "staggered"],
-)
+@pytest.mark.parametrize("how", MEETINGS[:2], ids=lambda how: str(how.get("arrival", "tight")))
 def test_batch_invariant_however_requests_meet(
     family: str, how: dict[str, Any], models: Any, device: torch.device
 ) -> None:
@@ -180,14 +178,6 @@ def test_batch_invariant_however_requests_meet(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"tight": True, "num_lookahead_steps": 1, "block_size": 1},
-        {"arrival": "staggered", "preempting": True, "block_size": 8},
-        {"arrival": "reversed", "max_num_batched_tokens": 40, "max_num_seqs": 16},
-    ],
-    ids=lambda how: str(how.get("arrival", "tight")),
-)
+@pytest.mark.parametrize("how", MEETINGS, ids=lambda how: str(how.get("arrival", "tight")))
 def test_however_requests_meet(family: str, how: dict[str, Any], models: Any, device: torch.device) -> None:
     check_greedy(models(family), greedy(16, 30, 8), device, **how)

@@ -80,7 +80,7 @@ def _add_splits(
 
 
 def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: GemmLaunch) -> Tensor:
-    """``x @ weight.T + bias``, right for any number of rows, and meant for at most 32.
+    """``x @ weight.T + bias``, right for any number of rows, and fast for at most 32.
 
     Args:
         x: [M, K], rows contiguous.
