@@ -80,7 +80,7 @@ enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };  // sums enough to hide the latency
 
 static double peak(int64_t rounds, bool int8) {
   const double start = seconds();
-#if defined(CL_USE_AMX) && !defined(CL_EMULATE_AMX)
+#if defined(CL_USE_AMX)
   tiles_begin(TILE_K, 16);
   for (int64_t i = 0; i < rounds; i++) {
     if (int8) {

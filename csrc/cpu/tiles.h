@@ -1,7 +1,6 @@
 // The AMX products: 32 x 32 outputs in four tiles. Same packed panels as the vector product, every number of rows.
 //
-// The tile instruction keeps its own rounding, so this path uses it for every row count, in attention too. With
-// CL_EMULATE_AMX the tiles are plain memory: slow, but the blocking and addressing can be tested on any processor.
+// The tile instruction keeps its own rounding, so this path uses it for every row count, in attention too.
 #pragma once
 #include "product.h"
 
@@ -26,87 +25,49 @@ struct alignas(64) TileShapes {
 // What was written, at `at` or elsewhere, is in memory behind this: not every compiler sees that tiles are loaded from there.
 CL_INLINE void written(const void* at) { __asm__ volatile("" : : "r"(at) : "memory"); }
 
-#if defined(CL_EMULATE_AMX)
-
-static thread_local float tile_memory[8][256];
-static thread_local TileShapes tile_shapes(TILE_K, 16);
-
-CL_INLINE void tile_zero(int t) { memset(tile_memory[t], 0, 1024); }
-CL_INLINE void tile_load(int t, const void* from, int64_t stride) {
-  for (int r = 0; r < tile_shapes.rows[t]; r++)
-    memcpy(tile_memory[t] + 16 * r, (const char*)from + r * stride, tile_shapes.bytes_per_row[t]);
-}
-CL_INLINE void tile_store(int t, void* to, int64_t stride) {
-  for (int r = 0; r < tile_shapes.rows[t]; r++) memcpy((char*)to + r * stride, tile_memory[t] + 16 * r, 64);
-}
-// Even and odd k are summed apart, then together, then into the tile: the order in which the instruction rounds.
-CL_INLINE void tile_multiply(int out, int a, int b) {
-  const bf16 *left = (const bf16*)tile_memory[a], *right = (const bf16*)tile_memory[b];
-  for (int m = 0; m < 16; m++) {
-    float sum[32] = {};
-    for (int pair = 0; pair < tile_shapes.rows[b]; pair++)
-      for (int i = 0; i < 32; i++) sum[i] += to_float(left[m * 32 + 2 * pair + i % 2]) * to_float(right[pair * 32 + i]);
-    for (int n = 0; n < 16; n++) tile_memory[out][m * 16 + n] += sum[2 * n] + sum[2 * n + 1];
-  }
-}
-CL_INLINE void tiles_begin(int depth, int rows) { tile_shapes = TileShapes(depth, rows < 16 ? rows : 16); }
-CL_INLINE void tiles_end() {}
-#define CL_TILE_ZERO(t) tile_zero(t)
-#define CL_TILE_LOAD(t, from, stride) tile_load(t, from, stride)
-#define CL_TILE_STORE(t, to, stride) tile_store(t, to, stride)
-#define CL_TILE_MULTIPLY(out, a, b) tile_multiply(out, a, b)
-
-#else
-
 CL_INLINE void tiles_begin(int depth, int rows) {
   const TileShapes shapes(depth, rows < 16 ? rows : 16);
   written(&shapes);
   _tile_loadconfig(&shapes);
 }
 CL_INLINE void tiles_end() { _tile_release(); }
-#define CL_TILE_ZERO(t) _tile_zero(t)
-#define CL_TILE_LOAD(t, from, stride) _tile_loadd(t, from, stride)
-#define CL_TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
-#define CL_TILE_MULTIPLY(out, a, b) _tile_dpbf16ps(out, a, b)
-
-#endif
 
 // The sums of 16 or 32 rows and 16 or 32 columns, brought in or set to zero, and put back.
 CL_INLINE void load_sums(const float* out, int64_t stride, bool two_rows, bool two_columns, bool accumulate) {
-  CL_TILE_ZERO(0);
-  CL_TILE_ZERO(1);
-  CL_TILE_ZERO(2);
-  CL_TILE_ZERO(3);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   if (!accumulate) return;
   const int64_t bytes = stride * sizeof(float);
-  CL_TILE_LOAD(0, out, bytes);
-  if (two_columns) CL_TILE_LOAD(1, out + 16, bytes);
-  if (two_rows) CL_TILE_LOAD(2, out + 16 * stride, bytes);
-  if (two_rows && two_columns) CL_TILE_LOAD(3, out + 16 * stride + 16, bytes);
+  _tile_loadd(0, out, bytes);
+  if (two_columns) _tile_loadd(1, out + 16, bytes);
+  if (two_rows) _tile_loadd(2, out + 16 * stride, bytes);
+  if (two_rows && two_columns) _tile_loadd(3, out + 16 * stride + 16, bytes);
 }
 CL_INLINE void store_sums(float* out, int64_t stride, bool two_rows, bool two_columns) {
   const int64_t bytes = stride * sizeof(float);
-  CL_TILE_STORE(0, out, bytes);
-  if (two_columns) CL_TILE_STORE(1, out + 16, bytes);
-  if (two_rows) CL_TILE_STORE(2, out + 16 * stride, bytes);
-  if (two_rows && two_columns) CL_TILE_STORE(3, out + 16 * stride + 16, bytes);
+  _tile_stored(0, out, bytes);
+  if (two_columns) _tile_stored(1, out + 16, bytes);
+  if (two_rows) _tile_stored(2, out + 16 * stride, bytes);
+  if (two_rows && two_columns) _tile_stored(3, out + 16 * stride + 16, bytes);
 }
 
 // The sums brought forward by one tile of k: `second` are the 16 columns behind the first 16, or null.
 CL_INLINE void add_products(const bf16* a, int64_t a_stride, bool two_rows, const bf16* first, const bf16* second,
                             int64_t column_stride) {
   const int64_t a_bytes = a_stride * sizeof(bf16), column_bytes = column_stride * sizeof(bf16);
-  CL_TILE_LOAD(6, first, column_bytes);
-  CL_TILE_LOAD(4, a, a_bytes);
-  CL_TILE_MULTIPLY(0, 4, 6);
+  _tile_loadd(6, first, column_bytes);
+  _tile_loadd(4, a, a_bytes);
+  _tile_dpbf16ps(0, 4, 6);
   if (second) {
-    CL_TILE_LOAD(7, second, column_bytes);
-    CL_TILE_MULTIPLY(1, 4, 7);
+    _tile_loadd(7, second, column_bytes);
+    _tile_dpbf16ps(1, 4, 7);
   }
   if (!two_rows) return;
-  CL_TILE_LOAD(5, a + 16 * a_stride, a_bytes);
-  CL_TILE_MULTIPLY(2, 5, 6);
-  if (second) CL_TILE_MULTIPLY(3, 5, 7);
+  _tile_loadd(5, a + 16 * a_stride, a_bytes);
+  _tile_dpbf16ps(2, 5, 6);
+  if (second) _tile_dpbf16ps(3, 5, 7);
 }
 
 // out[32, 32] = (accumulate ? out : 0) + a[rows, k] @ panel. Reads 16 or 32 rows of a, whatever `rows` says, and writes as

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from chairlift.kernels.cpu.library import supported_isas
-from tests.kernels.cpu.test_tiles import AVX2, AVX512_BF16, SOURCES
+from tests.kernels.cpu.test_tiles import AMX, AVX2, AVX512_BF16, SOURCES, TRAP
 
 WATCHED = r"""
 #include <immintrin.h>
@@ -92,7 +92,7 @@ class Fetched(NamedTuple):
 
 @pytest.fixture(scope="module", params=["avx2", "avx512_bf16", "amx"])
 def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command of a program that counts what a path fetches; the AMX path's tiles are emulated."""
+    """The command of a program that counts what a path fetches; AMX's instructions are done by a handler."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the counting with")
@@ -104,8 +104,10 @@ def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     (folder / "watched.cpp").write_text(WATCHED)
     command = [compiler, "-std=c++17", "-O3", "-pthread", "-DCL_NS=watched", f"-I{SOURCES}"]
     command += [f"-m{name}" for name in instructions]
-    command += ["-DCL_USE_AMX", "-DCL_EMULATE_AMX"] if request.param == "amx" else []
     sources = [folder / "watched.cpp", SOURCES / "pool.cpp", SOURCES / "memory.cpp"]
+    if request.param == "amx":
+        command += ["-DCL_USE_AMX", *(f"-m{name}" for name in AMX)]
+        sources.append(TRAP)
     done = subprocess.run([*command, *map(str, sources), "-o", str(folder / "watched")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [str(folder / "watched")]

@@ -1,8 +1,9 @@
-"""The AMX path on processors without AMX: its tiles in plain memory, everything else with what the processor has.
+"""The AMX path on any processor: what it runs is compiled for AMX, and a signal handler does what the processor cannot.
 
-What can be wrong about that path without the instructions is blocking and addressing: 32 rows at a time and what is
-left of them, blocks of k, rows per pass over the weight, pieces of keys and values. The tests are those of the other
-paths.
+So the instructions are the real ones, with the shapes of their tiles and where compilers put them among stores. The
+handler (tile_trap.cpp) follows the manual, not a processor. What can be wrong about that path is blocking and
+addressing: 32 rows at a time and what is left of them, blocks of k, rows per pass over the weight, pieces of keys and
+values. The tests are those of the other paths.
 """
 
 from __future__ import annotations
@@ -37,31 +38,33 @@ const Kernels* kernels_avx2() { return nullptr; }
 const Kernels* kernels_avx512() { return nullptr; }
 const Kernels* kernels_avx512_bf16() { return &needed_but_unused; }
 """
+TRAP = Path(__file__).with_name("tile_trap.cpp")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-shared", "-pthread"]
-FLAGS += ["-DCL_EMULATE_AMX", "-DCL_CHECK_BOUNDS"]
+FLAGS += ["-DCL_AMX_ANYWHERE", "-DCL_CHECK_BOUNDS"]
 AVX2 = ("avx2", "fma", "f16c")
 AVX512_BF16 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
+AMX = ("amx-tile", "amx-bf16", "amx-int8")
 FEW = Machine("amx", torch.bfloat16, 1)
 MANY = Machine("amx", torch.bfloat16, 2)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def emulated_amx(native_library: library.Library, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def amx_anywhere(native_library: library.Library, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The kernels in use are those of one path, compiled here."""
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("there is no g++ to compile the emulated tiles with")
+        pytest.skip("there is no g++ to compile the AMX path with")
     has_bf16 = "avx512_bf16" in library.supported_isas()
     folder = tmp_path_factory.mktemp("amx")
     (folder / "other_paths.cpp").write_text(OTHER_PATHS)
-    sources = [str(SOURCES / f"{name}.cpp") for name in COMMON]
-    instructions = [f"-m{name}" for name in (AVX512_BF16 if has_bf16 else AVX2)]
-    command = [compiler, *FLAGS, *instructions, f"-I{SOURCES}", *sources, str(folder / "other_paths.cpp")]
+    sources = [*(SOURCES / f"{name}.cpp" for name in COMMON), TRAP, folder / "other_paths.cpp"]
+    instructions = [f"-m{name}" for name in (*(AVX512_BF16 if has_bf16 else AVX2), *AMX)]
+    command = [compiler, *FLAGS, *instructions, f"-I{SOURCES}", *map(str, sources)]
     done = subprocess.run([*command, "-o", str(folder / "amx.so")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    emulated = library.Library(folder / "amx.so")
+    compiled = library.Library(folder / "amx.so")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_load", lambda: (emulated, ""))
+        patch.setattr(library, "_load", lambda: (compiled, ""))
         assert "amx" in library.supported_isas()
         yield
 
