@@ -43,6 +43,7 @@ are those of chairlift bench serve. Every run has an engine of its own, so no ca
 Exit code 1: some requests failed, and are counted by kind."""
 
 _STATIC_ROWS: Final = 16
+_DEFAULTS: Final = {"skip_tokenizer_init": True, "cuda_graphs": "start"}  # or graphs are recorded in measured time
 _TRAFFIC: Final = ("trace", "workload", "input_len", "output_len", "request_rate", "arrivals", "burstiness")
 """With any of these, and those of the next, traffic is meant."""
 _MEASURED: Final = ("max_concurrency", "slo", "compare")
@@ -113,7 +114,7 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> Resul
     slo = parse_goodput([args.slo]) if args.slo is not None else {}
     changes = [] if args.compare is None else [_changes(args.compare)]
     name, where, network = _model(args, settings)
-    own = {"skip_tokenizer_init": True} | dict(settings) | {"model": where}
+    own = _DEFAULTS | dict(settings) | {"model": where}
     sides = [*({**own, **each} for each in changes), own]
     for side in sides:
         EngineConfig.from_flat(side)
@@ -205,7 +206,7 @@ def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> Resul
     name, model_dir, network = _model(args, settings)
     if network is None:
         raise ConfigError(f"{name} has no machine to be measured against; give traffic, such as --workload chat")
-    settings = {"skip_tokenizer_init": True} | dict(settings) | {"model": model_dir}
+    settings = _DEFAULTS | dict(settings) | {"model": model_dir}
     vocab_size = min(Workload().vocab_size, network.vocab_size)
     workload = Workload(count=args.num_prompts or 64, seed=args.seed, vocab_size=vocab_size)
     machine = describe_machine()

@@ -105,7 +105,7 @@ class TritonModelRunner(TorchModelRunner):
         if batch_invariant and model.config.vocab_size % 4:
             self._prompt_rows = 1  # PyTorch sums rows that lie differently in another order
         if cuda and graphs == "start":
-            for size in self._sizes:
+            for size in reversed(self._sizes):  # so that smaller ones find room in what a larger one has left
                 self._recorded(size, truncates=False, keep=False)
 
     @torch.inference_mode()

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.triton import conftest  # before anything that imports the kernels, which it makes interpreted ones
+
+# isort: split
 from chairlift import LLM, SamplingParams, loading
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError
@@ -24,7 +27,6 @@ from chairlift.kernels.triton.program import PagedKV, TritonProgram
 from chairlift.models.flat_batch import FlatBatch
 from chairlift.models.loader import read_config
 from chairlift.sampling.row import SamplingRow
-from tests.kernels.triton import conftest
 from tests.models.tiny import tiny_hf_model
 
 if conftest.MISSING:

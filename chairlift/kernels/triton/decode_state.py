@@ -157,8 +157,8 @@ class DecodeState:
         self._buffers = itertools.cycle(self._make_buffer(device.type == "cuda") for _ in range(2))
 
     def inputs(self, num_rows: int) -> DecodeInputs:
-        """Buffers for steps of ``num_rows`` rows, for :meth:`begin_step` to fill."""
-        flat = torch.zeros((3, num_rows), dtype=torch.int32, device=self._memory.device)
+        """Buffers for steps of ``num_rows`` rows, for :meth:`begin_step` to fill; aligned, for one compiled kernel."""
+        flat = torch.zeros((3, -(-num_rows // 4) * 4), dtype=torch.int32, device=self._memory.device)[:, :num_rows]
         mapping = torch.full((len(self.block_tables), num_rows), -1, dtype=torch.int64, device=self._memory.device)
         return DecodeInputs(flat[0], flat[1], flat[2], mapping)
 

@@ -50,7 +50,7 @@ ROPE_WARPS = 1
 SAMPLING_WARPS = 8
 DRAW_CHUNK = 4096
 """Token ids that one program draws among."""
-SEARCH_BLOCK = 1024
+SEARCH_BLOCK = 512
 """Token ids that the search for a threshold looks at in one go."""
 SEARCH_DIGIT = 4
 """Bits of the threshold that one pass over the vocabulary settles."""

@@ -120,9 +120,10 @@ def _attend(
     BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ) -> None:
-    """Program (tile of queries, KV head, split). Without ``cu_seqlens`` every row has one query."""
+    """Program (tile of queries and KV head, split). Without ``cu_seqlens`` every row has one query."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The heads of a tile are neighbours, because in the cache all heads of a token lie together.
+    row, kv_head, split = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS, tl.program_id(1)
     start, first_query, num_queries = row, 0, 1
     if cu_seqlens_ptr is not None:
         block = row
@@ -261,7 +262,7 @@ def paged_attention(
     )
     stats = torch.empty((num_tokens, num_heads, splits, 2), dtype=torch.float32, device=q.device) if splits > 1 else out
     tiles = num_rows if cu_seqlens is None else num_tokens // (launch.block_m // group) + num_rows
-    _attend[(tiles, num_kv_heads, splits)](
+    _attend[(tiles * num_kv_heads, splits)](
         out, partial, stats, q, key_cache, value_cache, cu_seqlens, seq_lens, block_table, table_rows,
         num_rows, scale * math.log2(math.e), q.stride(0), block_table.stride(0),
         GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=power_of_2(head_dim),

@@ -122,12 +122,13 @@ def _beginning(
     found = tl.full([], 0, dtype=tl.uint32)
     for place in tl.static_range(32 // DIGIT):
         candidates = found + (steps << (32 - DIGIT * (place + 1)))
-        reached = tl.zeros([1 << DIGIT], dtype=tl.float64)
+        parts = tl.zeros([BLOCK, 1 << DIGIT], dtype=tl.float64)
         for at in range(0, vocab, BLOCK):
             ids = at + tl.arange(0, BLOCK)
             order = _order(_scores(_load(row_ptr, ids, vocab), temperature))
             weight = _weights(order, ids, vocab, kept, last_id, best, WEIGHTED)
-            reached += tl.sum(tl.where(order[:, None] >= candidates[None, :], weight[:, None], 0.0), axis=0)
+            parts += tl.where(order[:, None] >= candidates[None, :], weight[:, None], 0.0)
+        reached = tl.sum(parts, axis=0)
         found = tl.max(tl.where((reached >= goal) | (steps == 0), candidates, 0), axis=0)
 
     above = tl.full([], 0.0, dtype=tl.float64)
@@ -394,7 +395,8 @@ def sample(
     failing = torch.empty((num_rows, 2), dtype=torch.float32, device=logits.device)
     if num_rows == 0:
         return tokens, failing
-    value, highest = torch.empty((2, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    # Not one piece of memory: the second half would begin anywhere, and for each alignment a kernel is compiled anew.
+    value, highest = (torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device) for _ in range(2))
     ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
     bar, last_id = (None, None) if kept is None else (kept.bar, kept.last_id)
     _choose[(num_rows, num_chunks)](
