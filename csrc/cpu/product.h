@@ -40,7 +40,7 @@ struct Columns {
 };
 
 // What to fetch while computing: at every step of piece s, for each of `lines` (0, 1, 2 or 4), the cache line at
-// at[s * lines + line] + step * stride, into L1 for attention, whose columns are used soon, and L2 for weights. One at a
+// at[s * lines + line] + step * stride, into L1 for attention's vectors, whose columns are used soon, else into L2. One at a
 // time, because a burst stalls the product until memory has answered.
 struct Prefetch {
   const char* const* at;

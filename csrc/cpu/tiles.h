@@ -87,7 +87,8 @@ static void tile_product(int rows, const bf16* a, int64_t a_stride, const bf16* 
   store_sums(out, out_stride, two_rows, true);
 }
 
-// Attention's product, whose columns come in pieces. Reads and writes 16 rows where `rows` says fewer, as above.
+// Attention's product, whose columns come in pieces. Reads and writes 16 rows where `rows` says fewer, as above. What comes
+// next is fetched into L2: tiles ask for more lines than L1 can wait for at once.
 template <>
 void product_rows<bf16>(int rows, int groups, const bf16* a, int64_t a_stride, const Columns<bf16>& b, float* out,
                         int64_t out_stride, bool accumulate, Prefetch prefetch) {
@@ -113,7 +114,7 @@ void product_rows<bf16>(int rows, int groups, const bf16* a, int64_t a_stride, c
         const int steps = s + 1 < b.segments ? b.steps : b.last_steps;
         for (int step = 0; step < steps; step += STEPS, left += ATTENTION_K) {
           for (int line = 0; line < lines; line++)
-            for (int i = step; i < step + STEPS; i++) fetch_line<true>(prefetch.at[s * lines + line] + i * prefetch.stride);
+            for (int i = step; i < step + STEPS; i++) fetch_line<false>(prefetch.at[s * lines + line] + i * prefetch.stride);
           const bool last = step + STEPS > steps;
           const bf16* first = last ? filled[0] : pieces[0][s] + step * b.stride;
           const bf16* second = last ? filled[1] : pieces[1][s] + step * b.stride;
