@@ -18,7 +18,7 @@ struct Pairs<float> {
 };
 template <>
 struct Pairs<bf16> {
-// The AMX path multiplies bf16 by tiles, emulated where the processor lacks them.
+// The AMX path multiplies bf16 by tiles, whatever its vectors could do.
 #if defined(__AVX512BF16__) || defined(CL_USE_AMX)
   typedef bf16 Left;
   enum { P = 2, PARTS = 1 };
