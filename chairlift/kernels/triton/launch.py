@@ -21,7 +21,6 @@ __all__ = [
     "ROPE_WARPS",
     "SAMPLING_WARPS",
     "SEARCH_BLOCK",
-    "SEARCH_DIGIT",
     "AttentionLaunch",
     "GemmLaunch",
     "attention_launch",
@@ -50,10 +49,8 @@ ROPE_WARPS = 1
 SAMPLING_WARPS = 8
 DRAW_CHUNK = 4096
 """Token ids that one program draws among."""
-SEARCH_BLOCK = 512
-"""Token ids that the search for a threshold looks at in one go."""
-SEARCH_DIGIT = 4
-"""Bits of the threshold that one pass over the vocabulary settles."""
+SEARCH_BLOCK = 2048
+"""Token ids that the search for a threshold looks at in one go, and most that it takes aside."""
 APPLY_BLOCK = 256
 """Words that one program writes."""
 
@@ -105,10 +102,10 @@ def attention_launch(
     if itemsize == 4:
         block_n, block_m = block_n // 2, 16
     if not decode_only:
-        return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=2)
+        return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=3)
     wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, max_rows * num_kv_heads)
     num_splits = min(MOST_ATTENTION_SPLITS, power_of_2(wanted + 1) // 2) if wanted > 1 else 1
-    return AttentionLaunch(max(16, power_of_2(group)), block_n, num_splits, num_warps=4, num_stages=3)
+    return AttentionLaunch(max(16, power_of_2(group)), block_n, num_splits, num_warps=4, num_stages=5)
 
 
 def gemm_launch(out_features: int, in_features: int, num_multiprocessors: int, *, any_rows: bool = False) -> GemmLaunch:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import DRAW_CHUNK, SAMPLING_WARPS, SEARCH_BLOCK, SEARCH_DIGIT, power_of_2
+from chairlift.kernels.triton.launch import DRAW_CHUNK, SAMPLING_WARPS, SEARCH_BLOCK, power_of_2
 
 __all__ = ["Kept", "SamplingSettings", "kept_ids", "sample"]
 
@@ -83,60 +83,52 @@ def _load(row_ptr: tl.tensor, ids: tl.tensor, vocab: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _weights(
-    order: tl.tensor,
-    ids: tl.tensor,
-    vocab: tl.tensor,
-    kept: tl.tensor,
-    last_id: tl.tensor,
-    best: tl.tensor,
-    WEIGHTED: tl.constexpr,
-) -> tl.tensor:
-    """float64: 1 for every id, or what it weighs beside the best one if it is in the kept set, else 0."""
-    inside = (ids < vocab) & ((order > kept) | ((order == kept) & (ids <= last_id)))
-    weight = tl.full(ids.shape, 1.0, dtype=tl.float32)
-    if WEIGHTED:
-        weight = tl.exp(_unorder(order) - best)
-    return tl.where(inside, weight, 0.0).to(tl.float64)
-
-
-@triton.jit
-def _beginning(
+def _weight_from(
+    bar: tl.tensor,
     row_ptr: tl.tensor,
     vocab: tl.tensor,
     temperature: tl.tensor,
     kept: tl.tensor,
     last_id: tl.tensor,
     best: tl.tensor,
-    goal: tl.tensor,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
-    DIGIT: tl.constexpr,
 ) -> tl.tensor:
-    """The shortest beginning of a kept set whose weight reaches ``goal``: the order of its last score, and its last id.
-
-    The first loop finds the highest score with that much weight at or above it, the second how many ids of just that
-    score are needed, the third where they end.
-    """
-    steps = tl.arange(0, 1 << DIGIT).to(tl.uint32)
-    found = tl.full([], 0, dtype=tl.uint32)
-    for place in tl.static_range(32 // DIGIT):
-        candidates = found + (steps << (32 - DIGIT * (place + 1)))
-        parts = tl.zeros([BLOCK, 1 << DIGIT], dtype=tl.float64)
-        for at in range(0, vocab, BLOCK):
-            ids = at + tl.arange(0, BLOCK)
-            order = _order(_scores(_load(row_ptr, ids, vocab), temperature))
-            weight = _weights(order, ids, vocab, kept, last_id, best, WEIGHTED)
-            parts += tl.where(order[:, None] >= candidates[None, :], weight[:, None], 0.0)
-        reached = tl.sum(parts, axis=0)
-        found = tl.max(tl.where((reached >= goal) | (steps == 0), candidates, 0), axis=0)
-
-    above = tl.full([], 0.0, dtype=tl.float64)
+    """float64: how many ids of a kept set have an order of at least ``bar``, or what they weigh beside the best one."""
+    parts = tl.zeros([BLOCK], dtype=tl.float64)
     for at in range(0, vocab, BLOCK):
         ids = at + tl.arange(0, BLOCK)
         order = _order(_scores(_load(row_ptr, ids, vocab), temperature))
-        weight = _weights(order, ids, vocab, kept, last_id, best, WEIGHTED)
-        above += tl.sum(tl.where(order > found, weight, 0.0), axis=0)
+        inside = (ids < vocab) & (order >= bar) & ((order > kept) | ((order == kept) & (ids <= last_id)))
+        weight = tl.exp(_unorder(order) - best) if WEIGHTED else 1.0
+        parts += tl.where(inside, weight, 0.0).to(tl.float64)
+    return tl.sum(parts, axis=0)
+
+
+@triton.jit
+def _beginning(
+    goal: tl.tensor,
+    row_ptr: tl.tensor,
+    vocab: tl.tensor,
+    temperature: tl.tensor,
+    kept: tl.tensor,
+    last_id: tl.tensor,
+    best: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The shortest beginning of a kept set whose weight reaches ``goal``: the order of its last score, and its last id.
+
+    The first loop finds, bit by bit, the highest score with that much weight at or above it; then it is counted how
+    many ids of just that score are needed, and the second loop finds where they end.
+    """
+    found = tl.full([], 0, dtype=tl.uint32)
+    for bit in range(32):
+        candidate = found | (tl.full([], 0x80000000, dtype=tl.uint32) >> bit)
+        reached = _weight_from(candidate, row_ptr, vocab, temperature, kept, last_id, best, WEIGHTED, BLOCK)
+        found = tl.where(reached >= goal, candidate, found)
+
+    above = _weight_from(found + 1, row_ptr, vocab, temperature, kept, last_id, best, WEIGHTED, BLOCK)
     each = tl.full([], 1.0, dtype=tl.float64)
     if WEIGHTED:
         each = tl.exp(_unorder(found) - best).to(tl.float64)
@@ -157,9 +149,37 @@ def _beginning(
 
 
 @triton.jit
+def _gather(
+    few_ptr: tl.tensor,
+    few_ids_ptr: tl.tensor,
+    bar: tl.tensor,
+    row_ptr: tl.tensor,
+    vocab: tl.tensor,
+    temperature: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Copy the logits whose order is at least ``bar``, by rising id, as many as fit; returns how many there are."""
+    count = tl.full([], 0, dtype=tl.int32)
+    for at in range(0, vocab, BLOCK):
+        ids = at + tl.arange(0, BLOCK)
+        raw = _load(row_ptr, ids, vocab)
+        high = (_order(_scores(raw, temperature)) >= bar) & (ids < vocab)
+        found = tl.sum(high.to(tl.int32), axis=0)
+        if found > 0:
+            place = count + tl.cumsum(high.to(tl.int32), axis=0) - 1
+            tl.store(few_ptr + place, raw.to(few_ptr.dtype.element_ty), mask=high & (place < BLOCK))
+            tl.store(few_ids_ptr + place, ids, mask=high & (place < BLOCK))
+        count += found
+    tl.debug_barrier()  # what one thread has written others read
+    return count
+
+
+@triton.jit
 def _kept_ids(
     bar_ptr: tl.tensor,
     last_id_ptr: tl.tensor,
+    few_ptr: tl.tensor,
+    few_ids_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     log_min_p_ptr: tl.tensor,
@@ -169,45 +189,61 @@ def _kept_ids(
     vocab: tl.tensor,
     logits_stride: tl.tensor,
     BLOCK: tl.constexpr,
-    DIGIT: tl.constexpr,
 ) -> None:
-    """Program (row): min-p, then top-k among what is left, then top-p among what is left of that."""
+    """Program (row): min-p, then top-k among what is left, then top-p among what is left of that.
+
+    ``peaks`` are the highest scores of BLOCK sets of ids. So at least n ids lie at or above the n-th highest of them,
+    and hardly more as a rule: these few are copied and searched instead of the vocabulary, if they are enough and fit.
+    """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
     log_min_p = tl.load(log_min_p_ptr + slot, mask=slot >= 0, other=0.0)
     top_k = tl.load(top_k_ptr + slot, mask=slot >= 0, other=0)
     top_p = tl.load(top_p_ptr + slot, mask=slot >= 0, other=1.0)
-    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    row_ptr, size = logits_ptr + row.to(tl.int64) * logits_stride, vocab
     kept = tl.full([], 0, dtype=tl.uint32)
     last_id = tl.full([], _ALL_IDS, dtype=tl.int32)
     with_min_p, with_top_k, with_top_p = log_min_p > float("-inf"), (top_k > 0) & (top_k < vocab), top_p < 1.0
     if (temperature > 0.0) & (with_min_p | with_top_k | with_top_p):
-        best = tl.full([], float("-inf"), dtype=tl.float32)
+        peaks = tl.full([BLOCK], 0, dtype=tl.uint32)
         for at in range(0, vocab, BLOCK):
-            ids = at + tl.arange(0, BLOCK)
-            best = tl.maximum(best, tl.max(_scores(_load(row_ptr, ids, vocab), temperature), axis=0))
+            raw = _load(row_ptr, at + tl.arange(0, BLOCK), vocab)
+            peaks = tl.maximum(peaks, _order(_scores(raw, temperature)))
+        best = _unorder(tl.max(peaks, axis=0))
         if with_min_p:
             bar = best + log_min_p
             kept = _order(tl.where(bar == 0.0, 0.0, bar))
-        if with_top_k:
-            zero, every = tl.full([], 0, dtype=tl.uint32), tl.full([], _ALL_IDS, dtype=tl.int32)
-            last, end = _beginning(
-                row_ptr, vocab, temperature, zero, every, best, top_k.to(tl.float64), False, BLOCK, DIGIT
-            )
-            last_id = tl.where(last >= kept, end, last_id)
-            kept = tl.maximum(kept, last)
-        if with_top_p:
-            whole = tl.full([], 0.0, dtype=tl.float64)
-            for at in range(0, vocab, BLOCK):
-                ids = at + tl.arange(0, BLOCK)
-                order = _order(_scores(_load(row_ptr, ids, vocab), temperature))
-                whole += tl.sum(_weights(order, ids, vocab, kept, last_id, best, True), axis=0)
-            kept_2, end = _beginning(
-                row_ptr, vocab, temperature, kept, last_id, best, top_p * whole, True, BLOCK, DIGIT
-            )
-            last_id = tl.where(kept_2 > kept, end, tl.minimum(end, last_id))
-            kept = tl.maximum(kept, kept_2)
+        if with_top_k | with_top_p:
+            few_ptr, few_ids_ptr = few_ptr + row * BLOCK, few_ids_ptr + row * BLOCK
+            wanted = tl.where(with_top_k, tl.minimum(top_k, BLOCK // 2), BLOCK // 2)
+            peak = tl.full([], 0, dtype=tl.uint32)
+            for bit in range(32):
+                candidate = peak | (tl.full([], 0x80000000, dtype=tl.uint32) >> bit)
+                peak = tl.where(tl.sum((peaks >= candidate).to(tl.int32), axis=0) >= wanted, candidate, peak)
+            few = _gather(few_ptr, few_ids_ptr, tl.maximum(peak, kept), row_ptr, vocab, temperature, BLOCK)
+            goal = top_k.to(tl.float64)
+            # Above a bar of min-p they are all that is kept.
+            enough = (few <= BLOCK) & ((few >= goal) | (kept >= peak))
+            if not with_top_k:
+                goal = top_p * _weight_from(kept, row_ptr, vocab, temperature, kept, last_id, best, True, BLOCK)
+                read = tl.minimum(few, BLOCK)
+                held = _weight_from(kept, few_ptr, read, temperature, kept, last_id, best, True, BLOCK)
+                enough = (few <= BLOCK) & (held >= goal)
+            if enough:
+                row_ptr, size = few_ptr, few  # from here on ids are places
+            if with_top_k:
+                zero = tl.full([], 0, dtype=tl.uint32)
+                last, end = _beginning(goal, row_ptr, size, temperature, zero, last_id, best, False, BLOCK)
+                last_id = tl.where(last >= kept, end, last_id)
+                kept = tl.maximum(kept, last)
+                goal = top_p * _weight_from(kept, row_ptr, size, temperature, kept, last_id, best, True, BLOCK)
+            if with_top_p:
+                last, end = _beginning(goal, row_ptr, size, temperature, kept, last_id, best, True, BLOCK)
+                last_id = tl.where(last > kept, end, tl.minimum(end, last_id))
+                kept = tl.maximum(kept, last)
+            if enough & (last_id < few):
+                last_id = tl.load(few_ids_ptr + last_id)
         tl.store(bar_ptr + row, _unorder(kept))
         tl.store(last_id_ptr + row, last_id)
     else:
@@ -352,15 +388,16 @@ def kept_ids(logits: Tensor, settings: SamplingSettings, slots: Tensor, *, block
         logits: [R, V], rows contiguous, any float dtype; grammar, bias and penalties have been applied.
         settings: how each slot samples.
         slots: int32 [R], the slot of each row; -1: the row only fills up the batch.
-        block: token ids looked at in one go, a power of 2.
+        block: token ids looked at in one go, and most ids that are searched by themselves, a power of 2.
     """
     num_rows, vocab = logits.shape
     bar = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     last_id = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    few, few_ids = logits.new_empty((num_rows, block)), last_id.new_empty((num_rows, block))
     if num_rows:
         _kept_ids[(num_rows,)](
-            bar, last_id, logits, settings.temperature, settings.log_min_p, settings.top_k, settings.top_p, slots,
-            vocab, logits.stride(0), BLOCK=block, DIGIT=SEARCH_DIGIT, num_warps=SAMPLING_WARPS,
+            bar, last_id, few, few_ids, logits, settings.temperature, settings.log_min_p, settings.top_k,
+            settings.top_p, slots, vocab, logits.stride(0), BLOCK=block, num_warps=SAMPLING_WARPS,
         )  # fmt: skip
     return Kept(bar, last_id)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +126,24 @@ def test_tokens_are_those_of_the_cpu(request: pytest.FixtureRequest, count: int,
     sweep(request, count, check)
 
 
+def check_kept(row: Tensor, params: SamplingParams, block: int) -> None:
+    """What the kernel keeps of ``row`` [1, V] is what the transforms keep."""
+    truth, first = row.cpu().clone(), torch.zeros(1, dtype=torch.int64)
+    transforms.apply_temperature(truth, torch.tensor([params.temperature]))
+    scores = truth.clone()
+    if params.min_p:
+        transforms.apply_min_p(truth, first, torch.tensor([params.min_p]))
+    if params.top_k:
+        transforms.apply_top_k(truth, first, [params.top_k])
+    if params.top_p < 1.0:
+        transforms.apply_top_p(truth, first, torch.tensor([params.top_p], dtype=torch.float64))
+    settings = settings_of([SamplingRow(params, 1, 0)], row.device)
+    kept = kept_ids(row, settings, ints([0], row.device), block=block)
+    bar, last_id = float(kept.bar), int(kept.last_id)
+    ours = (scores > bar) | ((scores == bar) & (torch.arange(row.shape[1]) <= last_id))
+    assert ours[0].nonzero().squeeze(-1).tolist() == (truth[0] > -math.inf).nonzero().squeeze(-1).tolist()
+
+
 @pytest.mark.parametrize("count", seeds(6))
 def test_what_is_kept_is_what_the_transforms_keep(
     request: pytest.FixtureRequest, count: int, device: torch.device
@@ -141,21 +160,19 @@ def test_what_is_kept_is_what_the_transforms_keep(
             top_p=draw.choice([1.0, 0.2, 0.5, 0.95]),
             min_p=draw.choice([0.0, 0.05, 0.5]),
         )
-        truth, first = row.cpu().clone(), torch.zeros(1, dtype=torch.int64)
-        transforms.apply_temperature(truth, torch.tensor([params.temperature]))
-        scores = truth.clone()
-        if params.min_p:
-            transforms.apply_min_p(truth, first, torch.tensor([params.min_p]))
-        if params.top_k:
-            transforms.apply_top_k(truth, first, [params.top_k])
-        if params.top_p < 1.0:
-            transforms.apply_top_p(truth, first, torch.tensor([params.top_p], dtype=torch.float64))
-        kept = kept_ids(row, settings_of([SamplingRow(params, 1, 0)], device), ints([0], device), block=64)
-        bar, last_id = float(kept.bar), int(kept.last_id)
-        ours = (scores > bar) | ((scores == bar) & (torch.arange(vocab) <= last_id))
-        assert ours[0].nonzero().squeeze(-1).tolist() == (truth[0] > -math.inf).nonzero().squeeze(-1).tolist()
+        check_kept(row, params, draw.choice([32, 64, 512]))
 
     sweep(request, count, check)
+
+
+@pytest.mark.parametrize("asked", [{"top_p": 0.05}, {"top_p": 0.9}, {"top_k": 3}, {"top_k": 12, "top_p": 0.9}])
+def test_the_few_that_are_taken_aside_may_be_too_few_or_too_many(asked: Any, device: torch.device) -> None:
+    """In blocks of 16: of a flat row 8 or a few more, where 0.9 of it is most of it; of equal scores more than fit."""
+    flat = normal(1, 100, dtype=torch.float32, seed=7, device=device) * 0.1
+    equal = torch.full((1, 100), -9.0, device=device)
+    equal[0, 30:49], equal[0, 99] = 5.0, 9.0  # the best does not fit either
+    for row in (flat, equal, equal[:, :60].contiguous()):
+        check_kept(row, SamplingParams(temperature=1.0, **asked), 16)
 
 
 def test_a_nucleus_of_equal_scores_ends_where_it_should(device: torch.device) -> None:
