@@ -48,21 +48,11 @@ def _write(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _begin(
-    token_ids_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor,
-    slot_mapping_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    num_computed_ptr: tl.tensor,
-    memory_ptr: tl.tensor,
-    table_starts_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    TABLE_WIDTH: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    token_ids_ptr: tl.tensor, positions_ptr: tl.tensor, seq_lens_ptr: tl.tensor, slot_mapping_ptr: tl.tensor,
+    slots_ptr: tl.tensor, tokens_ptr: tl.tensor, num_computed_ptr: tl.tensor, memory_ptr: tl.tensor,
+    table_starts_ptr: tl.tensor, num_rows: tl.tensor, TABLE_WIDTH: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (block of rows): one more token of each is being computed."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < num_rows

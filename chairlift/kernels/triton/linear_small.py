@@ -24,19 +24,10 @@ __all__ = ["linear_small"]
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
-    out_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    num_out: tl.tensor,
-    num_in: tl.tensor,
-    x_stride: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-) -> None:
+    out_ptr: tl.tensor, x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, num_rows: tl.tensor,
+    num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (tile of rows, tile of outputs, split): tiles of rows first, so that they find the weight in the L2."""
     split = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -60,14 +51,9 @@ def _product(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_splits(
-    out_ptr: tl.tensor,
-    parts_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    num_out: tl.tensor,
-    NUM_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    out_ptr: tl.tensor, parts_ptr: tl.tensor, bias_ptr: tl.tensor, num_rows: tl.tensor, num_out: tl.tensor,
+    NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, block of outputs)."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

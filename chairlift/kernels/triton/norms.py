@@ -20,15 +20,9 @@ __all__ = ["add_rms_norm", "rms_norm", "silu_and_mul"]
 
 @triton.jit
 def _rms_norm(
-    out_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    eps: tl.tensor,
-    x_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    PAD: tl.constexpr,
-) -> None:
+    out_ptr: tl.tensor, x_ptr: tl.tensor, residual_ptr: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor,
+    x_stride: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row). With a residual, x is added to it in place, and the sum is normalised."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)

@@ -43,25 +43,11 @@ def _find_row(cu_seqlens_ptr: tl.tensor, num_rows: tl.tensor, block: tl.tensor, 
 
 @triton.jit
 def _attend_keys(
-    q: tl.tensor,
-    position: tl.tensor,
-    key_ptr: tl.tensor,
-    value_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    kv_head: tl.tensor,
-    low: tl.tensor,
-    end: tl.tensor,
-    first_tile: tl.tensor,
-    end_tile: tl.tensor,
-    scale: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tl.tensor:
+    q: tl.tensor, position: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, table_ptr: tl.tensor,
+    kv_head: tl.tensor, low: tl.tensor, end: tl.tensor, first_tile: tl.tensor, end_tile: tl.tensor, scale: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Keys ``low`` to ``end - 1`` of tiles ``first_tile`` to ``end_tile - 1``: values, sums and maxima, all float32.
 
     Nothing outside ``low`` to ``end - 1`` is read: neither table entries nor slots, which may hold anything.
@@ -96,30 +82,13 @@ def _attend_keys(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _attend(
-    out_ptr: tl.tensor,
-    partial_ptr: tl.tensor,
-    stats_ptr: tl.tensor,
-    q_ptr: tl.tensor,
-    key_ptr: tl.tensor,
-    value_ptr: tl.tensor,
-    cu_seqlens_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    table_rows_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    scale: tl.tensor,
-    q_stride: tl.tensor,
-    table_stride: tl.tensor,
-    GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    out_ptr: tl.tensor, partial_ptr: tl.tensor, stats_ptr: tl.tensor, q_ptr: tl.tensor, key_ptr: tl.tensor,
+    value_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, table_ptr: tl.tensor,
+    table_rows_ptr: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, q_stride: tl.tensor, table_stride: tl.tensor,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Program (tile of queries and KV head, split). Without ``cu_seqlens`` every row has one query."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # The heads of a tile are neighbours, because in the cache all heads of a token lie together.
@@ -175,17 +144,10 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _combine(
-    out_ptr: tl.tensor,
-    partial_ptr: tl.tensor,
-    stats_ptr: tl.tensor,
-    cu_seqlens_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-) -> None:
+    out_ptr: tl.tensor, partial_ptr: tl.tensor, stats_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor, num_rows: tl.tensor, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (token, query head): weigh the splits by their maxima and add them up. An empty split is not read."""
     token, head = tl.program_id(0), tl.program_id(1)
     if cu_seqlens_ptr is not None:

@@ -26,14 +26,9 @@ def _times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _normalise(
-    first: tl.tensor,
-    second: tl.tensor,
-    asking: tl.tensor,
-    weight_ptr: tl.tensor,
-    eps: tl.tensor,
-    i: tl.tensor,
+    first: tl.tensor, second: tl.tensor, asking: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor, i: tl.tensor,
     HALF: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """RMSNorm of the heads ``asking`` [H], given as two halves [H, Dh / 2]; the others are returned as they are."""
     a, b = first.to(tl.float32), second.to(tl.float32)
     mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)
@@ -47,23 +42,11 @@ def _normalise(
 
 @triton.jit
 def _rope_and_cache(
-    q_ptr: tl.tensor,
-    key_ptr: tl.tensor,
-    value_ptr: tl.tensor,
-    qkv_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    q_norm_ptr: tl.tensor,
-    k_norm_ptr: tl.tensor,
-    eps: tl.tensor,
-    qkv_stride: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-) -> None:
+    q_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, qkv_ptr: tl.tensor, cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor, slots_ptr: tl.tensor, q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, eps: tl.tensor,
+    qkv_stride: tl.tensor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (token, block of heads); heads are counted through q, k and v."""
     K: tl.constexpr = NUM_HEADS
     V: tl.constexpr = NUM_HEADS + NUM_KV_HEADS

@@ -84,16 +84,9 @@ def _load(row_ptr: tl.tensor, ids: tl.tensor, vocab: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _weight_from(
-    bar: tl.tensor,
-    row_ptr: tl.tensor,
-    vocab: tl.tensor,
-    temperature: tl.tensor,
-    kept: tl.tensor,
-    last_id: tl.tensor,
-    best: tl.tensor,
-    WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+    bar: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor, temperature: tl.tensor, kept: tl.tensor, last_id: tl.tensor,
+    best: tl.tensor, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """float64: how many ids of a kept set have an order of at least ``bar``, or what they weigh beside the best one."""
     parts = tl.zeros([BLOCK], dtype=tl.float64)
     for at in range(0, vocab, BLOCK):
@@ -107,16 +100,9 @@ def _weight_from(
 
 @triton.jit
 def _beginning(
-    goal: tl.tensor,
-    row_ptr: tl.tensor,
-    vocab: tl.tensor,
-    temperature: tl.tensor,
-    kept: tl.tensor,
-    last_id: tl.tensor,
-    best: tl.tensor,
-    WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+    goal: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor, temperature: tl.tensor, kept: tl.tensor,
+    last_id: tl.tensor, best: tl.tensor, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The shortest beginning of a kept set whose weight reaches ``goal``: the order of its last score, and its last id.
 
     The first loop finds, bit by bit, the highest score with that much weight at or above it; then it is counted how
@@ -150,14 +136,9 @@ def _beginning(
 
 @triton.jit
 def _gather(
-    few_ptr: tl.tensor,
-    few_ids_ptr: tl.tensor,
-    bar: tl.tensor,
-    row_ptr: tl.tensor,
-    vocab: tl.tensor,
-    temperature: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+    few_ptr: tl.tensor, few_ids_ptr: tl.tensor, bar: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor,
+    temperature: tl.tensor, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Copy the logits whose order is at least ``bar``, by rising id, as many as fit; returns how many there are."""
     count = tl.full([], 0, dtype=tl.int32)
     for at in range(0, vocab, BLOCK):
@@ -176,20 +157,10 @@ def _gather(
 
 @triton.jit
 def _kept_ids(
-    bar_ptr: tl.tensor,
-    last_id_ptr: tl.tensor,
-    few_ptr: tl.tensor,
-    few_ids_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    log_min_p_ptr: tl.tensor,
-    top_k_ptr: tl.tensor,
-    top_p_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    vocab: tl.tensor,
-    logits_stride: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
+    bar_ptr: tl.tensor, last_id_ptr: tl.tensor, few_ptr: tl.tensor, few_ids_ptr: tl.tensor, logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor, log_min_p_ptr: tl.tensor, top_k_ptr: tl.tensor, top_p_ptr: tl.tensor,
+    slots_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row): min-p, then top-k among what is left, then top-p among what is left of that.
 
     ``peaks`` are the highest scores of BLOCK sets of ids. So at least n ids lie at or above the n-th highest of them,
@@ -303,20 +274,10 @@ def _draw(
 
 @triton.jit
 def _choose(
-    value_ptr: tl.tensor,
-    id_ptr: tl.tensor,
-    highest_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    seeds_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    bar_ptr: tl.tensor,
-    last_id_ptr: tl.tensor,
-    vocab: tl.tensor,
-    logits_stride: tl.tensor,
-    CHUNK: tl.constexpr,
-) -> None:
+    value_ptr: tl.tensor, id_ptr: tl.tensor, highest_ptr: tl.tensor, logits_ptr: tl.tensor, seeds_ptr: tl.tensor,
+    temperature_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor, bar_ptr: tl.tensor,
+    last_id_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, chunk of ids): the chunk's winner, and its highest raw logit, NaN where there is one."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
@@ -346,16 +307,9 @@ def _choose(
 
 @triton.jit
 def _settle(
-    token_ptr: tl.tensor,
-    failing_ptr: tl.tensor,
-    value_ptr: tl.tensor,
-    id_ptr: tl.tensor,
-    highest_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    NUM_CHUNKS: tl.constexpr,
-    PAD: tl.constexpr,
-) -> None:
+    token_ptr: tl.tensor, failing_ptr: tl.tensor, value_ptr: tl.tensor, id_ptr: tl.tensor, highest_ptr: tl.tensor,
+    temperature_ptr: tl.tensor, slots_ptr: tl.tensor, NUM_CHUNKS: tl.constexpr, PAD: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row): the winner of the chunks' winners, or -1 where the logits allow none."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
