@@ -119,7 +119,7 @@ def make_runner(
     max_model_len: int,
 ) -> ModelRunner:
     """The runner for what :func:`choose_kernels` chose, of a model loaded in the layout that goes with it."""
-    threads = config.model.threads
+    threads, most = config.model.threads, config.scheduler.max_num_batched_tokens
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)
     if kernels == "torch":
@@ -133,6 +133,7 @@ def make_runner(
             dtype,
             device,
             num_slots=config.scheduler.max_num_seqs,
+            max_tokens=most,
             max_model_len=max_model_len,
             graphs=config.model.cuda_graphs,
             batch_invariant=config.model.batch_invariant,
@@ -141,5 +142,4 @@ def make_runner(
         pool = Pool(threads)
     except OSError as error:
         raise ConfigError(f"threads is {threads}: {error}") from None
-    most = config.scheduler.max_num_batched_tokens
     return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most)

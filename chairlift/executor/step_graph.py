@@ -9,7 +9,19 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-__all__ = ["CudaGraphs", "EagerSteps", "Graph", "GraphMaker", "graph_sizes", "padded_size"]
+__all__ = [
+    "MOST_RECORDED_TOKENS",
+    "CudaGraphs",
+    "EagerSteps",
+    "Graph",
+    "GraphMaker",
+    "graph_sizes",
+    "padded_size",
+    "token_sizes",
+]
+
+MOST_RECORDED_TOKENS = 1024
+"""Larger steps, with chunks of prompts, are computed for longer than the host takes to launch them; unmeasured."""
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -99,6 +111,12 @@ def graph_sizes(most_rows: int) -> list[int]:
     """Numbers of rows that steps are recorded for: 1, 2, 4, 8, 16, 24 ... 256, then by 32, up to ``most_rows``."""
     ladder = itertools.chain((1, 2, 4), range(8, 256, 8), itertools.count(256, 32))
     return [*itertools.takewhile(lambda size: size < most_rows, ladder), most_rows]
+
+
+def token_sizes(most_tokens: int) -> list[int]:
+    """Numbers of tokens that steps with chunks of prompts are recorded for: by 64 up to 512, then by 128."""
+    sizes = [*range(64, 512, 64), *range(512, MOST_RECORDED_TOKENS + 1, 128)]
+    return [size for size in sizes if size < most_tokens] + [most_tokens] * (most_tokens <= MOST_RECORDED_TOKENS)
 
 
 def padded_size(sizes: list[int], num_rows: int) -> int:

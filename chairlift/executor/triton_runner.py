@@ -1,8 +1,9 @@
 """A model run by the Triton kernels on one GPU: differences in, one launch list or graph, tokens back when ready.
 
 Steps in which every row computes one token and samples read and advance the resident state, padded to one of a few
-sizes, so that a CUDA graph can replay them. All others run launch by launch. Sampling is part of the step, and what was
-drawn is the next step's input where it lies: the host may start that step before it knows the tokens of this one.
+sizes, so that a CUDA graph can replay them. Of others, with chunks of prompts, all but the drawing is a graph too,
+unless there are so many tokens that the GPU is busy for longer than the host is. Sampling is part of the step, and what
+was drawn is the next step's input where it lies: the host may start that step before it knows the tokens of this one.
 Everything is queued on one stream, so that each step sees what the one before it left.
 """
 
@@ -22,7 +23,15 @@ from chairlift.executor.device_sampling import SlotSettings, failures
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.step_buffer import ReturnBuffers, StepBuffer
-from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, GraphMaker, graph_sizes, padded_size
+from chairlift.executor.step_graph import (
+    CudaGraphs,
+    EagerSteps,
+    Graph,
+    GraphMaker,
+    graph_sizes,
+    padded_size,
+    token_sizes,
+)
 from chairlift.kernels import recording
 from chairlift.kernels.triton.decode_state import DecodeInputs, DecodeState
 from chairlift.kernels.triton.launch import AttentionLaunch, attention_launch, num_multiprocessors
@@ -58,10 +67,10 @@ class _Drawn:
 class TritonModelRunner(TorchModelRunner):
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM` with plain weights on a CUDA device, or interpreted.
 
-    ``graphs`` is ``lazy`` (a size is recorded when it is first needed), ``start`` (the sizes of steps without min-p,
-    top-k and top-p are recorded here) or ``off``. The tokens are the same either way. ``batch_invariant``: one way of
-    computing each thing, whatever the batch, so that a request's bits do not depend on others. Raises ConfigError where
-    there is none.
+    ``graphs`` is ``lazy`` (a size is recorded when it is first needed), ``start`` (those of decode steps without min-p,
+    top-k and top-p and those of other steps are recorded here) or ``off``. The tokens are the same either way.
+    ``batch_invariant``: one way of computing each thing, whatever the batch, so that a request's bits do not depend on
+    others. Raises ConfigError where there is none.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class TritonModelRunner(TorchModelRunner):
         device: torch.device,
         *,
         num_slots: int,
+        max_tokens: int,
         max_model_len: int,
         graphs: str,
         batch_invariant: bool = False,
@@ -99,13 +109,17 @@ class TritonModelRunner(TorchModelRunner):
         self._returns = ReturnBuffers((num_slots, 3), torch.int32, device)
         self.graphs: GraphMaker = CudaGraphs(device) if cuda and graphs != "off" else EagerSteps()
         self._decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
+        self._bodies: dict[int, tuple[StepBuffer, Graph[Tensor]]] = {}
+        self._token_sizes = token_sizes(max_tokens) if graphs != "off" else []
         # With it decodes and chunks are the same compiled kernel.
         self._offsets = torch.arange(num_slots + 1, dtype=torch.int32, device=device) if batch_invariant else None
         self._kept_logits = torch.empty(0, dtype=dtype, device=device)
         if batch_invariant and model.config.vocab_size % 4:
             self._prompt_rows = 1  # PyTorch sums rows that lie differently in another order
         if cuda and graphs == "start":
-            for size in reversed(self._sizes):  # so that smaller ones find room in what a larger one has left
+            for size in reversed(self._token_sizes):  # so that smaller ones find room in what a larger one has left
+                self._recorded_body(size)
+            for size in reversed(self._sizes):
                 self._recorded(size, truncates=False, keep=False)
 
     @torch.inference_mode()
@@ -212,58 +226,70 @@ class TritonModelRunner(TorchModelRunner):
         tables, mapping = state.block_tables, inputs.slot_mapping.unbind()
         offsets = None if self._offsets is None else self._offsets[: len(slots) + 1]
         step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, offsets, slots, tables, mapping)
-        outputs = self._compute(step, launch, None, slots, inputs.seq_lens, truncates, keep)
+        hidden = self._run_body(step, launch)
+        outputs = self._draw(hidden, hidden, slots, inputs.seq_lens, truncates, keep)
         if outputs.logits is None:
             return outputs
         return dataclasses.replace(outputs, logits=self._kept_logits[: len(slots)].copy_(outputs.logits))
 
     def _mixed(self, batch: FlatBatch, slots: npt.NDArray[np.int32], truncates: bool) -> _Outputs:
-        """Any other step, launch by launch; ``slots`` are those of the rows that sample."""
+        """Any other step; ``slots`` are those of the rows that sample. They are drawn for launch by launch."""
         late = np.flatnonzero(batch.token_ids < 0)
         owners = np.searchsorted(batch.cu_seqlens, late, side="right") - 1
-        token_ids, places, sources, positions, seq_lens, rows, cu_seqlens, ends, slot, lengths, *mapping = (
-            self._buffer.send(
-                [
-                    batch.token_ids,
-                    late,
-                    batch.slots[owners],
-                    batch.positions,
-                    batch.seq_lens,
-                    batch.slots,
-                    batch.cu_seqlens,
-                    batch.cu_seqlens[batch.sample_rows + 1] - 1,
-                    slots,
-                    batch.seq_lens[batch.sample_rows],
-                    *batch.slot_mapping,
-                ]
-            )
-        )
+        size = next((size for size in self._token_sizes if size >= len(batch.token_ids)), 0)
+        buffer, body = self._recorded_body(size) if size else (self._buffer, None)
+        ends, lengths = batch.cu_seqlens[batch.sample_rows + 1] - 1, batch.seq_lens[batch.sample_rows]
+        rest: list[npt.NDArray[Any]] = [late, batch.slots[owners], ends, slots, lengths]
+        step, (places, sources, ends_there, slots_there, lengths_there) = self._send(buffer, batch, size, rest)
         if len(late):
-            token_ids.index_copy_(0, places, self._state.tokens.index_select(0, sources))
-        step = StepTensors(token_ids, positions, seq_lens, cu_seqlens, rows, self._state.block_tables, mapping)
-        return self._compute(step, self._launch(len(batch.slots), False), ends, slot, lengths, truncates, True)
-
-    def _compute(
-        self,
-        step: StepTensors,
-        launch: AttentionLaunch,
-        ends: Tensor | None,
-        slots: Tensor,
-        lengths: Tensor,
-        truncates: bool,
-        keep: bool,
-    ) -> _Outputs:
-        """A step and its tokens, which the next one finds in the resident state.
-
-        ``ends`` (int32 [R]) are the tokens whose logits are wanted (None: all), ``slots`` and ``lengths`` (int32 [R])
-        their rows' slots, -1 for nobody's, and the positions of the new tokens. Logits are kept on demand: those of
-        every recorded size would fill gigabytes.
-        """
-        given = {self._token_ids: step.token_ids, self._positions: step.positions}
-        hidden = self._body.run(given, step, launch)
+            step.token_ids.index_copy_(0, places, self._state.tokens.index_select(0, sources))
+        hidden = self._run_body(step, self._launch(len(batch.slots), False)) if body is None else body.replay()
         if not len(slots):
             return _Outputs(hidden, None, None)
-        wanted = hidden if ends is None else hidden.index_select(0, ends)
+        return self._draw(hidden, hidden.index_select(0, ends_there), slots_there, lengths_there, truncates, True)
+
+    def _recorded_body(self, size: int) -> tuple[StepBuffer, Graph[Tensor]]:
+        """What computes a step of up to ``size`` tokens, and the buffer that it reads."""
+        if size not in self._bodies:
+            none = np.zeros(0, dtype=np.int32)
+            mapping = [none.astype(np.int64)] * len(self._state.block_tables)
+            nobody = FlatBatch(none, none, none, none, none, [], mapping, [], none, none, [], [], [], [])
+            buffer, most = StepBuffer(self._device), np.zeros(self._state.num_slots, dtype=np.int64)
+            step, _ = self._send(buffer, nobody, size, [most] * 5)  # as much as it will ever hold, so it stays there
+            body = functools.partial(self._run_body, step, self._launch(self._state.num_slots, False))
+            self._bodies[size] = buffer, self.graphs.record(body)
+        return self._bodies[size]
+
+    def _send(
+        self, buffer: StepBuffer, batch: FlatBatch, size: int, rest: list[npt.NDArray[Any]]
+    ) -> tuple[StepTensors, list[Tensor]]:
+        """A step's input and ``rest``, on the device. Unless ``size`` is 0, tokens and rows of nobody fill it up."""
+        tokens, rows = (size, self._state.num_slots) if size else (len(batch.token_ids), len(batch.slots))
+        arrays: list[tuple[npt.NDArray[Any], int, int]] = [
+            (batch.token_ids, tokens, 0),
+            (batch.positions, tokens, 0),
+            (batch.seq_lens, rows, 0),
+            (batch.cu_seqlens, rows + 1, len(batch.token_ids)),
+            (batch.slots, rows, 0),
+            *((mapping, tokens, -1) for mapping in batch.slot_mapping),
+        ]
+        filled = [np.append(array, np.full(length - len(array), fill, array.dtype)) for array, length, fill in arrays]
+        token_ids, positions, seq_lens, cu_seqlens, slots, *others = buffer.send([*filled, *rest])
+        tables, groups = self._state.block_tables, len(batch.slot_mapping)
+        return StepTensors(token_ids, positions, seq_lens, cu_seqlens, slots, tables, others[:groups]), others[groups:]
+
+    def _run_body(self, step: StepTensors, launch: AttentionLaunch) -> Tensor:
+        """Activations [T, D] of all tokens."""
+        return self._body.run({self._token_ids: step.token_ids, self._positions: step.positions}, step, launch)
+
+    def _draw(
+        self, hidden: Tensor, wanted: Tensor, slots: Tensor, lengths: Tensor, truncates: bool, keep: bool
+    ) -> _Outputs:
+        """One token for each row of ``wanted`` [R, D], which the next step finds in the resident state.
+
+        ``slots`` and ``lengths`` (int32 [R]) are their rows' slots, -1 for nobody's, and the positions of the new
+        tokens. Logits are kept on demand: those of every recorded size would fill gigabytes.
+        """
         logits = self._compute_logits(wanted)
         kept = kept_ids(logits, self._state.sampling, slots) if truncates else None
         tokens, failing = sample(logits, self._state.sampling, slots, lengths, kept)
