@@ -176,6 +176,29 @@ def test_replays_give_the_tokens_of_fresh_steps(
     assert runner_of(llm).graphs.num_graphs == len(runner_of(llm)._decodes) + len(runner_of(llm)._bodies) > 1
 
 
+def test_steps_with_chunks_may_be_filled_up(model_dir: Path, device: torch.device) -> None:
+    """To 4, 8 or 32 tokens and eight rows, which changes no token. Another prompt begins in every step."""
+
+    def served(llm: LLM) -> dict[str, list[int]]:
+        done = {}
+        for i, length in enumerate((24, 2, 9, 1, 1, 3, 2, 1)):
+            prompt, params = [5 + i, *range(20, 19 + length)], dataclasses.replace(GREEDY, max_tokens=9)
+            llm.engine.add_request(prompt, params, request_id=str(i), stream=False)
+            done |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step()}
+        while llm.engine.has_unfinished:
+            done |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step()}
+        return done
+
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "num_kv_blocks": 80, "max_model_len": 48}
+    llm = load(model_dir, device, num_lookahead_steps=1, **sizes)
+    runner = runner_of(llm)
+    runner._token_sizes = [4, 8, 32]
+    if not conftest.ON_GPU:
+        runner.graphs = OverwritingGraphs()
+    assert served(llm) == served(load(model_dir, "cpu", "torch", **sizes))
+    assert sorted(runner._bodies) == [4, 8, 32]
+
+
 AHEAD: list[tuple[list[int], dict[str, Any]]] = [
     ([5, 6, 7, 8, 9, 10], {"temperature": 0.0, "max_tokens": 7, "ignore_eos": True}),
     ([11, 12], {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}),
