@@ -81,7 +81,7 @@ class ModelConfig:
     """Who computes: auto picks the best this processor or GPU has; a name forces that path (triton: on a GPU); torch is
     the reference."""
     cuda_graphs: str = "lazy"
-    """Decode steps recorded as CUDA graphs: lazy (when first needed), start (all at the start), or off (vLLM's
+    """Steps recorded as CUDA graphs: lazy (when first needed), start (all at the start), or off (vLLM's
     enforce_eager)."""
     batch_invariant: bool = False
     """Answers have the same bits whatever else is in the batch, at a cost in speed on a GPU; on the CPU's native

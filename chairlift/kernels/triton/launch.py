@@ -101,11 +101,14 @@ def attention_launch(
     block_m = 64
     if itemsize == 4:
         block_n, block_m = block_n // 2, 16
+    # With fewer than 5 stages the compiler asks for the next keys, whose place is read from a table, only when these are
+    # done with. Wide tiles of wide heads would not fit into the memory of all GPUs five times.
+    stages = 5 if decode_only or head_dim <= 128 else 3
     if not decode_only:
-        return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=3)
+        return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=stages)
     wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, max_rows * num_kv_heads)
     num_splits = min(MOST_ATTENTION_SPLITS, power_of_2(wanted + 1) // 2) if wanted > 1 else 1
-    return AttentionLaunch(max(16, power_of_2(group)), block_n, num_splits, num_warps=4, num_stages=5)
+    return AttentionLaunch(max(16, power_of_2(group)), block_n, num_splits, num_warps=4, num_stages=stages)
 
 
 def gemm_launch(out_features: int, in_features: int, num_multiprocessors: int, *, any_rows: bool = False) -> GemmLaunch:

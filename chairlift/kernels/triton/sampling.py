@@ -3,8 +3,8 @@
 
 What is computed is defined in :mod:`chairlift.sampling.gumbel` and :mod:`chairlift.sampling.logits`. min-p, top-k and
 top-p each keep a beginning of the ids ordered by falling score, lowest id first among equals. So what a row keeps is
-one pair, a score and an id, and finding it needs no sort: the score is found digit by digit, from how many ids, or how
-much probability, lie at or above sixteen candidates at a time.
+one pair, a score and an id, and finding it needs no sort: the score is found bit by bit, from how many ids, or how
+much probability, lie at or above a candidate; as a rule among a few ids that two passes over the row have taken aside.
 
 **Determinism.** A row is worked on alone and in one order, so its token does not depend on the other rows. The random
 words are those of the CPU to the bit. Noise is made in float32 first, and only ids that could still win get the

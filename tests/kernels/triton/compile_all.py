@@ -2,7 +2,7 @@
 
 The interpreter runs kernels as Python, so it accepts much that the compiler does not. Here the package's own functions
 are called on CPU tensors, and each launch is compiled instead of run. Prints one line per kernel, with the registers
-and spills that the assembler reports.
+and spills that the assembler reports, and how many copies to shared memory may be under way while a loop computes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Compiler:
         if line not in self.compiled:
             self.compiled.add(line)
             binary = triton.compile(source, target=self.target, options=chosen)
-            print(f"{resources(binary.asm['cubin'])}, {binary.metadata.shared} B shared: {line}", flush=True)
+            under_way = max(map(int, re.findall(r"async_wait .*num = (\d+)", binary.asm["ttgir"])), default=0)
+            shared = f"{binary.metadata.shared} B shared, {under_way} copies"
+            print(f"{resources(binary.asm['cubin'])}, {shared}: {line}", flush=True)
 
 
 def resources(cubin: bytes) -> str:

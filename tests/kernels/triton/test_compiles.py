@@ -23,3 +23,6 @@ def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [line for line in run.stdout.splitlines() if " registers, " in line]
     assert {line.split(": ")[1].split(" ")[0] for line in lines} == NAMES
+    # The next keys, or weights, must be on their way while a tile of them is computed.
+    idle = [line for line in lines if line.split(": ")[1].startswith(("_attend", "_product")) and ", 0 copies" in line]
+    assert [line.split("[")[1].split("]")[0] for line in idle] == ["8, 1, 256, 256, 16, 64, 32, 1"]
