@@ -101,8 +101,8 @@ def attention_launch(
     block_m = 64
     if itemsize == 4:
         block_n, block_m = block_n // 2, 16
-    # With fewer than 5 stages the compiler asks for the next keys, whose place is read from a table, only when these are
-    # done with. Wide tiles of wide heads would not fit into the memory of all GPUs five times.
+    # With fewer than 5 stages the compiler asks for the next keys, whose place is read from a table, only after it is
+    # done with these. Wide tiles of wide heads would not fit into the memory of all GPUs five times.
     stages = 5 if decode_only or head_dim <= 128 else 3
     if not decode_only:
         return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=stages)
