@@ -11,7 +11,9 @@ from typing import Any
 from protocol import Requests, serve
 
 
-def load(model: Path, extra: dict[str, Any]) -> tuple[Callable[[Requests], Sequence[int]], dict[str, Any]]:
+def load(
+    model: Path, extra: dict[str, Any], temperature: float
+) -> tuple[Callable[[Requests], Sequence[int]], dict[str, Any]]:
     import torch
 
     from chairlift import LLM, SamplingParams, __version__
@@ -26,7 +28,7 @@ def load(model: Path, extra: dict[str, Any]) -> tuple[Callable[[Requests], Seque
     llm = LLM(model, **settings)
 
     def answer(requests: Requests) -> list[int]:
-        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for _, count in requests]
+        params = [SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True) for _, count in requests]
         outputs = llm.generate([prompt for prompt, _ in requests], params)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
@@ -42,8 +44,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--settings", type=json.loads, default={}, help="more settings: '{\"max_num_seqs\": 64}'")
+    parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    serve(lambda: load(args.model, args.settings))
+    serve(lambda: load(args.model, args.settings, args.temperature))
 
 
 if __name__ == "__main__":

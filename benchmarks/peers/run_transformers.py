@@ -5,7 +5,8 @@
 
 ``continuous`` is its paged KV cache and continuous batching, as behind ``generate_batch``. ``padded`` is plain
 ``generate``: batches in the order of arrival, prompts padded on the left, every row computed to the longest answer of
-its batch. Weights, activations and KV cache in bfloat16, or in float32 where a processor lacks 16-bit products.
+its batch. Weights, activations and KV cache in bfloat16, or in float32 where a processor lacks 16-bit products. On a
+GPU ``continuous`` finds the size of its pages and of its cache itself.
 """
 
 from __future__ import annotations
@@ -34,17 +35,23 @@ def load(args: argparse.Namespace, at_end: ExitStack) -> tuple[Answer, dict[str,
 
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa", local_files_only=True
-    ).eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa", local_files_only=True
+        )
+        .eval()
+        .to(args.device)
+    )
     settings: dict[str, Any] = {"engine": args.engine, "threads": args.threads, "dtype": args.dtype}
     if args.engine == "padded":
         settings |= {"rows": args.rows}
         answer = padded(model, args.rows)
     else:
-        blocks = kv_blocks(model.config, args.block_size, model.dtype.itemsize)
-        settings |= {"block_size": args.block_size, "num_blocks": blocks, "max_batch_tokens": args.max_batch_tokens}
-        settings |= {"max_requests_per_batch": args.max_requests, "allow_block_sharing": False}
+        settings["batching"] = {"max_batch_tokens": args.max_batch_tokens, "max_requests_per_batch": args.max_requests}
+        settings["batching"] |= {"allow_block_sharing": False}
+        if args.device == "cpu":
+            blocks = kv_blocks(model.config, args.block_size, model.dtype.itemsize)
+            settings["batching"] |= {"page_size": args.block_size, "num_blocks": blocks}
         answer = continuous(model, settings, at_end)
     return answer, {"version": transformers.__version__, "torch": torch.__version__, "settings": settings}
 
@@ -64,8 +71,10 @@ def padded(model: Any, rows: int) -> Answer:
         for first in range(0, len(requests), rows):
             batch = requests[first : first + rows]
             longest, most = max(len(prompt) for prompt, _ in batch), max(count for _, count in batch)
-            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch])
-            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch])
+            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch], device=model.device)
+            mask = torch.tensor(
+                [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch], device=model.device
+            )
             options = {"do_sample": False, "min_new_tokens": most, "max_new_tokens": most}
             with torch.inference_mode():
                 output = model.generate(
@@ -82,13 +91,7 @@ def continuous(model: Any, settings: dict[str, Any], at_end: ExitStack) -> Answe
     import transformers
 
     config = transformers.GenerationConfig(do_sample=False, eos_token_id=NO_END, pad_token_id=0, max_new_tokens=1)
-    batching = transformers.ContinuousBatchingConfig(
-        page_size=settings["block_size"],
-        num_blocks=settings["num_blocks"],
-        max_batch_tokens=settings["max_batch_tokens"],
-        max_requests_per_batch=settings["max_requests_per_batch"],
-        allow_block_sharing=settings["allow_block_sharing"],
-    )
+    batching = transformers.ContinuousBatchingConfig(**settings["batching"])
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
     manager.start()
     at_end.callback(manager.stop, block=True, timeout=5, hard_stop=True)  # its thread would keep the process
@@ -116,6 +119,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--engine", choices=["continuous", "padded"], default="continuous")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rows", type=int, default=16, help="of a padded batch")
     parser.add_argument("--block-size", type=int, default=32)

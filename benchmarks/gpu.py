@@ -1,0 +1,151 @@
+"""On one GPU: Chairlift, what its CUDA graphs and its look-ahead bring, and transformers' continuous batching.
+
+    python benchmarks/make_random_model.py /tmp/qwen3 --shape qwen3-0.6b
+    python benchmarks/gpu.py --model /tmp/qwen3 --rounds 2 --json benchmarks/results/gpu-qwen3-0.6b.json
+
+The requests are those that nano-vllm is measured with: 256, all there at the start, prompts and answers of 100 to 1,024
+tokens each, uniformly, seed 0. Chairlift draws at temperature 0.6; transformers takes the likeliest token, which is
+less work. Engines take turns, and each is started, warmed up, timed once and ended in its turn, so that it has the
+GPU's memory for itself. The floor follows from the GPU's limits, measured at the end. ``--device cpu`` tries the script
+out, without a floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PEERS = HERE / "peers"
+sys.path.insert(0, str(PEERS))
+
+from compare import print_table, summarise  # noqa: E402
+from protocol import Child  # noqa: E402
+from workload import totals  # noqa: E402
+
+Requests = list[tuple[list[int], int]]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "chairlift": {},
+    "graphs off": {"cuda_graphs": "off"},
+    "in turns": {"num_lookahead_steps": 0},
+}
+"""Settings that differ from the first's; ``in turns``: host and GPU wait for each other."""
+
+
+def draw(count: int, longest: int) -> Requests:
+    """``count`` prompts and output lengths, drawn in nano-vllm's order; its ``longest`` is 1,024."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, longest))] for _ in range(count)]
+    return [(prompt, rng.randint(100, longest)) for prompt in prompts]
+
+
+def commands(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The engines to run, in the order of a round."""
+    settings = {"device": args.device, "num_lookahead_steps": 1, "cuda_graphs": "start", "max_num_seqs": 256}
+    settings |= {"kv_cache_memory_bytes": None if args.device == "cuda" else 2 << 30}
+    settings |= {"max_num_batched_tokens": args.max_num_batched_tokens}
+    chairlift = [sys.executable, str(PEERS / "run_chairlift.py"), "--model", str(args.model), "--temperature", "0.6"]
+    engines = {name: [*chairlift, "--settings", json.dumps(settings | own)] for name, own in VARIANTS.items()}
+    peer = [sys.executable, str(PEERS / "run_transformers.py"), "--model", str(args.model), "--device", args.device]
+    engines["transformers"] = [*peer, "--max-batch-tokens", str(args.max_num_batched_tokens), "--max-requests", "256"]
+    return {name: engines[name] for name in engines if name == "chairlift" or name in args.only}
+
+
+def measure(engines: dict[str, list[str]], requests: Path, rounds: int, work: Path) -> tuple[dict[str, Any], ...]:
+    """What each engine says about itself, and the result of each of its rounds."""
+    about: dict[str, Any] = {}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+    for number in range(rounds):
+        for name, command in engines.items():
+            child = Child(name, command, work / f"{name.replace(' ', '-')}.log")
+            try:
+                about[name] = child.about
+                results[name].append(child.run(requests))
+            finally:
+                child.kill()
+            print(f"round {number + 1}  {name:13s} {results[name][-1]['seconds']:7.2f} s", flush=True)
+    return about, results
+
+
+def floor_of(model: Path, requests: Requests) -> tuple[float, dict[str, Any]]:
+    """Seconds that the GPU's limits allow at best, and these limits."""
+    import torch
+
+    from chairlift.bench.floor import GPU_BUDGETS, ModelCost, workload_floor
+    from chairlift.bench.limits import GPU, measure_device
+    from chairlift.bench.report import limits_lines, limits_record
+    from chairlift.models.hf_config import read_config
+
+    limits = measure_device(torch.device("cuda"), torch.bfloat16)
+    print("", *limits_lines(limits), sep="\n")
+    lengths = [(len(prompt), count) for prompt, count in requests]
+    cost, roof = ModelCost.of(read_config(model), torch.bfloat16), limits.roof(GPU, torch.bfloat16, 1)
+    floor = workload_floor(lengths, cost, roof, max_num_seqs=256, budgets=GPU_BUDGETS)
+    return floor.seconds, limits_record(limits) | {"gpu": torch.cuda.get_device_name()}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    names = [*VARIANTS, "transformers"][1:]
+    parser.add_argument("--only", nargs="*", choices=names, default=names, help="beside Chairlift itself")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of prompts and answers, at least 100")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "chairlift-gpu", help="for logs")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.rounds < 1 or args.requests < 1 or args.longest < 100:
+        parser.error("--rounds and --requests must be at least 1, and --longest at least 100")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that measure() ends the child
+    args.work.mkdir(parents=True, exist_ok=True)
+    requests = draw(args.requests, args.longest)
+    prompt_tokens, output_tokens = totals(requests)
+    workload = args.work.resolve() / "workload.json"
+    workload.write_text(json.dumps(requests))
+    about, results = measure(commands(args), workload, args.rounds, args.work)
+    floor, limits = floor_of(args.model, requests) if args.device == "cuda" else (None, {})
+    summary = summarise(results, output_tokens, floor)
+    print_table(summary, about)
+    floor_text = "" if floor is None else f"; the floor is {floor:.2f} s, {output_tokens / floor:,.0f} output tokens/s"
+    print(f"{len(requests)} requests, {prompt_tokens:,} prompt tokens, {output_tokens:,} output tokens{floor_text}")
+    if args.json:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
+        record = {
+            "date": datetime.date.today().isoformat(),
+            "command": shlex.join(["gpu.py", *sys.argv[1:]]),
+            "commit": git.stdout.strip(),
+            "device": args.device,
+            "limits": limits,
+            "python": platform.python_version(),
+            "model": json.loads((args.model / "config.json").read_text()),
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "floor_seconds": floor,
+            "summary": summary,
+            "engines": about,
+            "rounds": results,
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
