@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import ConfigError, InvariantError
-from chairlift.kernels import ops, reference
 from chairlift.kernels import recording as r
+from chairlift.kernels import reference
 from chairlift.kernels.triton.launch import AttentionLaunch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.paged_attention import paged_attention
-from chairlift.kernels.triton.rope_cache import rope_and_cache
+from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
 
 __all__ = ["SMALL_ROWS", "PagedKV", "StepTensors", "TritonProgram"]
 
@@ -151,8 +151,7 @@ class TritonProgram:
                 return values[node.inputs[0]] + values[node.inputs[1]]
             case r.RotaryTable(factor=factor):
                 dtype = node.out.recorder.dtype
-                cos, sin = ops.rotary_table(values[node.inputs[0]], self._frequencies[node.out], factor, dtype)
-                return torch.stack((cos, sin))
+                return rotary_table(values[node.inputs[0]], self._frequencies[node.out], factor, dtype)
             case r.RotaryHeads() if step is not None:
                 return self._heads(node, values, step)
             case r.Attention(layer=layer) if step is not None and launch is not None:

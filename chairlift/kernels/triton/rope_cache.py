@@ -15,7 +15,7 @@ from torch import Tensor
 from chairlift.errors import InvariantError
 from chairlift.kernels.triton.launch import ROPE_HEADS, ROPE_WARPS, power_of_2
 
-__all__ = ["rope_and_cache"]
+__all__ = ["rope_and_cache", "rotary_table"]
 
 
 @triton.jit
@@ -81,6 +81,34 @@ def _rope_and_cache(
         is_value = inside & (h >= V)[:, None]
         tl.store(values, first, mask=is_value)
         tl.store(values + HALF, second, mask=is_value)
+
+
+@triton.jit
+def _rotary_table(
+    out_ptr: tl.tensor, positions_ptr: tl.tensor, frequencies_ptr: tl.tensor, factor: tl.tensor,
+    HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (token)."""
+    token, i = tl.program_id(0), tl.arange(0, HALF_PAD)
+    frequencies = tl.load(frequencies_ptr + i, mask=i < HALF, other=0.0)
+    angles = tl.load(positions_ptr + token).to(tl.float32) * frequencies
+    out = out_ptr + token * HALF + i
+    tl.store(out, (tl.cos(angles) * factor).to(out_ptr.dtype.element_ty), mask=i < HALF)
+    sines = (tl.sin(angles) * factor).to(out_ptr.dtype.element_ty)
+    tl.store(out + tl.num_programs(0) * HALF, sines, mask=i < HALF)
+
+
+def rotary_table(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines [2, T, 1, Dh / 2] of ``positions`` (integers [T]) times ``frequencies`` (float32 [Dh / 2]),
+    scaled by ``factor``.
+    """
+    half = len(frequencies)
+    out = torch.empty((2, len(positions), 1, half), dtype=dtype, device=positions.device)
+    if len(positions):
+        _rotary_table[(len(positions),)](
+            out, positions, frequencies, factor, HALF=half, HALF_PAD=power_of_2(half), num_warps=ROPE_WARPS
+        )
+    return out
 
 
 def rope_and_cache(

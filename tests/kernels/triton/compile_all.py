@@ -26,7 +26,7 @@ from chairlift.kernels.triton.launch import attention_launch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.paged_attention import paged_attention
-from chairlift.kernels.triton.rope_cache import rope_and_cache
+from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
 from chairlift.kernels.triton.sampling import kept_ids, sample
 
 TYPES = {
@@ -132,6 +132,7 @@ def everything() -> None:
     qkv, half = torch.empty((1, 18 * 64), dtype=torch.bfloat16), torch.empty((1, 1, 32), dtype=torch.bfloat16)
     rope_and_cache(qkv, (half, half), cache, cache, slots, num_heads=14, q_norm=norm, k_norm=norm, eps=1e-6)
     rope_and_cache(qkv, (half, half), cache, cache, slots, num_heads=14)
+    rotary_table(torch.empty(3, dtype=torch.int32), torch.empty(32), 1.0, torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         x, weight = torch.empty((3, 896), dtype=dtype), torch.empty(896, dtype=dtype)
         rms_norm(x, weight, 1e-6)

@@ -10,7 +10,7 @@ import pytest
 
 NAMES = {
     "_add_splits", "_attend", "_begin", "_choose", "_combine", "_kept_ids", "_product", "_rms_norm", "_rope_and_cache",
-    "_settle", "_silu_and_mul", "_store", "_write",
+    "_rotary_table", "_settle", "_silu_and_mul", "_store", "_write",
 }  # fmt: skip
 
 

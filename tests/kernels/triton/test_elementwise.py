@@ -10,7 +10,7 @@ import torch
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops, reference
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
-from chairlift.kernels.triton.rope_cache import rope_and_cache
+from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
 from tests.kernels.triton.probes import TOLERANCE, normal, seeds
 from tests.sweep import sweep
 
@@ -62,6 +62,18 @@ def test_no_rows(device: torch.device) -> None:
     assert silu_and_mul(x).shape == (0, 32)
     none = torch.empty(0, dtype=torch.int64, device=device)
     assert rope_and_cache(x, None, cache, cache, none, num_heads=2).shape == (0, 2, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotary_table_is_that_of_pytorch(dtype: torch.dtype, device: torch.device) -> None:
+    positions = torch.tensor([0, 1, 17, 4095, 131_071], dtype=torch.int32, device=device)
+    frequencies = 1e4 ** (-torch.arange(12, device=device) / 12)
+    for factor in (1.0, 1.25):
+        cos, sin = ops.rotary_table(positions, frequencies, factor, torch.float32)
+        table = rotary_table(positions, frequencies, factor, dtype)
+        assert table.dtype == dtype
+        torch.testing.assert_close(table.float(), torch.stack((cos, sin)), rtol=0, atol=1e-6 + TOLERANCE[dtype] / 4)
+    assert rotary_table(positions[:0], frequencies, 1.0, dtype).shape == (2, 0, 1, 12)
 
 
 def rope_case(seed: int, device: torch.device) -> None:
