@@ -1,4 +1,4 @@
-"""Decode steps at fixed numbers of rows, each recorded once as a CUDA graph and replayed with a single launch."""
+"""Steps of fixed numbers of rows or tokens, each recorded once as a CUDA graph and replayed with a single launch."""
 
 from __future__ import annotations
 

@@ -110,16 +110,16 @@ class TritonModelRunner(TorchModelRunner):
         self.graphs: GraphMaker = CudaGraphs(device) if cuda and graphs != "off" else EagerSteps()
         self._decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
         self._bodies: dict[int, tuple[StepBuffer, Graph[Tensor]]] = {}
-        self._token_sizes = token_sizes(max_tokens) if graphs != "off" else []
+        self._token_sizes = token_sizes(max_tokens)
         # With it decodes and chunks are the same compiled kernel.
         self._offsets = torch.arange(num_slots + 1, dtype=torch.int32, device=device) if batch_invariant else None
         self._kept_logits = torch.empty(0, dtype=dtype, device=device)
         if batch_invariant and model.config.vocab_size % 4:
             self._prompt_rows = 1  # PyTorch sums rows that lie differently in another order
         if cuda and graphs == "start":
-            for size in reversed(self._token_sizes):  # so that smaller ones find room in what a larger one has left
+            for size in reversed(self._token_sizes):
                 self._recorded_body(size)
-            for size in reversed(self._sizes):
+            for size in reversed(self._sizes):  # so that smaller ones find room in what a larger one has left
                 self._recorded(size, truncates=False, keep=False)
 
     @torch.inference_mode()
@@ -250,6 +250,9 @@ class TritonModelRunner(TorchModelRunner):
 
     def _recorded_body(self, size: int) -> tuple[StepBuffer, Graph[Tensor]]:
         """What computes a step of up to ``size`` tokens, and the buffer that it reads."""
+        largest = self._token_sizes[-1]
+        if not self._bodies and size != largest and isinstance(self.graphs, CudaGraphs):
+            self._recorded_body(largest)  # smaller ones find room in what it has left
         if size not in self._bodies:
             none = np.zeros(0, dtype=np.int32)
             mapping = [none.astype(np.int64)] * len(self._state.block_tables)

@@ -390,8 +390,8 @@ def test_a_gpu_is_named_and_filled(model_dir: Path, monkeypatch: pytest.MonkeyPa
 def test_graphs_change_nothing(graphs: str, model_dir: Path) -> None:
     llm = load(model_dir, "cuda", cuda_graphs=graphs)
     assert answers(llm) == answers(load(model_dir, "cuda", cuda_graphs="off"))
-    # The prompts, and three rows; or steps of up to 2,048 tokens, and one, two and four rows.
-    assert llm.engine.core.executor.describe_graphs().startswith("2 " if graphs == "lazy" else "15 ")
+    # The largest step and the prompts, then three rows; or twelve numbers of tokens, and one, two and four rows.
+    assert llm.engine.core.executor.describe_graphs().startswith("3 " if graphs == "lazy" else "15 ")
 
 
 def test_parts_that_pytorch_computes_promise_no_equal_bits(device: torch.device) -> None:
