@@ -21,6 +21,7 @@ __all__ = [
     "ROPE_WARPS",
     "SAMPLING_WARPS",
     "SEARCH_BLOCK",
+    "SEARCH_ROOM",
     "AttentionLaunch",
     "GemmLaunch",
     "attention_launch",
@@ -50,7 +51,9 @@ SAMPLING_WARPS = 8
 DRAW_CHUNK = 4096
 """Token ids that one program draws among."""
 SEARCH_BLOCK = 2048
-"""Token ids that the search for a threshold looks at in one go, and most that it takes aside."""
+"""Token ids that the search for a threshold looks at in one go."""
+SEARCH_ROOM = 8
+"""Most token ids that it takes aside, in blocks of these."""
 APPLY_BLOCK = 256
 """Words that one program writes."""
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import DRAW_CHUNK, SAMPLING_WARPS, SEARCH_BLOCK, power_of_2
+from chairlift.kernels.triton.launch import DRAW_CHUNK, SAMPLING_WARPS, SEARCH_BLOCK, SEARCH_ROOM, power_of_2
 
 __all__ = ["Kept", "SamplingSettings", "kept_ids", "sample"]
 
@@ -137,7 +137,7 @@ def _beginning(
 @triton.jit
 def _gather(
     few_ptr: tl.tensor, few_ids_ptr: tl.tensor, bar: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor,
-    temperature: tl.tensor, BLOCK: tl.constexpr,
+    temperature: tl.tensor, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Copy the logits whose order is at least ``bar``, by rising id, as many as fit; returns how many there are."""
     count = tl.full([], 0, dtype=tl.int32)
@@ -147,9 +147,9 @@ def _gather(
         high = (_order(_scores(raw, temperature)) >= bar) & (ids < vocab)
         found = tl.sum(high.to(tl.int32), axis=0)
         if found > 0:
-            place = count + tl.cumsum(high.to(tl.int32), axis=0) - 1
-            tl.store(few_ptr + place, raw.to(few_ptr.dtype.element_ty), mask=high & (place < BLOCK))
-            tl.store(few_ids_ptr + place, ids, mask=high & (place < BLOCK))
+            place = tl.cumsum(high.to(tl.int32), axis=0) - 1
+            tl.store(few_ptr + place, raw.to(few_ptr.dtype.element_ty), mask=high & (place < ROOM))
+            tl.store(few_ids_ptr + place, ids, mask=high & (place < ROOM))
         count += found
     tl.debug_barrier()  # what one thread has written others read
     return count
@@ -159,12 +159,13 @@ def _gather(
 def _kept_ids(
     bar_ptr: tl.tensor, last_id_ptr: tl.tensor, few_ptr: tl.tensor, few_ids_ptr: tl.tensor, logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor, log_min_p_ptr: tl.tensor, top_k_ptr: tl.tensor, top_p_ptr: tl.tensor,
-    slots_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, BLOCK: tl.constexpr,
+    slots_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row): min-p, then top-k among what is left, then top-p among what is left of that.
 
     ``peaks`` are the highest scores of BLOCK sets of ids. So at least n ids lie at or above the n-th highest of them,
-    and hardly more as a rule: these few are copied and searched instead of the vocabulary, if they are enough and fit.
+    and hardly more while n is small: these few are copied and searched instead of the vocabulary, if they are enough
+    and fit. Without top-k n is 63 of 64 sets, for about four ids of each.
     """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
@@ -186,21 +187,21 @@ def _kept_ids(
             bar = best + log_min_p
             kept = _order(tl.where(bar == 0.0, 0.0, bar))
         if with_top_k | with_top_p:
-            few_ptr, few_ids_ptr = few_ptr + row * BLOCK, few_ids_ptr + row * BLOCK
-            wanted = tl.where(with_top_k, tl.minimum(top_k, BLOCK // 2), BLOCK // 2)
+            few_ptr, few_ids_ptr = few_ptr + row * ROOM, few_ids_ptr + row * ROOM
+            wanted = tl.where(with_top_k, tl.minimum(top_k, BLOCK * 63 // 64), BLOCK * 63 // 64)
             peak = tl.full([], 0, dtype=tl.uint32)
             for bit in range(32):
                 candidate = peak | (tl.full([], 0x80000000, dtype=tl.uint32) >> bit)
                 peak = tl.where(tl.sum((peaks >= candidate).to(tl.int32), axis=0) >= wanted, candidate, peak)
-            few = _gather(few_ptr, few_ids_ptr, tl.maximum(peak, kept), row_ptr, vocab, temperature, BLOCK)
+            few = _gather(few_ptr, few_ids_ptr, tl.maximum(peak, kept), row_ptr, vocab, temperature, BLOCK, ROOM)
             goal = top_k.to(tl.float64)
             # Above a bar of min-p they are all that is kept.
-            enough = (few <= BLOCK) & ((few >= goal) | (kept >= peak))
+            enough = (few <= ROOM) & ((few >= goal) | (kept >= peak))
             if not with_top_k:
                 goal = top_p * _weight_from(kept, row_ptr, vocab, temperature, kept, last_id, best, True, BLOCK)
-                read = tl.minimum(few, BLOCK)
+                read = tl.minimum(few, ROOM)
                 held = _weight_from(kept, few_ptr, read, temperature, kept, last_id, best, True, BLOCK)
-                enough = (few <= BLOCK) & (held >= goal)
+                enough = (few <= ROOM) & (held >= goal)
             if enough:
                 row_ptr, size = few_ptr, few  # from here on ids are places
             if with_top_k:
@@ -342,16 +343,17 @@ def kept_ids(logits: Tensor, settings: SamplingSettings, slots: Tensor, *, block
         logits: [R, V], rows contiguous, any float dtype; grammar, bias and penalties have been applied.
         settings: how each slot samples.
         slots: int32 [R], the slot of each row; -1: the row only fills up the batch.
-        block: token ids looked at in one go, and most ids that are searched by themselves, a power of 2.
+        block: token ids looked at in one go, a power of 2.
     """
     num_rows, vocab = logits.shape
     bar = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     last_id = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    few, few_ids = logits.new_empty((num_rows, block)), last_id.new_empty((num_rows, block))
+    room = SEARCH_ROOM * block
+    few, few_ids = logits.new_empty((num_rows, room)), last_id.new_empty((num_rows, room))
     if num_rows:
         _kept_ids[(num_rows,)](
             bar, last_id, few, few_ids, logits, settings.temperature, settings.log_min_p, settings.top_k,
-            settings.top_p, slots, vocab, logits.stride(0), BLOCK=block, num_warps=SAMPLING_WARPS,
+            settings.top_p, slots, vocab, logits.stride(0), BLOCK=block, ROOM=room, num_warps=SAMPLING_WARPS,
         )  # fmt: skip
     return Kept(bar, last_id)
 

@@ -160,19 +160,19 @@ def test_what_is_kept_is_what_the_transforms_keep(
             top_p=draw.choice([1.0, 0.2, 0.5, 0.95]),
             min_p=draw.choice([0.0, 0.05, 0.5]),
         )
-        check_kept(row, params, draw.choice([32, 64, 512]))
+        check_kept(row, params, draw.choice([8, 64, 512]))
 
     sweep(request, count, check)
 
 
-@pytest.mark.parametrize("asked", [{"top_p": 0.05}, {"top_p": 0.9}, {"top_k": 3}, {"top_k": 12, "top_p": 0.9}])
+@pytest.mark.parametrize("asked", [{"top_p": 0.05}, {"top_p": 0.9}, {"top_k": 3}, {"top_k": 30, "top_p": 0.9}])
 def test_the_few_that_are_taken_aside_may_be_too_few_or_too_many(asked: Any, device: torch.device) -> None:
-    """In blocks of 16: of a flat row 8 or a few more, where 0.9 of it is most of it; of equal scores more than fit."""
+    """In blocks of 8: of a flat row about 16, and 0.9 of it is most of it; of equal scores more than fit."""
     flat = normal(1, 100, dtype=torch.float32, seed=7, device=device) * 0.1
     equal = torch.full((1, 100), -9.0, device=device)
-    equal[0, 30:49], equal[0, 99] = 5.0, 9.0  # the best does not fit either
+    equal[0, 20:90], equal[0, 99] = 5.0, 9.0  # the best does not fit either
     for row in (flat, equal, equal[:, :60].contiguous()):
-        check_kept(row, SamplingParams(temperature=1.0, **asked), 16)
+        check_kept(row, SamplingParams(temperature=1.0, **asked), 8)
 
 
 def test_a_nucleus_of_equal_scores_ends_where_it_should(device: torch.device) -> None:
