@@ -147,7 +147,7 @@ def _gather(
         high = (_order(_scores(raw, temperature)) >= bar) & (ids < vocab)
         found = tl.sum(high.to(tl.int32), axis=0)
         if found > 0:
-            place = tl.cumsum(high.to(tl.int32), axis=0) - 1
+            place = count + tl.cumsum(high.to(tl.int32), axis=0) - 1
             tl.store(few_ptr + place, raw.to(few_ptr.dtype.element_ty), mask=high & (place < ROOM))
             tl.store(few_ids_ptr + place, ids, mask=high & (place < ROOM))
         count += found
