@@ -13,13 +13,9 @@ out, without a floor.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import random
-import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -29,11 +25,10 @@ HERE = Path(__file__).resolve().parent
 PEERS = HERE / "peers"
 sys.path.insert(0, str(PEERS))
 
-from compare import print_table, summarise  # noqa: E402
-from protocol import Child  # noqa: E402
+from compare import print_table, save, summarise  # noqa: E402
+from protocol import Child, Requests  # noqa: E402
 from workload import totals  # noqa: E402
 
-Requests = list[tuple[list[int], int]]
 VARIANTS: dict[str, dict[str, Any]] = {
     "chairlift": {},
     "graphs off": {"cuda_graphs": "off"},
@@ -127,24 +122,9 @@ def main() -> None:
     floor_text = "" if floor is None else f"; the floor is {floor:.2f} s, {output_tokens / floor:,.0f} output tokens/s"
     print(f"{len(requests)} requests, {prompt_tokens:,} prompt tokens, {output_tokens:,} output tokens{floor_text}")
     if args.json:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
-        record = {
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["gpu.py", *sys.argv[1:]]),
-            "commit": git.stdout.strip(),
-            "device": args.device,
-            "limits": limits,
-            "python": platform.python_version(),
-            "model": json.loads((args.model / "config.json").read_text()),
-            "prompt_tokens": prompt_tokens,
-            "output_tokens": output_tokens,
-            "floor_seconds": floor,
-            "summary": summary,
-            "engines": about,
-            "rounds": results,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        record = {"summary": summary, "engines": about, "rounds": results}
+        device = {"device": args.device, "limits": limits, "floor_seconds": floor}
+        save(args.json, args.model, requests, device | record)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ another computes. ``--bandwidth`` and ``--peak`` are the machine's measured limi
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from protocol import Child
+from protocol import Child, Requests
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -141,6 +142,24 @@ def print_table(summary: dict[str, Any], about: dict[str, Any]) -> None:
         )
 
 
+def save(file: Path, model: Path, requests: Requests, record: dict[str, Any]) -> None:
+    """Write ``record``, with what was run on which commit, to ``file``."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
+    prompt_tokens, output_tokens = totals(requests)
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": git.stdout.strip(),
+        "python": platform.python_version(),
+        "model": json.loads((model / "config.json").read_text()),
+        "requests": len(requests),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(about | record, indent=1) + "\n")
+
+
 def hardware() -> dict[str, Any]:
     """Processor, cores that may be used, instruction sets that matter here, memory in GiB, kernel."""
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
@@ -206,23 +225,9 @@ def main() -> None:
     floor_text = "" if floor is None else f"; the floor is {floor:.2f} s"
     print(f"{len(requests)} requests, {prompt_tokens} prompt tokens, {output_tokens} output tokens{floor_text}")
     if args.json:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
-        record = {
-            "command": shlex.join(["compare.py", *sys.argv[1:]]),
-            "commit": git.stdout.strip(),
-            "hardware": hardware() | {"bandwidth": args.bandwidth, "peak": args.peak},
-            "python": platform.python_version(),
-            "model": json.loads((args.model / "config.json").read_text()),
-            "requests": len(requests),
-            "prompt_tokens": prompt_tokens,
-            "output_tokens": output_tokens,
-            "floor_seconds": floor,
-            "summary": summary,
-            "engines": about,
-            "rounds": results,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        limits = hardware() | {"bandwidth": args.bandwidth, "peak": args.peak}
+        record = {"summary": summary, "engines": about, "rounds": results}
+        save(args.json, args.model, requests, {"hardware": limits, "floor_seconds": floor} | record)
 
 
 if __name__ == "__main__":

@@ -236,7 +236,8 @@ class TritonModelRunner(TorchModelRunner):
         """Any other step; ``slots`` are those of the rows that sample. They are drawn for launch by launch."""
         late = np.flatnonzero(batch.token_ids < 0)
         owners = np.searchsorted(batch.cu_seqlens, late, side="right") - 1
-        size = next((size for size in self._token_sizes if size >= len(batch.token_ids)), 0)
+        tokens, sizes = len(batch.token_ids), self._token_sizes
+        size = padded_size(sizes, tokens) if tokens <= sizes[-1] else 0
         buffer, body = self._recorded_body(size) if size else (self._buffer, None)
         ends, lengths = batch.cu_seqlens[batch.sample_rows + 1] - 1, batch.seq_lens[batch.sample_rows]
         rest: list[npt.NDArray[Any]] = [late, batch.slots[owners], ends, slots, lengths]
