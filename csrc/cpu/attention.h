@@ -10,7 +10,8 @@
 
 namespace CL_NS {
 
-enum { KV_TILE = 256, MAX_ATTENTION_ROWS = 64, MAX_HEAD_DIM = 256 };
+// Rows of scores are a line longer than a tile: a power of two apart, they would meet in one set of L1.
+enum { KV_TILE = 256, SCORES_STRIDE = KV_TILE + LANES, MAX_ATTENTION_ROWS = 64, MAX_HEAD_DIM = 256 };
 static_assert(KV_SPLIT % KV_TILE == 0, "splits are whole tiles");
 
 // The softmax of one task so far: highest score (log2), sum, weighted values.
@@ -22,8 +23,8 @@ struct SoftmaxState {
 template <typename T>
 struct AttentionScratch {
   Left<T> q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
-  alignas(64) float scores[MAX_ATTENTION_ROWS * KV_TILE];
-  alignas(64) Left<T> weights[MAX_ATTENTION_ROWS * KV_TILE];
+  alignas(64) float scores[MAX_ATTENTION_ROWS * SCORES_STRIDE];
+  alignas(64) Left<T> weights[MAX_ATTENTION_ROWS * SCORES_STRIDE];
   alignas(64) SoftmaxState all, split;
   float factor[MAX_ATTENTION_ROWS];
   int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // the positions each row sees: low <= position < high
@@ -81,7 +82,7 @@ static void score(const AttentionTask<T>& task, AttentionScratch<T>& s, const Si
       ahead[g] = (const char*)(then < at.count ? at.keys[then] : at.values[then - at.count < at.count ? then - at.count : 0]);
     }
     Columns<T> keys{at.keys + i, 1, steps, steps, CL_KV_TOKENS * Pairs<T>::P};
-    product_rows<T>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, KV_TILE, false,
+    product_rows<T>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, SCORES_STRIDE, false,
                  Prefetch{ahead, groups, 64});
   }
 }
@@ -92,8 +93,8 @@ template <typename T>
 static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int from, int to, int tile_start,
                       float scale) {
   const int low = s.low[row] - tile_start, high = s.high[row] - tile_start;
-  float* scores = s.scores + row * KV_TILE;
-  Left<T>* weights = s.weights + row * KV_TILE;
+  float* scores = s.scores + row * SCORES_STRIDE;
+  Left<T>* weights = s.weights + row * SCORES_STRIDE;
   vf best = vset(-INFINITY);
   for (int j = from; j < to; j += LANES) {
     vf x = vload(scores + j);
@@ -109,7 +110,7 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
   for (int j = from; j < to; j += LANES) {
     vf weight = vexp2(vfma(vload(scores + j), vset(scale), vset(-highest)));
     sum = vadd(sum, weight);
-    store_rounded(weights + j, weight, T());
+    store_power(weights + j, weight, T());
   }
   s.factor[row] = vfirst(vexp2(vset(state.highest[row] - highest)));
   state.sum[row] = state.sum[row] * s.factor[row] + vsum(sum);
@@ -140,7 +141,7 @@ static void add_values(const AttentionTask<T>& task, AttentionScratch<T>& s, Sof
     }
     // Tokens behind the end of the sequence are stale: their weights are zero, but they themselves may be NaN.
     Columns<T> values{column, at.count, CL_KV_TOKENS / P, (last_tokens + P - 1) / P, int64_t(dim) * P};
-    product_rows<T>(task.rows, groups, s.weights + column0, KV_TILE, values, state.values + d, dim, true,
+    product_rows<T>(task.rows, groups, s.weights + column0, SCORES_STRIDE, values, state.values + d, dim, true,
                  Prefetch{ahead, lines, int64_t(dim * P * sizeof(T))});
   }
 }

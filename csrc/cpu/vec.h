@@ -58,7 +58,7 @@ CL_INLINE vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 CL_INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 CL_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 CL_INLINE vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// x * 2^n for whole n from -200 to 127; 0 where the result would be subnormal.
+// x * 2^n for whole n from -127 to 127, x below 2; 0 where the result would be subnormal.
 CL_INLINE vf vscale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 // Lane i keeps x where low <= i < high, and gets fill elsewhere.
 CL_INLINE vf vkeep(vf x, int low, int high, float fill) {
@@ -107,9 +107,8 @@ CL_INLINE vf vround(vf a) {
   return vf{_mm256_round_ps(a.lo, nearest), _mm256_round_ps(a.hi, nearest)};
 }
 CL_INLINE __m256 scale2_half(__m256 x, __m256 n) {
-  __m256 normal = _mm256_cmp_ps(n, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ);
-  __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_and_ps(_mm256_mul_ps(x, _mm256_castsi256_ps(exponent)), normal);
+  __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
 CL_INLINE vf vscale2(vf x, vf n) { return vf{scale2_half(x.lo, n.lo), scale2_half(x.hi, n.hi)}; }
 CL_INLINE __m256 keep_half(__m256 x, __m256i lane, int low, int high, float fill) {
@@ -195,6 +194,17 @@ CL_INLINE vf vrounded(vf x, bf16) { return join(round_half(lower_half(x)), round
 template <typename T>
 CL_INLINE void store_rounded(T* p, vf x, T) { vstore(p, x); }
 CL_INLINE void store_rounded(float* p, vf x, bf16) { vstore(p, vrounded(x, bf16())); }
+// The same for a power of two: it is never subnormal, and if NaN, then of bf16s, so rounding carries nothing into its sign.
+template <typename To, typename T>
+CL_INLINE void store_power(To* p, vf x, T) { store_rounded(p, x, T()); }
+#if !defined(__AVX512BF16__)
+CL_INLINE __m256 round_power(__m256 x) {
+  __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  return _mm256_castsi256_ps(_mm256_and_si256(rounded, _mm256_set1_epi32(int(0xffff0000))));
+}
+CL_INLINE void store_power(float* p, vf x, bf16) { vstore(p, join(round_power(lower_half(x)), round_power(upper_half(x)))); }
+#endif
 
 // Sum and maximum of the lanes, halves onto halves: the same order on every path.
 CL_INLINE float vfirst(vf x) { return _mm256_cvtss_f32(lower_half(x)); }
@@ -213,7 +223,7 @@ CL_INLINE float vhighest(vf x) {
 
 // 2^x: relative error below 2e-7; 0 below -126, exactly, -inf included; NaN stays.
 CL_INLINE vf vexp2(vf x) {
-  x = vmin(vset(127.0f), vmax(vset(-200.0f), x));
+  x = vmin(vset(127.0f), vmax(vset(-127.0f), x));
   vf n = vround(x), f = vsub(x, n);
   vf p = vset(1.5403530e-4f);
   p = vfma(p, f, vset(1.3333558e-3f));
