@@ -57,35 +57,32 @@ class NativeModelRunner:
         self._max_tokens = max_tokens
         self._logits: Tensor | None = None
 
-    def forward(self, batch: FlatBatch) -> Tensor:
-        """Hidden states of all tokens of the step, [T, D]; the next step overwrites them."""
+    def forward(self, batch: FlatBatch) -> tuple[Tensor, npt.NDArray[np.int32]]:
+        """Hidden states [K, D], which the next step overwrites, and the tokens [K] they are of: the last of rows that
+        sample, and all of chunks whose log-probabilities are asked for."""
         if batch.swap_out:
             self._kv.host.swap_out(batch.swap_out)
         if batch.copies:
             self._kv.copy_blocks(batch.copies)
         if batch.swap_in:
             self._kv.host.swap_in(batch.swap_in)
-        return self.program.run(
-            StepArrays(
-                batch.token_ids,
-                batch.positions,
-                batch.cu_seqlens,
-                batch.seq_lens,
-                batch.block_tables,
-                batch.slot_mapping,
-            )
-        )
+        starts = batch.cu_seqlens
+        chunks = [np.arange(starts[row], starts[row + 1]) for row, *_ in batch.prompt_rows]
+        kept = np.unique(np.concatenate([starts[batch.sample_rows + 1] - 1, *chunks]))
+        step = batch.token_ids, batch.positions, starts, batch.seq_lens, batch.block_tables, batch.slot_mapping
+        return self.program.run(StepArrays(*step), kept), kept
 
-    def sample(self, hidden: Tensor, batch: FlatBatch, masks: Any) -> SampledTokens:
+    def sample(self, forwarded: tuple[Tensor, npt.NDArray[np.int32]], batch: FlatBatch, masks: Any) -> SampledTokens:
         """Project the rows that sample to logits, and draw, in one call."""
+        hidden, kept = forwarded
+        at = np.searchsorted(kept, batch.cu_seqlens).astype(np.int32)  # where each row's hidden states begin
         tokens = SampledTokens([])
         if len(batch.sample_rows):
             rows = self._templates.fill(batch, masks)
-            self._head(hidden, batch.cu_seqlens[batch.sample_rows + 1] - 1, rows)
+            self._head(hidden, at[batch.sample_rows + 1] - 1, rows)
             tokens = rows.sampled()
         for row, first, known in batch.prompt_rows:
-            start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
-            count = min(count, len(known) - 1 - first)
+            start, count = int(at[row]), min(int(at[row + 1] - at[row]), len(known) - 1 - first)
             targets = known[first + 1 : first + 1 + count]
             asked = NativeRows.for_targets(targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n)
             self._head(hidden, np.arange(start, start + count, dtype=np.int32), asked)

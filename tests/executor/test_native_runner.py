@@ -19,6 +19,7 @@ from chairlift.executor.kv_tensors import KVPlan, plan_kv_cache
 from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.cpu.program import StepArrays
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.flat_batch import SampledTokens
 from chairlift.models.loader import WeightLayout, load_model, read_config
@@ -118,6 +119,35 @@ def chunks_of(slot: int, length: int, sizes: Sequence[int]) -> list[Chunk]:
 
 
 # -- the body ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_leaving_out_tokens_that_nobody_asks_for_changes_no_bit(
+    family: str, isa: str, dtype: str, tmp_path: Path
+) -> None:
+    pair, rng = Pair(tiny_model(tmp_path, family, dtype=dtype), dtype, isa), random.Random(family)
+    prompts = [tokens(rng, count) for count in (30, 1, 33, 16, 40)]
+    asked = [2 if slot == 2 else None for slot in range(5)]
+    sampling = [row(prompt, temperature=0, prompt_logprobs=n) for prompt, n in zip(prompts, asked, strict=True)]
+    joined = [pair.join(slot, prompt, sampling[slot]) for slot, prompt in enumerate(prompts)]
+    chunks = [chunks_of(slot, len(prompt), [2 * slot + 3, 12]) for slot, prompt in enumerate(prompts)]
+    left_out = 0
+    for number in range(4):
+        new = [each[number] for each in chunks if number < len(each)]
+        done = tuple(slot for slot, each in enumerate(chunks) if number >= len(each))
+        batch = pair.input.apply(SchedulerOutput(number, joined=joined, decode_slots=done, chunks=new))
+        forwarded, kept = pair.native.forward(batch)
+        few = forwarded.clone()
+        arrays = batch.token_ids, batch.positions, batch.cu_seqlens, batch.seq_lens
+        whole = pair.native.program.run(StepArrays(*arrays, batch.block_tables, batch.slot_mapping))
+        assert torch.equal(few, whole[kept])
+        sampled = len(done) + sum(chunk.samples for chunk in new if chunk.slot != 2)
+        assert len(kept) == sampled + sum(chunk.num_tokens for chunk in new if chunk.slot == 2)
+        left_out, joined = left_out + len(whole) - len(kept), []
+        pair.input.store(batch, [3] * len(batch.sample_rows))
+    assert left_out > 50
 
 
 @pytest.mark.parametrize("isa", supported_isas())

@@ -21,7 +21,7 @@ from chairlift.kernels import recording as r
 from chairlift.kernels.cpu.packing import PackedWeight
 from chairlift.kernels.reference import silu_and_mul
 
-__all__ = ["FusedOp", "OpKind", "Plan", "lower"]
+__all__ = ["FusedOp", "OpKind", "Plan", "lower", "narrow_at"]
 
 
 class OpKind(enum.IntEnum):
@@ -68,6 +68,14 @@ def lower(nodes: Sequence[r.Node], output: r.Value) -> Plan:
     """Fuse ``nodes`` and lay out buffers such that ``output`` outlives the run."""
     ops = _Fuser(nodes, output).fuse()
     return _place(ops, output)
+
+
+def narrow_at(ops: Sequence[FusedOp], output: r.Value) -> tuple[int, set[r.Value]]:
+    """From which operation on a token no longer matters to others, and the activations that are read from there on."""
+    shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV)
+    at = max((i for i, op in enumerate(ops) if op.kind in shared), default=-1) + 1
+    read = {value for op in ops[at:] for value in op.inputs} | {output}
+    return at, read & {op.out for op in ops[:at] if op.out.role == "rows"}
 
 
 class _Fuser:

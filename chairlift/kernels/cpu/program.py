@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
-from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower
+from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower, narrow_at
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedWeight
 from chairlift.kernels.recording import Recorder, Value
 
@@ -46,6 +46,18 @@ class StepArrays:
     slot_mapping: Sequence[npt.NDArray[np.int64]]
     """Per cache group, [T]."""
 
+    def only(self, kept: npt.NDArray[np.int32]) -> StepArrays:
+        """The step of tokens ``kept`` [K] alone: in order, and each the last of its row or followed by the next."""
+        rows, counts = np.unique(np.searchsorted(self.cu_seqlens, kept, side="right") - 1, return_counts=True)
+        return StepArrays(
+            self.token_ids[kept],
+            self.positions[kept],
+            np.concatenate(([0], np.cumsum(counts))),
+            self.seq_lens[rows],
+            [table[rows] for table in self.block_tables],
+            [mapping[kept] for mapping in self.slot_mapping],
+        )
+
 
 class StepProgram:
     """A model from token ids to ``output``, over KV caches laid out as ``kv_layers``.
@@ -68,18 +80,18 @@ class StepProgram:
         self._pool = pool
         self._max_tokens = max_tokens
         self._recorder = recorder
-        self._plan = lower(recorder.nodes, output)
+        self.plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
         """Whatever a struct points to."""
         self._converted: list[tuple[Tensor, Tensor]] = []
         """Of what is kept, copies in another dtype, and the weights they were made from."""
         capacity = max_tokens + SPARE_ROWS
-        strides = [_stride(width, recorder.dtype.itemsize) for width in self._plan.widths]
+        strides = [_stride(width, recorder.dtype.itemsize) for width in self.plan.widths]
         self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
-        tables = [op.out for op in self._plan.ops if op.kind == OpKind.ROTARY]
+        tables = [op.out for op in self.plan.ops if op.kind == OpKind.ROTARY]
         self._rotary = {value: i for i, value in enumerate(tables)}
         rotary = [_buffer(capacity, value.width, torch.float32) for value in tables]
-        self._ops = (lib.Op * len(self._plan.ops))(*map(self._op, self._plan.ops))
+        self._ops = (lib.Op * len(self.plan.ops))(*map(self._op, self.plan.ops))
         addresses = [(ctypes.c_void_p * len(each))(*(x.data_ptr() for x in each)) for each in (self._buffers, rotary)]
         arrays = (ctypes.c_int64 * len(strides))(*strides), (lib.KVLayer * len(kv_layers))(*kv_layers)
         self._kept += [rotary, addresses, arrays]
@@ -89,7 +101,6 @@ class StepProgram:
             strides=arrays[0],
             rotary=addresses[1],
             kv_layers=arrays[1],
-            num_ops=len(self._ops),
             num_buffers=len(strides),
             num_rotary=len(rotary),
             num_kv_layers=len(kv_layers),
@@ -97,23 +108,39 @@ class StepProgram:
             isa=lib.ISA_NAMES.index(isa),
             capacity=capacity,
         )
-        self._output = self._buffers[self._plan.buffer_of[output]][:, : output.width]
+        self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
+        self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
+        self._narrowed = [self._buffers[self.plan.buffer_of[value]] for value in narrowed]
 
     @torch.inference_mode()
-    def run(self, step: StepArrays) -> Tensor:
-        """Compute one step; returns ``output`` [T, width], a view of a buffer that the next run overwrites."""
-        num_tokens = len(step.token_ids)
+    def run(self, step: StepArrays, kept: npt.NDArray[np.int32] | None = None) -> Tensor:
+        """Compute one step; returns ``output`` [T, width], a view of a buffer that the next run overwrites.
+
+        With ``kept`` [K], see :meth:`StepArrays.only`, those of these tokens, [K, width]: behind the last operation
+        that writes KV nothing is computed for others. What is computed does not differ by a bit.
+        """
+        num_tokens, end = len(step.token_ids), len(self._ops)
         if not 0 < num_tokens <= self._max_tokens or step.cu_seqlens[-1] != num_tokens:
             raise InvariantError(f"a step of {num_tokens} tokens where 1 to {self._max_tokens} were agreed on")
+        if kept is None or len(kept) == num_tokens:
+            self._run(step, 0, end)
+            return self._output[:num_tokens]
+        self._run(step, 0, self._narrow_at)
+        rows = torch.from_numpy(kept)
+        for buffer in self._narrowed:
+            buffer[: len(rows)] = buffer[rows]
+        if len(kept):
+            self._run(step.only(kept), self._narrow_at, end)
+        return self._output[: len(kept)]
+
+    def _run(self, step: StepArrays, at: int, end: int) -> None:
+        """Operations from ``at`` to ``end``."""
         batch = _Batch(step)
-        at = 0
-        while True:
-            at = self._library.cl_run(self._pool.handle, self._program, batch.struct, at)
-            if at == len(self._ops):
-                return self._output[:num_tokens]
-            if not 0 <= at < len(self._ops):
-                raise InvariantError(f"the native kernels refused a step of {num_tokens} tokens ({at})")
-            self._call_out(self._plan.ops[at], step)
+        self._program.num_ops = end
+        while (at := self._library.cl_run(self._pool.handle, self._program, batch.struct, at)) != end:
+            if not 0 <= at < end:
+                raise InvariantError(f"the native kernels refused a step of {len(step.token_ids)} tokens ({at})")
+            self._call_out(self.plan.ops[at], step)
             at += 1
 
     def head(
@@ -156,35 +183,14 @@ class StepProgram:
         for kept, weight in self._converted:
             kept.copy_(weight)
 
-    def describe(self) -> list[str]:
-        """One line per operation: its kind, the buffers and columns it reads and writes, and its weight's shape."""
-        return [f"{i:3} {self._describe(op)}" for i, op in enumerate(self._plan.ops)]
-
-    def _describe(self, op: FusedOp) -> str:
-        sources = ", ".join(self._name(value) for value in op.inputs)
-        line = f"{op.kind.name:11} {sources + ' -> ' if sources else ''}{self._name(op.out)}"
-        if isinstance(op.weight, PackedWeight):
-            line += f"  weight [{op.weight.out_features}, {op.weight.k}]"
-        if "layer" in op.fields:
-            line += f"  layer {op.fields['layer']}"
-        if op.call is not None:
-            function = getattr(op.call.function, "func", op.call.function)  # of a partial
-            line += f"  {getattr(function, '__qualname__', type(function).__name__)}"
-        return line
-
-    def _name(self, value: Value) -> str:
-        if value in self._plan.buffer_of:
-            return f"b{self._plan.buffer_of[value]}[{value.width}]"
-        return value.role
-
     def _op(self, op: FusedOp) -> lib.Op:
         """The struct; whatever it points to is kept."""
-        buffers = [self._plan.buffer_of.get(value, -1) for value in op.inputs] if op.call is None else []
+        buffers = [self.plan.buffer_of.get(value, -1) for value in op.inputs] if op.call is None else []
         source, aux = [*buffers, -1, -1][:2]
         struct = lib.Op(
             kind=op.kind,
             in_=source,
-            out=self._plan.buffer_of.get(op.out, -1),
+            out=self.plan.buffer_of.get(op.out, -1),
             aux=aux,
             rotary=-1 if op.rotary is None else self._rotary[op.rotary],
             **op.fields,
@@ -223,13 +229,13 @@ class StepProgram:
             raise InvariantError(
                 f"a function given to ops.call_out returned {shape}, and said it would be [T, {op.out.width}]"
             )
-        rows = self._buffers[self._plan.buffer_of[op.out]][:num_tokens]
+        rows = self._buffers[self.plan.buffer_of[op.out]][:num_tokens]
         rows[:, : op.out.width] = result
         rows[:, op.out.width :] = 0  # products read the pad, and a row that broke earlier may have left its NaN there
 
     def _argument(self, value: Value, step: StepArrays) -> Tensor:
         if value.role == "rows":
-            return self._buffers[self._plan.buffer_of[value]][: len(step.token_ids), : value.width]
+            return self._buffers[self.plan.buffer_of[value]][: len(step.token_ids), : value.width]
         array = step.token_ids if value.role == "token_ids" else step.positions
         return torch.from_numpy(array.astype(np.int64))
 

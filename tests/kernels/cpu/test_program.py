@@ -264,7 +264,28 @@ def test_token_ids_and_positions_may_be_called_with(recorder: Recorder) -> None:
     generator = torch.Generator().manual_seed(1)
     words = torch.randn(50, 8, generator=generator)[[4, 9]]
     torch.testing.assert_close(out, words + table[:2] + torch.tensor([[4.0], [9.0]]))
-    assert [line.split()[1] for line in program.describe()] == ["EMBED", "CALL", "CALL", "ADD", "ADD"]
+    assert kinds(program.plan) == ["EMBED", "CALL", "CALL", "ADD", "ADD"]
+
+
+def test_tokens_that_no_other_needs_are_left_out_behind_the_last_kv(recorder: Recorder) -> None:
+    given: list[Tensor] = []
+    x = embedded(recorder, 8)
+    doubled: Any = ops.call_out(lambda rows: given.append(rows.clone()) or 2 * rows, x, width=8)  # type: ignore[arg-type,func-returns-value]
+    program = compiled(recorder, product(native_linear(8, 8), doubled) + x)
+    step = arrays([4, 9, 9, 30, 2])
+    whole = program.run(step).clone()
+    for kept in ([0, 1, 2, 3, 4], [2, 3, 4], [4]):
+        assert torch.equal(program.run(step, np.array(kept, dtype=np.int32)), whole[kept])
+        assert len(given[-1]) == len(kept)
+    calls = len(given)
+    assert program.run(step, np.array([], dtype=np.int32)).shape == (0, 8)
+    assert len(given) == calls, "nobody wanted anything, and it was computed"
+
+
+def test_tokens_are_left_out_of_an_output_that_is_done_before(recorder: Recorder) -> None:
+    program = compiled(recorder, embedded(recorder, 8))
+    whole = program.run(arrays([4, 9, 30])).clone()
+    assert torch.equal(program.run(arrays([4, 9, 30]), np.array([1, 2], dtype=np.int32)), whole[1:])
 
 
 def test_a_function_that_breaks_its_word(recorder: Recorder) -> None:
