@@ -131,7 +131,7 @@ def call_out(function: Callable[..., Tensor], *values: Tensor, width: int) -> Te
     """``function(*values)``, [T, width], also inside a step program, where it gets tensors like everywhere else.
 
     The way to use what has no native operation: the program stops, Python computes, and the program goes on. Values
-    are activations [T, width], token ids or positions, of the tokens still needed; a row comes from the same row of them.
+    are activations [T, width], token ids or positions, of the tokens still needed; no row may depend on another.
     """
     given: tuple[Any, ...] = values
     if given and type(given[0]) is Value:
