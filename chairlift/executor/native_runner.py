@@ -57,25 +57,20 @@ class NativeModelRunner:
         self._max_tokens = max_tokens
         self._logits: Tensor | None = None
 
-    def forward(self, batch: FlatBatch) -> tuple[Tensor, npt.NDArray[np.int32]]:
-        """Hidden states [K, D], which the next step overwrites, and the tokens [K] they are of: the last of rows that
-        sample, and all of chunks whose log-probabilities are asked for."""
+    def forward(self, batch: FlatBatch) -> Tensor:
+        """Hidden states [K, D] of the tokens that :func:`_kept` names; the next step overwrites them."""
         if batch.swap_out:
             self._kv.host.swap_out(batch.swap_out)
         if batch.copies:
             self._kv.copy_blocks(batch.copies)
         if batch.swap_in:
             self._kv.host.swap_in(batch.swap_in)
-        starts = batch.cu_seqlens
-        chunks = [np.arange(starts[row], starts[row + 1]) for row, *_ in batch.prompt_rows]
-        kept = np.unique(np.concatenate([starts[batch.sample_rows + 1] - 1, *chunks]))
-        step = batch.token_ids, batch.positions, starts, batch.seq_lens, batch.block_tables, batch.slot_mapping
-        return self.program.run(StepArrays(*step), kept), kept
+        spans = batch.token_ids, batch.positions, batch.cu_seqlens, batch.seq_lens
+        return self.program.run(StepArrays(*spans, batch.block_tables, batch.slot_mapping), _kept(batch))
 
-    def sample(self, forwarded: tuple[Tensor, npt.NDArray[np.int32]], batch: FlatBatch, masks: Any) -> SampledTokens:
+    def sample(self, hidden: Tensor, batch: FlatBatch, masks: Any) -> SampledTokens:
         """Project the rows that sample to logits, and draw, in one call."""
-        hidden, kept = forwarded
-        at = np.searchsorted(kept, batch.cu_seqlens).astype(np.int32)  # where each row's hidden states begin
+        at = np.searchsorted(_kept(batch), batch.cu_seqlens).astype(np.int32)  # where each row's hidden states begin
         tokens = SampledTokens([])
         if len(batch.sample_rows):
             rows = self._templates.fill(batch, masks)
@@ -120,3 +115,10 @@ class NativeModelRunner:
             count = max(1, min(self._max_tokens, _SCRATCH_BYTES // (4 * width)))
             self._logits = Memory(4 * width * count).tensor(torch.float32, (count, width))
         return self._logits
+
+
+def _kept(batch: FlatBatch) -> npt.NDArray[np.int32]:
+    """The last tokens of rows that sample, and all of chunks whose log-probabilities are asked for; in order."""
+    starts = batch.cu_seqlens
+    chunks = [np.arange(starts[row], starts[row + 1]) for row, *_ in batch.prompt_rows]
+    return np.unique(np.concatenate([starts[batch.sample_rows + 1] - 1, *chunks]))

@@ -138,8 +138,7 @@ def test_leaving_out_tokens_that_nobody_asks_for_changes_no_bit(
         new = [each[number] for each in chunks if number < len(each)]
         done = tuple(slot for slot, each in enumerate(chunks) if number >= len(each))
         batch = pair.input.apply(SchedulerOutput(number, joined=joined, decode_slots=done, chunks=new))
-        forwarded, kept = pair.native.forward(batch)
-        few = forwarded.clone()
+        few, kept = pair.native.forward(batch).clone(), native_runner._kept(batch)
         arrays = batch.token_ids, batch.positions, batch.cu_seqlens, batch.seq_lens
         whole = pair.native.program.run(StepArrays(*arrays, batch.block_tables, batch.slot_mapping))
         assert torch.equal(few, whole[kept])

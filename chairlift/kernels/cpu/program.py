@@ -49,14 +49,10 @@ class StepArrays:
     def only(self, kept: npt.NDArray[np.int32]) -> StepArrays:
         """The step of tokens ``kept`` [K] alone: in order, and each the last of its row or followed by the next."""
         rows, counts = np.unique(np.searchsorted(self.cu_seqlens, kept, side="right") - 1, return_counts=True)
-        return StepArrays(
-            self.token_ids[kept],
-            self.positions[kept],
-            np.concatenate(([0], np.cumsum(counts))),
-            self.seq_lens[rows],
-            [table[rows] for table in self.block_tables],
-            [mapping[kept] for mapping in self.slot_mapping],
-        )
+        cu_seqlens = np.concatenate(([0], np.cumsum(counts)))
+        spans = self.token_ids[kept], self.positions[kept], cu_seqlens, self.seq_lens[rows]
+        mappings = [mapping[kept] for mapping in self.slot_mapping]
+        return StepArrays(*spans, [table[rows] for table in self.block_tables], mappings)
 
 
 class StepProgram:
