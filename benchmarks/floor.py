@@ -27,9 +27,9 @@ class ModelCost(NamedTuple):
     """What a model costs to run."""
 
     body_params: int
-    """Weights that every token passes: all but the embedding and the output head."""
+    """Weights that every token passes. The embedding is looked up, and not one of them."""
     head_params: int
-    """Weights of the output head, which only rows that sample pass (the embedding's, when the two are tied)."""
+    """Weights that only rows that sample pass: the output head, and what is behind the last layer's keys and values."""
     kv_bytes_per_token: int
     """Bytes of keys and values per token and sequence, 16 bits a number."""
 
@@ -45,12 +45,15 @@ def model_cost(config: Mapping[str, Any]) -> ModelCost:
     head_dim = config.get("head_dim") or hidden // heads
     query, kv = heads * head_dim, kv_heads * head_dim
     attention = 2 * hidden * query + 2 * hidden * kv
-    if kind == "qwen2" or config.get("attention_bias"):
+    biased = kind == "qwen2" or bool(config.get("attention_bias"))
+    if biased:
         attention += query + 2 * kv + (0 if kind == "qwen2" else hidden)
     if kind == "qwen3":
         attention += 2 * head_dim
     layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
-    return ModelCost(layers * layer + hidden, config["vocab_size"] * hidden, layers * 2 * kv * 2)
+    keys_and_values = 2 * kv * (hidden + biased) + head_dim * (kind == "qwen3") + hidden  # with the norms before them
+    tail = layer - keys_and_values + hidden
+    return ModelCost(layers * layer + hidden - tail, config["vocab_size"] * hidden + tail, layers * 2 * kv * 2)
 
 
 @dataclass(slots=True)

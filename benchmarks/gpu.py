@@ -18,6 +18,7 @@ import random
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +57,19 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     return {name: engines[name] for name in engines if name == "chairlift" or name in args.only}
 
 
-def measure(engines: dict[str, list[str]], requests: Path, rounds: int, work: Path) -> tuple[dict[str, Any], ...]:
-    """What each engine says about itself, and the result of each of its rounds."""
-    about: dict[str, Any] = {}
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+def measure(
+    engines: dict[str, list[str]], requests: Path, rounds: int, work: Path
+) -> Iterator[tuple[str, dict[str, Any], dict[str, float]]]:
+    """After each run: the engine, what it says about itself, and the result."""
     for number in range(rounds):
         for name, command in engines.items():
             child = Child(name, command, work / f"{name.replace(' ', '-')}.log")
             try:
-                about[name] = child.about
-                results[name].append(child.run(requests))
+                result = child.run(requests)
             finally:
                 child.kill()
-            print(f"round {number + 1}  {name:13s} {results[name][-1]['seconds']:7.2f} s", flush=True)
-    return about, results
+            print(f"round {number + 1}  {name:13s} {result['seconds']:7.2f} s", flush=True)
+            yield name, child.about, result
 
 
 def floor_of(model: Path, requests: Requests) -> tuple[float, dict[str, Any]]:
@@ -115,16 +115,25 @@ def main() -> None:
     prompt_tokens, output_tokens = totals(requests)
     workload = args.work.resolve() / "workload.json"
     workload.write_text(json.dumps(requests))
-    about, results = measure(commands(args), workload, args.rounds, args.work)
+    about: dict[str, Any] = {}
+    results: dict[str, list[dict[str, float]]] = {}
+
+    def keep(floor: float | None, limits: dict[str, Any]) -> dict[str, Any]:
+        summary = summarise(results, output_tokens, floor)
+        if args.json:
+            record = {"summary": summary, "engines": about, "rounds": results}
+            device = {"device": args.device, "limits": limits, "floor_seconds": floor}
+            save(args.json, args.model, requests, device | record)
+        return summary
+
+    for name, child_about, result in measure(commands(args), workload, args.rounds, args.work):
+        about[name] = child_about
+        results.setdefault(name, []).append(result)
+        keep(None, {})  # what follows may fail
     floor, limits = floor_of(args.model, requests) if args.device == "cuda" else (None, {})
-    summary = summarise(results, output_tokens, floor)
-    print_table(summary, about)
+    print_table(keep(floor, limits), about)
     floor_text = "" if floor is None else f"; the floor is {floor:.2f} s, {output_tokens / floor:,.0f} output tokens/s"
     print(f"{len(requests)} requests, {prompt_tokens:,} prompt tokens, {output_tokens:,} output tokens{floor_text}")
-    if args.json:
-        record = {"summary": summary, "engines": about, "rounds": results}
-        device = {"device": args.device, "limits": limits, "floor_seconds": floor}
-        save(args.json, args.model, requests, device | record)
 
 
 if __name__ == "__main__":

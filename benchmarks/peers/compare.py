@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -116,7 +117,7 @@ def summarise(results: dict[str, list[dict[str, float]]], tokens: int, floor: fl
     for name, rounds in results.items():
         seconds = [result["seconds"] for result in rounds]
         median = statistics.median(seconds)
-        ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=True)]
+        ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=False)]
         summary[name] = {
             "median_seconds": round(median, 2),
             "least_seconds": round(min(seconds), 2),
@@ -144,12 +145,13 @@ def print_table(summary: dict[str, Any], about: dict[str, Any]) -> None:
 
 def save(file: Path, model: Path, requests: Requests, record: dict[str, Any]) -> None:
     """Write ``record``, with what was run on which commit, to ``file``."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, cwd=HERE, capture_output=True, text=True).stdout if shutil.which("git") else ""
     prompt_tokens, output_tokens = totals(requests)
     about = {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": git.stdout.strip(),
+        "commit": commit.strip(),
         "python": platform.python_version(),
         "model": json.loads((model / "config.json").read_text()),
         "requests": len(requests),

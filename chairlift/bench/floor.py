@@ -30,9 +30,9 @@ class ModelCost:
     """What a step of a model costs, in weights and cached tokens."""
 
     body_params: int
-    """Weights that every token passes: all but the embedding, which is looked up, and the output head."""
+    """Weights that every token passes. The embedding is looked up, and not one of them."""
     head_params: int
-    """Weights of the output head, which only tokens that are sampled from pass."""
+    """Weights that only tokens that are sampled from pass: those behind the last layer's keys and values."""
     itemsize: int
     """Bytes of a weight, and of an element of K and V."""
     kv_bytes: tuple[tuple[int | None, int], ...]
@@ -46,10 +46,11 @@ class ModelCost:
         layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + 3 * hidden * inner + 2 * hidden
         layer += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + 2 * dim * network.qk_norm
         layer += (2 * inner + hidden) * network.mlp_bias
+        tail = layer - 2 * kv_width * (hidden + network.qkv_bias) - dim * network.qk_norm  # the final norm included
         windows = collections.Counter(network.layer_windows)
         return cls(
-            body_params=layer * network.num_hidden_layers + hidden,
-            head_params=hidden * network.vocab_size,
+            body_params=layer * network.num_hidden_layers + hidden - tail,
+            head_params=hidden * network.vocab_size + tail,
             itemsize=dtype.itemsize,
             kv_bytes=tuple((window, 2 * kv_width * dtype.itemsize * layers) for window, layers in windows.items()),
         )

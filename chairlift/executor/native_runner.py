@@ -117,8 +117,10 @@ class NativeModelRunner:
         return self._logits
 
 
-def _kept(batch: FlatBatch) -> npt.NDArray[np.int32]:
+def _kept(batch: FlatBatch) -> npt.NDArray[np.intp]:
     """The last tokens of rows that sample, and all of chunks whose log-probabilities are asked for; in order."""
-    starts = batch.cu_seqlens
-    chunks = [np.arange(starts[row], starts[row + 1]) for row, *_ in batch.prompt_rows]
-    return np.unique(np.concatenate([starts[batch.sample_rows + 1] - 1, *chunks]))
+    starts, kept = batch.cu_seqlens, np.zeros(len(batch.token_ids), dtype=bool)
+    kept[starts[batch.sample_rows + 1] - 1] = True
+    for row, *_ in batch.prompt_rows:
+        kept[starts[row] : starts[row + 1]] = True
+    return np.flatnonzero(kept)

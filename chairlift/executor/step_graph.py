@@ -100,7 +100,8 @@ class CudaGraphs:
         torch.cuda.empty_cache()  # capturing does it too, and it would be counted
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Beginning a capture writes to tensors that the first one made; PyTorch 2.11 demands one mode for both.
+        with torch.inference_mode(False), torch.cuda.graph(graph, self._pool, self._stream), torch.inference_mode():
             result = step()
         self.num_graphs += 1
         self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)

@@ -99,7 +99,6 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     dtype: str | None = None
     """``float32``, ``bfloat16`` or ``float16`` as the config says; None where it is silent."""
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer: those of ``generation_config.json`` where it names any, else of ``config.json``."""
 
@@ -183,7 +182,7 @@ def parse_config(
     layers = fields.integer("num_hidden_layers", 1, 1_024)
     context = fields.integer("max_position_embeddings", 1, _MAX_CONTEXT, default=_DEFAULT_CONTEXT[model_type])
     attention_bias = model_type in ("llama", "qwen3") and fields.boolean("attention_bias", False)
-    bos_default, eos_default = (1, 2) if model_type in ("llama", "mistral") else (None, None)
+    eos_default = 2 if model_type in ("llama", "mistral") else None
     eos = (generation or {}).get("eos_token_id")
     eos = raw.get("eos_token_id", eos_default) if eos is None else eos
     return ModelConfig(
@@ -200,7 +199,6 @@ def parse_config(
         rope=_rope(raw, context, head_dim, where),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(raw, where),
-        bos_token_id=fields.optional_integer("bos_token_id", 0, _INT32_MAX, default=bos_default),
         eos_token_ids=_token_ids(eos, where),
         layer_windows=_layer_windows(fields, model_type, layers),
         qkv_bias=attention_bias or model_type == "qwen2",

@@ -178,11 +178,7 @@ def demo() -> bytes:
             prompt += _DEMO_BLOCK * len(system)
             trace.append(
                 TracedRequest(
-                    arrival=now,
-                    prompt_tokens=prompt,
-                    output_tokens=answer,
-                    prefix_ids=system,
-                    prefix_block=_DEMO_BLOCK,
+                    arrival=now, prompt_tokens=prompt, output_tokens=answer, prefix_ids=system, prefix_block=_DEMO_BLOCK
                 )
             )
         now += 1.6 if burst % 3 else 0.8

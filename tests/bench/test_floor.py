@@ -40,7 +40,12 @@ def test_every_weight_is_counted_once(name: str) -> None:
     cost = ModelCost.of(config, torch.bfloat16)
     embedding = 0 if config.tie_word_embeddings else 70 * 48
     assert cost.body_params + cost.head_params + embedding == sum(weight.numel() for weight in model.parameters())
-    assert cost.head_params == 70 * 48
+    q_width, last = config.num_attention_heads * config.head_dim, "model.layers.2."
+    behind = ("self_attn.o_proj", "self_attn.q_norm", "post_attention", "mlp", "model.norm", "lm_head")
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    sampled = sum(w.numel() for name, w in weights.items() if name.removeprefix(last).startswith(behind))
+    queries = sum(w[:q_width].numel() for name, w in weights.items() if name.startswith(last + "self_attn.qkv_proj"))
+    assert cost.head_params == sampled + queries
     assert cost.weight_bytes == 2 * (cost.body_params + cost.head_params)
     assert cost.kv_read(1) == 2 * sum(2 * layer.num_kv_heads * layer.head_dim for layer in model.kv_cache_spec())
 

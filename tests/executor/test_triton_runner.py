@@ -21,7 +21,7 @@ from chairlift.errors import ConfigError
 from chairlift.executor.device_sampling import SlotSettings, failures
 from chairlift.executor.local import LocalExecutor
 from chairlift.executor.step_buffer import StepBuffer
-from chairlift.executor.step_graph import EagerSteps, Graph, graph_sizes, padded_size, token_sizes
+from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, graph_sizes, padded_size, token_sizes
 from chairlift.kernels import ops, recording
 from chairlift.kernels.triton.program import PagedKV, TritonProgram
 from chairlift.models.flat_batch import FlatBatch
@@ -382,6 +382,18 @@ def test_a_gpu_is_named_and_filled(model_dir: Path, monkeypatch: pytest.MonkeyPa
     token = 4 * (2 * 6 * 16 + 3 * 32 + 4 * 64)
     assert room(max_num_batched_tokens=1024) - room(max_num_batched_tokens=3000) == 1976 * token
     assert room(max_num_batched_tokens=500) - room(max_num_batched_tokens=1000) == 2 * 500 * token  # and in graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not conftest.ON_GPU, reason="no GPU is there")
+@pytest.mark.parametrize("first", [False, True])
+def test_graphs_may_be_recorded_in_any_mode(first: bool) -> None:
+    graphs, ones, made = CudaGraphs(torch.device("cuda", 0)), torch.ones(4, device="cuda"), []
+    for mode in (first, not first, first):
+        with torch.inference_mode(mode):
+            made.append(graphs.record(lambda: ones + len(made)))
+    for added, graph in enumerate(made):
+        assert graph.replay().tolist() == [1 + added] * 4
 
 
 @pytest.mark.gpu

@@ -65,14 +65,14 @@ def test_a_llama_of_the_old_dialect() -> None:
     assert (config.head_dim, config.num_key_value_heads, config.max_model_len) == (64, 8, 131072)
     assert (config.rope.rope_type, config.rope.factor, config.rope.theta) == ("llama3", 32.0, 500000.0)
     assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)
-    assert (config.bos_token_id, config.eos_token_ids) == (128000, (128001, 128008, 128009))
+    assert config.eos_token_ids == (128001, 128008, 128009)
     assert config.layer_windows == (None,) * 16
     assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
 
 
 def test_a_qwen2_with_its_window_off_and_on() -> None:
     config = parse_config(QWEN2)
-    assert (config.head_dim, config.qkv_bias, config.o_bias, config.bos_token_id) == (64, True, False, None)
+    assert (config.head_dim, config.qkv_bias, config.o_bias) == (64, True, False)
     assert config.layer_windows == (None,) * 24
     windowed = parse_config({**QWEN2, "use_sliding_window": True, "sliding_window": 100})
     assert windowed.layer_windows == (None,) * 21 + (100,) * 3
@@ -110,7 +110,7 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
     ):
         raw.pop(key, None)
     assert parse_config(raw, json.loads((model_dir / "generation_config.json").read_text())) == whole
-    assert whole.dtype == "float32" and whole.eos_token_ids == (1,) and whole.bos_token_id == 0
+    assert whole.dtype == "float32" and whole.eos_token_ids == (1,)
 
 
 @pytest.mark.parametrize(

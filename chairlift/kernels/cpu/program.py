@@ -46,7 +46,7 @@ class StepArrays:
     slot_mapping: Sequence[npt.NDArray[np.int64]]
     """Per cache group, [T]."""
 
-    def only(self, kept: npt.NDArray[np.int32]) -> StepArrays:
+    def only(self, kept: npt.NDArray[np.intp]) -> StepArrays:
         """The step of tokens ``kept`` [K] alone: in order, and each the last of its row or followed by the next."""
         rows, counts = np.unique(np.searchsorted(self.cu_seqlens, kept, side="right") - 1, return_counts=True)
         cu_seqlens = np.concatenate(([0], np.cumsum(counts)))
@@ -106,10 +106,11 @@ class StepProgram:
         )
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
-        self._narrowed = [self._buffers[self.plan.buffer_of[value]] for value in narrowed]
+        # As bytes to numpy: torch would wake threads of its own, which spin on the pool's cores.
+        self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
 
     @torch.inference_mode()
-    def run(self, step: StepArrays, kept: npt.NDArray[np.int32] | None = None) -> Tensor:
+    def run(self, step: StepArrays, kept: npt.NDArray[np.intp] | None = None) -> Tensor:
         """Compute one step; returns ``output`` [T, width], a view of a buffer that the next run overwrites.
 
         With ``kept`` [K], see :meth:`StepArrays.only`, those of these tokens, [K, width]: behind the last operation
@@ -122,9 +123,8 @@ class StepProgram:
             self._run(step, 0, end)
             return self._output[:num_tokens]
         self._run(step, 0, self._narrow_at)
-        rows = torch.from_numpy(kept)
         for buffer in self._narrowed:
-            buffer[: len(rows)] = buffer[rows]
+            buffer[: len(kept)] = buffer[kept]
         if len(kept):
             self._run(step.only(kept), self._narrow_at, end)
         return self._output[: len(kept)]

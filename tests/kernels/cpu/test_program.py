@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
@@ -275,17 +276,39 @@ def test_tokens_that_no_other_needs_are_left_out_behind_the_last_kv(recorder: Re
     step = arrays([4, 9, 9, 30, 2])
     whole = program.run(step).clone()
     for kept in ([0, 1, 2, 3, 4], [2, 3, 4], [4]):
-        assert torch.equal(program.run(step, np.array(kept, dtype=np.int32)), whole[kept])
+        assert torch.equal(program.run(step, np.array(kept, dtype=np.intp)), whole[kept])
         assert len(given[-1]) == len(kept)
     calls = len(given)
-    assert program.run(step, np.array([], dtype=np.int32)).shape == (0, 8)
+    assert program.run(step, np.array([], dtype=np.intp)).shape == (0, 8)
     assert len(given) == calls, "nobody wanted anything, and it was computed"
 
 
 def test_tokens_are_left_out_of_an_output_that_is_done_before(recorder: Recorder) -> None:
     program = compiled(recorder, embedded(recorder, 8))
     whole = program.run(arrays([4, 9, 30])).clone()
-    assert torch.equal(program.run(arrays([4, 9, 30]), np.array([1, 2], dtype=np.int32)), whole[1:])
+    assert torch.equal(program.run(arrays([4, 9, 30]), np.array([1, 2], dtype=np.intp)), whole[1:])
+
+
+class Watch(TorchDispatchMode):
+    """Notes what torch is asked to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_computes_nothing_in_a_step_without_functions(recorder: Recorder) -> None:
+    """Its threads would spin on the cores of the pool's for milliseconds, and be more than were asked for."""
+    x = embedded(recorder, 8)
+    program, step = compiled(recorder, product(native_linear(8, 8), x) + x), arrays([4, 9, 9, 30, 2])
+    with Watch() as watch:
+        program.run(step)
+        program.run(step, np.array([1, 3], dtype=np.intp))
+    assert watch.names == {"slice"}
 
 
 def test_a_function_that_breaks_its_word(recorder: Recorder) -> None:
