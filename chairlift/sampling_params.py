@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from chairlift.errors import RequestError
 
-__all__ = ["SamplingLimits", "SamplingParams"]
+__all__ = ["SHAPED_REASONS", "SamplingLimits", "SamplingParams"]
 
+SHAPED_REASONS: Final = (
+    "no token is left to choose from: allowed_token_ids, bad_words, logit_bias, min_tokens or the grammar exclude every"
+    " one; relax one of them",
+    "the logits overflow after penalties and temperature; use a higher repetition_penalty or temperature",
+)
+"""Errors of answers for which these parameters are at fault together, and not the model."""
 _INT32_MAX = 2**31 - 1
 
 

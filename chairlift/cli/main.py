@@ -77,9 +77,28 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **how)
+        self._given: list[str] = []
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        self._given = list(args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        flags = [word for word in self._given if word.startswith("--") and word.partition("=")[0] not in self._flags()]
+        if "invalid choice" in message and flags:  # the value of a mistyped flag was taken for a command
+            message = self.unknown(flags[0])
         self.exit(_fail(f"{message}; see {self.prog} --help"))
+
+    def _flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
+
+    def unknown(self, word: str) -> str:
+        """What to say of a word that the command does not know."""
+        near = difflib.get_close_matches(word.partition("=")[0], self._flags(), n=1)
+        kind = "unknown flag" if word.startswith("-") else "unexpected argument"
+        return f"{kind} {word!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -94,11 +113,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         command.set_defaults(run=module.run, parser=command)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        command = args.parser  # of the command, or of a command's command
-        known = [flag for action in command._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        kind = "unknown flag" if unknown[0].startswith("-") else "unexpected argument"
-        command.error(f"{kind} {unknown[0]!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        args.parser.error(args.parser.unknown(unknown[0]))  # of the command, or of a command's command
     return args
 
 

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         from chairlift.train.parallel import launch
         from chairlift.train.run import prepare
 
-        prepare(config, resume=args.resume, ranks=args.processes)
+        prepare(config, resume=args.resume, ranks=max(1, args.processes))  # launch says what is wrong with fewer
         flags = ["--resume", args.resume, *(["--quiet"] if args.quiet else [])]
         for override in overrides:
             flags += ["--set", override]

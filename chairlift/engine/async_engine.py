@@ -199,13 +199,15 @@ class AsyncEngine:
         """Seconds, 1 to 60, after which there should be room in the queue."""
         return self.intake.retry_after(time.monotonic())
 
-    def check_room(self, num_requests: int = 1, service_class: str = DEFAULT_CLASS) -> None:
-        """Raise QueueFullError or EngineDeadError when so many requests of a class would not be taken now."""
+    def check_room(
+        self, num_requests: int = 1, service_class: str = DEFAULT_CLASS, num_tokens: int = 0, tenant: str = ""
+    ) -> None:
+        """Raise QueueFullError or EngineDeadError when so many requests and prompt tokens would not be taken now."""
         self._ready()
         try:
-            self.intake.check(time.monotonic(), num_requests, 0, service_class)
-        except OverloadedError:
-            self.stats.rejected["queue_requests"] += 1
+            self.intake.check(time.monotonic(), num_requests, num_tokens, service_class, tenant)
+        except QueueFullError as full:
+            self.stats.rejected[f"queue_{full.kind}"] += 1
             raise
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -255,13 +257,14 @@ class AsyncEngine:
         timeout: float | None = None,
         name: str = "",
         arrival: float | None = None,
+        has_room: bool = False,
     ) -> OutputStream:
         """Queue a request; ``kind`` says what its stream yields, ``tenant`` who is charged for it, ``name`` how its
-        caller calls it, ``arrival`` since when it has been waiting for us (on the monotonic clock), if not since now.
+        caller calls it, ``arrival`` since when it has been waiting for us (on the monotonic clock), if not since now;
+        ``has_room``: :meth:`check_room` was asked, for all of its call. Timeouts are in seconds, not the engine's own.
 
-        Timeouts are in seconds, instead of the engine's own. Raises RequestError for what cannot be served,
-        QueueFullError when too much waits, or the request would, by the forecast, wait for longer than its timeouts
-        allow; EngineDeadError when there is no engine.
+        Raises RequestError for what cannot be served, QueueFullError when too much waits or the request would wait, by
+        the forecast, for longer than its timeouts allow; EngineDeadError when there is no engine.
         """
         begin = time.monotonic()
         if isinstance(prompt, str) and prompt:
@@ -277,13 +280,12 @@ class AsyncEngine:
         limit = self._request_timeout if timeout is None else timeout
         now = time.monotonic()
         predicted = self.expected_wait(service_class, tenant) if foreseeable else None
+        if not has_room:
+            self.check_room(1, service_class, num_tokens, tenant)
         try:
-            self.intake.check(now, 1, num_tokens, service_class, tenant)
-            for setting, allowed in (("queue_timeout", patience), ("timeout", limit)):
-                if allowed is not None:
-                    self.intake.check_wait(predicted, allowed, setting, service_class)
-        except QueueFullError as full:
-            self.stats.rejected["forecast" if full.kind == "forecast" else f"queue_{full.kind}"] += 1
+            self.intake.check_wait(predicted, {"queue_timeout": patience, "timeout": limit}, service_class)
+        except QueueFullError:
+            self.stats.rejected["forecast"] += 1
             raise
         self._client.add(prepared)
         state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
@@ -291,8 +293,7 @@ class AsyncEngine:
         self._streams[stream.request_id] = stream
         for watcher in self.watchers.values():
             watcher.began(stream)
-        lane = tenant if foreseeable else None
-        self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, lane)
+        self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, tenant if foreseeable else None)
         if patience is not None:
             stream.set_timer(patience, self._queued_too_long)
         if limit is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -20,6 +19,7 @@ _STEPS_PER_STEP: Final = 8
 """Of the copy, per step of the engine: about half a millisecond."""
 _PAUSE: Final = 0.5
 """Seconds between the end of one forecast and the beginning of the next."""
+_PAUSE_OF_THE_FAILED: Final = 60.0
 
 
 class Forecaster:
@@ -55,6 +55,7 @@ class Forecaster:
                     self._ahead, self._not_before = None, now + _PAUSE
                     return made
         except Exception:  # a policy of somebody's own that cannot be copied must not stop the engine
-            _log.exception("the queue cannot be forecast with policy %r; there are no forecasts", scheduler.policy.name)
-            self._ahead, self._not_before = None, math.inf
+            name = scheduler.policy.name
+            _log.exception("the queue could not be forecast, with policy %r; the next try is in a minute", name)
+            self._ahead, self._not_before = None, now + _PAUSE_OF_THE_FAILED
         return None

@@ -132,13 +132,14 @@ class Intake:
         service_class: str = DEFAULT_CLASS,
         tenant: str = "",
     ) -> None:
-        """Raise QueueFullError when so much more would be too much. A prompt of any length may wait alone."""
+        """Raise QueueFullError when so much more would be too much. When nobody waits, any call is taken."""
         share = self.share(service_class)
         who = "may" if share == 1 else f"may before one of class {service_class} is taken"
         most_requests, most_tokens = max(1, int(self.max_requests * share)), int(self.max_tokens * share)
-        if len(self._waiting) + num_requests > most_requests:
+        if self._waiting and len(self._waiting) + num_requests > most_requests:
+            more = f"; this call has {num_requests}" if num_requests > 1 else ""
             raise QueueFullError(
-                f"{len(self._waiting)} requests wait already, and {most_requests} {who}; try again later",
+                f"{len(self._waiting)} requests wait already, and {most_requests} {who}{more}; try again later",
                 self.retry_after(now, service_class, tenant),
                 "requests",
             )
@@ -151,21 +152,22 @@ class Intake:
             )
 
     def check_wait(
-        self, predicted: float | None, allowed: float, setting: str, service_class: str = DEFAULT_CLASS
+        self, predicted: float | None, allowed: Mapping[str, float | None], service_class: str = DEFAULT_CLASS
     ) -> None:
-        """Raise QueueFullError when a request that may wait ``allowed`` seconds, which ``setting`` says, would do so in
-        vain: the forecast says so, and 9 of 10 like it were no further off. Without enough of them nobody is refused.
+        """Raise QueueFullError when a request that may wait ``allowed`` seconds (by setting) would do so in vain: the
+        forecast says so, and 9 of 10 like it were no further off. Without enough of them nobody is refused.
         """
         shortest = self._calibrations[self._levels.get(service_class, 0)].quantile(_WRONG_REFUSALS)
         if predicted is None or shortest is None or predicted < SHORTEST_WAIT:
             return
-        if predicted * min(1.0, shortest) > allowed:
-            raise QueueFullError(
-                f"the request would start in about {predicted:.3g} s, but its {setting} allows {allowed:.3g} s; try"
-                " again later, or allow more",
-                predicted - allowed,
-                "forecast",
-            )
+        for setting, seconds in allowed.items():
+            if seconds is not None and predicted * min(1.0, shortest) > seconds:
+                raise QueueFullError(
+                    f"the request would start in about {predicted:.3g} s, but its {setting} allows {seconds:.3g} s; try"
+                    " again later, or allow more",
+                    predicted - seconds,
+                    "forecast",
+                )
 
     def enter(
         self,

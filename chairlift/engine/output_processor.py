@@ -13,6 +13,7 @@ from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.metrics.stats import DEADLINE_KINDS, FinishedRequest, RequestStats
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from chairlift.sampling_params import SHAPED_REASONS
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["OutputProcessor", "RequestPhase", "RequestProgress", "RequestState"]
@@ -216,6 +217,7 @@ class RequestState:
     def record(self, now: float, *, aborted: bool = False) -> FinishedRequest:
         """What the statistics keep of it."""
         metrics, reasons = self.metrics, [answer.finish_reason for answer in self.answers]
+        aborted = aborted or self.error in SHAPED_REASONS  # no fault of ours
         first, token = metrics.first_scheduled_time, metrics.first_token_time
         worst = [reason for reason in (FinishReason.ERROR, FinishReason.DEADLINE) if reason in reasons]
         record = FinishedRequest(

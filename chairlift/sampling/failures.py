@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from chairlift.sampling_params import SHAPED_REASONS
+
 __all__ = ["raw_reason", "shaped_reason"]
 
 
@@ -15,9 +17,4 @@ def raw_reason(highest: float) -> str:
 
 
 def shaped_reason(highest: float) -> str:
-    if highest == -math.inf:
-        return (
-            "no token is left to choose from: allowed_token_ids, bad_words, logit_bias, min_tokens or the grammar "
-            "exclude every one; relax one of them"
-        )
-    return "the logits overflow after penalties and temperature; use a higher repetition_penalty or temperature"
+    return SHAPED_REASONS[highest != -math.inf]

@@ -125,7 +125,8 @@ def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float) -> Scheduler
 
 def _like(request: Request, lengths: AnswerLengths) -> Request:
     """A request of the same size and standing, whose answer is as long as is to be expected."""
-    num_tokens = lengths.expected(request)
+    # One that has ended and is held in its batch ends in the next step, and is held again.
+    num_tokens = request.num_output_tokens + 1 if request.finish_reason else lengths.expected(request)
     copy = Request(
         request.request_id,
         [],

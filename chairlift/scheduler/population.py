@@ -186,8 +186,10 @@ class Population:
         self.now = now
         self.add(request)
         if self._try_admit(request, SchedulerOutput(self.step)):
-            self.num_computed_tokens += original.num_computed_tokens - request.num_computed_tokens
-            request.num_computed_tokens = original.num_computed_tokens
+            # Not what a step in flight computes: nobody knows its tokens yet.
+            computed = min(original.num_computed_tokens, len(request.token_ids) - 1)
+            self.num_computed_tokens += computed - request.num_computed_tokens
+            request.num_computed_tokens = computed
             request.num_charged_tokens = original.num_charged_tokens
             request.progress_mark = original.progress_mark
             if original.decoding:

@@ -94,6 +94,9 @@ def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiEr
         return ApiError(503, str(error), code=code, headers=retry)
     if isinstance(error, EngineDeadError):
         seconds = _whole_seconds(state.engine.retry_after())
+        if state.draining or state.engine.state is EngineState.STOPPED:
+            message = "the server stopped before the answer was complete; try another one"
+            return ApiError(503, message, code="server_draining", headers={"retry-after": seconds})
         # What the engine died of may name files of this machine: that is for the log.
         loading = state.engine.state is EngineState.LOADING
         why = "is loading its model" if loading else "died, and is started again"

@@ -25,9 +25,10 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
-from chairlift.sampling_params import SamplingParams
+from chairlift.sampling_params import SHAPED_REASONS, SamplingParams
 from chairlift.server.auth import Caller, salt_for
 from chairlift.server.errors import ApiError, error_body, to_api_error
+from chairlift.server.promises import class_of
 from chairlift.server.protocol import GenerationRequest, StreamOptions
 from chairlift.server.state import ServerState
 from chairlift.tokenizer.tokenizer import Tokenizer
@@ -143,6 +144,7 @@ async def submit_all(
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
     salt = salt_for(caller.holder, request.cache_salt or "")
+    state.engine.check_room(len(prompts), class_of(params), sum(map(len, prompts)), caller.tenant)
     try:
         for index, prompt in enumerate(prompts):
             try:
@@ -155,6 +157,7 @@ async def submit_all(
                     queue_timeout=request.queue_timeout,
                     name=caller.request_id,
                     arrival=caller.arrived,
+                    has_room=True,  # or the first of many prompts would be in the way of the last
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None
@@ -229,7 +232,8 @@ def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
     """Raise ApiError for an answer that ended in another way than its request asked for."""
     if answer.finish_reason is FinishReason.ERROR:
         reason = output.error or "its logits could not be used"
-        raise ApiError(500, f"the answer could not be generated: {reason}", code="generation_failed")
+        status, code = (400, "invalid_value") if reason in SHAPED_REASONS else (500, "generation_failed")
+        raise ApiError(status, f"the answer could not be generated: {reason}", code=code)
     if answer.finish_reason is FinishReason.DEADLINE:
         raise ApiError(503, output.error or "the deadline has passed", code="deadline_exceeded")
     if answer.finish_reason is FinishReason.ABORT:

@@ -244,6 +244,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "threads")
+        if self.threads is not None and self.threads > 256:
+            raise ConfigError(f"threads must be 1 to 256, got {self.threads}")
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, got {self.seed}")
 
@@ -261,7 +263,7 @@ class TrainConfig:
             raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not valid YAML: {error}") from None
         raw = {} if raw is None else raw
         for override in overrides:
@@ -270,7 +272,7 @@ class TrainConfig:
                 raise ConfigError(f"--set takes key=value, such as training.steps=500, got {override!r}")
             try:
                 value = yaml.safe_load(text)
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError, RecursionError):
                 value = text
             _set(raw, name.strip(), value)
         return cls.from_mapping(raw, str(path))

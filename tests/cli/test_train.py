@@ -84,6 +84,10 @@ def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
         (["--set", "training.learning_rat=1"], "did you mean learning_rate?"),
         (["--set", "training.steps=many"], "training: steps must be a whole number, got 'many'"),
         (["--set", "training.schedule=sine"], "must be one of cosine, linear, constant, got 'sine'"),
+        (["--set", "training.steps=2024-13-45"], "steps must be a whole number, got '2024-13-45'"),
+        (["--set", "packing.step=" + "[" * 3000], "step must be like tokens:1M"),
+        (["--set", "threads=257"], "threads must be 1 to 256, got 257"),
+        (["--processes", "0"], "processes must be at least 1, got 0"),
         (["--set", "training"], "--set takes key=value"),
         (["--set", "output.x=1"], "there is no section 'output'"),
         (["--set", "data.files=/nowhere.jsonl"], "data file /nowhere.jsonl does not exist"),
@@ -100,7 +104,6 @@ def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
         (["--set", "model.tokenizer=/nowhere"], "/nowhere has no tokenizer.json"),
         (["--output", "/dev/null"], "output /dev/null is not a directory"),
         (["--resume", "/nowhere"], "'/nowhere' is none"),
-        (["--processes", "0"], "ranks"),
         (["--processes", "3", "--set", "packing.step=packs:8"], "a multiple of 3, got packs:8"),
     ],
 )

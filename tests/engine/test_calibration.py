@@ -13,6 +13,7 @@ from chairlift.engine.input_processor import InputProcessor
 from chairlift.engine.intake import Intake
 from chairlift.metrics.stats import FORECAST_RATIOS, LATENCY_BUCKETS, Histogram
 from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.policy import FirstComeFirstServed
 from chairlift.sim.machines import deploy, shape_from_name
 from chairlift.sim.replay import simulated_core
 
@@ -109,3 +110,32 @@ def test_with_classes_and_more_work_than_fits_forecasts_are_right() -> None:
     assert len(intake.calibration) >= 100  # the urgent start too soon to be judged
     median = intake.calibration.quantile(0.5)
     assert median is not None and 0.75 < median < 1.4
+
+
+class Stumbling(FirstComeFirstServed):
+    """Cannot be copied the first time."""
+
+    name = "stumbling"
+    num_forks = 0
+
+    def fork(self) -> FirstComeFirstServed:
+        Stumbling.num_forks += 1
+        if Stumbling.num_forks == 1:
+            raise RuntimeError("not now")
+        return FirstComeFirstServed()
+
+
+def test_a_forecast_that_failed_is_tried_again_in_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"max_num_seqs": 1, "num_kv_blocks": 50, "scheduling_policy": f"{__name__}:Stumbling"}
+    core, limits = simulated_core(
+        deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), EngineConfig.from_flat(settings)
+    )
+    door = InputProcessor(limits, None, core.kv, seed=0)
+    for name in "ab":
+        core.add(door.prepare(name, [5, 6], SamplingParams(max_tokens=3), 0.0))
+    core.step()
+    forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, {"default": 0})
+    assert [forecaster.advance(now) for now in (0.0, 1.0, 59.0)] == [None] * 3
+    assert Stumbling.num_forks == 1 and "could not be forecast, with policy 'stumbling'" in caplog.text
+    made = forecaster.advance(60.0)
+    assert made is not None and made.starts.keys() == {"b"}

@@ -53,6 +53,15 @@ def test_a_prompt_longer_than_the_bound_may_wait_alone() -> None:
     intake.check(0.0, 1, 500)
 
 
+def test_a_call_of_more_prompts_than_the_bound_may_wait_alone() -> None:
+    intake = Intake(10, 100)
+    intake.check(0.0, 64, 5000)
+    intake.enter("a", 1)
+    intake.check(0.0, 9)
+    with pytest.raises(QueueFullError, match="1 requests wait already, and 10 may; this call has 10; try again later"):
+        intake.check(0.0, 10)
+
+
 def test_leaving_twice_counts_once() -> None:
     intake = Intake(10, 100)
     intake.enter("a", 60)
@@ -258,23 +267,23 @@ def test_only_waits_that_began_are_compared_with_their_predictions() -> None:
 def test_who_would_wait_in_vain_is_refused_and_told_when_to_come() -> None:
     intake = calibrated([0.5] * 3 + [0.8] * 27)  # 9 of 10 waited for at least 0.8 of the forecast
     with pytest.raises(QueueFullError, match=r"start in about 12\.3 s, but its queue_timeout allows 3 s") as full:
-        intake.check_wait(12.34, 3.0, "queue_timeout")
+        intake.check_wait(12.34, {"timeout": None, "queue_timeout": 3.0})
     assert (full.value.kind, full.value.retry_after) == ("forecast", pytest.approx(9.34))
     with pytest.raises(QueueFullError):
-        intake.check_wait(1.01 * 3.0 / 0.8, 3.0, "queue_timeout")
-    intake.check_wait(0.99 * 3.0 / 0.8, 3.0, "queue_timeout")
-    intake.check_wait(None, 0.0, "queue_timeout")
-    intake.check_wait(0.04, 0.001, "queue_timeout")
+        intake.check_wait(1.01 * 3.0 / 0.8, {"timeout": None, "queue_timeout": 3.0})
+    intake.check_wait(0.99 * 3.0 / 0.8, {"timeout": None, "queue_timeout": 3.0})
+    intake.check_wait(None, {"timeout": None, "queue_timeout": 0.0})
+    intake.check_wait(0.04, {"timeout": None, "queue_timeout": 0.001})
 
 
 def test_forecasts_that_are_too_low_refuse_nobody_who_is_in_time_by_them() -> None:
-    calibrated([3.0] * 30).check_wait(2.9, 3.0, "queue_timeout")
+    calibrated([3.0] * 30).check_wait(2.9, {"timeout": None, "queue_timeout": 3.0})
 
 
 def test_nobody_is_refused_before_forecasts_have_been_compared() -> None:
-    calibrated([1.0] * 19).check_wait(1e6, 0.1, "queue_timeout")
+    calibrated([1.0] * 19).check_wait(1e6, {"timeout": None, "queue_timeout": 0.1})
     with pytest.raises(QueueFullError):
-        calibrated([1.0] * 20).check_wait(1e6, 0.1, "queue_timeout")
+        calibrated([1.0] * 20).check_wait(1e6, {"timeout": None, "queue_timeout": 0.1})
 
 
 def test_waits_are_longer_where_those_who_go_before_keep_coming() -> None:

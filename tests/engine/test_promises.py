@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 import pytest
 
+from chairlift.config import ServerConfig
 from chairlift.engine.core import CoreOutputs, FinishedSequence
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.output_processor import OutputProcessor
+from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import QueueFullError
 from chairlift.metrics.stats import RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.request import Service
-from chairlift.sampling_params import SamplingParams
+from chairlift.sampling_params import SHAPED_REASONS, SamplingParams
+from chairlift.server.auth import Caller
+from chairlift.server.protocol import CompletionRequest
+from chairlift.server.state import ServerState
+from chairlift.server.streaming import submit_all
 from tests.engine.make import drain, greedy, make_engine
 from tests.engine.test_async_engine import LONG, collect, quiet, run, running
 
@@ -25,7 +31,12 @@ INF = math.inf
 
 
 def ended(
-    service: Service, times: list[float], end: float, reason: FinishReason | None = FinishReason.STOP, n: int = 1
+    service: Service,
+    times: list[float],
+    end: float,
+    reason: FinishReason | None = FinishReason.STOP,
+    n: int = 1,
+    error: str | None = None,
 ) -> RequestStats:
     """A request of time 0, with a token of its first answer at each of ``times``; without a reason it is cancelled."""
     stats = RequestStats()
@@ -38,8 +49,8 @@ def ended(
     if reason is None:
         outputs.remove("r", end)
     else:
-        finished = [FinishedSequence(first, reason), *(FinishedSequence(name, FinishReason.STOP) for name in others)]
-        outputs.finish(finished, end)
+        finished = [FinishedSequence(name, FinishReason.STOP) for name in others]
+        outputs.finish([FinishedSequence(first, reason, error=error), *finished], end)
     return stats
 
 
@@ -78,6 +89,13 @@ def test_promises_kept_and_missed(
 def test_of_several_answers_one_that_was_dropped_decides() -> None:
     stats = ended(promise(5.0), [1.0], 2.0, FinishReason.DEADLINE, n=3)
     assert stats.finished == {"deadline": 1}
+
+
+@pytest.mark.parametrize(
+    ("why", "counted"), [*((why, "abort") for why in SHAPED_REASONS), ("the model's logits contain NaN", "error")]
+)
+def test_settings_that_leave_no_token_count_as_no_fault_of_ours(why: str, counted: str) -> None:
+    assert ended(Service(), [], 1.0, FinishReason.ERROR, error=why).finished == {counted: 1}
 
 
 def put(engine: Engine, *services: Service) -> None:
@@ -145,6 +163,28 @@ def test_a_request_that_comes_too_late_is_dropped_or_goes_on(late: str) -> None:
             assert late_ones == ((1, 0) if late == "drop" else (0, 1))
             assert (stats.with_deadline["flex"], stats.within_deadline["flex"]) == (1, 0)
             assert stats.deadline_misses["flex", "deadline"] == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("bounds", [{"max_queued_requests": 4}, {"max_queued_tokens": 9}])
+def test_prompts_of_one_call_are_not_in_each_others_way(bounds: dict[str, int]) -> None:
+    """A client would send such a call again and again, to an idle server."""
+
+    async def test() -> None:
+        async with running("hashlm:5ms", {"max_num_seqs": 1}, **bounds) as engine:
+            state = ServerState(ServerConfig(), engine, ("hashlm",))
+
+            def call(count: int) -> Awaitable[list[OutputStream]]:
+                asked = CompletionRequest(prompt="")
+                return submit_all(state, [[1, 2]] * count, LONG, asked, stream=True, caller=Caller())
+
+            streams = await call(7)
+            with pytest.raises(QueueFullError, match="wait already"):
+                await call(1)
+            assert sum(engine.stats.rejected.values()) == 1
+            for stream in streams:
+                stream.abort()
 
     run(test)
 

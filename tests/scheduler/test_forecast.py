@@ -51,6 +51,31 @@ def test_with_known_lengths_and_nobody_else_coming_starts_are_exact(policy: str,
     assert {name: started[name] for name in waiting} == pytest.approx({name: forecast.starts[name] for name in waiting})
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(
+    "settings", [{}, {"scheduling_policy": "priority"}, {"batching": "static"}, {"batching": "dynamic"}], ids=str
+)
+def test_it_can_be_made_between_any_two_steps(depth: int, settings: dict[str, str]) -> None:
+    """Also where steps are in flight, whose tokens the copy does not know."""
+    rng = random.Random(depth)
+    config = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 60, "num_lookahead_steps": depth}
+    core, limits = simulated_core(
+        deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), EngineConfig.from_flat(config | settings)
+    )
+    door = InputProcessor(limits, None, core.kv, seed=0)
+    for index in range(40):
+        params = SamplingParams(max_tokens=rng.randint(1, 7), ignore_eos=True)
+        core.add(door.prepare(str(index), [index + 10] * rng.choice([3, 40, 90]), params, 0.0))
+    in_flight = 0
+    while core.has_work:
+        core.step()
+        in_flight += core.num_in_flight > 0
+        waiting = {request.request_id for request in core.scheduler.waiting if not request.num_preemptions}
+        forecast = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), core.clock.now(), {"default": 0}))
+        assert waiting <= forecast.starts.keys()
+    assert bool(in_flight) == bool(depth)
+
+
 def test_what_lies_beyond_the_horizon_is_extrapolated_in_order() -> None:
     config = EngineConfig.from_flat({"max_num_seqs": 2, "max_num_batched_tokens": 64, "num_kv_blocks": 200})
     core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)

@@ -190,7 +190,9 @@ class FakeEngine:
     def named(self, name: str) -> list[FakeStream]:
         return [stream for stream in self.streams if stream.name == name]
 
-    def check_room(self, num_requests: int = 1, service_class: str = DEFAULT_CLASS) -> None:
+    def check_room(
+        self, num_requests: int = 1, service_class: str = DEFAULT_CLASS, num_tokens: int = 0, tenant: str = ""
+    ) -> None:
         self.room_asked.append((num_requests, service_class))
         if self.state is not EngineState.READY:
             raise EngineDeadError(f"the engine is {self.state}")
@@ -229,6 +231,7 @@ class FakeEngine:
         timeout: float | None = None,
         name: str = "",
         arrival: float | None = None,
+        has_room: bool = False,
     ) -> FakeStream:
         self.arrivals.append(arrival)
         self.check_room()

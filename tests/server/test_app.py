@@ -256,6 +256,25 @@ def test_requests_are_logged_without_what_they_say(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
+@pytest.mark.parametrize("gone", ["draining", "stopped"])
+def test_an_answer_cut_off_at_the_end_is_not_told_to_come_back(gone: str) -> None:
+    async def fail(request: Request) -> Response:
+        state.draining = gone == "draining"  # after it was let in
+        if gone == "stopped":
+            state.engine.state = EngineState.STOPPED
+        raise EngineDeadError("the engine has been shut down")
+
+    async def test() -> None:
+        async with serving(make_app(state, [Route("/v1/fail", fail)])) as client:
+            reply = await client.get("/v1/fail")
+            assert (reply.status, reply.error["code"]) == (503, "server_draining")
+            assert reply.error["message"] == "the server stopped before the answer was complete; try another one"
+            assert state.engine.stats.rejected["unavailable"] == 0
+
+    state = make_state()
+    run(test())
+
+
 # --- the drain, and clients that leave -------------------------------------------------------------------------------
 
 

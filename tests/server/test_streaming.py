@@ -12,6 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from chairlift.errors import EngineDeadError, OverloadedError, QueueTimeoutError
+from chairlift.sampling_params import SHAPED_REASONS
 from chairlift.server.app import make_app
 from chairlift.server.streaming import merge
 from tests.server.fake_engine import FakeEngine, FakeStream, make_state
@@ -210,6 +211,11 @@ def test_a_failed_row_is_an_error_and_never_an_answer(
     assert reply.status_code == 500
     assert (reply.json()["error"]["code"], "NaN" in reply.text) == ("generation_failed", True)
     assert stream(client, path, body)[-1]["error"]["code"] == "generation_failed"
+    for reason in SHAPED_REASONS:  # what a client asks for is no fault of ours
+        engine.failed_row = reason
+        reply = client.post(path, json=body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_value")
+        assert reason in stream(client, path, body)[-1]["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "body"), BOTH)

@@ -1,0 +1,38 @@
+"""``system_fingerprint`` is another one when answers may be others, and the same for a copy."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from chairlift.loading import _fingerprint
+from tests.models.tiny import tiny_hf_model
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return tiny_hf_model(tmp_path, "llama")
+
+
+def test_other_weights_of_the_same_size_have_another(model_dir: Path, tmp_path: Path) -> None:
+    before = _fingerprint(str(model_dir), "m", "float32")
+    copy = shutil.copytree(model_dir, tmp_path / "copy")
+    assert _fingerprint(str(copy), "m", "float32") == before
+    assert _fingerprint(str(model_dir), "m", "bfloat16") != before
+    file = model_dir / "model.safetensors"
+    size = file.stat().st_size
+    save_file({name: weight + 0.5 for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+    assert file.stat().st_size == size
+    assert _fingerprint(str(model_dir), "m", "float32") != before
+
+
+def test_it_does_not_read_all_of_a_large_file(tmp_path: Path) -> None:
+    """A hole in a file costs no time to write, but reading 1 TiB of zeros would take minutes."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2**40)
+        short = _fingerprint(str(tmp_path))
+        file.truncate(2**40 + 1)
+    assert _fingerprint(str(tmp_path)) != short
