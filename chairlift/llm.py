@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class LLM:
             seed=self.config.model.seed,
         )
         source = self.tokenizer
+        self._turn = threading.RLock()
         self._template = ChatTemplate(source.chat_template, source.named_tokens) if source else ChatTemplate(None)
 
     def generate(
@@ -73,7 +75,7 @@ class LLM:
 
         ``sampling_params`` is one for all or one each, and so are ``priority``, which goes before that of the
         parameters, and ``tenant``, who is charged where tenants share fairly. All prompts are checked before any is
-        answered; the RequestError for a bad one names its place.
+        answered; the RequestError for a bad one names its place. Threads take turns, a call at a time.
         """
         if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Set)):
             raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
@@ -88,18 +90,19 @@ class LLM:
         params = _one_each("sampling parameters", given, count)
         priorities, tenants = _one_each("priorities", priority, count), _one_each("tenants", tenant, count)
         ids: list[str] = []
-        try:
-            for index, (prompt, param, level) in enumerate(zip(listed, params, priorities, strict=True)):
-                try:
-                    if level is not None and isinstance(param, SamplingParams):
-                        param = dataclasses.replace(param, priority=level)
-                    ids.append(self.engine.add_request(prompt, param, stream=False, tenant=tenants[index]))
-                except RequestError as error:
-                    raise type(error)(f"prompt {index}: {error}") if len(listed) > 1 else error from None
-            done = self._run(ids, use_tqdm)
-        finally:
-            for request_id in ids:
-                self.engine.abort(request_id)
+        with self._turn:
+            try:
+                for index, (prompt, param, level) in enumerate(zip(listed, params, priorities, strict=True)):
+                    try:
+                        if level is not None and isinstance(param, SamplingParams):
+                            param = dataclasses.replace(param, priority=level)
+                        ids.append(self.engine.add_request(prompt, param, stream=False, tenant=tenants[index]))
+                    except RequestError as error:
+                        raise type(error)(f"prompt {index}: {error}") if len(listed) > 1 else error from None
+                done = self._run(ids, use_tqdm)
+            finally:
+                for request_id in ids:
+                    self.engine.abort(request_id)
         return [done[request_id] for request_id in ids]
 
     def chat(
@@ -151,7 +154,8 @@ class LLM:
         Raises ModelLoadError, naming the tensor, when the weights do not fit, and ConfigError for a bad argument:
         then the model serves on as before, bit by bit. EngineDeadError when reading a file failed half way.
         """
-        self.engine.update_weights(source, version, in_flight=in_flight)
+        with self._turn:
+            self.engine.update_weights(source, version, in_flight=in_flight)
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         wanted = set(ids)

@@ -231,6 +231,11 @@ class Request:
         return max(len(self.token_ids), self.num_computed_tokens + 1)
 
     @property
+    def has_given_way(self) -> bool:
+        """Whether it had a row before, and lost it: to another, or to other weights."""
+        return bool(self.num_preemptions or self.num_ever_computed)
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

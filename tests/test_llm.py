@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,20 @@ def drained(llm: LLM) -> bool:
     while engine.num_in_flight:  # steps that were in flight when the last answer came
         engine.step()
     return not engine.has_unfinished and not engine.scheduler.has_unfinished and not engine.kv.counts().used
+
+
+def test_threads_take_turns(model_dir: Path) -> None:
+    """One would find the engine inside the other's step."""
+    llm, alone = make(model_dir), make(model_dir).generate([PROMPT, PROMPT[:3]], greedy(20))
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            done = [pool.submit(llm.generate, [PROMPT, PROMPT[:3]], greedy(20)) for _ in range(12)]
+            assert [tokens(each.result()) for each in done] == [tokens(alone)] * 12
+    finally:
+        sys.setswitchinterval(switching)
+    assert drained(llm)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------

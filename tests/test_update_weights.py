@@ -319,6 +319,26 @@ def test_recomputed_requests_go_on_exactly_as_the_new_weights_would(
         assert done[f"r{index}"].metrics.num_preemptions == 0  # type: ignore[union-attr]
 
 
+def test_computing_again_is_no_second_admission(models: tuple[Path, Path]) -> None:
+    """What is read from the cache then may be more than the prompt, and was looked up before."""
+    llm = make(models[0])
+    for name in "ab":
+        llm.engine.add_request(SHARED, params(60), request_id=name)
+    run_until(llm, "b", 40)
+    before, done = llm.engine.core.stats(), len(llm.engine.step_log)
+    cached = {request.request_id: request.num_cached_tokens for request in llm.engine.scheduler.running.values()}
+    llm.update_weights(models[1], 1, in_flight="recompute")
+    run_until(llm, "b", 45)
+    after = llm.engine.core.stats()
+    assert (after.prefix_cache_queries, after.prefix_cache_hits) == (
+        before.prefix_cache_queries,
+        before.prefix_cache_hits,
+    )
+    now = {request.request_id: request.num_cached_tokens for request in llm.engine.scheduler.running.values()}
+    assert now == cached
+    assert {chunk.why for step in list(llm.engine.step_log)[done:] for _, chunk in step.chunks} == {"recompute"}
+
+
 def test_continued_requests_keep_their_kv(models: tuple[Path, Path]) -> None:
     """Their next token is of the new weights on the old keys and values: neither model's own."""
     llm = make(models[0])

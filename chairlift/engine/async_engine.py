@@ -21,7 +21,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.calibration import Calibration
 from chairlift.engine.core import FinishedSequence, check_update
 from chairlift.engine.info import EngineInfo
-from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt
+from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt, unnamed
 from chairlift.engine.intake import Intake, Place
 from chairlift.engine.messages import Refused, Step
 from chairlift.engine.output_processor import OutputProcessor
@@ -267,8 +267,8 @@ class AsyncEngine:
         the forecast, for longer than its timeouts allow; EngineDeadError when there is no engine.
         """
         begin = time.monotonic()
-        if isinstance(prompt, str) and prompt:
-            prompt = await self.encode(prompt)
+        if isinstance(text := unnamed(prompt), str) and text:
+            prompt = await self.encode(text)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")

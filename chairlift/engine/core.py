@@ -375,7 +375,7 @@ class EngineCore(EngineClient):
     def _launch(self, out: SchedulerOutput, now: float) -> None:
         for row in out.joined:
             request = self.scheduler.running[row.request_id]
-            if not request.num_preemptions:
+            if not request.has_given_way:
                 self._joined.append((row.request_id, request.num_cached_tokens, now))
                 if request.source is None:
                     self._counted.prefix_cache_queries += row.num_prompt_tokens

@@ -17,7 +17,7 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 from chairlift.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt"]
+__all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "unnamed"]
 
 Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Any]
 """Text or token ids, or either under the name that vLLM's callers give it: ``prompt``, ``prompt_token_ids``."""
@@ -137,7 +137,7 @@ class InputProcessor:
             raise RequestError("cache_salt must be at most 64 characters from A-Z, a-z, 0-9, '_' and '-'")
         if not isinstance(tenant, str) or len(tenant) > _MAX_ID_LENGTH or not tenant.isprintable():
             raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
-        prompt = _unnamed(prompt)
+        prompt = unnamed(prompt)
         token_ids = self._token_ids(prompt)
         self._check_params(params)
         max_tokens = self._max_tokens(len(token_ids), params)
@@ -260,7 +260,7 @@ class InputProcessor:
         return tuple(found)
 
 
-def _unnamed(prompt: Prompt) -> Any:
+def unnamed(prompt: Prompt) -> Any:
     """The text or the token ids of a prompt that may be given under a name."""
     if not isinstance(prompt, Mapping):
         return prompt

@@ -332,7 +332,7 @@ class OutputProcessor:
         stopped = []
         for row, sequence_id in enumerate(step.sequence_ids):
             found = self._answers.get(sequence_id)
-            if found is None:
+            if found is None or found[1].num_tokens is not None:  # it has left, or its text has ended
                 if self._stats is not None:
                     self._stats.overrun_tokens += 1
                 continue

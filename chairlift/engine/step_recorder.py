@@ -92,10 +92,11 @@ class StepRecorder:
     def scheduled(self, out: SchedulerOutput, now: float) -> None:
         """A step was put together, be there anything to execute or not."""
         requests, now = self._core.scheduler.requests, round(now, 6)
+        joins = {row.request_id for row in out.joined}
         for name, by in out.preempted_for.items():
             request = requests.get(name)
             if request is not None:
-                how = "tail" if request.slot >= 0 else "recompute"
+                how = "tail" if request.slot >= 0 and name not in joins else "recompute"
                 how = "swap" if request.status is RequestStatus.SWAPPED else how
                 self._changes.append(["preempt", self._number(name), now, how, self._numbers.get(by, -1)])
         self._drain()
@@ -104,8 +105,8 @@ class StepRecorder:
         for row in out.joined:
             request, number = requests[row.request_id], self._number(row.request_id)
             self._started.setdefault(row.request_id, now)
-            again = bool(request.num_preemptions)
-            self._changes.append(["join", number, now, row.slot, row.num_computed_tokens, again])
+            joined = row.slot, row.num_computed_tokens, request.has_given_way
+            self._changes.append(["join", number, now, *joined])
         if out.num_held > len(self._held):
             done = {name for name, _ in out.decode_rows if requests[name].finish_reason is not None} - self._held
             self._held |= done

@@ -122,7 +122,7 @@ class Window:
             self._preemptions = len(self._gave_way) - self._known
         if out.chunks:
             for row in result.sampled[out.num_decodes :]:
-                if row is not None and not row.num_preemptions:
+                if row is not None and not row.has_given_way:
                     self._first_tokens.append(now - row.arrival_time)
                     self._prompts.add(row.num_prompt_tokens - row.num_cached_tokens, 1)
 

@@ -156,7 +156,7 @@ class Population:
         if admission is None:
             return False
         self.waiting.remove(request, self.now)
-        if not request.num_preemptions:
+        if not request.has_given_way:
             request.num_cached_tokens = admission.num_computed_tokens
         request.move_to(RequestStatus.RUNNING)
         request.slot = self.free_slots.pop()

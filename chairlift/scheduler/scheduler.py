@@ -280,7 +280,7 @@ class Scheduler(GivingWay):
         start = request.num_computed_tokens
         end = start + num_tokens
         samples = end == request.num_tokens
-        why = "stalled" if start >= request.progress_mark else "recompute" if request.num_preemptions else "prefill"
+        why = "stalled" if start >= request.progress_mark else "recompute" if request.has_given_way else "prefill"
         chunk = Chunk(request.slot, start, num_tokens, samples, why)
         out.chunks.append(chunk)
         flight.chunks.append((request, chunk))

@@ -119,7 +119,8 @@ class CheckpointStore:
         _flush(self.root)
         self._at("renamed")
         for old in self.all()[: -self._keep]:
-            self._remove(old)
+            if old != final:
+                self._remove(old)
         return final
 
     def _remove(self, directory: Path) -> None:
@@ -143,7 +144,7 @@ def load_state(directory: Path) -> dict[str, Any]:
     try:
         tensors = load_file(folder / "state.safetensors")
         state = _restore(json.loads((folder / "state.json").read_text(encoding="utf-8")), tensors)
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{directory} is damaged ({error}); remove it, and go on from an earlier one") from None
     if not isinstance(state, dict):
         raise ConfigError(f"{directory} is damaged: its state is no mapping; remove it, and go on from an earlier one")

@@ -275,13 +275,18 @@ class DriftSampler:
                 if self._signal == "loss":
                     self._detect(name, mean, until[name])
 
+    @property
+    def oldest(self) -> int:
+        """The first item that can be observed by number."""
+        return max(0, self._drawn - _REMEMBERED)
+
     def _look_up(self, key: str | int) -> tuple[str, int]:
         """Name of a source or of its old items, and which item of that source."""
         if isinstance(key, str):
             if key not in self._names:
                 raise ConfigError(f"there is no source {key!r}; there are {self._names}")
             return key, self._sources[key].drawn - 1 if key in self._sources else 0
-        if not max(0, self._drawn - _REMEMBERED) <= key < self._drawn:
+        if not self.oldest <= key < self._drawn:
             raise ConfigError(
                 f"item {key} is not among the last {_REMEMBERED} of {self._drawn} given; observe by source instead"
             )

@@ -14,6 +14,7 @@ import tokenizers
 from chairlift.errors import ConfigError
 from chairlift.tokenizer.chat_template import ChatTemplate, normalize_messages
 from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.train.sequences import read_sample
 
 __all__ = ["Encode", "Encoder", "fitting"]
 
@@ -88,7 +89,9 @@ class Encoder:
         """Raises ConfigError, RequestError or TemplateError for a record that cannot be used."""
         if "input_ids" in record:
             others = {name: record[name] for name in _PASSED_ON if record.get(name) is not None}
-            return {"input_ids": _token_ids(record["input_ids"]), **others}
+            given = {"input_ids": _token_ids(record["input_ids"]), **others}
+            read_sample(given, -1)  # for its checks, here where file and line are known
+            return given
         if "messages" in record:
             return self._chat(record["messages"])
         if "prompt" in record and "completion" in record:

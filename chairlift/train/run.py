@@ -122,6 +122,11 @@ def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
             f"{store.root} has a newer checkpoint ({latest.name}) than {chosen.name}; choose another output directory, "
             "or remove what is newer"
         )
+    if latest is not None and chosen.resolve().parent != store.root.resolve():
+        raise ConfigError(
+            f"{store.root} has checkpoints ({latest.name}) of another run than {chosen}; choose another output "
+            "directory"
+        )
     return chosen
 
 
@@ -255,11 +260,12 @@ def train(
             state = load_state(prepared.resume_from)
             try:
                 trainer.load_state_dict(state["trainer"])
-            except ConfigError as error:
+                set_random_state(state["random"])
+            except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
+                why = error if isinstance(error, ConfigError) else f"it is damaged ({error!r})"
                 raise ConfigError(
-                    f"cannot go on from {prepared.resume_from}: {error}; to begin anew, give another --output"
+                    f"cannot go on from {prepared.resume_from}: {why}; to begin anew, give another --output"
                 ) from None
-            set_random_state(state["random"])
         interrupts.watch(trainer)
         outcome = _Run(prepared, ranks, trainer, on_step).go()
         return dataclasses.replace(outcome, skipped=sum(getattr(each, "skipped", 0) for each in sources.values()))

@@ -108,9 +108,12 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
             factor = _vector(item[name], name, len(tokens), position).astype(np.float32)
             weights = factor if weights is None else weights * factor
     if item.get("weight") is not None:
-        weights = (np.ones(len(tokens), np.float32) if weights is None else weights) * np.float32(item["weight"])
-    given = "weight" in item or "loss_weight" in item
-    if weights is not None and given and not np.isfinite(weights).all():
+        try:
+            own = np.float32(float(item["weight"]))
+        except (TypeError, ValueError):
+            raise _wrong(position, f"has the weight {item['weight']!r:.40}", "give one number") from None
+        weights = (np.ones(len(tokens), np.float32) if weights is None else weights) * own
+    if weights is not None and not np.isfinite(weights).all():
         raise _wrong(position, "has a loss weight that is not finite", "give finite weights")
     if item.get("attention_mask") is not None:
         real = _vector(item["attention_mask"], "attention_mask", len(tokens), position) != 0
@@ -146,7 +149,8 @@ def _read_block(items: Sequence[Any], position: int) -> list[Sample] | None:
 
 
 def _wrong(position: int, what: str, remedy: str) -> ConfigError:
-    return ConfigError(f"sequence {position} of the source {what}; {remedy}, or skip it")
+    name = f"sequence {position} of the source" if position >= 0 else "the record"
+    return ConfigError(f"{name} {what}; {remedy}, or skip it")
 
 
 def _token_ids(values: Any, position: int) -> npt.NDArray[np.int32]:

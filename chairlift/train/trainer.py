@@ -8,9 +8,11 @@ and how sequences were divided among packs and ranks changes them by rounding on
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from chairlift.train.stream import PackStream
 
 __all__ = ["StepResult", "Trainer", "TrainerConfig", "predictions"]
+
+_log = logging.getLogger(__name__)
 
 _collate = PackCollator(keys=("input_ids", "position_ids", "labels", "loss_weight", "segment_ids", "cu_seqlens"))
 
@@ -102,14 +106,25 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
 
     def run(self) -> Iterator[StepResult]:
-        """Take the steps that are left, until the schedule or the stream ends. Between two, the state is whole."""
+        """Take the steps that are left, until the schedule or the stream ends. Between two, the state is whole.
+
+        Steps without a target are left out. Raises ConfigError for 100 in a row, or when there is no other.
+        """
         if self.stream is None:
             raise ConfigError("run() needs a stream; give Trainer a PackStream, or call step() with packs")
+        empty = 0
         if self.num_steps < self.config.steps:
             for packs in self.stream.steps():
+                if not packs[0].step_weight and not packs[0].step_sequences and empty < 100:  # over all ranks
+                    _log.warning("a step of %d packs has no target and is left out", len(packs))
+                    empty += 1
+                    continue
+                empty = 0
                 yield self.step(packs)
                 if self.num_steps >= self.config.steps:
                     return
+            if empty and not self.num_steps:
+                raise ConfigError("no step has a target; give sequences of two tokens and more, with tokens to learn")
 
     def step(self, packs: Sequence[Pack]) -> StepResult:
         """Learn from this rank's packs of one optimiser step.
@@ -144,6 +159,7 @@ class Trainer:
         if self.drift is not None:
             flat = join_over_ranks(self._observed)
             pairs = sorted(zip(flat[::2], flat[1::2], strict=True))  # in one order, whatever the number of ranks
+            pairs = pairs[bisect.bisect_left(pairs, (self.drift.oldest,)) :]  # a step may be longer than its memory
             self.drift.observe([int(number) for number, _ in pairs], [loss for _, loss in pairs])
         tokens, targets, num_packs = map(int, counts)
         return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, stops > 0)

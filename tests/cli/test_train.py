@@ -128,6 +128,27 @@ def test_bad_data_is_named_when_it_is_met(chairlift: Run, config: Path) -> None:
     assert err[-1].startswith("left out 2 records")  # 12 steps of 10 are two epochs
 
 
+def test_a_directory_with_checkpoints_of_another_run_is_not_mixed_with_this(chairlift: Run, config: Path) -> None:
+    few = ("--quiet", "--set", "training.steps=2", "--set", "training.warmup_steps=1")
+    first, other = config.parent / "out", config.parent / "other"
+    assert chairlift("train", config, *few, "--output", first)[0] == 0
+    assert chairlift("train", config, *few, "--output", other)[0] == 0
+    more = ("--quiet", "--set", "training.steps=3", "--set", "training.warmup_steps=1", "--output", first)
+    code, _, err = chairlift("train", config, *more, "--resume", other / "step-00000002")
+    assert code == 2 and "has checkpoints (step-00000002) of another run than" in err[-1]
+    third = ("--output", config.parent / "third", "--resume", other / "step-00000002")
+    assert chairlift("train", config, *more, *third)[0] == 0
+
+
+def test_a_checkpoint_that_lacks_a_part_is_named(chairlift: Run, config: Path) -> None:
+    few = ("--quiet", "--set", "training.steps=2", "--set", "training.warmup_steps=1")
+    assert chairlift("train", config, *few)[0] == 0
+    state = config.parent / "out" / "step-00000002" / "training" / "state.json"
+    state.write_text("{}")
+    code, _, err = chairlift("train", config, *few, "--set", "training.steps=3")
+    assert code == 2 and "step-00000002: it is damaged (KeyError('trainer'))" in err[-1]
+
+
 def test_changed_settings_are_named_with_the_way_out(chairlift: Run, config: Path) -> None:
     few = ("--quiet", "--set", "training.steps=2", "--set", "training.warmup_steps=1")
     assert chairlift("train", config, *few)[0] == 0

@@ -145,6 +145,9 @@ def test_a_cancelled_request_leaves_nothing_behind(state: str) -> None:
 def test_what_cannot_be_served_is_refused_with_both_numbers() -> None:
     async def test() -> None:
         async with running(more={"num_kv_blocks": 10}) as engine:
+            for prompt in ("a" * 10**6, {"prompt": "a" * 10**6}):  # not tokenized, which would stop everybody
+                with pytest.raises(PromptTooLongError, match="the text has 1,000,000 characters"):
+                    await engine.submit(prompt, LONG)
             with pytest.raises(PromptTooLongError, match=r"500 .*144"):
                 await engine.submit([1] * 500, SamplingParams())
             with pytest.raises(RequestError, match="empty"):

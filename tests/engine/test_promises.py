@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chairlift.config import ServerConfig
-from chairlift.engine.core import CoreOutputs, FinishedSequence
+from chairlift.engine.core import CoreOutputs, FinishedSequence, TokenRecord
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.output_processor import OutputProcessor
@@ -24,6 +24,7 @@ from chairlift.server.auth import Caller
 from chairlift.server.protocol import CompletionRequest
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import submit_all
+from chairlift.sim.oracle import byte_tokenizer
 from tests.engine.make import drain, greedy, make_engine
 from tests.engine.test_async_engine import LONG, collect, quiet, run, running
 
@@ -96,6 +97,25 @@ def test_of_several_answers_one_that_was_dropped_decides() -> None:
 )
 def test_settings_that_leave_no_token_count_as_no_fault_of_ours(why: str, counted: str) -> None:
     assert ended(Service(), [], 1.0, FinishReason.ERROR, error=why).finished == {counted: 1}
+
+
+def test_tokens_behind_a_stop_string_do_not_count() -> None:
+    """Several may come at once, and rows of a static batch go on."""
+    stats = RequestStats()
+    tokenizer = byte_tokenizer()
+    first, second, *others = tokenizer.encode("abcde")
+    outputs = OutputProcessor(tokenizer, (), stats)
+    params = SamplingParams(max_tokens=9, stop=["b"], logprobs=0)
+    state = outputs.add(PreparedRequest("r", None, [1, 2], params, 0, 10), stream=True)
+    (name,), frame = state.prepared.sequence_ids, CoreOutputs()
+    for token in (first, second, *others):
+        frame.merge(CoreOutputs([name], [token], [TokenRecord([token], [-1.0], 1)]))
+    assert outputs.take(frame, 1.0) == [name]
+    assert outputs.take(CoreOutputs([name], [first], [TokenRecord([first], [-1.0], 1)]), 2.0) == []
+    outputs.finish([FinishedSequence(name, FinishReason.STOP)], 3.0)
+    (answer,) = state.output().outputs
+    assert (answer.text, answer.token_ids, answer.cumulative_logprob) == ("a", [first, second], -2.0)
+    assert (stats.generation_tokens, stats.overrun_tokens) == (2, 4)
 
 
 def put(engine: Engine, *services: Service) -> None:

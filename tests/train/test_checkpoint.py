@@ -115,6 +115,10 @@ def test_damage_is_told_in_a_sentence(model: CausalLM, tmp_path: Path) -> None:
         load_state(saved)
     with pytest.raises(ConfigError, match="no checkpoint"):
         load_state(tmp_path)
+    for text in ('{"a": {"__kind__": 3}}', "[" * 100_000, "null"):
+        (saved / "training" / "state.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"is damaged.* earlier one"):
+            load_state(saved)
 
 
 class Dice:

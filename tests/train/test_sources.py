@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer_dir: Path, 
         ({"body": "a"}, "this one has body"),
         ({"text": 5}, "text must be text, got '5'"),
         ({"text": "\ud800"}, "surrogate"),
+        ({"input_ids": [1, 2], "labels": [5, 6]}, "the record has labels that are neither -100 nor its input_ids"),
+        ({"input_ids": [1, 2], "completion_mask": [1]}, "the record has completion_mask"),
+        ({"input_ids": [1, 2], "completion_mask": [0, math.nan]}, "the record has a loss weight that is not finite"),
+        ({"input_ids": [1, 2], "weight": "x"}, "the record has the weight 'x'; give one number"),
+        ({"input_ids": [1, 2], "weight": [1, 2]}, r"the record has the weight \[1, 2\]; give one number"),
     ],
 )
 def test_unusable_records_are_refused(tokenizer_dir: Path, record: dict[str, Any], message: str) -> None:

@@ -20,6 +20,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext
 from chairlift.models.hf_config import parse_config
 from chairlift.models.random_weights import random_model
+from chairlift.train import drift
 from chairlift.train.config import TrainConfig, TrainerConfig
 from chairlift.train.loss import Reduce
 from chairlift.train.run import train
@@ -159,6 +160,28 @@ def test_what_cannot_be_learnt_is_refused() -> None:
         one_step(tiny_model(), [{"input_ids": [1]}])
     with pytest.raises(ConfigError, match="float32"):
         Trainer(tiny_model().bfloat16(), config())
+
+
+def test_steps_without_a_target_are_left_out() -> None:
+    nothing = [{**example, "completion_mask": [0] * len(example["input_ids"])} for example in examples(4, seed=1)]
+    data = examples(8)
+    plain = Trainer(tiny_model(), config(steps=2), PackStream(data, 1000, step="sequences:4"))
+    mixed = Trainer(
+        tiny_model(), config(steps=2), PackStream([*data[:4], *nothing, *data[4:]], 1000, step="sequences:4")
+    )
+    assert [result.loss for result in mixed.run()] == [result.loss for result in plain.run()]
+    endless = Trainer(tiny_model(), config(), PackStream(nothing * 200, 64, step="packs:1"))
+    with pytest.raises(ConfigError, match="give targets"):
+        list(endless.run())
+
+
+def test_a_step_may_be_longer_than_what_the_sampler_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "_REMEMBERED", 16)
+    sampler = drift.DriftSampler({"a": examples(40)}, replay=0.0, signal="loss", detector="page_hinkley")
+    trainer = Trainer(tiny_model(), config(steps=1), PackStream(sampler, 1000, step="sequences:40"), drift=sampler)
+    (result,) = trainer.run()
+    assert result.num_targets == sum(sum(example["completion_mask"]) for example in examples(40))
+    assert sampler.stats()["sources"]["a"]["loss"] > 0
 
 
 def test_going_on_from_a_state_after_any_step_is_the_same_run() -> None:
