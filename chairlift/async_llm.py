@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class AsyncLLM:
     async def start(self) -> None:
         """Load the model. Raises ConfigError for a bad setting, ModelLoadError for a bad model."""
         if self._engine is None:
+            self._loop = asyncio.get_running_loop()
             self._engine = AsyncEngine.start(self.config, read_tokenizer=read_tokenizer, on_progress=self._progress)
             try:
                 await self._engine.wait_ready()
@@ -92,7 +94,10 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         if priority is not None:
             params = dataclasses.replace(params, priority=priority)
-        stream = await self._started().submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant)
+        engine, kind = self._started(), OutputKind(kind)
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineDeadError("the engine belongs to the event loop that started it; make an AsyncLLM in this one")
+        stream = await engine.submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant)
         try:
             async for output in stream:
                 yield output

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,25 @@ def test_leaving_the_loop_ends_the_request() -> None:
             assert llm._engine is not None and llm._engine.num_requests == 0
 
     asyncio.run(test())
+
+
+def test_another_event_loop_is_told_so() -> None:
+    """It would wait for ever: what wakes it ended with the first."""
+    llm = AsyncLLM("hashlm")
+
+    async def ask(**how: Any) -> None:
+        async for _ in llm.generate([1, 2], SamplingParams(max_tokens=2), **how):
+            pass
+
+    async def first() -> None:
+        await llm.start()
+        await ask()
+        with pytest.raises(ValueError, match="'whole' is not a valid OutputKind"):
+            await ask(kind="whole")
+
+    asyncio.run(first())
+    with pytest.raises(EngineDeadError, match="belongs to the event loop that started it"):
+        asyncio.run(ask())
 
 
 def test_what_is_wrong_is_said_where_it_is_asked(tmp_path: Path) -> None:

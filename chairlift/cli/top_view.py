@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +40,8 @@ class Metrics:
                 try:
                     value = float(match[3])
                 except ValueError:
+                    continue
+                if not math.isfinite(value):
                     continue
                 labels = dict(_LABEL.findall(match[2] or ""))
                 self._samples.setdefault(match[1].rpartition(":")[2], []).append((labels, value))
@@ -119,7 +122,7 @@ def text_of(line: Line) -> str:
 
 def span(seconds: float | None) -> str:
     """A time; up to 99 days at most six characters."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f}ms"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import signal
@@ -145,7 +146,11 @@ def test_odd_answers_do_no_harm() -> None:
     rows = [{}, {"id": 5, "prompt_tokens": "many", "age_seconds": None, "n": -1}, live("a", prompt_tokens=10**9)]
     assert len(view(at(0.0, 1, rows), None, width=100, height=20)) == 11
     metrics = Metrics('garbage\nx:a{le="1" 5\nx:b NaN\nx:c one\n\nx:d_bucket{le="x"} 4\nx:e 1 1700000000\n')
-    assert metrics.value("a") is metrics.value("c") is None and metrics.value("e") == 1
+    assert metrics.value("a") is metrics.value("b") is metrics.value("c") is None and metrics.value("e") == 1
+    endless = measured(1).replace(" 1", " 1e400").replace(" 2", " NaN")
+    rows = [live("a", age_seconds=float("inf")), live("b", age_seconds=float("nan"))]
+    now = Snapshot(1.0, "http://here", metrics=Metrics(endless), requests=rows)
+    assert view(now, at(0.0, 1, rows), width=100, height=20)
     assert metrics.buckets("d") == {}
 
 
@@ -157,7 +162,16 @@ def test_labels_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        *((None, "-"), (0.0, "0ms"), (0.0004, "0ms"), (0.9994, "999ms"), (0.9996, "1.0s"), (59.94, "59.9s")),
+        *(
+            (None, "-"),
+            (math.inf, "-"),
+            (math.nan, "-"),
+            (0.0, "0ms"),
+            (0.0004, "0ms"),
+            (0.9994, "999ms"),
+            (0.9996, "1.0s"),
+            (59.94, "59.9s"),
+        ),
         *((59.99, "1m00s"), (61.0, "1m01s"), (3599.0, "59m59s"), (3600.0, "1h00m"), (90_000.0, "1d01h")),
     ],
 )
