@@ -391,7 +391,7 @@ async def cut_off(how: str, rng: random.Random) -> Figures:
         seconds = time.monotonic() - start
         left = [pid for pid in children if alive(pid)]
     # Of a chat whose template was still to be rendered it is said that the server is stopping.
-    client.history.check(End.FAILED, End.REFUSED, refusals=("engine_unavailable", "timeout"))
+    client.history.check(End.FAILED, End.REFUSED, refusals=("server_draining", "timeout"))
     if code != expected or left or client.history.of(End.ANSWERED):
         raise Violation(f"{how}: exit code {code}, not {expected}; processes left: {left}; {client.history.counts()}")
     return {"exit code": code, "ended after s": seconds, **client.history.figures()}
