@@ -105,8 +105,8 @@ class StepRecorder:
         for row in out.joined:
             request, number = requests[row.request_id], self._number(row.request_id)
             self._started.setdefault(row.request_id, now)
-            joined = row.slot, row.num_computed_tokens, request.has_given_way
-            self._changes.append(["join", number, now, *joined])
+            again = request.has_given_way
+            self._changes.append(["join", number, now, row.slot, row.num_computed_tokens, again])
         if out.num_held > len(self._held):
             done = {name for name, _ in out.decode_rows if requests[name].finish_reason is not None} - self._held
             self._held |= done

@@ -90,7 +90,8 @@ class Encoder:
         if "input_ids" in record:
             others = {name: record[name] for name in _PASSED_ON if record.get(name) is not None}
             given = {"input_ids": _token_ids(record["input_ids"]), **others}
-            read_sample(given, -1)  # for its checks, here where file and line are known
+            if others:
+                read_sample(given, -1)  # for its checks, here where file and line are known
             return given
         if "messages" in record:
             return self._chat(record["messages"])
