@@ -88,14 +88,13 @@ class Kernels:
         if shuffled:
             np.random.default_rng(0).shuffle(order)
         rows = _Batch([queries] * batch, [context] * batch, order.reshape(batch, blocks))
-        nbytes = kv_bytes(model, batch, context, self._dtype) // 2
+        nbytes = kv_bytes(model, batch, context, self._dtype)
         sizes = {"kv_heads": model.kv_heads, "head_dim": model.head_dim}
 
         def prepare() -> Callable[[], None]:
             layers = [
                 lib.KVLayer(
-                    k=self._take(nbytes),
-                    v=self._take(nbytes),
+                    kv=self._take(nbytes),
                     block_size=BLOCK_SIZE,
                     num_blocks=batch * blocks,
                     **sizes,

@@ -155,16 +155,19 @@ def make_kv_caches(
     return caches
 
 
-def make_host_blocks(spec: list[LayerCache], plan: KVPlan, dtype: torch.dtype) -> list[list[npt.NDArray[np.uint8]]]:
-    """Per group, K and V of each of its layers as uint8 [num_host_blocks, bytes of a block], zero.
+def make_host_blocks(
+    spec: list[LayerCache], plan: KVPlan, dtype: torch.dtype, *, together: bool = False
+) -> list[list[npt.NDArray[np.uint8]]]:
+    """Per group, K and V of each of its layers, one by one or ``together``, as uint8 [num_host_blocks, bytes of a
+    block], zero.
 
     All of it is one piece of memory, or one file. Raises ConfigError when the file cannot be made.
     """
     memory, offset = host_memory(plan.host_bytes, plan.swap_directory), 0
     hosts: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
     for layer, group in zip(spec, plan.layer_groups, strict=True):
-        count, size = plan.groups[group].num_host_blocks, _layer_bytes(layer, plan.block_size, dtype)
-        for _ in ("k", "v"):
+        count, one = plan.groups[group].num_host_blocks, _layer_bytes(layer, plan.block_size, dtype)
+        for size in [2 * one] if together else [one, one]:
             hosts[group].append(memory[offset : offset + count * size].reshape(count, size))
             offset += count * size
     return hosts

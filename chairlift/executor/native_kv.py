@@ -24,23 +24,19 @@ class NativeKV:
 
     def __init__(self, spec: Sequence[LayerCache], plan: KVPlan, dtype: torch.dtype) -> None:
         blocks = [plan.groups[group].num_blocks for group in plan.layer_groups]
-        sizes = [plan.block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize for layer in spec]
-        memory = Memory(2 * sum(count * size for count, size in zip(blocks, sizes, strict=True)))
+        sizes = [2 * plan.block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize for layer in spec]
+        memory = Memory(sum(count * size for count, size in zip(blocks, sizes, strict=True)))
         self.layers: list[KVLayer] = []
         self._caches: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
-        """Per group, K and V of its layers as [num_blocks, bytes of a block]; they keep the memory."""
+        """Per group, KV of its layers as [num_blocks, bytes of a block]; they keep the memory."""
         offset = 0
         for layer, group, count, size in zip(spec, plan.layer_groups, blocks, sizes, strict=True):
-            addresses = []
-            for _ in ("k", "v"):
-                part = memory.part(offset, count * size)
-                self._caches[group].append(part.array(np.uint8, (count, size)))
-                addresses.append(part.address)
-                offset += count * size
+            part = memory.part(offset, count * size)
+            self._caches[group].append(part.array(np.uint8, (count, size)))
+            offset += count * size
             self.layers.append(
                 KVLayer(
-                    k=addresses[0],
-                    v=addresses[1],
+                    kv=part.address,
                     group=group,
                     kv_heads=layer.num_kv_heads,
                     head_dim=layer.head_dim,
@@ -48,7 +44,7 @@ class NativeKV:
                     num_blocks=count,
                 )
             )
-        self.host = HostBlocks(self._caches, make_host_blocks(list(spec), plan, dtype))
+        self.host = HostBlocks(self._caches, make_host_blocks(list(spec), plan, dtype, together=True))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """(group, source, target): all sources of a group are read before any of its targets is written."""

@@ -42,8 +42,8 @@ struct AttentionTask {
   int rows;
 };
 
-// Where the sixteens of tokens of one KV tile lie: `count` of them from number `first` on. In K and in V, sixteen tokens
-// of one KV head lie together.
+// Where the sixteens of tokens of one KV tile lie: `count` of them from number `first` on. K of sixteen tokens of one KV head
+// lies together, and V behind it.
 template <typename T>
 struct Sixteens {
   enum { MOST = KV_TILE / CL_KV_TOKENS };
@@ -60,9 +60,8 @@ struct Sixteens {
     for (int i = 0; i < count; i++) {
       const int64_t block = task.block_table[index];
       CL_ASSERT(block >= 0 && block < kv.num_blocks);
-      const int64_t offset = ((block * kv.kv_heads + task.kv_head) * per_block + inside) * size;
-      keys[i] = static_cast<const T*>(kv.k) + offset;
-      values[i] = static_cast<const T*>(kv.v) + offset;
+      keys[i] = static_cast<const T*>(kv.kv) + ((block * kv.kv_heads + task.kv_head) * per_block + inside) * 2 * size;
+      values[i] = keys[i] + size;
       if (++inside == per_block) inside = 0, index++;
     }
   }
@@ -237,7 +236,7 @@ static void store_outputs(const AttentionPiece<T>& piece, const SoftmaxState& st
 }
 
 template <typename T>
-static void attention(cl_pool& pool, const cl_op& op, const cl_program& program, const cl_batch& batch,
+static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
                       const StepPlan& plan, AttentionScratch<T>& s) {
   const cl_kv_layer& kv = program.kv_layers[op.layer];
   const T* q = static_cast<const T*>(program.buffers[op.in]);
@@ -254,7 +253,7 @@ static void attention(cl_pool& pool, const cl_op& op, const cl_program& program,
   const auto table_of = [&](const AttentionSpan& span) {
     return batch.block_tables[kv.group] + span.row * batch.table_strides[kv.group];
   };
-  for (int64_t item = pool.next(), following; item < items; item = following < items ? following : pool.next()) {
+  for (int64_t item = thread, following; item < items; item = following < items ? following : pool.next()) {
     // While many are left, the item after the one at hand is taken early, so that its first keys can be fetched meanwhile.
     following = items - item > 4 * pool.num_threads() ? pool.next() : items;
     const AttentionSpan& span = span_of(item);
@@ -292,7 +291,7 @@ static void attention(cl_pool& pool, const cl_op& op, const cl_program& program,
   }
   if (splits == 1) return;
   pool.barrier();
-  for (int64_t item = pool.next(); item < int64_t(plan.num_spans) * op.kv_heads; item = pool.next()) {
+  for (int64_t item = thread; item < int64_t(plan.num_spans) * op.kv_heads; item = pool.next()) {
     const AttentionSpan& span = plan.spans[item / op.kv_heads];
     AttentionPiece<T> piece{op, batch, span, int(item % op.kv_heads), 0, span.num_tokens * group};
     load_queries(piece, q, q_stride, s);

@@ -56,11 +56,10 @@ typedef struct {
   const float* k_norm;
 } cl_op;
 
-// K and V of one layer. Per block and KV head, K is [block_size / 16][head_dim / P][16][P] and V [block_size / P][head_dim][P]
-// elements with P = 2 in bf16 and 1 in float32, so that products need no transposition.
+// K and V of one layer. Per block, KV head and 16 tokens: K as [head_dim / P][16][P] elements, then V as [16 / P][head_dim][P],
+// with P = 2 in bf16 and 1 in float32, so that products need no transposition, and what processors fetch behind K is used.
 typedef struct {
-  void* k;
-  void* v;
+  void* kv;
   int32_t group;          // cache group: which block table and slot mapping
   int32_t kv_heads, head_dim, block_size;
   int64_t num_blocks;

@@ -59,6 +59,7 @@ struct Ahead {
   const char* at;
   int64_t bytes;
 };
+static const Ahead NOTHING = {nullptr, 0};
 
 template <typename T>
 static void panel_product(int rows, const Left<T>* a, int64_t a_stride, const T* panel, int64_t k, float* out,
@@ -128,10 +129,10 @@ static int chunk_panels(const Weight<T>& weight, int unit, int m, int threads) {
 
 // Every thread of the pool calls this; chunks of `chunk_panels` panels go to whoever is free. `epilogue(first row, rows,
 // first panel, panels, tile, tile_stride)` gets each finished piece of a @ weight.T once, as float32. k is never divided
-// among threads. `a` has readable memory for MAX_ROW_BLOCK rows behind row m.
+// among threads. `a` has readable memory for MAX_ROW_BLOCK rows behind row m. `then`: what this thread reads after that.
 template <typename T, typename Epilogue>
-static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weight<T>& weight, int chunk_panels,
-                 GemmScratch<T>& scratch, const Epilogue& epilogue) {
+static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m, const Weight<T>& weight,
+                 int chunk_panels, GemmScratch<T>& scratch, const Epilogue& epilogue, Ahead then) {
   typedef Blocking<T> B;
   const int chunks = (weight.panels + chunk_panels - 1) / chunk_panels, supers = (m + B::SUPER - 1) / B::SUPER;
   // Rows of the tile are a line longer than they need be: 1 KiB apart they would meet in few sets of L1.
@@ -144,7 +145,7 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
 #endif
   CL_ASSERT(chunk_panels * CL_PANEL <= TILE_COLUMNS && a_stride >= weight.k);
   // The item after the one at hand is taken early, so that its weights can be fetched meanwhile; unless others want it.
-  for (int64_t item = pool.next(), following; item < items; item = following) {
+  for (int64_t item = thread, following; item < items; item = following) {
     following = items > pool.num_threads() ? pool.next() : items;
     // Rows are divided in units of what AMX computes at once.
     const Share share = share_of((m + ROW_UNIT - 1) / ROW_UNIT, int(item / chunks), supers);
@@ -159,10 +160,15 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
     for (int64_t piece = 0; piece < pieces; piece++) {
       const int64_t k = units * piece / pieces * CL_K_MULTIPLE;
       const int64_t k_here = units * (piece + 1) / pieces * CL_K_MULTIPLE - k;
-      const bool last_piece = piece + 1 == pieces;
-      // What is used next: the following piece of these panels, or the first of the next item's.
-      const T* next = last_piece ? weight.panel(next_panel) : weight.panel(first_panel) + (k + k_here) * CL_PANEL;
-      const int next_panels = last_piece ? fetched : panels;
+      const bool last_piece = piece + 1 == pieces, last = last_piece && following >= items;
+      // What is used next: the following piece of these panels, the first of the next item's, or what comes then, as much
+      // of it as can be fetched meanwhile.
+      const int64_t bytes_here = k_here * CL_PANEL * sizeof(T), bytes_then = then.bytes / (B::FLOAT32 ? 1 : panels) / 64 * 64;
+      const int64_t next_bytes = last && bytes_then < bytes_here ? bytes_then : bytes_here;
+      const int64_t next_stride = last ? next_bytes : weight.k * CL_PANEL * int64_t(sizeof(T));
+      const T* own = last_piece ? weight.panel(next_panel) : weight.panel(first_panel) + (k + k_here) * CL_PANEL;
+      const char* next = last ? then.at : (const char*)own;
+      const int next_panels = last ? panels : last_piece ? fetched : panels;
       for (int block = 0; block < blocks; block++) {
         const int begin = super + B::first_row(rows_here, block, blocks);
         const int rows = super + B::first_row(rows_here, block + 1, blocks) - begin;
@@ -175,15 +181,15 @@ static void gemm(cl_pool& pool, const T* a, int64_t a_stride, int m, const Weigh
           left = a + begin * a_stride + k;
         for (int p = 0; p < panels; p++) {
           const T* here = weight.panel(first_panel + p) + k * CL_PANEL;
-          Ahead ahead = {nullptr, 0};
+          Ahead ahead = NOTHING;
           if (!B::FLOAT32 && p < next_panels && block < fetching) {
-            // A share of what its own like of what is next consists of: as many lines as there are k.
-            const int64_t line = k_here * block / fetching, end = k_here * (block + 1) / fetching;
-            ahead = Ahead{(const char*)(next + p * weight.k * CL_PANEL) + line * 64, (end - line) * 64};
+            // A share of what its own like of what is next consists of.
+            const int64_t lines = next_bytes / 64, line = lines * block / fetching, end = lines * (block + 1) / fetching;
+            ahead = Ahead{next + p * next_stride + line * 64, (end - line) * 64};
           } else if (B::FLOAT32 && (p + 1 < panels ? block == 0 : block + 1 == blocks && next_panels > 0)) {
             // This piece of the next panel, which the second block then finds in L2; behind the last panel what is next.
-            const T* at = p + 1 < panels ? here + weight.k * CL_PANEL : next;
-            ahead = Ahead{(const char*)at, k_here * CL_PANEL * int64_t(sizeof(T))};
+            const bool same = p + 1 < panels;
+            ahead = Ahead{same ? (const char*)(here + weight.k * CL_PANEL) : next, same ? bytes_here : next_bytes};
           }
           panel_product(rows, left, left_stride, here, k_here, sums + p * CL_PANEL, tile_stride, k > 0, ahead);
         }

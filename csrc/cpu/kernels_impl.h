@@ -42,8 +42,10 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_ROTARY: rotary_table(op, program, batch, share); break;
       case CL_OP_RMS_NORM: rms_norm<T>(op, program, share); break;
       case CL_OP_ADD: add<T>(op, program, share); break;
-      case CL_OP_ATTENTION: attention<T>(pool, op, program, batch, plan, scratch.attention); break;
-      default: linear<T>(pool, op, program, batch, scratch.gemm); break;
+      case CL_OP_ATTENTION: attention<T>(pool, thread, op, program, batch, plan, scratch.attention); break;
+      default:
+        linear<T>(pool, thread, op, program, batch, scratch.gemm,
+                  first_weights<T>(program, i, end_op, batch.num_tokens, thread, pool.num_threads()));
     }
     pool.barrier();
   }

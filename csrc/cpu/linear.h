@@ -108,17 +108,17 @@ struct StoreHeads {
     }
   }
 
-  // Where the 16 tokens around this one lie, for one KV head.
-  int64_t tile_of(int64_t slot, int head) const {
+  // K of the 16 tokens around this one, for one KV head; V of them lies behind it.
+  T* keys_of(int64_t slot, int head) const {
     const int64_t block = slot / kv.block_size;
     CL_ASSERT(block >= 0 && block < kv.num_blocks);
     const int per_block = kv.block_size / CL_KV_TOKENS, inside = int(slot % kv.block_size) / CL_KV_TOKENS;
-    return ((block * kv.kv_heads + head) * per_block + inside) * CL_KV_TOKENS * op.head_dim;
+    return static_cast<T*>(kv.kv) + ((block * kv.kv_heads + head) * per_block + inside) * 2 * CL_KV_TOKENS * op.head_dim;
   }
 
   void store_key(const float* x, int head, int t) const {
     const int64_t slot = batch.slot_mapping[kv.group][t];
-    T* to = static_cast<T*>(kv.k) + tile_of(slot, head) + slot % CL_KV_TOKENS * P;
+    T* to = keys_of(slot, head) + slot % CL_KV_TOKENS * P;
     T rounded[512];
     for (int d = 0; d < op.head_dim; d += LANES) vstore(rounded + d, vload(x + d));
     for (int d = 0; d < op.head_dim; d += P) memcpy(to + d * CL_KV_TOKENS, rounded + d, sizeof(T) * P);
@@ -129,7 +129,7 @@ struct StoreHeads {
   void store_value(const float* x, int head, int t) const {
     const int64_t slot = batch.slot_mapping[kv.group][t];
     const int token = int(slot % CL_KV_TOKENS);
-    T* to = static_cast<T*>(kv.v) + tile_of(slot, head) + token / P * P * op.head_dim + token % P;
+    T* to = keys_of(slot, head) + (CL_KV_TOKENS + token / P * P) * op.head_dim + token % P;
     const bool last = t + 1 == batch.num_tokens || batch.slot_mapping[kv.group][t + 1] != slot + 1;
     const bool clear_next = P == 2 && token % 2 == 0 && last;
     T rounded[512];
@@ -148,25 +148,44 @@ CL_INLINE int panels_per_heads(int head_dim) {
   return columns / CL_PANEL;
 }
 
+// How many panels of a product's weight make a chunk.
 template <typename T>
-static void linear(cl_pool& pool, const cl_op& op, const cl_program& program, const cl_batch& batch,
-                   GemmScratch<T>& scratch) {
+static int chunk_of(const cl_op& op, const Weight<T>& weight, int m, int threads) {
+  const int unit = op.kind == CL_OP_QKV ? panels_per_heads(op.head_dim) : op.kind == CL_OP_LINEAR_SILU ? 2 : 1;
+  return chunk_panels(weight, unit, m, threads);
+}
+
+// What a thread begins with in the product behind operation `at`, unless attention, which fills the cache, comes before it.
+template <typename T>
+static Ahead first_weights(const cl_program& program, int at, int end, int m, int thread, int threads) {
+  do at++;
+  while (at < end && (program.ops[at].kind == CL_OP_RMS_NORM || program.ops[at].kind == CL_OP_ADD));
+  if (at == end || program.ops[at].kind == CL_OP_ATTENTION) return NOTHING;
+  const cl_op& op = program.ops[at];
+  const Weight<T> weight = packed_weight<T>(op.weight, op.n, op.k);
+  const int chunk = chunk_of(op, weight, m, threads), first = chunk * thread, left = weight.panels - first;
+  if (left <= 0) return NOTHING;
+  return Ahead{(const char*)weight.panel(first), (chunk < left ? chunk : left) * weight.k * CL_PANEL * int64_t(sizeof(T))};
+}
+
+template <typename T>
+static void linear(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
+                   GemmScratch<T>& scratch, Ahead then) {
   const T* in = static_cast<const T*>(program.buffers[op.in]);
   T* out = static_cast<T*>(program.buffers[op.out]);
   const int64_t in_stride = program.strides[op.in], out_stride = program.strides[op.out];
   const Weight<T> weight = packed_weight<T>(op.weight, op.n, op.k);
-  const int m = batch.num_tokens, threads = pool.num_threads();
+  const int m = batch.num_tokens, chunk = chunk_of(op, weight, m, pool.num_threads());
   if (op.kind == CL_OP_LINEAR) {
     const T* residual = op.aux >= 0 ? static_cast<const T*>(program.buffers[op.aux]) : nullptr;
     StoreResult<T> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n};
-    gemm(pool, in, in_stride, m, weight, chunk_panels(weight, 1, m, threads), scratch, store);
+    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then);
   } else if (op.kind == CL_OP_LINEAR_SILU) {
-    const StoreGated<T> store{out, out_stride, op.bias};
-    gemm(pool, in, in_stride, m, weight, chunk_panels(weight, 2, m, threads), scratch, store);
+    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<T>{out, out_stride, op.bias}, then);
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
     StoreHeads<T> store{op, batch, program.kv_layers[op.layer], rotary, out, out_stride};
-    gemm(pool, in, in_stride, m, weight, chunk_panels(weight, panels_per_heads(op.head_dim), m, threads), scratch, store);
+    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then);
   }
 }
 

@@ -94,7 +94,7 @@ void cl_pool::run(void (*task)(void*, int), void* argument) {
   if (pinned) pin_to(processors_[0]);
   task_ = task;
   argument_ = argument;
-  next_.store(0);
+  next_.store(num_threads_);
   epoch_.fetch_add(1);
   if (asleep_.load() > 0) wake_all(epoch_);
   task(argument, 0);
@@ -104,13 +104,13 @@ void cl_pool::run(void (*task)(void*, int), void* argument) {
 
 void cl_pool::barrier() {
   if (num_threads_ == 1) {
-    next_.store(0, std::memory_order_relaxed);
+    next_.store(num_threads_, std::memory_order_relaxed);
     return;
   }
   uint32_t generation = generation_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
-    next_.store(0, std::memory_order_relaxed);
+    next_.store(num_threads_, std::memory_order_relaxed);
     generation_.store(generation + 1);
     if (waiting_.load() > 0) wake_all(generation_);
   } else {

@@ -22,10 +22,11 @@ struct cl_pool {
   // Run task(argument, thread) on every thread and wait for all; the caller is thread 0. One run at a time.
   void run(void (*task)(void*, int), void* argument);
 
-  // Inside a run: wait until every thread has come here. Then next() starts again from 0.
+  // Inside a run: wait until every thread has come here. Then next() starts again.
   void barrier();
 
-  // Inside a run: the numbers 0, 1, 2, ... each to one thread only, so that a slow thread takes less work.
+  // Inside a run: a thread begins with the work of its own number, so that it can be fetched beforehand, and goes on with
+  // the numbers behind those of all threads, each given to one thread only, so that a slow thread takes less work.
   int64_t next() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
   // Memory of one thread that outlives the run; its contents don't. Null when the system has none.
@@ -60,5 +61,5 @@ struct cl_pool {
   alignas(64) std::atomic<uint32_t> generation_{0};
   std::atomic<uint32_t> waiting_{0};
   alignas(64) std::atomic<int32_t> arrived_{0};
-  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<int64_t> next_{num_threads_};
 };

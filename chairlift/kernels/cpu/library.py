@@ -86,8 +86,7 @@ class KVLayer(ctypes.Structure):
     """``cl_kv_layer``: where one layer keeps K and V."""
 
     _fields_ = [
-        ("k", c_void_p),
-        ("v", c_void_p),
+        ("kv", c_void_p),
         ("group", c_int32),
         ("kv_heads", c_int32),
         ("head_dim", c_int32),

@@ -199,11 +199,13 @@ class Cache:
             for index in range((first[i] if first else 0) // block_size, count):
                 self.table[i, index] = free.pop()
         p = machine.pair
-        self.k = torch.full((num_blocks, kv_heads, block_size // 16, head_dim // p, 16, p), NAN, dtype=machine.dtype)
-        self.v = torch.full((num_blocks, kv_heads, block_size // p, head_dim, p), NAN, dtype=machine.dtype)
+        self.kv = torch.full((num_blocks, kv_heads, block_size // 16, 2, 16 * head_dim), NAN, dtype=machine.dtype)
+        keys, values = self.kv.unbind(3)
+        self._keys = keys.unflatten(3, (head_dim // p, 16, p)).permute(0, 2, 4, 1, 3, 5)
+        self._values = values.unflatten(3, (16 // p, head_dim, p)).permute(0, 2, 3, 5, 1, 4)
+        """Indexed by block, sixteen, token (V: pair and place in it)."""
         self.struct = lib.KVLayer(
-            k=self.k.data_ptr(),
-            v=self.v.data_ptr(),
+            kv=self.kv.data_ptr(),
             group=group,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -226,9 +228,8 @@ class Cache:
         p, end = self.machine.pair, start + len(keys)
         block, inside = self._index(row, start, end)
         split = keys.view(-1, self.kv_heads, self.head_dim // p, p)
-        self.k.permute(0, 2, 4, 1, 3, 5)[block, inside // 16, inside % 16] = split
-        by_token = self.v.permute(0, 2, 4, 1, 3)
-        by_token[block, inside // p, inside % p] = values
+        self._keys[block, inside // 16, inside % 16] = split
+        self._values[block, inside // 16, inside % 16 // p, inside % p] = values
         after = self.after(row, end)
         if after is not None:
             after.fill_(0)
@@ -241,14 +242,14 @@ class Cache:
         if end % self.machine.pair == 0:
             return None
         block, inside = divmod(int(self.slots(row, end - 1, end)[0]), self.block_size)
-        return self.v[block, :, inside // self.machine.pair, :, 1]
+        return self._values[block, inside // 16, inside % 16 // self.machine.pair, 1]
 
     def read(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """What :meth:`write` wrote."""
         p = self.machine.pair
         block, inside = self._index(row, start, end)
-        keys = self.k.permute(0, 2, 4, 1, 3, 5)[block, inside // 16, inside % 16].flatten(2)
-        return keys, self.v.permute(0, 2, 4, 1, 3)[block, inside // p, inside % p]
+        keys = self._keys[block, inside // 16, inside % 16].flatten(2)
+        return keys, self._values[block, inside // 16, inside % 16 // p, inside % p]
 
 
 # -- running them ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a product fetches ahead: all that comes next, once.
+"""What a product fetches ahead: all that comes next, and the beginning of what is read behind it, once.
 
 Twice would cost half of the memory's rate, and show nowhere but in the time.
 """
@@ -42,22 +42,25 @@ static void fetched(const void* at) {
   before = now;
 }
 
-// For each line of standard input (rows, panels, k, unit of panels): lines of the weight, those behind the first item
-// that are never fetched, fetches that come again, and fetches outside.
+// For each line of standard input (rows, panels, k, unit of panels): lines of the weight and of what is read behind it,
+// those behind the first item that are never fetched, fetches that come again, and fetches outside.
 int main() {
   int m, panels, k, unit;
   while (scanf("%d %d %d %d", &m, &panels, &k, &unit) == 4) {
     cl_pool pool(1, false);
-    size = int64_t(panels) * k * CL_PANEL * sizeof(bf16);
+    const int chunk = chunk_panels(Weight<bf16>{nullptr, panels, k}, unit, m, 1);
+    const int64_t own = int64_t(panels) * k * 64, last = Blocking<bf16>::FLOAT32 ? 1 : (panels - 1) % chunk + 1;
+    const int64_t then = last * 256 * 64;  // at most as much as the last item reads at a time
+    size = own + then;
     bf16* weight = (bf16*)aligned_alloc(64, size);
     std::vector<bf16> a(int64_t(m + MAX_ROW_BLOCK) * k);
     memset((void*)weight, 0, size);
     begin = (const char*)weight, outside = again = now = 0, latest.assign(size / 64, 0);
     static GemmScratch<bf16> scratch;
     const Weight<bf16> packed{weight, panels, k};
-    const int chunk = chunk_panels(packed, unit, m, 1);
+    const auto ignore = [](int, int, int, int, float*, int64_t) {};
     watching = true;
-    gemm(pool, a.data(), k, m, packed, chunk, scratch, [](int, int, int, int, float*, int64_t) {});
+    gemm(pool, 0, a.data(), k, m, packed, chunk, scratch, ignore, {begin + own, then});
     watching = false;
     int64_t never = 0;
     for (int64_t line = int64_t(chunk) * k; line < size / 64; line++) never += latest[line] == 0;
@@ -73,8 +76,8 @@ int main() {
   };
   static Two two;
   two.pool.run([](void*, int thread) {
-    gemm(two.pool, two.a.data(), 64, 80, Weight<bf16>{two.weight.data(), 2, 64}, 1, two.scratch[thread],
-         [thread](int, int rows, int, int, float*, int64_t) { two.calls[thread] += rows; });
+    gemm(two.pool, thread, two.a.data(), 64, 80, Weight<bf16>{two.weight.data(), 2, 64}, 1, two.scratch[thread],
+         [thread](int, int rows, int, int, float*, int64_t) { two.calls[thread] += rows; }, NOTHING);
   }, nullptr);
   printf("%d %d\n", two.calls[0], two.calls[1]);
 }
@@ -123,5 +126,5 @@ def test_what_comes_next_is_fetched_once(rows: int, watched: list[str]) -> None:
     for case, line in zip(cases, counts, strict=True):
         found = Fetched(*map(int, line.split()))
         # Pieces of k are not quite equally long, nor quite evenly fetched.
-        assert found.lines == case[1] * case[2]
+        assert found.lines > case[1] * case[2]
         assert found.never + found.again + found.outside <= found.lines / 20, f"{case}: {found}"
