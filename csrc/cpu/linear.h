@@ -155,13 +155,14 @@ static int chunk_of(const cl_op& op, const Weight<T>& weight, int m, int threads
   return chunk_panels(weight, unit, m, threads);
 }
 
-// What a thread begins with in the product behind operation `at`, unless attention, which fills the cache, comes before it.
+// What a thread begins with in the product behind operation `at`, where nothing that fills the cache comes before it.
 template <typename T>
 static Ahead first_weights(const cl_program& program, int at, int end, int m, int thread, int threads) {
   do at++;
   while (at < end && (program.ops[at].kind == CL_OP_RMS_NORM || program.ops[at].kind == CL_OP_ADD));
-  if (at == end || program.ops[at].kind == CL_OP_ATTENTION) return NOTHING;
+  if (at == end) return NOTHING;
   const cl_op& op = program.ops[at];
+  if (op.kind != CL_OP_LINEAR && op.kind != CL_OP_LINEAR_SILU && op.kind != CL_OP_QKV) return NOTHING;
   const Weight<T> weight = packed_weight<T>(op.weight, op.n, op.k);
   const int chunk = chunk_of(op, weight, m, threads), first = chunk * thread, left = weight.panels - first;
   if (left <= 0) return NOTHING;
