@@ -162,7 +162,7 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
       const int64_t k_here = units * (piece + 1) / pieces * CL_K_MULTIPLE - k;
       const bool last_piece = piece + 1 == pieces, last = last_piece && following >= items;
       // What is used next: the following piece of these panels, the first of the next item's, or what comes then, as much
-      // of it as can be fetched meanwhile.
+      // of it as can be fetched meanwhile, by all panels alike or, with float32 products, by the last one.
       const int64_t bytes_here = k_here * CL_PANEL * sizeof(T), bytes_then = then.bytes / (B::FLOAT32 ? 1 : panels) / 64 * 64;
       const int64_t next_bytes = last && bytes_then < bytes_here ? bytes_then : bytes_here;
       const int64_t next_stride = last ? next_bytes : weight.k * CL_PANEL * int64_t(sizeof(T));
