@@ -14,7 +14,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
-from chairlift.errors import RequestError
+from chairlift.errors import EngineDeadError, RequestError
 from chairlift.loading import Progress, load_executor, read_tokenizer
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ class LLM:
             seed=self.config.model.seed,
         )
         source = self.tokenizer
-        self._turn = threading.RLock()
+        self._turn, self._process = threading.RLock(), os.getpid()
         self._template = ChatTemplate(source.chat_template, source.named_tokens) if source else ChatTemplate(None)
 
     def generate(
@@ -90,6 +90,7 @@ class LLM:
         params = _one_each("sampling parameters", given, count)
         priorities, tenants = _one_each("priorities", priority, count), _one_each("tenants", tenant, count)
         ids: list[str] = []
+        self._check_process()
         with self._turn:
             try:
                 for index, (prompt, param, level) in enumerate(zip(listed, params, priorities, strict=True)):
@@ -154,8 +155,17 @@ class LLM:
         Raises ModelLoadError, naming the tensor, when the weights do not fit, and ConfigError for a bad argument:
         then the model serves on as before, bit by bit. EngineDeadError when reading a file failed half way.
         """
+        self._check_process()
         with self._turn:
             self.engine.update_weights(source, version, in_flight=in_flight)
+
+    def _check_process(self) -> None:
+        """A fork copies no threads, so a child would wait for ever for the kernels' threads and the lock's owner."""
+        if os.getpid() != self._process:
+            raise EngineDeadError(
+                f"this LLM belongs to process {self._process}, and its threads are not in process {os.getpid()}, which"
+                " was forked from it; make an LLM in each process, or start processes by spawn"
+            )
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         wanted = set(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,6 +56,31 @@ def drained(llm: LLM) -> bool:
     while engine.num_in_flight:  # steps that were in flight when the last answer came
         engine.step()
     return not engine.has_unfinished and not engine.scheduler.has_unfinished and not engine.kv.counts().used
+
+
+_FORK = """
+import os, sys
+from chairlift import EngineDeadError, LLM, SamplingParams
+llm = LLM(sys.argv[1], skip_tokenizer_init=True, num_kv_blocks=200, threads=2)
+asked = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+first = llm.generate([[5, 9]], asked)
+if os.fork() == 0:
+    try:
+        llm.generate([[5, 9]], asked)
+    except EngineDeadError as error:
+        print(error, flush=True)
+    del llm  # which must not wait for threads either
+    os._exit(0)
+os.wait()
+assert llm.generate([[5, 9]], asked)[0].outputs[0].token_ids == first[0].outputs[0].token_ids
+"""
+
+
+def test_a_forked_child_is_told_that_the_engine_is_not_its_own(model_dir: Path) -> None:
+    command = [sys.executable, "-c", _FORK, str(model_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "make an LLM in each process" in done.stdout
 
 
 def test_threads_take_turns(model_dir: Path) -> None:

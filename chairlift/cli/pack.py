@@ -31,6 +31,8 @@ named by --length-field, which needs neither tokens nor a tokenizer.
 
 _BATCH: Final = 8
 _BAR: Final = 40
+_LONGEST: Final = 100_000_000
+"""Tokens of one sequence of which only the length is given: each takes memory until it is packed."""
 _FILLS: Final = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     from chairlift.train.sources import RecordSource
     from chairlift.train.stream import PackStream
 
-    read = fitting(_reader(args), args.capacity) if args.overflow == "error" else _reader(args)
+    read = fitting(_reader(args), None, args.capacity) if args.overflow == "error" else _reader(args)
     source = RecordSource([args.file], read, on_error=args.on_error)
     tally = _Tally(args.capacity)
     stream = PackStream(
@@ -136,8 +138,10 @@ def _reader(args: argparse.Namespace) -> Encode:
 
     def read(record: Mapping[str, Any]) -> Mapping[str, Any]:
         length = record.get(args.length_field)
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ConfigError(f"{args.length_field} must be a number of tokens, at least 1, got {str(length)[:40]!r}")
+        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= _LONGEST:
+            raise ConfigError(
+                f"{args.length_field} must be a number of tokens, from 1 to {_LONGEST:,}, got {str(length)[:40]!r}"
+            )
         return {"input_ids": np.zeros(length, np.int32)}
 
     return read

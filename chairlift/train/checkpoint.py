@@ -5,6 +5,7 @@
     OUTPUT/step-00000100/
         model.safetensors, config.json, generation_config.json, tokenizer.json, ...   a Hugging Face model
         training/state.safetensors, training/state.json                               what the trainer goes on with
+        training/SHA256SUMS                                                           of these two, for sha256sum -c
 
 Everything is written into a directory of another name, flushed to the disk, and then renamed, so a process that is
 killed at any moment leaves the previous checkpoint as the newest. Only JSON and safetensors: nothing that is read runs.
@@ -13,6 +14,7 @@ killed at any moment leaves the previous checkpoint as the newest. Only JSON and
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -36,6 +38,7 @@ __all__ = ["CheckpointStore", "ModelFiles", "load_state", "random_state", "set_r
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STATE = Path("training")
+_SUMS = "SHA256SUMS"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -142,6 +145,8 @@ def load_state(directory: Path) -> dict[str, Any]:
     if not (folder / "state.json").is_file():
         raise ConfigError(f"{directory} is no checkpoint of a training run: it has no {_STATE}/state.json")
     try:
+        if (folder / _SUMS).is_file() and (folder / _SUMS).read_text(encoding="utf-8") != _sums(folder):
+            raise ValueError(f"its {_STATE}/ is not what was written: see {_SUMS} there")
         tensors = load_file(folder / "state.safetensors")
         state = _restore(json.loads((folder / "state.json").read_text(encoding="utf-8")), tensors)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -169,6 +174,15 @@ def _save_state(folder: Path, state: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "state.safetensors")
     _write_json(folder / "state.json", plain, indent=None)
+    (folder / _SUMS).write_text(_sums(folder), encoding="utf-8")
+
+
+def _sums(folder: Path) -> str:
+    lines = []
+    for name in ("state.json", "state.safetensors"):
+        with (folder / name).open("rb") as file:
+            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+    return "".join(lines)
 
 
 def _store(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -212,7 +226,9 @@ def _restore(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tuple(_restore(item, tensors) for item in value["items"])
         case "pairs":
             return {_restore(key, tensors): _restore(item, tensors) for key, item in value["items"]}
-    return {key: _restore(item, tensors) for key, item in value.items()}
+        case None:
+            return {key: _restore(item, tensors) for key, item in value.items()}
+    raise ValueError(f"{str(value)[:60]} stands for nothing that is known")
 
 
 def _write_json(path: Path, value: Any, indent: int | None = 2) -> None:

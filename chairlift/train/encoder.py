@@ -32,12 +32,19 @@ class _Text:
     vocab_size: int
 
 
-def fitting(encode: Encode, capacity: int) -> Encode:
-    """``encode``, but ConfigError for more tokens than a pack takes: raised here, it names the file and the line."""
+def fitting(encode: Encode, vocab_size: int | None, capacity: int | None) -> Encode:
+    """``encode``, but ConfigError for a token that the model does not know, or more tokens than a pack takes.
+
+    None is no limit. Raised here, it names the file and the line.
+    """
 
     def read(record: Mapping[str, Any]) -> Mapping[str, Any]:
         found = encode(record)
-        if len(found["input_ids"]) > capacity:
+        if vocab_size is not None and (highest := np.max(found["input_ids"])) >= vocab_size:
+            raise ConfigError(
+                f"it has the token id {highest}, but the model knows {vocab_size} tokens; use the model's tokenizer"
+            )
+        if capacity is not None and len(found["input_ids"]) > capacity:
             raise ConfigError(
                 f"it has {len(found['input_ids']):,} tokens, but a pack takes {capacity:,}; raise the capacity, or let"
                 " overflow split, truncate or drop what is longer"

@@ -97,8 +97,8 @@ def prepare(
             "(vocab_size); use the tokenizer that belongs to the model, or a larger vocab_size"
         )
     _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
-    strict = config.packing.overflow == "error"
-    openers = _source_openers(config, fitting(encoder, config.packing.capacity) if strict else encoder)
+    most = config.packing.capacity if config.packing.overflow == "error" else None
+    openers = _source_openers(config, fitting(encoder, network.vocab_size, most))
     _mixed(config, {name: [[0]] for name in openers})  # likewise
     return Prepared(config, store, network, files, resume_from, openers)
 

@@ -222,7 +222,9 @@ class Trainer:
                 f"the checkpoint is of another model: {wrong[0]} is {shapes.get(wrong[0])} there and "
                 f"{mine.get(wrong[0])} here; give the same model settings"
             )
-        if self.stream is not None and state["stream"] is not None:
+        if self.stream is not None:
+            if state["stream"] is None:
+                raise ConfigError("the checkpoint is of a run without a stream, so the data's place in it is unknown")
             self.stream.load_state_dict(state["stream"])
         with torch.no_grad():
             for name, parameter in self._parameters.items():

@@ -59,8 +59,12 @@ def test_texts_need_a_tokenizer(chairlift: Run, model_dir: Path, tmp_path: Path)
     assert (code, out) == (2, [])
     assert f"{file}, line 1: a record with text needs a tokenizer" in err[0]
     code, _, err = chairlift("pack", file, "--length-field", "text")
-    assert "text must be a number of tokens, at least 1, got 'one two three'" in err[0]
+    assert "text must be a number of tokens, from 1 to 100,000,000, got 'one two three'" in err[0]
     assert chairlift("pack", file, "--length-field", "text", "--capacity", "0")[0] == 2
+    file.write_text('{"n": 1000000000000}')
+    code, _, err = chairlift("pack", file, "--length-field", "n")
+    assert code == 2
+    assert "n must be a number of tokens, from 1 to 100,000,000, got '1000000000000'" in err[0]
     assert chairlift("pack", tmp_path / "none.jsonl")[0] == 2
 
 

@@ -115,6 +115,24 @@ def test_damage_is_told_in_a_sentence(model: CausalLM, tmp_path: Path) -> None:
         load_state(saved)
     with pytest.raises(ConfigError, match="no checkpoint"):
         load_state(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
+def test_a_flipped_bit_is_noticed(model: CausalLM, tmp_path: Path, name: str) -> None:
+    saved = CheckpointStore(tmp_path).save(1, {"a": torch.ones(100), "steps": 4}, model, FILES)
+    whole = (saved / "training" / name).read_bytes()
+    flipped = bytearray(whole)
+    flipped[-3] ^= 1  # of the last number
+    (saved / "training" / name).write_bytes(flipped)
+    with pytest.raises(ConfigError, match=r"is damaged \(its training/ is not what was written.* earlier one"):
+        load_state(saved)
+    (saved / "training" / name).write_bytes(whole)
+    assert load_state(saved)["steps"] == 4
+
+
+def test_json_that_is_no_state_is_told_in_a_sentence(model: CausalLM, tmp_path: Path) -> None:
+    saved = CheckpointStore(tmp_path).save(1, {}, model, FILES)
+    (saved / "training" / "SHA256SUMS").unlink()  # as before there was one
     for text in ('{"a": {"__kind__": 3}}', "[" * 100_000, "null"):
         (saved / "training" / "state.json").write_text(text)
         with pytest.raises(ConfigError, match=r"is damaged.* earlier one"):

@@ -200,6 +200,17 @@ def test_a_corrupt_line_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
         assert lenient.skipped == 2
 
 
+def test_a_token_id_that_the_model_does_not_know_is_named_or_skipped(tmp_path: Path) -> None:
+    path = numbers(tmp_path / "a.jsonl", 3)
+    for make in (RecordSource, FollowedLines):
+        source = make([path], fitting(Encoder(), 3, None))
+        assert next(source)["input_ids"].tolist() == [0, 1]
+        assert next(source)["input_ids"].tolist() == [1, 2]
+        with pytest.raises(ConfigError, match=r"a\.jsonl, line 3: it has the token id 3, but the model knows 3 tokens"):
+            next(source)
+        assert firsts(make([path], fitting(Encoder(), 3, None), on_error="skip")) == [0, 1]
+
+
 def test_files_without_records_are_refused(tmp_path: Path) -> None:
     empty, odd, bad = tmp_path / "e.jsonl", tmp_path / "a.txt", tmp_path / "b.jsonl"
     for path, text in ((empty, ""), (odd, "x"), (bad, "nothing\n")):
@@ -292,7 +303,7 @@ def test_a_damaged_parquet_file_is_named_with_its_row(tmp_path: Path) -> None:
 def test_a_record_that_no_pack_takes_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in ([1, 2], [1] * 9)))
-    source = RecordSource([path], fitting(Encoder(), 8))
+    source = RecordSource([path], fitting(Encoder(), 100, 8))
     assert next(source)["input_ids"].tolist() == [1, 2]
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: it has 9 tokens, but a pack takes 8"):
         next(source)

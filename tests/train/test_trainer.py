@@ -162,6 +162,12 @@ def test_what_cannot_be_learnt_is_refused() -> None:
         Trainer(tiny_model().bfloat16(), config())
 
 
+def test_a_stream_does_not_begin_anew_where_a_checkpoint_has_none() -> None:
+    trainer = Trainer(tiny_model(), config(), PackStream([{"input_ids": [1, 2]}], 2, step="sequences:1"))
+    with pytest.raises(ConfigError, match="without a stream"):
+        trainer.load_state_dict({**trainer.state_dict(), "stream": None})
+
+
 def test_steps_without_a_target_are_left_out() -> None:
     nothing = [{**example, "completion_mask": [0] * len(example["input_ids"])} for example in examples(4, seed=1)]
     data = examples(8)

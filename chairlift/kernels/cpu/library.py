@@ -335,7 +335,7 @@ class Pool:
         if not handle:
             raise OSError(f"the system does not let this process start {self.num_threads} threads; use fewer")
         self._handle: int = handle
-        self._finalizer = weakref.finalize(self, library.cl_pool_destroy, handle)
+        self._finalizer = weakref.finalize(self, _end_threads, handle, os.getpid())
         self._finalizer.atexit = False  # a thread that still computes at exit must find its pool
 
     @property
@@ -348,3 +348,8 @@ class Pool:
     def close(self) -> None:
         """End the threads. No call may be using them; closing twice is fine."""
         self._finalizer()
+
+
+def _end_threads(handle: int, process: int) -> None:
+    if os.getpid() == process:  # a fork has no threads that could be waited for
+        require().cl_pool_destroy(handle)
