@@ -19,7 +19,7 @@ PARAMS = [SamplingParams(max_tokens=12, temperature=0.0), SamplingParams(max_tok
 
 def test_answers_are_those_of_llm() -> None:
     llm = LLM(max_num_seqs=8)
-    expected = [llm.generate(prompt, params)[0].outputs for prompt in PROMPTS for params in PARAMS]
+    expected = [llm.generate(prompt, params)[0] for prompt in PROMPTS for params in PARAMS]
 
     async def ask(llm: AsyncLLM, prompt: str, params: SamplingParams) -> list[RequestOutput]:
         return [output async for output in llm.generate(prompt, params)]
@@ -29,11 +29,13 @@ def test_answers_are_those_of_llm() -> None:
             assert llm.info.max_num_seqs == 8
             jobs = [ask(llm, prompt, params) for prompt in PROMPTS for params in PARAMS]
             for outputs, whole in zip(await asyncio.gather(*jobs), expected, strict=True):
-                assert outputs[-1].outputs == whole
+                assert (outputs[-1].prompt, outputs[-1].outputs) == (whole.prompt, whole.outputs)
                 texts = [output.outputs[0].text for output in outputs]
                 assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
             (final,) = [o async for o in llm.generate(PROMPTS[0], PARAMS[0], kind=OutputKind.FINAL)]
-            assert final.outputs == expected[0]
+            assert (final.prompt, final.outputs) == (PROMPTS[0], expected[0].outputs)
+            ids = final.prompt_token_ids
+            assert [o.prompt async for o in llm.generate(ids, PARAMS[0], kind=OutputKind.FINAL)] == [None]
 
     asyncio.run(test())
 

@@ -273,7 +273,7 @@ class AsyncEngine:
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
         since = begin if arrival is None else arrival
-        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, cache_salt, tenant)
+        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, cache_salt, tenant, text)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
         foreseeable = self._is_foreseeable(prepared)
         patience = self._queue_timeout if queue_timeout is None else queue_timeout

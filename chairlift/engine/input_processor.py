@@ -127,8 +127,10 @@ class InputProcessor:
         arrival_time: float,
         cache_salt: str = "",
         tenant: str = "",
+        given: Prompt | None = None,
     ) -> PreparedRequest:
-        """Check everything, and tokenize. ``tenant`` is who is charged for the request."""
+        """Check everything, and tokenize. ``tenant`` is who is charged for the request; ``given`` is what ``prompt``
+        was encoded from, if it was before."""
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
         if not isinstance(params, SamplingParams):
@@ -138,6 +140,7 @@ class InputProcessor:
         if not isinstance(tenant, str) or len(tenant) > _MAX_ID_LENGTH or not tenant.isprintable():
             raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
         prompt = unnamed(prompt)
+        given = prompt if given is None else given
         token_ids = self._token_ids(prompt)
         self._check_params(params)
         max_tokens = self._max_tokens(len(token_ids), params)
@@ -151,7 +154,7 @@ class InputProcessor:
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         return PreparedRequest(
             request_id,
-            prompt if isinstance(prompt, str) else None,
+            given if isinstance(given, str) else None,
             token_ids,
             params,
             seed,
