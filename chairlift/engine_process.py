@@ -65,7 +65,8 @@ def main() -> None:
     # What is there now stays: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    CoreProcess(connection, core, loaded.info(config), config.scheduler.promises).run()
+    info = loaded.info(config, core.kv.capacity_tokens)
+    CoreProcess(connection, core, info, config.scheduler.promises).run()
 
 
 def _start_message(connection: Connection) -> Start | None:

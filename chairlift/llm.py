@@ -41,9 +41,6 @@ class LLM:
             settings["model"] = str(model)
         self.config = EngineConfig.from_flat(settings)
         loaded = load_executor(self.config, progress)
-        problem = loaded.info(self.config).too_much_reserved(self.config.scheduler.promises)
-        for each in [*self.config.without_effect(), *([problem] if problem else [])]:
-            _log.warning("%s", each)
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
             self.tokenizer = read_tokenizer(self.config, loaded.model_dir)
@@ -58,6 +55,10 @@ class LLM:
             cache_secret=os.urandom(16),
             seed=self.config.model.seed,
         )
+        info = loaded.info(self.config, self.engine.kv.capacity_tokens)
+        problem = info.too_much_reserved(self.config.scheduler.promises)
+        for each in [*self.config.without_effect(), *([problem] if problem else [])]:
+            _log.warning("%s", each)
         source = self.tokenizer
         self._turn, self._process = threading.RLock(), os.getpid()
         self._template = ChatTemplate(source.chat_template, source.named_tokens) if source else ChatTemplate(None)

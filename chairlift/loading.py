@@ -48,8 +48,8 @@ class LoadedExecutor:
     block_bytes: int = 0
     """Of a KV block, over its layers; the mean of the cache groups."""
 
-    def info(self, config: EngineConfig) -> EngineInfo:
-        """What others may know. The capacity is that of the executor's smallest pool."""
+    def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
+        """What others may know; ``capacity_tokens`` is the engine's, which knows how long a window holds its blocks."""
         groups, size = self.executor.cache_groups, self.executor.block_size
         native = self.kernels not in ("torch", "triton", "hashlm")
         invariant = ("batch_invariant",) if self.kernels == "triton" and config.model.batch_invariant else ()
@@ -59,7 +59,8 @@ class LoadedExecutor:
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
-            capacity_tokens=min(group.num_blocks - 1 for group in groups) * size,
+            capacity_tokens=capacity_tokens,
+            pool_tokens=min(group.num_blocks - 1 for group in groups) * size,
             block_size=size,
             num_blocks=sum(group.num_blocks - 1 for group in groups),
             max_num_seqs=config.scheduler.max_num_seqs,

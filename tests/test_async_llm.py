@@ -12,6 +12,7 @@ import pytest
 
 from chairlift import LLM, AsyncLLM, ConfigError, EngineDeadError, ModelLoadError, RequestError, SamplingParams
 from chairlift.outputs import OutputKind, RequestOutput
+from tests.models.tiny import tiny_hf_model
 
 PROMPTS = ["A KV cache", "A batch", "Preemption is", "The scheduler"]
 PARAMS = [SamplingParams(max_tokens=12, temperature=0.0), SamplingParams(max_tokens=9, seed=3, n=2, logprobs=2)]
@@ -36,6 +37,22 @@ def test_answers_are_those_of_llm() -> None:
             assert (final.prompt, final.outputs) == (PROMPTS[0], expected[0].outputs)
             ids = final.prompt_token_ids
             assert [o.prompt async for o in llm.generate(ids, PARAMS[0], kind=OutputKind.FINAL)] == [None]
+
+    asyncio.run(test())
+
+
+def test_what_lies_behind_a_sliding_window_takes_no_room(tmp_path: Path) -> None:
+    """A request may be longer than the whole KV cache, as it may be with LLM."""
+    settings: dict[str, Any] = {"num_kv_blocks": 6, "max_num_batched_tokens": 16, "skip_tokenizer_init": True}
+    model, prompt = tiny_hf_model(tmp_path, "mistral", sliding_window=24), list(range(2, 122))
+    params = SamplingParams(max_tokens=None, temperature=0.0, min_tokens=100, stop_token_ids=[5])
+    expected = LLM(model, **settings).generate([prompt], params)[0].outputs
+
+    async def test() -> None:
+        async with AsyncLLM(model, **settings) as llm:
+            (final,) = [output async for output in llm.generate(prompt, params, kind=OutputKind.FINAL)]
+            assert final.outputs == expected
+            assert llm.info.pool_tokens < len(prompt) <= llm.info.capacity_tokens
 
     asyncio.run(test())
 

@@ -25,7 +25,9 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     """What the model's configuration says; the tokenizer may know more."""
     capacity_tokens: int
-    """Positions in the whole KV cache."""
+    """The most positions that the KV cache holds of one request; what lies behind a sliding window takes none."""
+    pool_tokens: int
+    """Positions in the whole KV cache, in its smallest pool."""
     block_size: int
     num_blocks: int
     """Blocks that requests can have, over all cache groups."""
@@ -61,7 +63,7 @@ class EngineInfo:
     def too_much_reserved(self, classes: Mapping[str, ServiceClass] | None) -> str:
         """Why the blocks that the classes reserve cannot be kept for them; empty when they can."""
         reserved = {name: each.min_blocks for name, each in (classes or {}).items() if each.min_blocks}
-        pool = self.capacity_tokens // self.block_size
+        pool = self.pool_tokens // self.block_size
         if sum(reserved.values()) < pool:
             return ""
         listed = ", ".join(f"{name} {count:,}" for name, count in reserved.items())

@@ -232,7 +232,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     """What a person who has just started a server wants to know."""
     config, engine = state.config, state.engine
     length = min(_CHAT_TOKENS, info.max_model_len)
-    chats = min(info.capacity_tokens // length, info.max_num_seqs)
+    chats = min(info.pool_tokens // length, info.max_num_seqs)
     room = (
         f"about {chats:,} chats of {length:,} tokens at once" if chats else f"less than one chat of {length:,} tokens"
     )
@@ -244,7 +244,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     lines = (
         ("model", f"{', '.join(state.model_names)}, up to {info.max_model_len:,} tokens per request"),
         ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {info.dtype}{graphs}"),
-        ("capacity", f"{room} ({info.capacity_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
+        ("capacity", f"{room} ({info.pool_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
         ("step", f"up to {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens"),
         ("queue", f"up to {engine.intake.max_requests:,} requests and {engine.intake.max_tokens:,} prompt tokens"),
         (

@@ -52,6 +52,7 @@ INFO = EngineInfo(
     max_model_len=2048,
     eos_token_ids=(EOS,),
     capacity_tokens=4096,
+    pool_tokens=4096,
     block_size=16,
     num_blocks=256,
     max_num_seqs=64,

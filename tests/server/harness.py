@@ -36,6 +36,7 @@ INFO = EngineInfo(
     max_model_len=4096,
     eos_token_ids=(0,),
     capacity_tokens=43_008,
+    pool_tokens=43_008,
     block_size=16,
     num_blocks=2688,
     max_num_seqs=64,
