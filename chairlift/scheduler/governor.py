@@ -96,7 +96,7 @@ class Observation:
     kv_use: float
     """Share of the KV blocks that requests held, at most."""
     capacity_tokens: int
-    """Positions that the KV cache has room for."""
+    """Positions that the KV cache has room for, in requests like the recent ones."""
     preemption_rate: float
     """Requests preempted for the first time / requests finished, over the last hundred or so."""
     finished: int

@@ -136,6 +136,9 @@ class Window:
         waiting, running = len(scheduler.waiting), len(scheduler.running)
         steps, computed = sorted(self._steps), self._tokens + self._prefill
         oldest = scheduler.waiting.oldest_arrival if waiting else now
+        kv, length = scheduler.kv, max(1, round(self._prompts.value() + self._answers.value()))
+        # Behind a sliding window a request gives blocks back: longer ones take no more.
+        per_block = [max(kv.block_size, length / kv.blocks_for(group, length)) for group in range(len(kv.pools))]
         seen = Observation(
             settings=settings,
             seconds=seconds,
@@ -144,7 +147,7 @@ class Window:
             oldest_wait=max(0.0, now - oldest),
             queue_growth=(waiting - self._waiting) / seconds if seconds > 0 else 0.0,
             kv_use=self._kv_use,
-            capacity_tokens=scheduler.kv.capacity_tokens,
+            capacity_tokens=int(min(p.capacity * tokens for p, tokens in zip(kv.pools, per_block, strict=True))),
             preemption_rate=self._preempted.value(prior=20.0),
             finished=finished,
             preempted=self._preemptions,
