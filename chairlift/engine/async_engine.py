@@ -441,8 +441,7 @@ class AsyncEngine:
         """Start the process, and start it again whenever it dies."""
         pause = _FIRST_PAUSE
         while True:
-            started = time.monotonic()
-            loaded = False
+            started, loaded = time.monotonic(), False
             self._client = client = ProcessClient(self.config.to_flat(), self)
             try:
                 await self._prepare(await client.start())
@@ -463,6 +462,7 @@ class AsyncEngine:
                     return
             self.state = EngineState.DOWN
             self._fail_all()
+            self.stats.engine_died()
             if not self._restart:
                 _log.error("%s", self.failure)
                 self.state = EngineState.STOPPED
@@ -473,7 +473,7 @@ class AsyncEngine:
             _log.error("%s; starting it again in %.1f s", self.failure, pause)
             await asyncio.sleep(pause)
             pause = min(_LONGEST_PAUSE, 2 * pause)
-            self.stats.engine_restarted()
+            self.stats.num_restarts += 1
 
     async def _prepare(self, info: EngineInfo) -> None:
         """The model is loaded: what the front needs of it. An engine that died comes back with its newest weights."""

@@ -196,9 +196,8 @@ class RequestStats:
             setattr(stats, name, getattr(stats, name) + getattr(self._base, name))
         self.engine = stats
 
-    def engine_restarted(self) -> None:
-        """A new process counts from 0 again."""
-        self.num_restarts += 1
+    def engine_died(self) -> None:
+        """Nothing runs any more, and a new process counts from 0 again."""
         self._base = self.engine
         self.engine = EngineStats(**{name: getattr(self._base, name) for name in _COUNTERS})
 

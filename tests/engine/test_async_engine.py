@@ -185,6 +185,7 @@ def test_the_death_of_the_process_is_told_and_it_comes_back(how: signal.Signals)
         async with running("hashlm:2ms") as engine:
             streams = [await engine.submit("a", LONG) for _ in range(10)]
             await anext(streams[0])
+            assert engine.stats.engine.num_running
             before = engine.engine_pid
             assert before is not None
             os.kill(before, how)
@@ -193,6 +194,7 @@ def test_the_death_of_the_process_is_told_and_it_comes_back(how: signal.Signals)
                     async for _ in stream:
                         pass
             assert engine.state is not EngineState.READY and engine.check_health()
+            assert engine.stats.engine.num_running == engine.stats.num_restarts == 0
             with pytest.raises(EngineDeadError):
                 await engine.submit("a", LONG)
             while engine.state is not EngineState.READY:

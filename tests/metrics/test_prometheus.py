@@ -229,7 +229,8 @@ def test_promises_are_counted_by_class_and_kind() -> None:
     ]
     assert asked == [5, 4, 2, 1]
     assert (of("swapped_blocks_total", direction="out"), of("swapped_bytes_total", direction="in")) == (7, 5000)
-    stats.engine_restarted()
+    stats.engine_died()
+    stats.num_restarts += 1
     stats.step(EngineStats(num_swapped_out_blocks=1))
     again = samples(stats, classes=classes)
     assert value(again, "chairlift:swapped_blocks_total", direction="out") == 8
@@ -264,7 +265,8 @@ def test_an_engine_that_is_down_runs_nothing() -> None:
 
 def test_counters_go_on_after_a_restart() -> None:
     stats = busy()
-    stats.engine_restarted()
+    stats.engine_died()
+    stats.num_restarts += 1
     stats.step(EngineStats(num_preemptions=2, num_computed_tokens=100))
     found = samples(stats)
     assert value(found, "chairlift:num_preemptions_total") == 9

@@ -66,7 +66,8 @@ def test_the_line_tells_of_its_interval() -> None:
     expected = "3 running, 2 waiting; tokens/s: 120 in, 20 out; KV cache 30%; prefix hits 25%; preempted 0.0% (healthy)"
     assert status.next(stats, num_waiting=2, now=110.0) == expected
     stats.rejected.update(["draining", "queue_requests"])
-    stats.engine_restarted()
+    stats.engine_died()
+    stats.num_restarts += 1
     line = text_of(status.next(stats, num_waiting=0, now=120.0))
     assert "; 2 rejected; engine restarted once" in line
     assert "tokens/s: 0 in, 0 out; KV cache 0%; preempted" in line
