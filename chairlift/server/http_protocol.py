@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 import httptools
 import msgspec
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState as UvicornState
 
@@ -262,9 +262,15 @@ class HttpProtocol(HttpToolsProtocol):
             self._start_timer(self._limits.idle_timeout, self.finish)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        async def unchunked(message: Message) -> None:
+            """For HTTP/1.0: where the length of an answer is not known, the end of its connection is its end."""
+            if b"content-length" not in dict(message.get("headers", ())):
+                cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
+            await cycle.send(cast(Any, message))
+
         async def until_disconnected(scope: Scope, receive: Receive, send: Send) -> None:
             try:
-                await app(scope, receive, send)
+                await app(scope, receive, unchunked if scope["http_version"] == "1.0" else send)
             except asyncio.CancelledError:
                 cycle.disconnected = True
                 self.finish()  # where the server cut it off, the end of the connection is all that can be said

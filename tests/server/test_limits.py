@@ -510,3 +510,18 @@ def test_a_client_that_asks_first_is_told_to_go_on() -> None:
         assert (await connection.reply()).json() == {}
 
     run(echo_server(test))
+
+
+def test_http_1_0_knows_no_chunks() -> None:
+    async def test() -> None:
+        endpoints = Endpoints()
+        endpoints.go_on.set()
+        async with serving(make_app(make_state(), endpoints.routes)) as client:
+            for path, body in (("/v1/stream", b"first last"), ("/v1/models", b"[]")):
+                connection = await client.connect()
+                connection.send(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+                status, headers = await connection.head()
+                assert (status, headers["connection"]) == (200, "close") and "transfer-encoding" not in headers
+                assert await asyncio.wait_for(connection.reader.read(), PATIENCE) == body
+
+    run(test())
