@@ -200,7 +200,7 @@ class _Writer:
     def _echo(self, given: str | list[int], prompt: list[int]) -> str:
         if self._tokenizer is None:
             raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
-        if isinstance(given, str) and self._asked.truncate_prompt_tokens is None:
+        if isinstance(given, str) and self._skip and self._asked.truncate_prompt_tokens is None:
             return given
         return self._tokenizer.decode(prompt, self._skip)
 

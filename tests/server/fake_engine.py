@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from chairlift.config import ServerConfig
 from chairlift.engine.async_engine import EngineState
@@ -69,13 +69,16 @@ INFO = EngineInfo(
 
 
 @functools.cache
-def byte_tokenizer() -> Tokenizer:
-    """256 bytes, ``<|im_start|>`` (256) and ``<|im_end|>`` (257, end of sequence)."""
+def byte_tokenizer(begins: bool = False) -> Tokenizer:
+    """256 bytes, ``<|im_start|>`` (256; texts can begin with it), ``<|im_end|>`` (257, end of sequence)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    if begins:
+        first = ("<|im_start|>", 256)
+        backend.post_processor = processors.TemplateProcessing(f"{first[0]} $A", special_tokens=[first])
     return Tokenizer(backend, {"eos_token": "<|im_end|>"}, _TEMPLATE)
 
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.app import make_app
 from chairlift.server.protocol import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tests.server.fake_engine import INFO, FakeEngine, make_state
+from tests.server.fake_engine import INFO, FakeEngine, byte_tokenizer, make_state
 
 PATH = "/v1/completions"
 
@@ -125,6 +125,16 @@ def test_offsets_are_right_where_bytes_make_no_character(http: TestClient, engin
     found = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
     plain = [(token, offset) for token, offset in found if not token.startswith("bytes:")]
     assert plain == [(token, choice["text"].index(token)) for token in "aw<z"]
+
+
+def test_offsets_count_special_tokens_where_they_are_shown(http: TestClient, engine: FakeEngine) -> None:
+    engine.tokenizer = byte_tokenizer(begins=True)
+    for skip in (True, False):
+        asked = {"prompt": "Up", "echo": True, "logprobs": 0, "max_tokens": 0, "skip_special_tokens": skip}
+        (choice,) = answer(http, **asked)["choices"]
+        shown = zip(choice["logprobs"]["tokens"][skip:], choice["logprobs"]["text_offset"][skip:], strict=True)
+        assert all(choice["text"][offset:].startswith(token) for token, offset in shown)
+        assert choice["logprobs"]["tokens"] == ["<|im_start|>", "U", "p"]
 
 
 def test_no_tokens_with_echo_scores_the_prompt_alone(http: TestClient) -> None:
