@@ -148,9 +148,10 @@ class Encoder:
         weights = np.ones(len(ids), np.float32)
         if spans is not None and self._train_on == "answers":
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            places = np.where(ends > starts, starts, ends - 1)  # of spaces, some tokenizers say only where they end
             weights[:] = 0
             for start, end in spans:
-                weights[(starts >= start) & (starts < end) & (ends > starts)] = 1
+                weights[(places >= start) & (places < end)] = 1
             _learn_closing_tokens(weights, np.array(encoding.special_tokens_mask, bool) & (ends == starts))
         if special and self._add_eos and tools.eos is not None and ids[-1:] != [tools.eos]:
             ids, weights = [*ids, tools.eos], np.append(weights, np.float32(1))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from chairlift.errors import ConfigError
 from chairlift.tokenizer.tokenizer import Tokenizer
@@ -82,6 +83,16 @@ def test_of_a_prompt_only_the_completion_is_learnt_and_texts_end(tokenizer_dir: 
     assert Encoder(tokenizer_dir, text_field="body")({"body": "one two"})["input_ids"].tolist() == list(
         text["input_ids"]
     )
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_indentation_in_an_answer_is_learnt(tmp_path: Path, trim_offsets: bool) -> None:
+    backend = tiny.byte_level_backend()
+    backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)  # of GPT-2's family: True
+    backend.save(str(tmp_path / "tokenizer.json"))
+    completion = "\n    two\n        three  "
+    item = Encoder(tmp_path)({"prompt": "one:  ", "completion": completion})
+    assert learnt(tmp_path, item) == [completion]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer_dir: Path, tmp_path: Path) -> None:
