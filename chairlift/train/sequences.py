@@ -208,6 +208,7 @@ class SourceCursor:
         """``indexed``, ``iterable`` or ``queue``."""
         self.position = 0
         """Items read, in this epoch."""
+        self.epoch = 0
         self._key = key
         self._in_batches = hasattr(source, "select") and hasattr(source, "features")  # a Hugging Face dataset
         self._iterator: Iterator[Any] | None = None
@@ -256,13 +257,18 @@ class SourceCursor:
             self._checksums[position] = zlib.crc32(sample.tokens.tobytes())
         return sample
 
-    def rewind(self, epoch: int) -> None:
-        """Begin again. A source that shuffles itself is told the epoch (``set_epoch``)."""
+    def rewind(self) -> None:
+        """Begin again, with the next epoch."""
         self.position, self._iterator = 0, None
         self._forget_block()
         self._checksums.clear()
-        if hasattr(self.source, "set_epoch"):
+        self._turn_to(self.epoch + 1)
+
+    def _turn_to(self, epoch: int) -> None:
+        """A source that shuffles itself is told the epoch (``set_epoch``)."""
+        if epoch != self.epoch and hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
+        self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The place, as plain data."""
@@ -277,8 +283,8 @@ class SourceCursor:
                 state["own"] = self.source.state_dict()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a place. Raises ConfigError when the source is not the one that the state was taken from."""
+    def load_state_dict(self, state: Mapping[str, Any], epoch: int = 0) -> None:
+        """Go back to a place in an epoch. Raises ConfigError when the source is not the one that the state is of."""
         if state["kind"] != self.kind:
             raise ConfigError(f"the state is of a source of the kind {state['kind']}, but this one is {self.kind}")
         if self.kind == "indexed" and state["length"] != len(self.source):
@@ -286,6 +292,7 @@ class SourceCursor:
                 f"the source has {len(self.source)} sequences, but had {state['length']} when the state was taken; "
                 "resume with the same data, or start a new stream"
             )
+        self._turn_to(epoch)
         self.position, self._iterator = int(state["position"]), None
         self._forget_block()
         self._checksums = {int(position): int(value) for position, value in state["checksums"]}

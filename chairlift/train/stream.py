@@ -139,7 +139,6 @@ class PackStream:
 
     def _reset(self) -> None:
         """To the state of a stream that has read nothing."""
-        self._epoch = 0
         self._ended = False
         self._serial = 0  # of the next sequence
         self._windows = 0  # dealt so far
@@ -164,8 +163,7 @@ class PackStream:
     def __iter__(self) -> Iterator[Pack]:
         if self._ended and not self._ready:
             self._ended = False
-            self._epoch += 1
-            self._cursor.rewind(self._epoch)
+            self._cursor.rewind()
         return self
 
     def __next__(self) -> Pack:
@@ -417,7 +415,7 @@ class PackStream:
             "version": 1,
             "settings": self._settings.state_dict(),
             "source": self._cursor.state_dict(),
-            "epoch": self._epoch,
+            "epoch": self._cursor.epoch,
             "ended": self._ended,
             "serial": self._serial,
             "windows": self._windows,
@@ -451,9 +449,9 @@ class PackStream:
                 f"the state was taken inside a step of {ranks} ranks, whose packs are dealt already; go on with "
                 f"{ranks} ranks instead of {mine}, or from a state that was taken between two steps"
             )
-        self._cursor.load_state_dict(state["source"])
+        self._cursor.load_state_dict(state["source"], int(state["epoch"]))
         self._reset()
-        self._epoch, self._ended, self._serial = int(state["epoch"]), bool(state["ended"]), int(state["serial"])
+        self._ended, self._serial = bool(state["ended"]), int(state["serial"])
         self._windows, self._progress = int(state["windows"]), int(state["progress"])
         self._step, self._inside = int(state["step"]), bool(state.get("inside"))
         self._meter = StreamMeter.from_state(state["stats"])

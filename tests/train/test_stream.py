@@ -442,6 +442,57 @@ class WithIteratorState(Generated):
         return self.Place(self.items)
 
 
+class EpochOrder(Stateful):
+    """As Hugging Face's: another order in each epoch, and a place belongs to its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = np.random.default_rng(self.epoch).permutation(len(self.items))
+        self.at, self.start = self.start, 0
+        while self.at < len(self.items):
+            self.at += 1
+            yield self.items[order[self.at - 1]]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"] if state["epoch"] == self.epoch else 0
+
+
+class EpochIndex:
+    """The same by position."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items, self.epoch = items, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[np.random.default_rng(self.epoch).permutation(len(self.items))[index]]
+
+
+@pytest.mark.parametrize("epochs", [0, 2])
+@pytest.mark.parametrize("kind", [EpochOrder, EpochIndex])
+def test_a_source_that_shuffles_itself_goes_on_in_the_epoch_it_was_in(kind: Any, epochs: int) -> None:
+    items = rows(100)
+    stream, resumed = (PackStream(kind(items), CAPACITY, pool=8) for _ in range(2))
+    for _ in range(epochs):
+        list(stream)
+    list(itertools.islice(stream, 5))
+    resumed.load_state_dict(through_json(stream.state_dict()))
+    for _ in range(2):
+        assert all_same(list(stream), list(resumed))
+
+
 @pytest.mark.parametrize("kind", [list, Generated, Stateful, WithIteratorState])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_stream_killed_after_any_pack_goes_on_bit_equal(kind: Any, settings: dict[str, Any]) -> None:
