@@ -105,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
     read = fitting(_reader(args), None, args.capacity) if args.overflow == "error" else _reader(args)
     source = RecordSource([args.file], read, on_error=args.on_error)
+    if args.output is not None and args.output.exists() and args.output.samefile(args.file):
+        raise ConfigError(f"--output {args.output} is the file that is read, and would be lost; give another name")
     tally = _Tally(args.capacity)
     stream = PackStream(
         _counted(source, tally, args),

@@ -78,3 +78,12 @@ def test_records_that_cannot_be_used_stop_it_or_are_counted(chairlift: Run, tmp_
     assert code == 0
     assert (json.loads(out[0])["sequences"], json.loads(out[0])["skipped"]) == (2, 1)
     assert err == [f"1 records of {file} could not be used and were skipped"]
+
+
+def test_the_file_that_is_read_is_not_written(chairlift: Run, tmp_path: Path) -> None:
+    file = write_lengths(tmp_path / "a.jsonl", [60, 70])
+    (tmp_path / "b.jsonl").symlink_to(file)
+    before = file.read_bytes()
+    code, _, err = chairlift("pack", file, "--length-field", "n", "--output", tmp_path / "b.jsonl")
+    assert (code, file.read_bytes()) == (2, before)
+    assert "is the file that is read" in err[0]
