@@ -247,10 +247,6 @@ class SourceCursor:
         else:
             self._block = block[::-1]
 
-    def _forget_block(self) -> None:
-        self._block.clear()
-        self._single_until = 0
-
     def _noted(self, sample: Sample) -> Sample:
         position = sample.id
         if not position & (position - 1):
@@ -259,13 +255,12 @@ class SourceCursor:
 
     def rewind(self) -> None:
         """Begin again, with the next epoch."""
-        self.position, self._iterator = 0, None
-        self._forget_block()
-        self._checksums.clear()
-        self._turn_to(self.epoch + 1)
+        self._go_to(self.epoch + 1, 0, {})
 
-    def _turn_to(self, epoch: int) -> None:
+    def _go_to(self, epoch: int, position: int, checksums: dict[int, int]) -> None:
         """A source that shuffles itself is told the epoch (``set_epoch``)."""
+        self.position, self._iterator, self._checksums = position, None, checksums
+        self._block, self._single_until = [], 0
         if epoch != self.epoch and hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
         self.epoch = epoch
@@ -292,10 +287,7 @@ class SourceCursor:
                 f"the source has {len(self.source)} sequences, but had {state['length']} when the state was taken; "
                 "resume with the same data, or start a new stream"
             )
-        self._turn_to(epoch)
-        self.position, self._iterator = int(state["position"]), None
-        self._forget_block()
-        self._checksums = {int(position): int(value) for position, value in state["checksums"]}
+        self._go_to(epoch, int(state["position"]), {int(place): int(value) for place, value in state["checksums"]})
         if self.kind == "indexed":
             for position in self._checksums:
                 self._check(self.source[position], position)
