@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class LLM:
             _log.warning("%s", each)
         source = self.tokenizer
         self._turn, self._process = threading.RLock(), os.getpid()
+        self._ended: dict[str, RequestOutput] = {}  # reported to one who waited for others
         self._template = ChatTemplate(source.chat_template, source.named_tokens) if source else ChatTemplate(None)
 
     def generate(
@@ -168,6 +169,14 @@ class LLM:
                 " was forked from it; make an LLM in each process, or start processes by spawn"
             )
 
+    def step_for(self, wanted: Container[str]) -> list[RequestOutput]:
+        """Compute one step; the outputs of those requests that have ended. Others' are kept until they are asked for.
+
+        For requests added to ``engine`` itself, whose ends may come while :meth:`generate` computes.
+        """
+        self._ended.update((output.request_id, output) for output in self.engine.step() if output.finished)
+        return [self._ended.pop(each) for each in list(self._ended) if each in wanted]
+
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         wanted = set(ids)
         done: dict[str, RequestOutput] = {}
@@ -178,11 +187,10 @@ class LLM:
             bar = tqdm(total=len(ids), unit="prompt")
         with held_interrupt() as interrupted:
             while len(done) < len(wanted):
-                for output in self.engine.step():
-                    if output.finished and output.request_id in wanted:
-                        done[output.request_id] = output
-                        if bar is not None:
-                            bar.update()
+                for output in self.step_for(wanted):
+                    done[output.request_id] = output
+                    if bar is not None:
+                        bar.update()
                 if interrupted():
                     raise KeyboardInterrupt
         if bar is not None:

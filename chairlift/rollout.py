@@ -21,7 +21,7 @@ class RolloutGenerator:
     """A :class:`~chairlift.train.async_loop.Generator` over an :class:`~chairlift.llm.LLM` in this thread.
 
     It computes while :meth:`poll` waits, and stands still while the trainer computes; rollouts that are under way then
-    go on afterwards, with the new weights. Only one thread may use the LLM.
+    go on afterwards, with the new weights. Only one thread may use the LLM; it may have it generate in between.
 
     ``sampling_params`` are those of every rollout, with one answer each; to a seed in them the ticket is added.
     Log-probabilities are those of the raw logits: tokens are drawn with them at temperature 1 and without top_p, top_k,
@@ -54,7 +54,7 @@ class RolloutGenerator:
         """Rollouts that have ended; with ``wait``, computes until one has."""
         ended, self._refused = self._refused, []
         while wait and self._running and not ended:
-            ended = [self._rollout(output) for output in self._llm.engine.step() if output.request_id in self._running]
+            ended = [self._rollout(output) for output in self._llm.step_for(self._running)]
         return ended
 
     def update_weights(self, source: str | Path | Mapping[str, Any], version: int) -> None:

@@ -196,6 +196,19 @@ def test_an_engine_generates_with_the_weights_it_says(model_dirs: list[Path]) ->
         np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-3)
 
 
+def test_what_ends_while_the_engine_answers_somebody_else_is_reported(model_dirs: list[Path]) -> None:
+    llm = LLM(model_dirs[0], skip_tokenizer_init=True, num_kv_blocks=64, max_num_seqs=4, dtype="float32", threads=1)
+    short, long = (
+        RolloutGenerator(llm, SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)) for count in (3, 60)
+    )
+    short.submit(0, [5, 6])
+    long.submit(1, [5, 6])
+    llm.generate([[7, 8]], SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0))  # an evaluation, say
+    assert [rollout.ticket for rollout in long.poll(wait=True)] == [1]
+    short.submit(2, [5])
+    assert [rollout.ticket for rollout in short.poll(wait=True)] == [0]
+
+
 def test_a_rollout_is_one_answer(model_dirs: list[Path]) -> None:
     with pytest.raises(ConfigError, match="a rollout is one answer, got n=2; submit the prompt 2 times"):
         RolloutGenerator(None, SamplingParams(n=2))  # type: ignore[arg-type]
