@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import time
 import weakref
 import zlib
@@ -87,8 +88,8 @@ class LineFile:
         return len(self._bounds) - 1
 
     def read(self, index: int) -> dict[str, Any] | None:
-        self._file.seek(int(self._bounds[index]))
-        line = self._file.read(int(self._bounds[index + 1] - self._bounds[index]))
+        start, end = self._bounds[index : index + 2].tolist()
+        line = os.pread(self._file.fileno(), end - start, start)  # a forked loader shares the place of seek and read
         return _parse(line, self.where(index)) if line.strip() else None
 
     def where(self, index: int) -> str:
@@ -266,6 +267,7 @@ class FollowedLines:
         self._checksum = 0
         """Of the current file, up to the offset."""
         self._open: BinaryIO | None = None
+        self._opened_by = 0
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return self
@@ -274,8 +276,8 @@ class FollowedLines:
         """The next example. After an error, the one after the record that was wrong."""
         while self._file < len(self._paths):
             path = self._paths[self._file]
-            if self._open is None:
-                self._open = _open_for(self, path)
+            if self._open is None or self._opened_by != os.getpid():  # a forked loader shares its place in the file
+                self._open, self._opened_by = _open_for(self, path), os.getpid()
             while (line := self._next_line(self._open)) is not None:
                 self._offset += len(line)
                 self._line += 1
@@ -345,18 +347,14 @@ def _sleep() -> bool:
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
+    problem = "a record must be a JSON object, got"
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{where}: not JSON ({error}): {line[:60]!r}; correct the line, or skip such records (on_error: skip)"
-        ) from None
-    if not isinstance(record, dict):
-        raise ConfigError(
-            f"{where}: a record must be a JSON object, got {line[:60]!r}; correct the line, or skip such records"
-            " (on_error: skip)"
-        )
-    return record
+        record, problem = None, f"not JSON ({error}):"
+    if isinstance(record, dict):
+        return record
+    raise ConfigError(f"{where}: {problem} {line[:60]!r}; correct the line, or skip such records (on_error: skip)")
 
 
 def _encoded(encode: Encode, record: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -178,6 +178,18 @@ def test_a_stream_over_a_source_goes_on_after_any_pack(tmp_path: Path, kind: int
         assert [pack.tokens.tolist() for pack in second] == whole[taken:]
 
 
+@pytest.mark.parametrize("kind", [RecordSource, FollowedLines])
+def test_a_loader_process_does_not_move_the_place_of_the_others(tmp_path: Path, kind: Any) -> None:
+    data = pytest.importorskip("torch.utils.data")
+    file = numbers(tmp_path / "a.jsonl", 2000)
+    expected = [pack.ids for pack in PackStream(kind([file], read), 50)]
+    stream = PackStream(kind([file], read), 50)
+    assert next(iter(stream)).ids == expected[0]
+    loaded = data.DataLoader(stream.as_torch(), batch_size=None, num_workers=1)
+    assert [pack.ids for pack in loaded] == expected[1:]
+    assert [pack.ids for pack in stream] == expected[1:]
+
+
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_changed_data_is_noticed(tmp_path: Path, kind: int) -> None:
     make = sources(tmp_path)[kind]
