@@ -74,7 +74,7 @@ def serve_record(run: ServeRun, figures: Figures, settings: Mapping[str, Any]) -
         "output_lens": [each.output_tokens if ok else 0 for each, ok in pairs],
         "ttfts": [round(each.ttft, 6) if ok else 0.0 for each, ok in pairs],
         "itls": [[round(gap, 6) for gap in each.itls] if ok else [] for each, ok in pairs],
-        "start_times": [round(each.start - run.begin, 6) for each in run.outcomes],
+        "start_times": [round(each.start - run.begin, 6) if each.start else 0.0 for each in run.outcomes],
         "errors": ["" if ok else f"{each.kind or each.status}: {each.message}".strip(": ") for each, ok in pairs],
         "chairlift": dict(settings) | _own(run, figures),
     }

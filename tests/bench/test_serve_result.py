@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
@@ -247,6 +248,14 @@ def test_the_record_has_vllms_keys_and_is_plain_json() -> None:
     assert (record["ttfts"], record["itls"], record["output_lens"]) == ([1.0, 0.0], [[1.0], []], [2, 0])
     assert record["errors"] == ["", "HTTP 500: oh"]
     assert record["chairlift"]["errors_by_kind"] == [{"kind": "HTTP 500", "count": 1, "example": "oh"}]
+
+
+def test_what_was_never_sent_has_no_time_of_sending() -> None:
+    """Ctrl-C came while it waited for its place in a closed loop."""
+    waiting = Outcome(index=1, scheduled=101.0, held=True, wanted_tokens=9, prompt_tokens=9)
+    run = dataclasses.replace(run_of(outcome([102.0], [1], start=101.0), waiting, most=1), begin=100.0)
+    record = serve_record(run, figures_of(run, {}), {"request_rate": "inf", "burstiness": 1.0})
+    assert record["start_times"] == [1.0, 0.0]
 
 
 def test_a_run_without_an_answer_has_no_averages() -> None:
