@@ -422,8 +422,9 @@ def _record(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any]
         print("", *aligned(rows), sep="\n", flush=True)
         return {"benchmark": cells[0].settings["benchmark"], "runs": [cell.record for cell in cells]}, {}, []
     first, second = ([cell.record for cell in cells if cell.place == place] for place in (0, 1))
-    rounds = {cell.settings["round"] for cell in cells if cell.place == 0}
-    rounds &= {cell.settings["round"] for cell in cells if cell.place == 1}
+    whole = [cell for cell in cells if not cell.run.interrupted]  # half a run has no ratio to a whole one
+    rounds = {cell.settings["round"] for cell in whole if cell.place == 0}
+    rounds &= {cell.settings["round"] for cell in whole if cell.place == 1}
     pairs = [[each for each in side if each["chairlift"]["round"] in rounds] for side in (first, second)]
     ratios = compare(*pairs)
     table = compared_rows(ratios, *pairs)

@@ -8,8 +8,9 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,31 +132,45 @@ def test_failures_are_exit_code_1(chairlift: Run, tmp_path: Path) -> None:
     assert "HTTP 429" in page.read_text()
 
 
-def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
+def stopped(out: Path, where: Callable[[str], list[str]], answered: int, last: int) -> tuple[str, dict[str, Any]]:
+    """Ctrl-C when the server, which answers only so many requests, has begun with the last one."""
+
     async def script(exchange: Exchange) -> None:
-        if exchange.number < 3:
+        if exchange.number < answered:
             await answer(exchange)
         else:
             exchange.head()
             exchange.chunk(event({"choices": [{"text": "x"}]}))
-            if exchange.number == 6:
+            if exchange.number == last:
                 await exchange.writer.drain()
                 last_is_there.set()
             await exchange.until_left()
 
-    last_is_there, out = threading.Event(), tmp_path / "out.json"
+    last_is_there = threading.Event()
     with serving(ScriptedServer(script)) as server:
-        command = [sys.executable, "-m", "chairlift", "bench", "serve", *QUICK, "--base-url", server.url]
+        command = [sys.executable, "-m", "chairlift", "bench", "serve", *QUICK, *where(server.url)]
         flags = ["--request-rate", "20", "--json", str(out)]
         process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert last_is_there.wait(PATIENCE)
         process.send_signal(signal.SIGINT)
         lines, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (130, "")
+    return lines, json.loads(out.read_text())
+
+
+def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
+    lines, record = stopped(tmp_path / "out.json", lambda url: ["--base-url", url], answered=3, last=6)
     assert "requests       2 completed, 0 failed" in lines
     assert "stopped early: 4 requests were under way" in lines
-    record = json.loads(out.read_text())
     assert (record["completed"], record["chairlift"]["unfinished"]) == (2, 4)
+
+
+def test_a_run_that_ctrl_c_cut_short_is_compared_with_none(tmp_path: Path) -> None:
+    """A B, B A: the last of the four, whose first two requests are answered."""
+    lines, record = stopped(tmp_path / "out.json", lambda url: ["--compare", url, url], answered=22, last=25)
+    assert [len(record["runs"][side]) for side in "AB"] == [2, 2]
+    assert "B over A, 1 rounds" in lines
+    assert len(record["compared"]["ratios"]["output_throughput"]["per_round"]) == 1
 
 
 @pytest.mark.parametrize(
