@@ -201,7 +201,7 @@ class Collector:
             dropped=sum(timing.dropped for timing in over),
             cancelled=sum(timing.cancelled for timing in self.timings.values()),
             prompt_tokens=sum(timing.request.prompt_tokens for timing in done),
-            cached_tokens=sum(timing.cached_tokens for timing in self.timings.values()),
+            cached_tokens=sum(timing.cached_tokens for timing in done),
             output_tokens=tokens,
             seconds=seconds,
             requests_per_second=len(done) * per_second,

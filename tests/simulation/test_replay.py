@@ -169,6 +169,16 @@ def test_equal_prefixes_are_computed_once() -> None:
     assert shared.ttft.mean < 0.7 * alone.ttft.mean
 
 
+def test_who_left_is_not_among_the_prompts_that_came_from_the_cache() -> None:
+    trace = [
+        TracedRequest(arrival=place, prompt_tokens=1024, output_tokens=100, prefix_ids=(1, 2), cancel_ms=left)
+        for place, left in enumerate((None, 50.0, 50.0))
+    ]
+    figures = served(trace)
+    assert (figures.requests, figures.cancelled) == (1, 2)
+    assert (figures.prompt_tokens, figures.cached_tokens) == (1024, 0)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_looking_ahead_changes_no_work_and_little_time(depth: int) -> None:
     trace = draw_trace("chat", parse_arrivals("poisson:3"), 60)
