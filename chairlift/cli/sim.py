@@ -179,7 +179,6 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> Non
     traffic.add_argument(
         "--arrivals",
         metavar="FORM",
-        default="all",
         help="of a workload: all, constant:RATE, poisson:RATE, gamma:RATE:BURSTINESS, onoff:RATE:ON_S:OFF_S, "
         "ramp:START:END:S, diurnal:RATE:PEAK_TO_TROUGH:PERIOD_S or closed:USERS; rates are in requests per second "
         "(default: all at once)",
@@ -201,12 +200,18 @@ def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | N
     if args.seed < 0:
         raise ConfigError(f"seed must be 0 or more, got {args.seed}")
     if args.trace is not None:
+        if args.arrivals is not None:
+            raise ConfigError(
+                "--arrivals is for a workload, and a trace keeps its own times; leave it out, or change them first with"
+                " chairlift trace sample --rate R"
+            )
         trace = read_trace(args.trace)[: args.num_prompts]
         return trace, None, f"trace {args.trace}, {len(trace):,} requests"
-    count, arrivals = args.num_prompts or args.usual_count, parse_arrivals(args.arrivals)
+    count, form = args.num_prompts or args.usual_count, "all" if args.arrivals is None else args.arrivals
+    arrivals = parse_arrivals(form)
     trace = draw_trace(args.workload, arrivals, count, args.seed)
     users = arrivals.users if isinstance(arrivals, ClosedLoop) else None
-    return trace, users, f"workload {args.workload}, {count:,} requests, arrivals {args.arrivals}, seed {args.seed}"
+    return trace, users, f"workload {args.workload}, {count:,} requests, arrivals {form}, seed {args.seed}"
 
 
 def _deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:

@@ -112,6 +112,7 @@ def test_fit_on_this_machine_then_use_what_was_saved(chairlift: Run, tmp_path: P
         (("--cost-model", "/nowhere.json"), "cannot read the cost model"),
         (("--step-log", "/nowhere.jsonl", "--num-kv-blocks", "9"), "cannot read the step log"),
         (("--trace", "/nowhere.jsonl", "--machine", "l4"), "cannot read the trace"),
+        (("--trace", "t.jsonl", "--machine", "l4", "--arrivals", "all"), "--arrivals is for a workload"),
         (("--machine", "l4", "--threads"), "unknown flag '--threads'"),
         (("seeds", "--seedz", "2"), "unknown flag '--seedz'; did you mean --seed"),
     ],
