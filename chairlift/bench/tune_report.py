@@ -243,9 +243,7 @@ def report_lines(answer: Answer) -> list[str]:
     sides = columns(answer)
     header, rows = comparison(answer, sides)
     lines = ["", *table(header, rows), "", "Slots are in brackets; times are p50 / p99."]
-    if not all(side.full_measured for side in sides) or (
-        findings.pace and not all(side.paced_measured for side in sides)
-    ):
+    if any(cell.startswith("~") for row in rows for cell in row):
         lines.append("~ simulated; everything else was measured")
     if findings.rounds:
         lines.append(f"{findings.full_count:,} requests at once, {round_words(findings.rounds)} side by side; medians")
@@ -289,18 +287,22 @@ def comparison(answer: Answer, sides: Sequence[Column]) -> tuple[list[str], list
     if findings.by_rate:
         highest = [("none" if side.rate is None else f"{_mark(answer, side)}{side.rate:.3g}") for side in sides]
         rows.append(["highest rate that keeps promises, /s", *highest])
-    costs = [side.cost(answer.price) for side in sides]
+    costs = [(side, side.cost(answer.price)) for side in sides]
     rows.append(
         [
             f"cost per million output tokens ({answer.price:g} an hour)",
-            *("-" if cost is None else f"{cost:.3g}" for cost in costs),
+            *("-" if cost is None else f"{_mark(answer, side)}{cost:.3g}" for side, cost in costs),
         ]
     )
     return ["", *(side.title for side in sides)], rows
 
 
 def _mark(answer: Answer, side: Column) -> str:
-    return "" if side.role == "chosen" and answer.findings.confirmed_rate else "~"
+    """Of what follows from :attr:`Column.tokens_per_second` or the rate."""
+    measured = side.full_measured
+    if answer.findings.by_rate:
+        measured = side.role == "chosen" and answer.findings.confirmed_rate is not None
+    return "" if measured else "~"
 
 
 def _both(half: float, most: float) -> str:

@@ -215,6 +215,18 @@ def test_promises_are_kept_at_the_highest_rate_that_is_confirmed(tmp_path: Path)
     assert "highest rate that keeps promises" in "\n".join(report_lines(answer(found, machine, tmp_path)))
 
 
+def test_costs_at_rates_that_were_only_simulated_are_marked(tmp_path: Path) -> None:
+    question = Question(requests=chat(60, 2.0), slo={"ttft_ms": 4000.0}, fixed=FEW, time_limit=6000.0)
+    machine = Machine()
+    found = machine.tune(tmp_path / "tune.json", question)
+    lines = report_lines(answer(found, machine, tmp_path))
+    assert found.confirmed_rate is not None
+    for name in ("highest rate that keeps promises", "cost per million output tokens"):
+        (line,) = [line for line in lines if line.startswith(name)]
+        assert [cell.startswith("~") for cell in line.split()[-2:]] == [True, False]
+    assert "~ simulated; everything else was measured" in lines
+
+
 def test_promises_nobody_can_keep(tmp_path: Path) -> None:
     question = Question(requests=chat(24, 2.0), slo={"tpot_ms": 1.0}, fixed=FEW, time_limit=6000.0)
     machine = Machine()
