@@ -145,7 +145,7 @@ def _words(continuous: _Side, static: _Side) -> list[str]:
 
     def times(more: float, less: float) -> str:
         ratio = more / less if less > 0 else 1.0
-        return "about as much" if ratio < 1.05 else f"{ratio:.1f} times as much"
+        return "about as much" if 0.95 < ratio < 1.05 else f"{ratio:.1f} times as much"
 
     return [
         f"Continuous batching finished everything in {_seconds(continuous.seconds)}, static batching in"

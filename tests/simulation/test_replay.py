@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from chairlift.config import EngineConfig
+from chairlift.engine.step_export import read_recording
+from chairlift.engine.step_recorder import StepRecorder
 from chairlift.errors import ConfigError
 from chairlift.scheduler.cost_model import CostModel, Roofline, StepFeatures
 from chairlift.sim.calibrate import calibrate, describe_fit, fit_steps
@@ -23,6 +25,7 @@ from chairlift.sim.machines import (
     shape_from_name,
 )
 from chairlift.sim.replay import RequestTiming, ServedTrace, SimReport, replay, serve_trace, simulated_core
+from chairlift.sim.side_by_side import compare_sides
 from chairlift.workload.arrivals import Gamma, parse_arrivals
 from chairlift.workload.trace import TracedRequest, draw_trace
 
@@ -177,6 +180,18 @@ def test_who_left_is_not_among_the_prompts_that_came_from_the_cache() -> None:
     figures = served(trace)
     assert (figures.requests, figures.cancelled) == (1, 2)
     assert (figures.prompt_tokens, figures.cached_tokens) == (1024, 0)
+
+
+def test_where_memory_is_so_short_that_static_batches_win_that_is_said() -> None:
+    settings = {"max_num_seqs": 32, "max_num_batched_tokens": 256, "num_kv_blocks": 60}
+    tokens = dataclasses.replace(STEP, weight_seconds=0.001, token_seconds=0.002)  # so that recomputing is dear
+    core, limits = simulated_core(deployment(tokens), EngineConfig.from_flat(settings))
+    core.recorder = recorder = StepRecorder(core, most_bytes=1 << 24)
+    serve_trace(core, [one(0.0, prompt=16, output=400) for _ in range(40)], limits)
+    figures, _ = compare_sides(read_recording(recorder.take()))
+    ratio = figures["continuous"]["tokens_per_second"] / figures["static"]["tokens_per_second"]
+    assert ratio < 0.9
+    assert figures["words"][1].endswith(f": {ratio:.1f} times as much.")
 
 
 @pytest.mark.parametrize("depth", [1, 2])
