@@ -334,11 +334,13 @@ async def _measure(plan: Plan, settings: Sequence[Mapping[str, Any]], slo: Mappi
 
 
 def _head(run: ServeRun, place: int | None) -> Iterator[str]:
+    from chairlift.cli.remote_server import plain
+
     server = run.server
     prompts = "token ids" if server.dialect.vocab_size else "text"
     kind = "chat completions" if server.dialect.chat else "completions"
     side = "" if place is None else f"{SIDES[place]}: "
-    yield f"{side}{server.model} at {server.url}, {kind}, prompts as {prompts}"
+    yield f"{side}{plain(server.model)} at {server.url}, {kind}, prompts as {prompts}"
     yield from (f"note: {note}" for note in server.notes)
     if run.load.shortened:
         room = server.max_model_len or 0

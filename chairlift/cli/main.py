@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from chairlift import __version__
 from chairlift.cli import bench, chat, check, generate, pack, serve, sim, top, trace, train, tune
+from chairlift.cli.remote_server import plain
 from chairlift.errors import ChairliftError
 
 __all__ = ["entry_point", "main"]
@@ -58,7 +59,7 @@ def entry_point() -> NoReturn:
 
 
 def _fail(message: str) -> int:
-    print(f"chairlift: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"chairlift: error: {plain(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 

@@ -92,13 +92,19 @@ class ScriptedServer:
     """Answers /v1/models, and gives every POST to a script. ``exchanges`` are all POSTs so far."""
 
     def __init__(
-        self, script: Script = answer, *, owner: str = "a test", room: int | None = 4096, key: str = ""
+        self,
+        script: Script = answer,
+        *,
+        name: str = "scripted",
+        owner: str = "a test",
+        room: int | None = 4096,
+        key: str = "",
     ) -> None:
         self.script = script
         self.url = ""
         self.exchanges: list[Exchange] = []
         self.failures: list[BaseException] = []
-        self._card = {"id": "scripted", "object": "model", "owned_by": owner}
+        self._card = {"id": name, "object": "model", "owned_by": owner}
         self._card |= {} if room is None else {"max_model_len": room}  # type: ignore[dict-item]
         self._key = key
         self._loop = asyncio.new_event_loop()

@@ -52,6 +52,17 @@ def test_one_run_as_lines_json_and_page(chairlift: Run, server: ScriptedServer, 
     assert "Time to first token (TTFT)" in html
 
 
+def test_a_models_name_cannot_command_the_terminal(chairlift: Run, tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    with serving(ScriptedServer(name="<b>\x1b[2J\u202e")) as server:
+        code, lines, _ = chairlift("bench", "serve", *QUICK, "--base-url", server.url, "--html", page)
+        _, _, refused = chairlift("bench", "serve", *QUICK, "--base-url", server.url, "--model", "other")
+    assert code == 0
+    assert lines[0].startswith("<b>\ufffd[2J\ufffd at ")
+    assert "it has <b>\ufffd[2J\ufffd" in refused[0]
+    assert "Serving &lt;b&gt; [2J " in page.read_text()
+
+
 def test_the_seed_decides_lengths_and_times(chairlift: Run, server: ScriptedServer, tmp_path: Path) -> None:
     records = []
     for name, seed in (("a", "4"), ("b", "4"), ("c", "5")):
