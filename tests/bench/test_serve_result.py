@@ -148,6 +148,8 @@ def test_the_role_is_no_token() -> None:
         ([b"data: {oops\n"], "not OpenAI's format", "{oops"),
         ([b'data: {"choices": 3}\n'], "not OpenAI's format", "choices"),
         ([b"data: [1]\n\xff"], "not OpenAI's format", "[1]"),
+        ([chunk(tokens=10**15)], "not OpenAI's format", "choices"),
+        ([chunk(tokens=1), event({"usage": usage(-6, 1)})], "not OpenAI's format", "-6"),
         ([b"x" * (1 << 21)], "not OpenAI's format", "without an end"),
         ([chunk(tokens=1), event({"error": {"message": "out of\nmemory"}})], "error in the stream", "out of memory"),
         ([event({"error": "plain"})], "error in the stream", "plain"),
