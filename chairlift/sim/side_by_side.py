@@ -33,7 +33,7 @@ __all__ = ["compare", "compare_sides", "demo", "main", "recorded_config", "recor
 _MOST_REQUESTS: Final = 4000
 _MOST_BYTES: Final = 256 << 20
 _DEMO_BLOCK: Final = 16
-_DROPPED: Final = ("batching", "batch_sizes", "governor", "late_requests", "scheduling_policy")
+_DROPPED: Final = ("governor", "late_requests", "scheduling_policy")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +67,8 @@ def recorded_config(recording: Recording, **changes: Any) -> EngineConfig:
     """The settings that the recorded engine had, as far as a simulation knows them."""
     about = recording.about
     settings = {name: value for name, value in about["settings"].items() if name not in _DROPPED}
+    if (settings | changes).get("batching", "continuous") == "continuous":
+        settings.pop("preferred_batch_sizes", None)  # of an engine that is compared with this one
     settings |= {name: about[name] for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")}
     settings["num_kv_blocks"] = about["pools"][0]
     return EngineConfig.from_flat(settings | changes)

@@ -25,7 +25,7 @@ from chairlift.sim.machines import (
     shape_from_name,
 )
 from chairlift.sim.replay import RequestTiming, ServedTrace, SimReport, replay, serve_trace, simulated_core
-from chairlift.sim.side_by_side import compare_sides
+from chairlift.sim.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace
 from chairlift.workload.arrivals import Gamma, parse_arrivals
 from chairlift.workload.trace import TracedRequest, draw_trace
 
@@ -180,6 +180,20 @@ def test_who_left_is_not_among_the_prompts_that_came_from_the_cache() -> None:
     figures = served(trace)
     assert (figures.requests, figures.cancelled) == (1, 2)
     assert (figures.prompt_tokens, figures.cached_tokens) == (1024, 0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batching": "static"}, {"batching": "dynamic", "preferred_batch_sizes": "4,8", "batch_wait_ms": 50.0}]
+)
+def test_a_recording_of_batches_is_replayed_in_batches(settings: dict[str, Any]) -> None:
+    core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 8, **settings}))
+    core.recorder = recorder = StepRecorder(core, most_bytes=1 << 24)
+    ran = serve_trace(core, [one(0.1 * place, output=10 + 20 * (place % 5)) for place in range(40)], limits)
+    recording = read_recording(recorder.take())
+    replayed = replay(recorded_trace(recording), recorded_config(recording), recorded_deployment(recording)).served
+    assert replayed.output_tokens_per_second == pytest.approx(ran.output_tokens_per_second, rel=0.02)
+    figures, _ = compare_sides(recording)
+    assert figures["continuous"]["tokens_per_second"] > 1.2 * figures["static"]["tokens_per_second"]
 
 
 def test_where_memory_is_so_short_that_static_batches_win_that_is_said() -> None:
