@@ -152,13 +152,12 @@ class ProcessClient(EngineClient):
         return _describe_exit(self._process.returncode)
 
     async def close(self) -> None:
-        """End the process: closing the connection tells it to; if it does not listen, it is killed."""
-        if self._transport is not None:
+        """End the process: closing the connection tells it to; one that does not listen, or has none, is killed."""
+        if self._process is not None and self._transport is not None:
             self._transport.close()
-        if self._process is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), 2.0)
-            await self._kill()
+        await self._kill()
 
     async def _kill(self) -> None:
         if self._process is None:

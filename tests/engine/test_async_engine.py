@@ -300,3 +300,14 @@ def test_no_process_is_left_when_the_loop_is_cancelled() -> None:
     run(test)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def test_an_engine_that_is_stopped_before_it_has_connected_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    async def test() -> None:
+        engine = AsyncEngine.start(config(), read_tokenizer=read_tokenizer)
+        while engine.engine_pid is None:
+            await asyncio.sleep(0)
+        await engine.shutdown()
+
+    run(test)
+    assert capfd.readouterr() == ("", "")
