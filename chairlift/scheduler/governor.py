@@ -91,8 +91,6 @@ class Observation:
     waiting: int
     oldest_wait: float
     """Of those that wait, how long the first to come has waited."""
-    queue_growth: float
-    """Requests per second by which the line grew."""
     kv_use: float
     """Share of the KV blocks that requests held, at most."""
     capacity_tokens: int

@@ -93,7 +93,6 @@ class Window:
         self._prompts.add(_USUAL_PROMPT, 1)
         self._answers.add(_USUAL_COUNT * _USUAL_ANSWER, _USUAL_COUNT)
         self._num_finished = scheduler.preemption_rate.num_finished
-        self._waiting = 0
         self._gave_way: set[str] = set()
         """Live requests that were preempted at least once."""
         self._begin(now)
@@ -145,7 +144,6 @@ class Window:
             running=running,
             waiting=waiting,
             oldest_wait=max(0.0, now - oldest),
-            queue_growth=(waiting - self._waiting) / seconds if seconds > 0 else 0.0,
             kv_use=self._kv_use,
             capacity_tokens=int(min(p.capacity * tokens for p, tokens in zip(kv.pools, per_block, strict=True))),
             preemption_rate=self._preempted.value(prior=20.0),
@@ -161,7 +159,6 @@ class Window:
             ttft=sum(self._first_tokens) / len(self._first_tokens) if self._first_tokens else 0.0,
             tpot=self._waited / self._gaps if self._gaps else 0.0,
         )
-        self._waiting = waiting
         self._begin(now)
         return seen
 

@@ -70,7 +70,6 @@ observations = st.builds(
     running=st.integers(0, 64),
     waiting=st.integers(0, 1000),
     oldest_wait=lengths,
-    queue_growth=st.floats(-1e3, 1e3),
     kv_use=shares,
     capacity_tokens=st.integers(16, 10**7),
     preemption_rate=st.floats(0, 10),
