@@ -100,7 +100,7 @@ RECOMPUTE = PreemptionMode()
 
 
 class PreemptionRate:
-    """Distinct requests preempted at least once / requests finished: in total, and over a window in seconds."""
+    """Requests that have finished, those of them that were preempted, and their share over a window in seconds."""
 
     def __init__(self, window: float = 60.0) -> None:
         self.window = window
@@ -116,10 +116,6 @@ class PreemptionRate:
         self._recent.append((now, preempted))
         self._recent_preempted += preempted
         self._forget(now)
-
-    @property
-    def total(self) -> float:
-        return self.num_preempted / self.num_finished if self.num_finished else 0.0
 
     def recent(self, now: float) -> float:
         self._forget(now)

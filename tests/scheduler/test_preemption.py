@@ -219,15 +219,15 @@ def _finished(preempted: bool) -> Request:
 
 def test_the_rate_counts_requests_not_preemptions_over_a_window_and_in_total() -> None:
     rate = PreemptionRate(window=60.0)
-    assert (rate.total, rate.recent(0.0)) == (0.0, 0.0)
+    assert (rate.num_preempted, rate.num_finished, rate.recent(0.0)) == (0, 0, 0.0)
     for now, preempted in [(0.0, True), (10.0, False), (30.0, False), (50.0, True)]:
         rate.finished(_finished(preempted), now)
-    assert (rate.total, rate.recent(50.0)) == (0.5, 0.5)
+    assert (rate.num_preempted, rate.num_finished, rate.recent(50.0)) == (2, 4, 0.5)
     assert rate.recent(60.0) == 0.5
     assert rate.recent(60.1) == pytest.approx(1 / 3)
     assert rate.recent(100.0) == 1.0
     assert rate.recent(1000.0) == 0.0
-    assert rate.total == 0.5
+    assert (rate.num_preempted, rate.num_finished) == (2, 4)
 
 
 def test_the_scheduler_keeps_the_rate() -> None:
@@ -237,7 +237,8 @@ def test_the_scheduler_keeps_the_rate() -> None:
     driver.step()
     driver.scheduler.preempt("b")
     driver.run()
-    assert driver.scheduler.preemption_rate.total == 0.5
+    rate = driver.scheduler.preemption_rate
+    assert (rate.num_preempted, rate.num_finished) == (1, 2)
     assert driver.scheduler.num_preemptions == 1
 
 
