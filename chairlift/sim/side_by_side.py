@@ -55,7 +55,10 @@ def recorded_trace(recording: Recording) -> list[TracedRequest]:
     """The requests of a recording, from its first arrival on. Raises ConfigError when there are none."""
     requests = recording.arrivals[-_MOST_REQUESTS:]
     if not requests:
-        raise ConfigError("the recording has no request of which both prompt and answer are known; record for longer")
+        raise ConfigError(
+            "the recording has no request whose lengths of prompt and answer are known: "
+            "only those of requests that came while /live was open are known; record for longer, with that page open"
+        )
     begin = requests[0].arrival
     return [
         TracedRequest(arrival=each.arrival - begin, prompt_tokens=each.prompt_tokens, output_tokens=each.output_tokens)
