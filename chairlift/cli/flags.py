@@ -82,7 +82,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
     options: dict[str, Any] = {"dest": prefix + flag.name, "default": argparse.SUPPRESS}
-    note = "" if flag.default is None or flag.default == () else f" (default: {flag.default})"
+    note = "" if flag.default in (None, (), "") else f" (default: {flag.default})"
     if flag.name in _JSON:
         note = f" As text, or @FILE.json. Example: '{_JSON[flag.name]}'"
     options["help"] = (flag.help + note).replace("%", "%%")

@@ -47,6 +47,14 @@ def test_nothing_given_leaves_every_default() -> None:
     assert read_settings(parse(), sampling=True) == ({}, {"temperature": 0.0})
 
 
+def test_help_names_defaults_and_no_empty_ones() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    text = parser.format_help()
+    assert "(default: 16)" in text and "(default: False)" in text
+    assert "(default: )" not in text
+
+
 def test_sampling_flags_make_sampling_parameters() -> None:
     argv = "--max-tokens 9 --temperature 0.5 --top-p 0.9 --top-k 4 --seed 7 --n 2 --stop a --stop b --ignore-eos"
     argv += " --min-p 0.1 --min-tokens 3 --presence-penalty 1 --frequency-penalty 1 --repetition-penalty 1.1"
