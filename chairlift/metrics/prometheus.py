@@ -194,7 +194,7 @@ def _gauges(
 def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamily]:
     engine = stats.engine
     for name, text, value in (
-        ("num_preemptions", "Times a sequence gave its memory back and was computed again.", engine.num_preemptions),
+        ("num_preemptions", "Times a sequence gave its memory back.", engine.num_preemptions),
         ("prompt_tokens", "Prompt tokens of requests that have their first token.", stats.prompt_tokens),
         ("prompt_tokens_cached", "Of those, read from the prefix cache.", stats.cached_tokens),
         ("generation_tokens", "Tokens generated.", stats.generation_tokens),
