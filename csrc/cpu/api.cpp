@@ -81,6 +81,14 @@ size_t split_bytes(const Kernels& kernels, const cl_program& program, const Step
   return most;
 }
 
+// Every thread's own memory is there before any starts: inside a run nobody could say that there is none.
+bool reserve(cl_pool& pool, const Kernels& kernels, int dtype, int32_t vocab) {
+  const size_t bytes = kernels.scratch_bytes(dtype, vocab);
+  for (int thread = 0; thread < pool.num_threads(); thread++)
+    if (!pool.scratch(thread, bytes)) return false;
+  return true;
+}
+
 bool valid(const cl_program& program, const cl_batch& batch) {
   return batch.num_tokens >= 0 && batch.num_tokens <= program.capacity && batch.num_rows >= 0 &&
          (batch.num_rows == 0 || batch.cu_seqlens[batch.num_rows] == batch.num_tokens);
@@ -113,7 +121,7 @@ int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, 
   if (batch->num_tokens == 0 || end_op == first_op) return end_op;
   const size_t most_spans = size_t(batch->num_tokens / SPAN_TOKENS) + batch->num_rows + 1;
   AttentionSpan* spans = static_cast<AttentionSpan*>(pool->plan_memory(most_spans * sizeof(AttentionSpan)));
-  if (!spans) return -1;
+  if (!spans || !reserve(*pool, *kernels, program->dtype, 0)) return -1;
   StepPlan plan{};
   plan.num_threads = pool->num_threads();
   plan_spans(*batch, spans, plan);
@@ -136,7 +144,7 @@ int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, in
   if (stored > logits_rows || (stored > 0 && !logits)) return -1;
   const size_t bytes = kernels->head_shared_bytes(pool->num_threads(), num_rows, stride, program->dtype);
   void* shared = pool->shared(bytes);
-  if (!shared) return -1;
+  if (!shared || !reserve(*pool, *kernels, program->dtype, vocab)) return -1;
   const int64_t logits_stride = (int64_t(vocab) + CL_PANEL - 1) / CL_PANEL * CL_PANEL;
   Head head{*pool, kernels->head,
             HeadCall{*program, hidden, stride, token_rows, num_rows, weight, bias, vocab, k, rows, logits,
@@ -154,7 +162,7 @@ int32_t cl_needs_logits(const cl_sampling_row* row) {
 int32_t cl_sample(cl_pool* pool, const float* logits, int64_t stride, int32_t num_rows, int32_t vocab,
                   cl_sampling_row* rows, int32_t isa) {
   const Kernels* kernels = kernels_of(isa);
-  if (!kernels || num_rows < 0) return -1;
+  if (!kernels || num_rows < 0 || !reserve(*pool, *kernels, CL_F32, vocab)) return -1;
   static const cl_program no_program{};
   Head head{*pool, kernels->sample,
             HeadCall{no_program, nullptr, 0, nullptr, num_rows, nullptr, nullptr, vocab, 0, rows,

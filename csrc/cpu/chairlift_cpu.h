@@ -150,7 +150,7 @@ CL_EXPORT size_t cl_packed_bytes(int64_t n, int64_t k, int32_t dtype);
 CL_EXPORT void cl_pack(void* packed, int32_t dtype, int64_t k, int64_t first_row, int64_t rows, int64_t first_panel,
                        int64_t panel_step, const void* src, int64_t src_stride);
 
-// Run ops from first_op to the next CL_OP_CALL or the end; returns the index of the op it stopped at. Negative: -1 a bad argument.
+// Run ops from first_op to the next CL_OP_CALL or the end; returns the index of the op it stopped at. Negative: -1 a bad argument, or no memory.
 CL_EXPORT int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, int32_t first_op);
 
 // Output head: rows token_rows[R] of hidden (rows of `stride` elements) times weight [vocab, k], then one token per row.

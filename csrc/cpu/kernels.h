@@ -29,6 +29,7 @@ struct Kernels {
   double operations_per_round[2];  // bf16 or float32, int8
   // Sizes, worked out with this path's types.
   size_t (*split_state_bytes)();
+  size_t (*scratch_bytes)(int dtype, int32_t vocab);  // of one thread; vocab 0: without sampling
   size_t (*head_shared_bytes)(int num_threads, int num_rows, int64_t stride, int dtype);
 };
 

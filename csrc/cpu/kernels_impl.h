@@ -120,6 +120,12 @@ static double peak(int64_t rounds, bool int8) {
 
 static size_t split_state_bytes() { return sizeof(SoftmaxState); }
 
+static size_t scratch_bytes(int dtype, int32_t vocab) {
+  const size_t products = dtype == CL_BF16 ? sizeof(Scratch<bf16>) : sizeof(Scratch<float>);
+  const size_t choice = sample_scratch_bytes(vocab);
+  return products > choice ? products : choice;
+}
+
 static const Kernels table = {
     run, run_head, run_sample, peak,
 #if defined(CL_USE_AMX)
@@ -127,7 +133,7 @@ static const Kernels table = {
 #else
     {PEAK_CHAINS * LANES * 4.0 / Pairs<bf16>::PARTS, 0.0},
 #endif
-    split_state_bytes, head_shared_bytes,
+    split_state_bytes, scratch_bytes, head_shared_bytes,
 };
 
 }  // namespace CL_NS

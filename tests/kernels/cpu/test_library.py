@@ -277,3 +277,25 @@ except OSError as error:
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "refused True\n"), run.stderr
+
+
+OUT_OF_MEMORY = """
+import resource
+import numpy as np
+from chairlift.kernels.cpu import library
+
+pool, native = library.Pool(2, pin=False), library.require()
+rows, logits = np.zeros(1, library.SAMPLING_ROW), np.zeros(1 << 18, np.float32)
+rows["top_p"], rows["temperature"] = 0.5, 1.0
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+for limit in (used + (1 << 20), hard):
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    print(native.cl_sample(pool.handle, logits.ctypes.data, 1 << 18, 1, 1 << 18, rows.ctypes.data, 0))
+"""
+
+
+@needs_kernels
+def test_calls_without_memory_are_refused() -> None:
+    run = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.split()) == (0, ["-1", "0"]), run.stderr
