@@ -271,8 +271,7 @@ def _message_in(text: bytes) -> str:
 # --- what it sends ---------------------------------------------------------------------------------------------------
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
-"""As long as a request may be: a number beyond it would be spelled out token by token, or make a rate negative."""
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]  # every token of an answer has an entry in its record
 
 
 class _Details(msgspec.Struct):

@@ -131,7 +131,7 @@ class Figures:
             hint = "" if run.server.dialect.ignore_eos else "; --ignore-eos asks for exact lengths"
             yield f"{self.shorter:,} of {self.completed:,} answers ended before the length that was asked for{hint}"
         if self.unfinished:
-            yield f"stopped early: {self.unfinished:,} requests were under way, and are not counted"
+            yield f"stopped early: {self.unfinished:,} requests were not answered yet, and are not counted"
 
 
 def latencies(run: ServeRun) -> dict[str, list[float]]:

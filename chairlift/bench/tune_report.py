@@ -299,10 +299,8 @@ def comparison(answer: Answer, sides: Sequence[Column]) -> tuple[list[str], list
 
 def _mark(answer: Answer, side: Column) -> str:
     """Of what follows from :attr:`Column.tokens_per_second` or the rate."""
-    measured = side.full_measured
-    if answer.findings.by_rate:
-        measured = side.role == "chosen" and answer.findings.confirmed_rate is not None
-    return "" if measured else "~"
+    confirmed = side.role == "chosen" and answer.findings.confirmed_rate
+    return "" if (confirmed if answer.findings.by_rate else side.full_measured) else "~"
 
 
 def _both(half: float, most: float) -> str:

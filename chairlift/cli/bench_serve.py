@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import chairlift
+from chairlift.cli.remote_server import RemoteServer, plain, read_key
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,7 +111,6 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], str], in
 def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, list[dict[str, Any]]]:
     """The plan, and of each load what the record says about it."""
     from chairlift.bench.serve import Plan
-    from chairlift.cli.remote_server import RemoteServer, read_key
 
     check_ranges(args, rounds=(1, 1000), num_warmups=(0, 10_000), timeout=(0.001, 1e6), temperature=(0, 100))
     loads, cells = loads_of(args, slo, temperature=args.temperature, promises=args.promises)
@@ -334,8 +334,6 @@ async def _measure(plan: Plan, settings: Sequence[Mapping[str, Any]], slo: Mappi
 
 
 def _head(run: ServeRun, place: int | None) -> Iterator[str]:
-    from chairlift.cli.remote_server import plain
-
     server = run.server
     prompts = "token ids" if server.dialect.vocab_size else "text"
     kind = "chat completions" if server.dialect.chat else "completions"
@@ -425,8 +423,7 @@ def _record(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any]
         return {"benchmark": cells[0].settings["benchmark"], "runs": [cell.record for cell in cells]}, {}, []
     first, second = ([cell.record for cell in cells if cell.place == place] for place in (0, 1))
     whole = [cell for cell in cells if not cell.run.interrupted]  # half a run has no ratio to a whole one
-    rounds = {cell.settings["round"] for cell in whole if cell.place == 0}
-    rounds &= {cell.settings["round"] for cell in whole if cell.place == 1}
+    rounds = set.intersection(*({cell.settings["round"] for cell in whole if cell.place == place} for place in (0, 1)))
     pairs = [[each for each in side if each["chairlift"]["round"] in rounds] for side in (first, second)]
     ratios = compare(*pairs)
     table = compared_rows(ratios, *pairs)

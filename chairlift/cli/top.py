@@ -198,7 +198,8 @@ class _Screen:
                 self._sort = SORTS[(SORTS.index(self._sort) + 1) % len(SORTS)]
 
     def _draw(self, now: Snapshot | None, before: Snapshot | None) -> None:
-        width, height = os.get_terminal_size(sys.stdout.fileno())  # COLUMNS and LINES do not change with the window
+        size = os.get_terminal_size(sys.stdout.fileno())  # COLUMNS and LINES do not change with the window
+        width, height = size.columns or 80, size.lines or 24  # serial consoles, and some containers, do not know
         if now is None:
             lines: list[Line] = [[("asking the server ...", "")]]
         else:

@@ -196,7 +196,7 @@ def _read_jsonl(source: Source, bailian: bool) -> Iterator[Row]:
                     " time=NAME,input=NAME,output=NAME"
                 )
         own = {name: value for name, value in fields.items() if name in _OWN_FIELDS and value is not None}
-        time, hash_ids = fields["timestamp"], fields.get("hash_ids", [])
+        time, hash_ids = fields["timestamp"], fields["hash_ids"] if fields.get("hash_ids") is not None else []
         if not isinstance(hash_ids, list):
             raise ConfigError(f"{source.where}: hash_ids must be a list, got {hash_ids!r:.40}")
         if hash_ids:

@@ -20,9 +20,9 @@ __all__ = ["Terminal"]
 class Terminal:
     """A ``chairlift`` command in a terminal of its own."""
 
-    def __init__(self, *argv: str) -> None:
+    def __init__(self, *argv: str, size: tuple[int, int] = (25, 100)) -> None:
         self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         command = [sys.executable, "-m", "chairlift", *argv]
         self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
         os.close(slave)

@@ -172,7 +172,7 @@ def stopped(out: Path, where: Callable[[str], list[str]], answered: int, last: i
 def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
     lines, record = stopped(tmp_path / "out.json", lambda url: ["--base-url", url], answered=3, last=6)
     assert "requests       2 completed, 0 failed" in lines
-    assert "stopped early: 4 requests were under way" in lines
+    assert "stopped early: 4 requests were not answered yet" in lines
     assert (record["completed"], record["chairlift"]["unfinished"]) == (2, 4)
 
 

@@ -261,6 +261,14 @@ def terminal(fake: FakeWatched, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ter
         screen.close()
 
 
+def test_a_terminal_that_does_not_know_its_size_is_taken_for_a_usual_one(fake: FakeWatched) -> None:
+    screen = Terminal("top", fake.url, "--interval", "0.1", size=(0, 0))
+    try:
+        screen.wait_for("tiny at", seconds=60)
+    finally:
+        screen.close()
+
+
 def test_once_is_plain_text(chairlift: Run, fake: FakeWatched) -> None:
     code, out, err = chairlift("top", fake.url, "--once", "--interval", "0.1")
     assert (code, err) == (0, []) and "\x1b" not in "".join(out)

@@ -127,6 +127,11 @@ def test_ours_is_told_from_mooncakes(tmp_path: Path) -> None:
         assert load_trace(written(tmp_path / "t.jsonl", json.dumps(line))).format == "chairlift"
 
 
+def test_a_request_may_have_no_hash_ids(tmp_path: Path) -> None:
+    (request,) = read_trace(written(tmp_path / "t.jsonl", json.dumps(GOOD | {"hash_ids": None})))
+    assert request.prefix_ids == ()
+
+
 def test_sort_takes_lines_in_any_order_and_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(GOOD | {"timestamp": time}) + "\n" for time in (1000, 5500, 2000)))
