@@ -60,14 +60,24 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 def measure(
     engines: dict[str, list[str]], requests: Path, rounds: int, work: Path
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, float]]]:
-    """After each run: the engine, what it says about itself, and the result."""
+    """After each run: the engine, what it says about itself, and the result. One that fails is left out from then on.
+
+    Raises SystemExit when Chairlift itself fails, with which all are compared, or when this process is to end.
+    """
     for number in range(rounds):
-        for name, command in engines.items():
-            child = Child(name, command, work / f"{name.replace(' ', '-')}.log")
+        for name, command in list(engines.items()):
             try:
-                result = child.run(requests)
-            finally:
-                child.kill()
+                child = Child(name, command, work / f"{name.replace(' ', '-')}.log")
+                try:
+                    result = child.run(requests)
+                finally:
+                    child.kill()
+            except SystemExit as failure:
+                if name == "chairlift" or not isinstance(failure.code, str):
+                    raise
+                print(f"round {number + 1}  {failure.code}; the others go on", flush=True)
+                del engines[name]
+                continue
             print(f"round {number + 1}  {name:13s} {result['seconds']:7.2f} s", flush=True)
             yield name, child.about, result
 
