@@ -353,7 +353,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         record, problem = None, f"not JSON ({error}):"
     if isinstance(record, dict):
-        return record
+        return {name: value for name, value in record.items() if value is not None}  # as of a table: null is nothing
     raise ConfigError(f"{where}: {problem} {line[:60]!r}; correct the line, or skip such records (on_error: skip)")
 
 

@@ -301,12 +301,27 @@ def test_parquet_rows_are_records(tmp_path: Path, shuffle: bool) -> None:
         RecordSource([path], Encoder(), shuffle=shuffle).load_state_dict(source.state_dict())
 
 
-@pytest.mark.parametrize("ids", ["7", "[]", "[-1]", "[1.5]", '[1, "x"]', "[true]", "[4294967296]", "null", "[[1]]"])
+@pytest.mark.parametrize("ids", ["7", "[]", "[-1]", "[1.5]", '[1, "x"]', "[true]", "[4294967296]", "[[1]]"])
 def test_what_is_no_row_of_token_ids_is_named_with_its_line(tmp_path: Path, ids: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"input_ids": [1, 2]}\n{"input_ids": ' + ids + "}\n")
     with pytest.raises(ConfigError, match=r"data\.jsonl, line 2: input_ids must be a list of token ids"):
         list(RecordSource([file], Encoder()))
+
+
+def test_null_is_nothing_in_lines_as_in_tables(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows: list[dict[str, Any]] = [{"input_ids": None, "text": "ab"}, {"input_ids": [1, 2], "text": None}]
+    lines, table = tmp_path / "a.jsonl", tmp_path / "a.parquet"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    for path in (lines, table):
+        assert list(RecordSource([path], read)) == [{"text": "ab"}, {"input_ids": [1, 2]}]
+    lines.write_text('{"input_ids": null}')
+    with pytest.raises(ConfigError, match=r"line 1: a record has input_ids.*; this one has nothing"):
+        next(RecordSource([lines], Encoder()))
 
 
 def test_a_damaged_parquet_file_is_named_with_its_row(tmp_path: Path) -> None:
