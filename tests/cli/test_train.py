@@ -146,6 +146,9 @@ def test_a_checkpoint_that_lacks_a_part_is_named(chairlift: Run, config: Path) -
     state = config.parent / "out" / "step-00000002" / "training" / "state.json"
     state.write_text("{}")
     code, _, err = chairlift("train", config, *few, "--set", "training.steps=3")
+    assert code == 2 and "step-00000002 is damaged (its training/ is not what was written: see SHA256SUMS" in err[-1]
+    (state.parent / "SHA256SUMS").unlink()  # as it was written before there was one
+    code, _, err = chairlift("train", config, *few, "--set", "training.steps=3")
     assert code == 2 and "step-00000002: it is damaged (KeyError('trainer'))" in err[-1]
 
 
