@@ -362,6 +362,13 @@ def _check_tensors(
                 f"{model_dir}: tensor {name} is stored as {dtype}; quantized weights are not supported, "
                 "use the original model in bfloat16, float16 or float32"
             )
+    for name in filter(tensors.__contains__, redundant):
+        head, embedding = (tensors[each].get_tensor(each) for each in (name, "model.embed_tokens.weight"))
+        if not torch.equal(head.to(embedding), embedding):
+            raise ModelLoadError(
+                f"{model_dir}: config.json ties {name} to model.embed_tokens.weight, but both are stored, and differ; "
+                "set tie_word_embeddings to false if the head was trained by itself, else remove it from the file"
+            )
 
 
 def _few(names: list[str]) -> str:

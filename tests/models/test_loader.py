@@ -206,10 +206,21 @@ def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
     rewrite(
         model_dir,
         lambda tensors: tensors.update(
-            {"lm_head.weight": torch.zeros(128, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+            {
+                "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+            }
         ),
     )
     assert torch.equal(packed_logits(load(model_dir), [[1, 2]])[0], expected)
+
+
+@pytest.mark.parametrize("head", [torch.zeros(128, 64), torch.zeros(0)], ids=["other", "empty"])
+def test_a_tied_head_that_differs_is_refused(tmp_path: Path, head: torch.Tensor) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama", tie_word_embeddings=True)
+    rewrite(model_dir, lambda tensors: tensors.update({"lm_head.weight": head}))
+    message = refusal(model_dir)
+    assert all(word in message for word in ("lm_head.weight", "differ", "tie_word_embeddings")), message
 
 
 @pytest.mark.parametrize(
