@@ -271,6 +271,8 @@ def _refuse_foreign(raw: Mapping[str, Any], where: str) -> None:
         raise ModelLoadError(
             f"{where}: architectures {architectures!r:.80} has no ...ForCausalLM; use a text-generation model"
         )
+    if raw.get("is_causal") is False:
+        raise ModelLoadError(f"{where}: is_causal is false, so tokens see later ones; use a text-generation model")
     auto_map = raw.get("auto_map")
     if isinstance(auto_map, Mapping) and "AutoModelForCausalLM" in auto_map:
         raise ModelLoadError(

@@ -140,6 +140,7 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
         ({"use_mrope": True}, ["use_mrope"]),
         ({"logit_scale": 0.5}, ["logit_scale", "0.5"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["architectures"]),
+        ({"is_causal": False}, ["is_causal", "text-generation"]),
         ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, ["auto_map", "never runs"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "yarn"]),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, ["mrope_section"]),
