@@ -114,10 +114,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        priority: int | Sequence[int] | None = None,
+        tenant: str | Sequence[str] = "",
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several. A conversation is a list of ``{"role": ..., "content": ...}``.
 
+        All but the messages and the variables of the template is as in :meth:`generate`.
         Raises TemplateError when the model has no chat template, or it fails.
         """
         given: object = messages  # whatever the type says, text and single messages are what people send
@@ -129,7 +132,7 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         prompts: list[Prompt] = [self.encode_chat(each, **template_variables) for each in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, **template_variables: Any

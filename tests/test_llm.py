@@ -361,19 +361,24 @@ def test_prompts_may_have_the_names_that_vllm_gives_them(llm: LLM) -> None:
 # -- promises ----------------------------------------------------------------------------------------------------
 
 
+def watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """The priority and tenant of what reaches the core of an LLM, from now on."""
+    seen: list[tuple[int, str]] = []
+    add = llm.engine.core.add
+
+    def noted(request: PreparedRequest) -> None:
+        seen.append((request.priority, request.service.tenant))
+        add(request)
+
+    monkeypatch.setattr(llm.engine.core, "add", noted)
+    return seen
+
+
 @pytest.fixture
 def served(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, list[tuple[int, str]]]:
     """An LLM with the policy priority, and the priority and tenant of what reaches its core."""
     llm = make(model_dir, scheduling_policy="priority")
-    seen: list[tuple[int, str]] = []
-    add = llm.engine.core.add
-
-    def watched(request: PreparedRequest) -> None:
-        seen.append((request.priority, request.service.tenant))
-        add(request)
-
-    monkeypatch.setattr(llm.engine.core, "add", watched)
-    return llm, seen
+    return llm, watched(llm, monkeypatch)
 
 
 def test_priority_and_tenant_are_one_for_all_or_one_each(served: tuple[LLM, list[tuple[int, str]]]) -> None:
@@ -384,6 +389,14 @@ def test_priority_and_tenant_are_one_for_all_or_one_each(served: tuple[LLM, list
     llm.generate(prompts, [greedy(), greedy(priority=2)], priority=[3, 0], tenant=["alice", "bob"])
     assert seen == [(4, ""), (4, ""), (-1, "alice"), (-1, "alice"), (3, "alice"), (0, "bob")]
     assert drained(llm)
+
+
+def test_chat_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("hashlm", scheduling_policy="priority", max_num_seqs=4)
+    seen, talk = watched(llm, monkeypatch), [{"role": "user", "content": "Hi"}]
+    llm.chat(talk, greedy(), priority=4, tenant="alice")
+    llm.chat([talk, talk], greedy(), priority=[3, 0], tenant=["alice", "bob"])
+    assert seen == [(4, "alice"), (3, "alice"), (0, "bob")]
 
 
 def test_as_many_as_there_are_prompts(served: tuple[LLM, list[tuple[int, str]]]) -> None:
