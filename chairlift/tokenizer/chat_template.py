@@ -23,7 +23,7 @@ __all__ = ["MAX_TEXT", "ChatTemplate", "check_variables", "normalize_messages"]
 MAX_TEXT: Final = 16 * 1024 * 1024
 """Characters a template may render or build by repetition; far above any model's context."""
 _MESSAGE_KEYS: Final = ("role", "content", "name")
-_INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+_INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 _END_OF_FINAL_MESSAGE: Final = "CHAIRLIFT_END_OF_FINAL_MESSAGE"
 
 

@@ -189,7 +189,10 @@ def test_other_messages_are_refused(messages: Any, complaint: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("variables", [{"messages": 1}, {"tools": None}, {"x": [1]}, {"x": _Sneaky("s")}, {"x": print}])
+@pytest.mark.parametrize(
+    "variables",
+    [{"messages": 1}, {"tools": None}, {"chat_template": "{{ 1 }}"}, {"x": [1]}, {"x": _Sneaky("s")}, {"x": print}],
+)
 def test_other_variables_are_refused(variables: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="chat template variable"):
         ChatTemplate(CHATML).render([{"role": "user", "content": "Hi"}], **variables)
