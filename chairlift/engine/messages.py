@@ -168,7 +168,17 @@ Message = (
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
 _DEFAULTS = SamplingParams()
-_encoder = msgspec.msgpack.Encoder()
+
+
+def _plain(value: object) -> str | int | float:
+    """Callers' own kinds of text and numbers, NumPy's among them, cross as what they are kinds of."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a message cannot hold {type(value).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 

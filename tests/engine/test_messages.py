@@ -7,6 +7,7 @@ import pickle
 import random
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,6 +73,18 @@ def test_a_request_crosses_whole() -> None:
     service = Service("chat", "team", 3.0, retention=2)  # the other times are infinite
     request = PreparedRequest(
         "id", None, [1, 2, 3], params, params.seed or 0, 7, (4, 5), ((1, 2), (3,)), "salt", 2.5, -4, service
+    )
+    (message,) = FrameReader().feed(encode(Add.of(request)))
+    assert isinstance(message, Add) and message.request() == request
+
+
+def test_callers_own_kinds_of_text_and_numbers_cross_as_plain_ones() -> None:
+    class Id(int):
+        pass
+
+    params = SamplingParams(temperature=np.float64(0.5), stop=[np.str_("x")], stop_token_ids=[Id(4)], max_tokens=Id(7))
+    request = PreparedRequest(
+        "id", None, [Id(1)], params, Id(5), Id(7), (Id(4),), service=Service("chat", np.str_("a"))
     )
     (message,) = FrameReader().feed(encode(Add.of(request)))
     assert isinstance(message, Add) and message.request() == request
