@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -187,6 +188,8 @@ def _strings(name: str, value: Any, most: int, length: int) -> tuple[str, ...]:
     for item in value:
         if not isinstance(item, str) or not 1 <= len(item) <= length:
             raise RequestError(f"each string in {name} must have 1 to {length} characters, got {str(item)[:40]!r}")
+        if any("\ud800" <= char <= "\udfff" for char in item):
+            raise RequestError(f"{name} has half a surrogate pair in {item[:40]!r}, which no text holds; repair it")
     return tuple(value)
 
 
@@ -209,7 +212,7 @@ def _logit_bias(value: Any, most: int) -> dict[int, float]:
         raise RequestError(f"logit_bias takes at most {most} entries, got {len(value)}")
     out: dict[int, float] = {}
     for key, bias in value.items():
-        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        token_id = int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,10}", key) else key
         _integer("each token id in logit_bias", token_id, 0, _INT32_MAX)
         _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         out[token_id] = float(bias)

@@ -82,7 +82,9 @@ def test_switches_are_true_or_false(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
-@pytest.mark.parametrize("value", [5, b"x", {"x": 1}, {"x"}, [5], [None], [""], ["x" * 257], ["x"] * 129, [b"x"]])
+@pytest.mark.parametrize(
+    "value", [5, b"x", {"x": 1}, {"x"}, [5], [None], [""], ["x" * 257], ["x"] * 129, [b"x"], ["x\udc80"]]
+)
 def test_lists_of_strings(name: str, value: Any) -> None:
     assert name in refused(**{name: value})
 
@@ -112,6 +114,7 @@ def test_logit_bias(bias: Any) -> None:
 
 def test_logit_bias_takes_the_api_s_text_keys() -> None:
     assert made(logit_bias={"5": 1, 6: -100}).logit_bias == {5: 1.0, 6: -100.0}
+    assert "each token id in logit_bias" in refused(logit_bias={"9" * 5000: 1})
 
 
 def test_min_tokens_stays_below_max_tokens() -> None:
