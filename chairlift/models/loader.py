@@ -290,8 +290,7 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor:
 def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it."""
     index_path = model_dir / _INDEX_NAME
-    if index_path.is_file():
-        index = _read_index(index_path)
+    if index_path.is_file() and (index := _read_index(index_path)):
         opened = {file: _open_file(model_dir / file, stack) for file in sorted(set(index.values()))}
         names = {file: frozenset(opened[file].keys()) for file in opened}
         for name, file in index.items():
@@ -311,6 +310,7 @@ def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any
 
 
 def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> file; empty where the index is out of date."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{path} has no weight_map; download it again")
@@ -319,6 +319,8 @@ def _read_index(path: Path) -> dict[str, str]:
         if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file):
             raise ModelLoadError(f"{path} refers to {file[:80]!r}; only *.safetensors files beside it are allowed")
         if not (path.parent / file).is_file():
+            if (path.parent / _SINGLE_NAME).is_file():
+                return {}  # transformers leaves it behind when it saves one file over the pieces of before
             raise ModelLoadError(f"{path} refers to {file}, which is not there; download the model again")
     return {str(name): str(file) for name, file in weight_map.items()}
 

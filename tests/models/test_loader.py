@@ -323,6 +323,16 @@ def test_index_cannot_leave_the_directory(model_dir: Path, file: str) -> None:
     assert "only *.safetensors files beside it are allowed" in refusal(model_dir)
 
 
+def test_an_index_left_behind_by_a_model_in_pieces_is_passed_over(model_dir: Path) -> None:
+    model = hf_model(model_dir)
+    model.save_pretrained(model_dir, max_shard_size="100KB")
+    model.model.norm.weight.data *= -1
+    model.save_pretrained(model_dir)
+    assert (model_dir / "model.safetensors.index.json").is_file()
+    ours = packed_logits(load(model_dir), [[1, 2, 3]])[0]
+    assert torch.allclose(ours, hf_logits(model, [1, 2, 3]), atol=1e-3)
+
+
 @pytest.mark.parametrize("weight_map", [None, {}, [], 3])
 def test_index_without_a_map_is_refused(model_dir: Path, weight_map: Any) -> None:
     shard(model_dir)
