@@ -181,6 +181,10 @@ def parse_config(
         fields.fail(f"head_dim {head_dim} is odd, but rotary embedding needs pairs")
     layers = fields.integer("num_hidden_layers", 1, 1_024)
     context = fields.integer("max_position_embeddings", 1, _MAX_CONTEXT, default=_DEFAULT_CONTEXT[model_type])
+    if chunked := raw.get("dual_chunk_attention_config"):  # of Qwen's models for 1M tokens: the first chunk is as usual
+        chunks = _Fields(chunked if isinstance(chunked, Mapping) else {}, f"{where}: dual_chunk_attention_config")
+        size = chunks.integer("chunk_size", 1, _MAX_CONTEXT)
+        context = min(context, size - chunks.integer("local_size", 0, size - 1))
     attention_bias = model_type in ("llama", "qwen3") and fields.boolean("attention_bias", False)
     eos_default = 2 if model_type in ("llama", "mistral") else None
     eos = (generation or {}).get("eos_token_id")

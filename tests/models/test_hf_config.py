@@ -93,6 +93,13 @@ def test_longest_sequence_counts_rotary_scaling_in() -> None:
     assert parse_config(QWEN2).max_model_len == 32768
 
 
+def test_of_dual_chunk_attention_only_the_first_chunk_is_served() -> None:
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    long = {**QWEN2, "max_position_embeddings": 1010000, "dual_chunk_attention_config": chunks}
+    assert parse_config(long).max_model_len == 253952
+    assert parse_config({**QWEN2, "dual_chunk_attention_config": chunks}).max_model_len == 32768
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model_dir = tiny_hf_model(tmp_path, family)
@@ -140,6 +147,8 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
         ({"use_mrope": True}, ["use_mrope"]),
         ({"logit_scale": 0.5}, ["logit_scale", "0.5"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["architectures"]),
+        ({"dual_chunk_attention_config": True}, ["dual_chunk_attention_config", "chunk_size", "missing"]),
+        ({"dual_chunk_attention_config": {"chunk_size": 8, "local_size": 8}}, ["local_size", "0 to 7"]),
         ({"is_causal": False}, ["is_causal", "text-generation"]),
         ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, ["auto_map", "never runs"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "yarn"]),
