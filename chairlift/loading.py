@@ -233,13 +233,12 @@ def _fingerprint(model_dir: str, *parts: str) -> str:
     """Changes when answers may: other weights, another precision, other kernels, another version."""
     digest = hashlib.sha256("\0".join((__version__, *parts)).encode())
     for path in sorted(Path(model_dir).glob("*")) if model_dir else ():
-        if path.suffix == ".json":
-            digest.update(path.read_bytes())
-        elif path.suffix == ".safetensors":
-            with path.open("rb") as file:  # reading all of them would take too long
+        # A pipe or a device has no end, and a link may lead nowhere: what is no file says nothing.
+        if path.suffix in (".json", ".safetensors") and path.is_file():
+            with path.open("rb") as file:  # reading all of the weights would take too long
                 size = file.seek(0, os.SEEK_END)
                 digest.update(f"{path.name}:{size}".encode())
-                for at in range(0, size, max(1, size // _PIECES_OF_WEIGHTS)):
+                for at in range(0, size, 4096 if path.suffix == ".json" else max(1, size // _PIECES_OF_WEIGHTS)):
                     file.seek(at)
                     digest.update(file.read(4096))
     return "fp_" + digest.hexdigest()[:10]

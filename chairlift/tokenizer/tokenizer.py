@@ -206,11 +206,11 @@ class Tokenizer:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """A JSON object from a file, empty when there is no such file."""
+    """A JSON object from a file, empty when there is no such file (a device or a pipe is none: it may have no end)."""
+    if not file.is_file():
+        return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} cannot be read ({error}); download or save the tokenizer again") from None
     if not isinstance(value, dict):

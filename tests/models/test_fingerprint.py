@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -36,3 +37,22 @@ def test_it_does_not_read_all_of_a_large_file(tmp_path: Path) -> None:
         short = _fingerprint(str(tmp_path))
         file.truncate(2**40 + 1)
     assert _fingerprint(str(tmp_path)) != short
+
+
+def test_what_is_no_file_does_not_count(model_dir: Path) -> None:
+    """A cache whose files were pruned, a folder with a file's name, and what a stranger's archive may bring along: a
+    pipe that nobody writes to, and a device without end."""
+    before = _fingerprint(str(model_dir))
+    (model_dir / "evaluation.json").mkdir()
+    (model_dir / "pruned.json").symlink_to("nowhere")
+    (model_dir / "pruned.safetensors").symlink_to("nowhere")
+    os.mkfifo(model_dir / "pipe.json")
+    (model_dir / "zeros.json").symlink_to("/dev/zero")
+    assert _fingerprint(str(model_dir)) == before
+
+
+def test_one_character_of_a_long_json_counts(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b" " * (3 << 20))
+    before = _fingerprint(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_bytes(b" " * (2 << 20) + b"1" + b" " * ((1 << 20) - 1))
+    assert _fingerprint(str(tmp_path)) != before

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -111,6 +112,14 @@ def test_a_corrupt_config_is_refused(model_dir: Path, config: str) -> None:
     (model_dir / "tokenizer_config.json").write_text(config)
     with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json"):
         Tokenizer.from_dir(model_dir)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
+def test_a_pipe_is_not_waited_for(model_dir: Path, name: str) -> None:
+    """Nor is a device read, which may have no end."""
+    (model_dir / name).unlink(missing_ok=True)
+    os.mkfifo(model_dir / name)
+    Tokenizer.from_dir(model_dir)
 
 
 def test_an_unreadable_template_is_refused(model_dir: Path) -> None:
