@@ -172,6 +172,7 @@ def test_what_does_not_fit_changes_nothing(
     ("source", "version", "in_flight", "words"),
     [
         ("nowhere/at/all", 1, "continue", "nowhere/at/all' is not a directory"),
+        ("n" * 300, 1, "continue", r"cannot read 'n+' \(File name too long\)"),
         ({"model.norm.weight": [1.0]}, 1, "continue", "'model.norm.weight' must be a dense torch tensor, got list"),
         ({"lm_head.weight": torch.zeros(1, device="meta")}, 1, "continue", "without ordinary memory"),
         (None, 1, "continue", "a directory or a mapping of tensors, got NoneType"),

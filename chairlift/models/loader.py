@@ -138,9 +138,13 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any]) -> 
             except TypeError:
                 given = type(source).__name__
                 raise ModelLoadError(f"weights come from a directory or a mapping of tensors, got {given}") from None
-            if not where.is_dir():
-                raise ModelLoadError(f"{str(source)!r} is not a directory; give one that holds *.safetensors")
-            tensors = _open_tensors(where, stack)
+            try:
+                if not where.is_dir():
+                    raise ModelLoadError(f"{str(source)!r} is not a directory; give one that holds *.safetensors")
+                tensors = _open_tensors(where, stack)
+            except OSError as error:
+                message = f"cannot read {str(source)!r} ({error.strerror}); give a directory that this process may read"
+                raise ModelLoadError(message) from None
         _check_tensors(tensors, parts, model.config, where)
         try:
             _refill(model, parts, tensors, mapped=not isinstance(source, Mapping))

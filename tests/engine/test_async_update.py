@@ -105,6 +105,8 @@ def test_what_cannot_be_served_changes_nothing(models: tuple[Path, Path], tmp_pa
                 await llm.update_weights(other, 3)
             with pytest.raises(ModelLoadError):
                 await llm.update_weights(tmp_path / "nowhere", 3)
+            with pytest.raises(ModelLoadError, match="cannot read"):  # as where this process may not enter
+                await llm.update_weights("n" * 300, 3)
             wrong: list[tuple[Any, Any, str, str]] = [
                 (new, 1, "continue", "at least 2"),
                 (new, "3", "continue", "got '3'"),
