@@ -196,12 +196,12 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, secret: bytes, salt
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Ended:
-    """A request that has ended, before its prompt is hashed."""
+    """A request that has ended, before its prompt is hashed. Nothing of its answers, which may be large."""
 
     number: int
-    state: RequestState
-    facts: FinishedRequest
-    reason: str
+    record: TrafficRecord
+    token_ids: list[int]
+    salt: str
 
 
 class Recording:
@@ -267,10 +267,11 @@ class Recording:
         self._under_way.remove(stream.request_id)
         facts = stream.state.record(now, aborted=cut_off is not None)
         self._number += 1
-        self._ended.append(_Ended(self._number, stream.state, facts, cut_off or facts.reason))
+        record, prepared = self._record(stream.state, facts, cut_off or facts.reason), stream.state.prepared
+        self._ended.append(_Ended(self._number, record, prepared.prompt_token_ids, prepared.cache_salt))
         self._num_tokens += facts.prompt_tokens
         while len(self._ended) > 1 and (len(self._ended) > _MOST_WAITING or self._num_tokens > _MOST_WAITING_TOKENS):
-            self._num_tokens -= self._ended.popleft().facts.prompt_tokens
+            self._num_tokens -= self._ended.popleft().record.prompt_tokens
             self.num_lost += 1
         self.news.set()
 
@@ -280,17 +281,15 @@ class Recording:
         if not self._ended:
             return None
         ended = self._ended.popleft()
-        self._num_tokens -= ended.facts.prompt_tokens
-        prepared = ended.state.prepared
-        arguments = (prepared.prompt_token_ids, self.block_size, self._secret, prepared.cache_salt)
-        if len(prepared.prompt_token_ids) > _LONG_PROMPT:
-            hash_ids = await asyncio.to_thread(prefix_hashes, *arguments)
+        self._num_tokens -= ended.record.prompt_tokens
+        arguments = (ended.token_ids, self.block_size, self._secret, ended.salt)
+        if len(ended.token_ids) > _LONG_PROMPT:
+            ended.record.hash_ids = await asyncio.to_thread(prefix_hashes, *arguments)
         else:
-            hash_ids = prefix_hashes(*arguments)
-        return ended.number, self._record(ended, hash_ids)
+            ended.record.hash_ids = prefix_hashes(*arguments)
+        return ended.number, ended.record
 
-    def _record(self, ended: _Ended, hash_ids: list[int]) -> TrafficRecord:
-        state, facts = ended.state, ended.facts
+    def _record(self, state: RequestState, facts: FinishedRequest, reason: str) -> TrafficRecord:
         service, arrival, params = state.prepared.service, state.metrics.arrival_time, state.prepared.params
         first_token = state.metrics.first_token_time
         return TrafficRecord(
@@ -301,8 +300,8 @@ class Recording:
             output_tokens=facts.generation_tokens,
             answer_tokens=[len(answer.token_ids[: answer.num_tokens]) for answer in state.answers],
             max_tokens=params.max_tokens,
-            finish_reason=ended.reason,
-            cancel_ms=round(facts.e2e_seconds * 1000, 3) if ended.reason == FinishReason.ABORT else None,
+            finish_reason=reason,
+            cancel_ms=round(facts.e2e_seconds * 1000, 3) if reason == FinishReason.ABORT else None,
             tenant=self._tenants.get(service.tenant, "others"),
             service_tier=service.service_class,
             priority=params.priority or 0,
@@ -314,7 +313,7 @@ class Recording:
             e2e_seconds=_rounded(facts.e2e_seconds),
             queue_seconds=None if facts.queue_seconds is None else _rounded(facts.queue_seconds),
             preemptions=facts.num_preemptions,
-            hash_ids=hash_ids,
+            hash_ids=[],
         )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -478,6 +480,17 @@ async def test_only_what_comes_within_the_limits_counts() -> None:
     assert [(number, each.arrival_seconds) for number, each in heard] == [(1, 0.0), (2, 5.0), (3, 9.9)]
     assert [each.cancel_ms for _, each in heard] == [20_000, 15_000, 10_100]
     assert recording.is_complete(110.0) and not recording.is_complete(109.9)
+
+
+def test_what_waits_for_a_listener_holds_no_answers() -> None:
+    """They may be megabytes each, with log-probabilities: those of a recording that nobody reads filled the memory."""
+    recording, stream = a_recording(), a_stream(0)
+    recording.began(stream)
+    recording.ended(stream, None, 110.0)
+    state = weakref.ref(stream.state)
+    del stream
+    gc.collect()
+    assert state() is None
 
 
 @asynchronous
