@@ -63,6 +63,8 @@ class _Crowd:
     def add(self, each: _Waiting, count: int = 1) -> None:
         self.levels[each.level] += count
         self.lanes[each.lane] += count
+        if not self.lanes[each.lane]:  # callers may name new tenants without end
+            del self.lanes[each.lane]
 
     def before(self, level: int) -> int:
         """Of this level and of those that go before it."""

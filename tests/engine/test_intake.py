@@ -48,6 +48,15 @@ def test_the_age_of_the_queue_is_that_of_its_oldest() -> None:
     assert intake.oldest_wait(107.0) == 0.0
 
 
+def test_tenants_who_have_left_are_forgotten() -> None:
+    """Without keys a tenant is whatever a client says: a server that never had a queue kept every name it heard."""
+    intake = Intake(10, 100)
+    for number in range(1000):
+        intake.enter("a", 1, now=1.0, tenant=f"user {number}")
+        intake.leave("a", 1.0, started=True)
+    assert not intake._crowd.lanes and not intake._unforeseen.lanes
+
+
 def test_a_prompt_longer_than_the_bound_may_wait_alone() -> None:
     intake = Intake(10, 100)
     intake.check(0.0, 1, 500)
