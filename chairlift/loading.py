@@ -124,12 +124,13 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         swap_directory=config.cache.swap_directory,
         most_tokens=scheduler.max_num_seqs * max_model_len,
     )
-    executor = LocalExecutor(
-        make_runner(model, plan, config, dtype, device, kernels, max_model_len),
-        num_slots=scheduler.max_num_seqs,
-        max_model_len=max_model_len,
-        block_size=plan.block_size,
-    )
+    runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len)
+    rows = scheduler.max_num_seqs
+    try:
+        executor = LocalExecutor(runner, num_slots=rows, max_model_len=max_model_len, block_size=plan.block_size)
+    except MemoryError:  # the length is the model's word
+        message = f"no memory for {rows} rows (max_num_seqs) of {max_model_len:,} tokens (max_model_len); lower one"
+        raise ConfigError(message) from None
     return LoadedExecutor(
         executor=executor,
         model_dir=str(model_dir),

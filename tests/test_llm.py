@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +105,17 @@ def test_threads_take_turns(model_dir: Path) -> None:
 def test_unknown_settings_are_refused_by_name(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="unknown setting 'max_num_sequences'; did you mean 'max_num_seqs'"):
         LLM(model_dir, max_num_sequences=4)
+
+
+def test_a_length_that_no_memory_holds_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    """A model may say what it likes."""
+    folder = shutil.copytree(model_dir, tmp_path / "endless")
+    config = json.loads((folder / "config.json").read_text())
+    stretched = {"max_position_embeddings": 2**27, "rope_parameters": {"rope_type": "linear", "factor": 1e6}}
+    (folder / "config.json").write_text(json.dumps(config | stretched))
+    with pytest.raises(ConfigError, match=r"no memory for 4 rows .* of 134,217,728,000,000 tokens \(max_model_len\)"):
+        make(folder, max_num_seqs=4)
+    make(folder, max_num_seqs=4, max_model_len=512)
 
 
 def test_max_model_len_is_at_most_the_models(model_dir: Path) -> None:
