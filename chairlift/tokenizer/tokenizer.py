@@ -158,7 +158,8 @@ class Tokenizer:
         """Token ids of ``text``; ``add_special_tokens`` adds what the model expects around it (a BOS, say).
 
         Text that spells a special token becomes that token. A rendered chat template already has its special tokens:
-        encode it without more. Raises :class:`~chairlift.errors.RequestError` for text that no encoding can hold.
+        encode it without more. Raises :class:`~chairlift.errors.RequestError` for text that no encoding can hold, or
+        for which this tokenizer has no tokens.
         """
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
@@ -169,7 +170,13 @@ class Tokenizer:
                 f"the text has half a surrogate pair at character {error.start} (U+{ord(text[error.start]):04X}), "
                 "which no encoding can carry; repair or remove it"
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in the native library is no Exception
+            reason = " ".join(str(error).split())[:200]
+            raise RequestError(f"the model's tokenizer cannot encode the text ({reason}); change it") from None
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

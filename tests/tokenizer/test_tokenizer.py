@@ -232,3 +232,20 @@ def test_nothing_heavy_is_imported() -> None:
     code = "import sys, chairlift.tokenizer; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_text_without_tokens_is_the_requests_fault() -> None:
+    """A vocabulary of whole words, and no token for the others."""
+    words = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"abc": 0}, unk_token="[UNK]")))
+    assert words.encode("abc") == [0]
+    with pytest.raises(RequestError, match=r"cannot encode the text \(.*Missing \[UNK\]"):
+        words.encode("abd")
+
+
+def test_a_panic_is_no_more_than_a_bad_request() -> None:
+    """The library's panics pass every ``except Exception``."""
+    content = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+    content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    broken = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))
+    with pytest.raises(RequestError, match="cannot encode the text"):
+        broken.encode("a")
