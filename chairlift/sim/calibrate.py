@@ -137,7 +137,7 @@ def read_steps(path: Path) -> list[tuple[StepFeatures, float]]:
             raise ConfigError(
                 f"line {number} of {path} is not a step: it must be a JSON object with {wanted}"
             ) from None
-        if min(features) < 0 or not end > start >= 0:
+        if not all(0 <= value < 1e15 for value in (*features, start, end)) or end <= start:  # nor NaN
             raise ConfigError(f"line {number} of {path}: a step cannot have {line.strip():.80}")
         steps.append((features, end - max(start, last_end)))
         last_end = end

@@ -150,6 +150,21 @@ def test_damaged_step_logs(chairlift: Run, tmp_path: Path, line: str) -> None:
     assert "line 2 of" in err[0]
 
 
+@pytest.mark.parametrize("field", ["num_decodes", "end"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e300"])
+def test_numbers_of_a_step_log_that_no_step_has(chairlift: Run, tmp_path: Path, field: str, value: str) -> None:
+    """NaN is neither below nor above anything: every time that was learnt from it was wrong, and nothing said so."""
+    steps = [
+        {"start": i, "end": i + 1, "num_decodes": 1, "context_tokens": 1, "prefill_tokens": 0, "prefill_context": 0}
+        for i in range(40)
+    ]
+    lines = [json.dumps(step | {field: float(value)}) for step in steps]
+    (tmp_path / "s.jsonl").write_text("\n".join(lines))
+    code, _, err = chairlift("sim", "--step-log", tmp_path / "s.jsonl", "--num-kv-blocks", "9")
+    assert (code, len(err)) == (2, 1)
+    assert "a step cannot have" in err[0]
+
+
 def test_a_step_log_needs_a_memory_and_enough_steps(chairlift: Run, tmp_path: Path) -> None:
     good = {"start": 0, "end": 1, "num_decodes": 1, "context_tokens": 1, "prefill_tokens": 0, "prefill_context": 0}
     (tmp_path / "s.jsonl").write_text(json.dumps(good) + "\n")
