@@ -107,8 +107,9 @@ class CheckpointStore:
         """
         final = self.root / f"step-{step:08d}"
         partial = self.root / f".{final.name}.partial"
-        if partial.exists():  # of a process that was killed
-            shutil.rmtree(partial)
+        for pattern in (".step-*.partial", ".step-*.removed"):
+            for left in self.root.glob(pattern):  # by a process that was killed, perhaps at another step
+                shutil.rmtree(left)
         write_model(model, files, partial)
         _save_state(partial / _STATE, state)
         self._at("written")
@@ -129,7 +130,6 @@ class CheckpointStore:
     def _remove(self, directory: Path) -> None:
         """Renamed first, so that half a checkpoint is never taken for a whole one."""
         doomed = self.root / f".{directory.name}.removed"
-        shutil.rmtree(doomed, ignore_errors=True)
         directory.rename(doomed)
         shutil.rmtree(doomed)
 

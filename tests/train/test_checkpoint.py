@@ -100,6 +100,16 @@ def test_the_newest_are_kept_and_what_is_half_written_is_none(model: CausalLM, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+@pytest.mark.parametrize("name", [".step-00000007.partial", ".step-00000003.removed", ".step-00000001.removed"])
+def test_what_a_killed_process_left_of_another_step_does_not_stay(model: CausalLM, tmp_path: Path, name: str) -> None:
+    (tmp_path / name / "training").mkdir(parents=True)
+    (tmp_path / name / "training" / "state.safetensors").write_bytes(b"half")
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {}, model, FILES)
+    store.save(2, {}, model, FILES)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
 def test_saving_a_step_again_replaces_it(model: CausalLM, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, {"which": "first"}, model, FILES)
