@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import os
 import random
 import signal
 import sys
@@ -82,8 +83,9 @@ def prepare(
     if config.output is None:
         raise ConfigError("there is no output directory; set output in the configuration, or give --output DIR")
     root = Path(config.output)
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"output {root} is not a directory; choose another")
+    place = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"output {root} is not a directory that can be written ({place}); choose another")
     store = CheckpointStore(root, keep=config.checkpoints.keep, at=on_save)
     resume_from = _resume_from(store, resume)
     network, files = _model_files(config)

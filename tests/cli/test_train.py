@@ -103,6 +103,7 @@ def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
         (["--set", "model.config.num_hidden_layers=0"], "num_hidden_layers"),
         (["--set", "model.tokenizer=/nowhere"], "/nowhere has no tokenizer.json"),
         (["--output", "/dev/null"], "output /dev/null is not a directory"),
+        (["--output", "/dev/null/run"], "output /dev/null/run is not a directory that can be written (/dev/null)"),
         (["--resume", "/nowhere"], "'/nowhere' is none"),
         (["--processes", "3", "--set", "packing.step=packs:8"], "a multiple of 3, got packs:8"),
     ],
