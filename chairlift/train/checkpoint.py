@@ -103,15 +103,18 @@ class CheckpointStore:
     def save(self, step: int, state: Mapping[str, Any], model: CausalLM, files: ModelFiles) -> Path:
         """Write a checkpoint; returns its directory. ``state`` is made of plain Python, NumPy arrays and tensors.
 
-        Raises ConfigError for a state with anything else in it.
+        Raises ConfigError for a state with anything else in it, and OSError for a disk that is full.
         """
         final = self.root / f"step-{step:08d}"
         partial = self.root / f".{final.name}.partial"
         for pattern in (".step-*.partial", ".step-*.removed"):
             for left in self.root.glob(pattern):  # by a process that was killed, perhaps at another step
                 shutil.rmtree(left)
-        write_model(model, files, partial)
-        _save_state(partial / _STATE, state)
+        try:
+            write_model(model, files, partial)
+            _save_state(partial / _STATE, state)
+        except SafetensorError as error:
+            raise OSError(f"{partial} cannot be written ({error}); make room there, then run the same again") from None
         self._at("written")
         for path in sorted(partial.rglob("*"), reverse=True):
             _flush(path)

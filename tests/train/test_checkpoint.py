@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -98,6 +99,19 @@ def test_the_newest_are_kept_and_what_is_half_written_is_none(model: CausalLM, t
         assert store.latest() == tmp_path / "step-00000003"
     assert load_state(store.save(4, {"step": 4}, model, FILES)) == {"step": 4}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_full_disk_is_told_as_one(model: CausalLM, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(1, {}, model, FILES)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # a file that grows beyond it is refused
+    try:
+        with pytest.raises(OSError, match=r"step-00000002\.partial cannot be written .*; make room there"):
+            store.save(2, {}, model, FILES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert store.latest() == tmp_path / "step-00000001"
 
 
 @pytest.mark.parametrize("name", [".step-00000007.partial", ".step-00000003.removed", ".step-00000001.removed"])
