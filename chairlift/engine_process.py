@@ -8,7 +8,6 @@ it lets answers finish first.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import logging
@@ -24,16 +23,16 @@ from chairlift.engine.core_process import Connection, CoreProcess, FrameLogHandl
 from chairlift.engine.messages import Hello, Loading, NotLoaded, Start
 from chairlift.errors import ChairliftError, ConfigError
 from chairlift.loading import load_executor
+from chairlift.parent import die_with_parent
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 _PROGRESS_SECONDS = 0.1
 
 
 def main() -> None:
     """Run the engine. Exit codes: 0 the connection ended, 1 it never began, 2 the model cannot be loaded."""
-    _die_with_parent()
+    die_with_parent(os.getppid())  # a closed connection alone would only tell between steps
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     where = json.loads(sys.stdin.readline() or "{}")
@@ -81,17 +80,6 @@ def _log_to(connection: Connection, level: int) -> None:
     logger.handlers[:] = [FrameLogHandler(connection.send)]
     logger.propagate = False
     logger.setLevel(level)
-
-
-def _die_with_parent() -> None:
-    """Linux kills this process when its parent dies, which a closed connection alone would only tell between steps."""
-    parent = os.getppid()
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 class _Progress:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from chairlift.errors import OverloadedError, RequestError, TemplateError
+from chairlift.parent import die_with_parent
 from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables, normalize_messages
 
 __all__ = ["TemplateWorker"]
@@ -39,7 +39,6 @@ _CPU_SECONDS: Final = 3
 _RETIRE_SHARE: Final = 0.25
 """A worker that has grown by this share of what it may is replaced: the next chat shall have all of it."""
 _KEPT_ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "TZ")
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class TemplateWorker:
@@ -376,15 +375,8 @@ def _limit_processor_time() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds if hard == resource.RLIM_INFINITY else min(seconds, hard), hard))
 
 
-def _die_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the kernel knew
-        os._exit(1)
-
-
 def _main() -> None:
-    _die_with_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     # Whoever stops the server may signal its whole group; the server still needs its workers while it drains.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
