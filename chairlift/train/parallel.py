@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, distributed
 
 from chairlift.errors import ConfigError
+from chairlift.parent import die_with_parent
 
 __all__ = [
     "Ranks",
@@ -33,6 +34,8 @@ __all__ = [
     "world_size",
 ]
 
+_LAUNCHER: Final = "CHAIRLIFT_LAUNCHER"
+"""In the environment of what :func:`launch` starts: its own process."""
 _BUCKET: Final = 1 << 24
 """Numbers per all-reduce: 64 MiB of float32."""
 
@@ -54,6 +57,8 @@ def world_size() -> int:
 def process_group() -> Iterator[Ranks]:
     """Join the processes that ``torchrun`` or :func:`launch` has started, for as long as the context lasts."""
     size = world_size()
+    if launcher := os.environ.get(_LAUNCHER):
+        die_with_parent(int(launcher))
     if size == 1:
         yield Ranks()
         return
@@ -121,7 +126,8 @@ def join_over_ranks(values: Sequence[float]) -> list[float]:
 def launch(arguments: Sequence[str], processes: int) -> int:
     """Run ``python -m chairlift ARGUMENTS`` in so many processes here; returns the exit code of the first that fails.
 
-    When one fails the others are ended. Ctrl-C reaches them all, and is waited for. Raises ConfigError for none.
+    When one fails, or this process is killed, the others are ended. Ctrl-C reaches them all, and is waited for. Raises
+    ConfigError for none.
     """
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
@@ -136,6 +142,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's; nobody else opens one
         "WORLD_SIZE": str(processes),
+        _LAUNCHER: str(os.getpid()),
     }
     command = [sys.executable, "-m", "chairlift", *arguments]
     children: list[subprocess.Popen[bytes]] = []

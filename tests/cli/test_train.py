@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -199,10 +200,11 @@ class Counting:
         self.next = state["next"]
 
 
-def run_process(*argv: str | Path) -> subprocess.Popen[str]:
+def run_process(*argv: str | Path, own_group: bool = False) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "chairlift", "train", *map(str, argv)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=own_group)
 
 
 def test_two_processes_learn_what_one_does_and_may_take_its_place(chairlift: Run, config: Path) -> None:
@@ -243,6 +245,25 @@ def test_two_processes_learn_what_one_does_and_may_take_its_place(chairlift: Run
     assert more.returncode == 0, err
     assert close(read("out"), read("two-one"))
     assert close(read("out"), read("one-two"))
+
+
+def test_processes_end_with_the_one_that_was_asked_to_train(config: Path, tmp_path: Path) -> None:
+    """They would go on writing into the directory in which the same command begins again."""
+    follow = {"files": [str(config.parent / "data.jsonl")], "access": "follow", "shuffle": False}
+    config = write_config(tmp_path, data=follow)  # the file ends before the steps do: they wait for more of it
+    process = run_process(config, "--processes", "2", own_group=True)
+    assert process.stderr is not None
+    try:
+        seen = ""
+        while "1/12" not in seen:
+            more = process.stderr.read(1)
+            assert more, seen
+            seen += more
+        process.kill()
+        process.communicate(timeout=60)  # until nobody holds its pipes any more
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(chairlift: Run, config: Path, tmp_path: Path) -> None:
