@@ -291,12 +291,19 @@ class FollowedLines:
         raise StopIteration
 
     def _next_line(self, file: BinaryIO) -> bytes | None:
-        growing = self._follow and self._file == len(self._paths) - 1
+        path, growing = self._paths[self._file], self._follow and self._file == len(self._paths) - 1
         while True:
             file.seek(self._offset)
             line = file.readline()
             if line.endswith(b"\n") or (line and not growing):
                 return line
+            place = file.fileno()
+            still_there = not growing or (path.exists() and os.path.samefile(path, place))
+            if not still_there or os.fstat(place).st_size < self._offset:
+                raise ConfigError(
+                    f"{path} was cut, moved or replaced while it was read (after line {self._line});"
+                    " put back what it had, with what is new at its end, and go on from the last checkpoint"
+                )
             if not growing or not self._wait():
                 return None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -268,6 +270,34 @@ def test_a_growing_file_is_read_line_by_whole_line(tmp_path: Path) -> None:
         file.write("\n")
     later.load_state_dict(state.state_dict())
     assert firsts(later) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.truncate(path, 0),
+        lambda path: path.unlink(),
+        lambda path: path.rename(path.with_suffix(".1")),
+        lambda path: Path(shutil.copy(path, path.with_suffix(".new"))).replace(path),
+    ],
+)
+def test_a_followed_file_that_cannot_grow_any_more_is_not_waited_for(
+    tmp_path: Path, change: Callable[[Path], Any]
+) -> None:
+    path = numbers(tmp_path / "a.jsonl", 3)
+    waits: list[int] = []
+
+    def wait() -> bool:
+        waits.append(1)
+        if len(waits) == 1:
+            change(path)
+        return len(waits) < 9
+
+    source = FollowedLines([path], read, follow=True, wait=wait)
+    assert firsts(next(source) for _ in range(3)) == [0, 1, 2]
+    with pytest.raises(ConfigError, match=r"a\.jsonl was cut, moved or replaced while it was read \(after line 3\)"):
+        next(source)
+    assert len(waits) == 1
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path) -> None:
