@@ -90,6 +90,10 @@ class LineFile:
     def read(self, index: int) -> dict[str, Any] | None:
         start, end = self._bounds[index : index + 2].tolist()
         line = os.pread(self._file.fileno(), end - start, start)  # a forked loader shares the place of seek and read
+        if len(line) < end - start:
+            raise ConfigError(
+                f"{self.where(index)}: the file was cut while it was read; put back what it had, and go on"
+            )
         return _parse(line, self.where(index)) if line.strip() else None
 
     def where(self, index: int) -> str:

@@ -272,6 +272,17 @@ def test_a_growing_file_is_read_line_by_whole_line(tmp_path: Path) -> None:
     assert firsts(later) == [1, 2]
 
 
+def test_records_that_a_file_has_lost_are_no_blank_lines(tmp_path: Path) -> None:
+    path = numbers(tmp_path / "a.jsonl", 4)
+    strict, lenient = (RecordSource([path], read, on_error=on_error) for on_error in ("stop", "skip"))
+    assert firsts([next(strict), next(lenient)]) == [0, 0]
+    os.truncate(path, len(path.read_text()) // 2)
+    assert firsts([next(strict), *lenient]) == [1, 1]
+    assert lenient.skipped == 2
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 3: the file was cut while it was read"):
+        next(strict)
+
+
 @pytest.mark.parametrize(
     "change",
     [
