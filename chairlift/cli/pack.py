@@ -67,6 +67,9 @@ class _Tally:
     """What is counted beside the stream's own figures."""
 
     capacity: int
+    align: int = 1
+    tokens: int = 0
+    """In packs, without what alignment fills up."""
     lengths: dict[int, int] = dataclasses.field(default_factory=dict)
     """Length -> sequences, pieces of split ones each."""
     fills: list[int] = dataclasses.field(default_factory=lambda: [0] * len(_FILLS))
@@ -80,6 +83,7 @@ class _Tally:
 
     def on_sequence(self, length: int) -> None:
         self.lengths[length] = self.lengths.get(length, 0) + 1
+        length = -(-length // self.align) * self.align
         self.batch.append(length)
         if len(self.batch) == _BATCH:
             self.end_batch()
@@ -93,6 +97,7 @@ class _Tally:
         self.batch.clear()
 
     def on_pack(self, tokens: int) -> None:
+        self.tokens += tokens
         fill = tokens / self.capacity
         self.fills[max(index for index, least in enumerate(_FILLS) if fill >= least)] += 1
 
@@ -107,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     source = RecordSource([args.file], read, on_error=args.on_error)
     if args.output is not None and args.output.exists() and args.output.samefile(args.file):
         raise ConfigError(f"--output {args.output} is the file that is read, and would be lost; give another name")
-    tally = _Tally(args.capacity)
+    tally = _Tally(args.capacity, max(1, args.align))
     stream = PackStream(
         _counted(source, tally, args),
         args.capacity,
@@ -119,11 +124,13 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         output = None if args.output is None else stack.enter_context(args.output.open("w", encoding="utf-8"))
         for pack in stream:
-            tally.on_pack(pack.num_tokens)
+            tally.on_pack(len(pack.lengths) + int((pack.weights != 0).sum()))  # first tokens are no targets
             if output is not None:
                 _write(output, pack.ids, pack.lengths)
     tally.end_batch()
     stats = stream.stats()
+    room = stats.packs * args.capacity
+    stats = dataclasses.replace(stats, tokens=tally.tokens, waste=1 - tally.tokens / room if room else 0.0)
     record = _record(stats, tally) | {"skipped": source.skipped}
     print("\n".join([json.dumps(record)] if args.json else _lines(stats, tally, args)))
     if source.skipped:
@@ -159,7 +166,7 @@ def _counted(
         if length > capacity:
             pieces = {"split": pieces, "truncate": pieces[:1]}.get(args.overflow, [])
         for piece in pieces:
-            tally.on_sequence(-(-piece // args.align) * args.align if args.align > 0 else piece)
+            tally.on_sequence(piece)
         yield {"input_ids": item["input_ids"]}
 
 

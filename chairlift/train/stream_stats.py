@@ -34,7 +34,7 @@ class StreamStats:
     sequences: int
     """In packs; pieces of a split sequence count each."""
     tokens: int
-    """In packs."""
+    """In packs, with what ``align`` fills up."""
     packs: int
     """Without ``fillers``."""
     fillers: int

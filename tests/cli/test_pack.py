@@ -39,6 +39,17 @@ def test_figures_of_a_file_that_can_be_checked_by_hand(chairlift: Run, tmp_path:
     assert out[-1] == f"         full {'#' * 40} 2"
 
 
+def test_what_alignment_fills_up_is_waste(chairlift: Run, tmp_path: Path) -> None:
+    # 3 and 1 tokens take 4 places each: 16 sequences fill 4 packs of 16 places, in which 32 tokens lie.
+    file = write_lengths(tmp_path / "a.jsonl", [3, 1] * 8)
+    flags = ("pack", file, "--length-field", "n", "--capacity", "16", "--align", "4", "--json")
+    found = json.loads(chairlift(*flags)[1][0])
+    assert (found["sequences"], found["tokens"], found["packs"], found["excess"]) == (16, 32, 4, 0.0)
+    assert (found["waste"], found["waste_of"]) == (0.5, {"padding": 0.5, "next_fit": 0.5})
+    assert found["lengths"] == [[1, 1, 8], [2, 3, 8]]
+    assert found["fills"] == [[0.0, 0], [0.5, 4], *([least, 0] for least in (0.8, 0.9, 0.95, 0.99, 1.0))]
+
+
 def test_what_is_too_long_is_counted(chairlift: Run, tmp_path: Path) -> None:
     file = write_lengths(tmp_path / "a.jsonl", [250, 10])
     flags = ("pack", file, "--length-field", "n", "--capacity", "100")
