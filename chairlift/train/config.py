@@ -170,7 +170,7 @@ class TrainerConfig:
     warmup_steps: int = 100
     """Steps over which the rate rises from 0."""
     final_fraction: float = 0.02
-    """Rate of the last step as a share of the peak."""
+    """What the rate falls to, as a share of the peak: it would be that of one more step."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices; norms are not decayed (AdamW: Loshchilov and Hutter, 2019)."""
     betas: tuple[float, float] = (0.9, 0.98)
