@@ -125,9 +125,9 @@ class _Progress:
             from tqdm import tqdm
 
             pause = 0.1 if sys.stderr.isatty() else _QUIET_TERMINAL_SECONDS
-            initial = result.step - 1
+            # The first step took the time before the bar was made, and tells nothing of what remains.
             self._bar = tqdm(
-                total=self._steps, initial=initial, mininterval=pause, bar_format=_BAR_FORMAT, file=sys.stderr
+                total=self._steps, initial=result.step, mininterval=pause, bar_format=_BAR_FORMAT, file=sys.stderr
             )
             self._began = time.perf_counter()
         else:
@@ -140,6 +140,7 @@ class _Progress:
             means = f"mean {event.before:.3f} before, {event.after:.3f} since"
             self._bar.write(f"{event.source} has changed, after {event.drawn:,} sequences ({means})", file=sys.stderr)
         self._changes = len(events)
-        self._bar.update(1)
-        if not self._tokens:  # the first step: whoever watches a log sees that it runs
+        if self._tokens:
+            self._bar.update(1)
+        else:  # the first step: whoever watches a log sees that it runs
             self._bar.refresh()

@@ -60,6 +60,7 @@ def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
     code, out, err = chairlift("train", config, *few)
     assert code == 0
     assert "12/12" in err[-1]
+    assert any("1/12 [00:00<?, loss" in line for line in err), "one step says nothing of those that remain"
     folder = config.parent / "out" / "step-00000012"
     nothing_left = [f"trained 12 steps; the model is in {folder}", f"serve it with: chairlift serve {folder}"]
     assert chairlift("train", config, "--quiet") == (0, nothing_left, [])
