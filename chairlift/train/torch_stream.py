@@ -20,7 +20,7 @@ class TorchPackStream(IterableDataset[Pack]):
 
     Give it to a DataLoader with ``batch_size=None``, or with ``batch_size=1`` and a collator. With loader processes
     the stream in this process stands still, and its state is theirs: resume with torchdata's ``StatefulDataLoader``,
-    which asks each of them for it.
+    which asks each of them for it; and let them live (``persistent_workers=True``), or every pass is the first again.
     """
 
     def __init__(self, stream: PackStream) -> None:
