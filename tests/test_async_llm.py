@@ -46,7 +46,10 @@ def test_what_lies_behind_a_sliding_window_takes_no_room(tmp_path: Path) -> None
     settings: dict[str, Any] = {"num_kv_blocks": 6, "max_num_batched_tokens": 16, "skip_tokenizer_init": True}
     model, prompt = tiny_hf_model(tmp_path, "mistral", sliding_window=24), list(range(2, 122))
     params = SamplingParams(max_tokens=None, temperature=0.0, min_tokens=100, stop_token_ids=[5])
-    expected = LLM(model, **settings).generate([prompt], params)[0].outputs
+    alone = LLM(model, **settings)
+    expected = alone.generate([prompt], params)[0].outputs
+    with pytest.raises(RequestError, match=r"\(the model takes [0-9]+\); lower max_tokens"):
+        alone.generate([prompt], SamplingParams(max_tokens=10**6))
 
     async def test() -> None:
         async with AsyncLLM(model, **settings) as llm:

@@ -244,11 +244,12 @@ class InputProcessor:
         if params.max_tokens is None:
             return room
         if params.max_tokens > room:
+            held, limit = self._cache.capacity_tokens, self.limits.max_model_len
+            cache = f", the KV cache {held}" if held < limit else ""  # of sliding windows it holds any number
             raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, together"
                 f" {num_prompt_tokens + params.max_tokens}, but there is room for {num_prompt_tokens + room} (the model"
-                f" takes {self.limits.max_model_len}, the KV cache {self._cache.capacity_tokens});"
-                f" lower max_tokens to {room}"
+                f" takes {limit}{cache}); lower max_tokens to {room}"
             )
         return params.max_tokens
 
