@@ -23,15 +23,21 @@ _PAUSE_OF_THE_FAILED: Final = 60.0
 
 
 class Forecaster:
-    """``priorities`` are those of a newcomer, per class of service."""
+    """``priorities`` are those of a newcomer, per class of service; the engine runs ``depth`` steps ahead."""
 
     def __init__(
-        self, scheduler: Scheduler, model: CostModel, lengths: AnswerLengths, priorities: Mapping[str, int]
+        self,
+        scheduler: Scheduler,
+        model: CostModel,
+        lengths: AnswerLengths,
+        priorities: Mapping[str, int],
+        depth: int = 0,
     ) -> None:
         self._scheduler = scheduler
         self._model = model
         self._priorities = dict(priorities)
         self._lengths = lengths
+        self._depth = depth
         self._ahead: Iterator[Forecast | None] | None = None
         self._queue = False
         """Whether there was one when it was last looked at."""
@@ -47,7 +53,7 @@ class Forecaster:
             if now < self._not_before:
                 return None
             self._queue = True
-            self._ahead = foresee(scheduler, self._model, self._lengths, now, self._priorities)
+            self._ahead = foresee(scheduler, self._model, self._lengths, now, self._priorities, depth=self._depth)
         try:
             for _ in range(_STEPS_PER_STEP):
                 made = next(self._ahead)

@@ -56,6 +56,8 @@ class StepRecorder:
         self._decodes: tuple[tuple[str, int], ...] = ()
         self._status: tuple[Any, ...] = ()
         self._held: set[str] = set()
+        self._leaving: dict[str, int] = {}
+        """Requests that ended under steps in flight, and the newest of these: lines to come still mention them."""
         self._run = f"{time.time():.3f}"
         core.kv.journal = []
         self._tell_past()
@@ -126,6 +128,8 @@ class StepRecorder:
             ]
         )
         self._held.discard(name)
+        if self._core.num_in_flight:
+            self._leaving[name] = self._core.scheduler.step
         self._started.pop(name, None)
         self._ended.append(name)
         while len(self._ended) > _ENDED:
@@ -136,6 +140,8 @@ class StepRecorder:
     def landed(self, record: StepRecord) -> None:
         """The step's tokens, or its failure, are known."""
         self._write(self._step_line(record, self._flights.pop(record.step, [])))
+        if self._leaving:
+            self._leaving = {name: step for name, step in self._leaving.items() if step >= record.step}
         if self._num_bytes > self._most_bytes + self._key_size:  # nobody takes them: who comes next begins anew
             self._lines, self._num_bytes = [], 0
             self._write_key()
@@ -252,6 +258,8 @@ class StepRecorder:
         }
         size, self._key_at = self._num_bytes, core.clock.now()
         self._write({"key": key})
+        if left := [["seen", self._number(name), name] for name in self._leaving]:
+            self._write({"at": round(self._key_at, 6), "do": left})
         self._key_size, self._since_key = max(0, self._num_bytes - size), 0
 
     def _described(self, request: Request) -> _Change:

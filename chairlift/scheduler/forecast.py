@@ -1,14 +1,15 @@
 """When will a request start? The scheduler's own code, run ahead on a copy of its state and a clock of its own.
 
 The copy has every request's place, its tokens and its blocks, the same policy and the same limits; its steps take as
-long as the cost model says. What nobody knows, how long answers will be, is guessed from those that ended. How good
-that is gets measured: :class:`~chairlift.engine.calibration.Calibration`.
+long as the cost model says. Steps in flight it runs once more: they have just begun. What nobody knows, how long
+answers will be, is guessed from those that ended. How good that is gets measured:
+:class:`~chairlift.engine.calibration.Calibration`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Final
 
@@ -17,6 +18,7 @@ from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.request import Request, Service
 from chairlift.scheduler.answer_lengths import AnswerLengths
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
+from chairlift.scheduler.output import SchedulerOutput
 from chairlift.scheduler.scheduler import Scheduler
 
 __all__ = ["Forecast", "foresee"]
@@ -57,16 +59,24 @@ def foresee(
     now: float,
     classes: dict[str, int],
     *,
+    depth: int = 0,
     most_steps: int = 512,
 ) -> Iterator[Forecast | None]:
     """Run ahead, one step per item; the last item is the forecast, all others are None.
 
-    ``classes`` has the priority of a newcomer per class of service. Starts beyond ``most_steps`` are extrapolated from
-    the rate until then. The scheduler may go on meanwhile: nothing of it is touched, and nothing but the copy is read
-    after the first item.
+    ``classes`` has the priority of a newcomer per class of service. Like the engine, the copy schedules ``depth`` steps
+    beyond the newest known tokens. Starts beyond ``most_steps`` are extrapolated from the rate until then. The
+    scheduler may go on meanwhile: nothing of it is touched, and nothing but the copy is read after the first item.
     """
     line = [request.request_id for request in scheduler.waiting.line(now)]
     twin = _copy(scheduler, lengths, now)
+    flights: deque[tuple[SchedulerOutput, float]] = deque()
+    free_at = now
+    for _ in range(scheduler.num_in_flight):
+        if (out := twin.schedule(now)).num_tokens:
+            free_at += _seconds(model, out)
+            flights.append((out, free_at))
+    _queue(twin, scheduler, lengths, now)
     names: dict[str, tuple[str, bool]] = {}
     tenants = Counter(request.service.tenant for request in scheduler.requests.values())
     busiest = max(tenants, key=lambda tenant: (tenants[tenant], tenant), default=_NEWCOMER)
@@ -81,19 +91,24 @@ def foresee(
     yield None
     for _ in range(most_steps):
         out = twin.schedule(clock)
-        if not out.num_tokens:
+        if out.num_tokens:
+            free_at = max(free_at, clock) + _seconds(model, out)
+            flights.append((out, free_at))
+            for row in out.joined:
+                if row.request_id in missing:
+                    missing.remove(row.request_id)
+                    starts[row.request_id] = clock
+            if len(flights) <= depth:
+                continue
+        if flights:
+            out, clock = flights.popleft()
+            twin.update(out, [_TOKEN] * (out.num_decodes + sum(chunk.samples for chunk in out.chunks)), clock)
+        else:
             event = twin.next_event(clock)
             if not missing or event is None or event <= clock:
                 break
             clock = event
             continue
-        for row in out.joined:
-            if row.request_id in missing:
-                missing.remove(row.request_id)
-                starts[row.request_id] = clock
-        clock += model.step_seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
-        count = out.num_decodes + sum(chunk.samples for chunk in out.chunks)
-        twin.update(out, [_TOKEN] * count, clock)
         if not missing:
             break
         yield None
@@ -107,20 +122,30 @@ def foresee(
     yield Forecast(now, waiting, newcomers, pace if line else 0.0, strangers, busiest)
 
 
+def _seconds(model: CostModel, out: SchedulerOutput) -> float:
+    return model.step_seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
+
+
 def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float) -> Scheduler:
+    """Of those who run, as they were before the steps in flight."""
     kv = scheduler.kv
     groups = [CacheGroup(pool.num_blocks, group.window) for pool, group in zip(kv.pools, kv.groups, strict=True)]
     memory = KVCacheManager(groups, kv.block_size, max_step_tokens=kv.max_step_tokens, enable_prefix_caching=False)
     twin = scheduler.twin(memory, scheduler.policy.fork())
     twin.watermark = 0.0  # who runs already has its blocks
+    begins = scheduler.chunks_in_flight()
     for request in sorted(scheduler.running.values(), key=lambda request: request.admitted_at_step):
-        twin.adopt(_like(request, lengths), request, now)
+        twin.adopt(_like(request, lengths), request, begins.get(request.request_id), now)
     twin.watermark = scheduler.watermark
+    return twin
+
+
+def _queue(twin: Scheduler, scheduler: Scheduler, lengths: AnswerLengths, now: float) -> None:
+    """Add those who wait."""
     for request in scheduler.waiting.line(now):
         twin.add(_like(request, lengths))
     twin.waiting.catch_up(scheduler.waiting)
     twin.policy.catch_up(scheduler.policy)
-    return twin
 
 
 def _like(request: Request, lengths: AnswerLengths) -> Request:

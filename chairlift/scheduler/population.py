@@ -181,18 +181,20 @@ class Population:
         )
         return True
 
-    def adopt(self, request: Request, original: Request, now: float) -> None:
-        """Take in the copy of a request that runs in another scheduler, as far as it is there."""
+    def adopt(self, request: Request, original: Request, begins: int | None, now: float) -> None:
+        """Take in the copy of a request that runs in another scheduler, as far as it is there without the steps in
+        flight; ``begins`` is where their chunks of it begin, if they have any."""
         self.now = now
         self.add(request)
         if self._try_admit(request, SchedulerOutput(self.step)):
-            # Not what a step in flight computes: nobody knows its tokens yet.
-            computed = min(original.num_computed_tokens, len(request.token_ids) - 1)
+            known, computed = len(request.token_ids), original.num_computed_tokens if begins is None else begins
+            decodes = begins is None and (original.decoding or computed >= known)
+            computed = min(computed, known - 1)
             self.num_computed_tokens += computed - request.num_computed_tokens
             request.num_computed_tokens = computed
             request.num_charged_tokens = original.num_charged_tokens
             request.progress_mark = original.progress_mark
-            if original.decoding:
+            if decodes:
                 self._catching_up.remove(request)
                 self.decodes.start([request])
 

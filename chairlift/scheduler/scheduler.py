@@ -109,6 +109,20 @@ class Scheduler(GivingWay):
         twin.running_limit, twin.token_budget = self.running_limit, self.token_budget
         return twin
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were scheduled and not yet updated."""
+        return len(self._flights)
+
+    def chunks_in_flight(self) -> dict[str, int]:
+        """Where the steps in flight began with the chunks of each request that has some in them."""
+        begins: dict[str, int] = {}
+        for step, flight in self._flights.items():
+            for request, chunk in flight.chunks:
+                if request.resumed_at_step <= step:
+                    begins.setdefault(request.request_id, chunk.start)
+        return begins
+
     # -- schedule ------------------------------------------------------------------------------------------------
 
     def next_event(self, now: float) -> float | None:
@@ -326,6 +340,9 @@ class Scheduler(GivingWay):
         if out.num_decodes:
             prompts = sum(request.num_computed_tokens for request in self._catching_up)
             prompts += sum(chunk.end for chunk in out.chunks if chunk.samples)
+            for step, older in self._flights.items():  # rows that only wait for their last token
+                last = [r for r in older.finals if r.slot >= 0 and r.resumed_at_step <= step and not r.decoding]
+                prompts += sum(request.num_computed_tokens for request in last)
             out.context_tokens = self.num_computed_tokens - prompts
         out.num_waiting = len(self.waiting)
         out.blocks = self.kv.counts()

@@ -55,16 +55,17 @@ def test_what_is_due_at_once_is_not_judged() -> None:
     assert (len(calibration), sum(errors.counts), errors.total) == (1, 1, pytest.approx(1.95))
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_on_a_steady_stream_forecasts_are_right(policy: str) -> None:
+def test_on_a_steady_stream_forecasts_are_right(policy: str, depth: int) -> None:
     """The engine on a virtual clock, prompts of all lengths, and always so many in the queue."""
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 500, "scheduling_policy": policy}
-    config = EngineConfig.from_flat(settings)
+    config = EngineConfig.from_flat({**settings, "num_lookahead_steps": depth})
     core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
     door, rng = InputProcessor(limits, None, core.kv, seed=0), random.Random(2)
     intake = Intake(1000, 10**6, limits.service_classes)
     priorities = {name: each.priority for name, each in (limits.service_classes or {}).items()} or {"default": 0}
-    forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities)
+    forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities, depth)
     for index in range(400):
         while core.scheduler.has_unfinished and len(intake) >= 24:
             outputs = core.step()
@@ -84,16 +85,18 @@ def test_on_a_steady_stream_forecasts_are_right(policy: str) -> None:
     assert (calibration.within(1.25) or 0.0) > 0.9
 
 
-def test_with_classes_and_more_work_than_fits_forecasts_are_right() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_with_classes_and_more_work_than_fits_forecasts_are_right(depth: int) -> None:
     """Requests come at random, a quarter of them urgent, twice as many as can be served. Answers have very different
     lengths, which only their requests tell."""
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 500, "scheduling_policy": "priority"}
+    settings["num_lookahead_steps"] = depth
     machine = deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b"))
     core, limits = simulated_core(machine, EngineConfig.from_flat(settings))
     door, rng = InputProcessor(limits, None, core.kv, seed=0), random.Random(1)
     intake = Intake(10**6, 10**9, limits.service_classes)
     priorities = {name: each.priority for name, each in (limits.service_classes or {}).items()}
-    forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities)
+    forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities, depth)
     arrival = 0.0
     for index in range(1800):  # at the end rates are those of the last half minute
         arrival += rng.expovariate(17)

@@ -16,7 +16,7 @@ from chairlift.engine.causes import CAUSES, causes_until
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.core import CoreOutputs, FinishedSequence
 from chairlift.engine.engine import Engine
-from chairlift.engine.input_processor import ModelLimits
+from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.engine.messages import FrameReader, Step, encode
 from chairlift.executor.local import LocalExecutor
 from chairlift.loading import read_tokenizer
@@ -25,6 +25,8 @@ from chairlift.models.flat_batch import FlatBatch
 from chairlift.models.hashlm import HashLM
 from chairlift.outputs import FinishReason, OutputKind, RequestMetrics
 from chairlift.sampling_params import SamplingParams
+from chairlift.sim.machines import deploy, shape_from_name
+from chairlift.sim.replay import simulated_core
 from tests.engine.make import BLOCK, LENGTH, VOCAB, greedy
 
 STEP, TOKEN, HOST = 0.010, 0.001, 0.002
@@ -96,6 +98,38 @@ def test_alone_it_computes_and_the_engine_turns_round_between_steps() -> None:
     wanted = {"prefill": STEP + 10 * TOKEN, "decode": 4 * (STEP + TOKEN), "host": 4 * HOST}
     assert line.run() == {"a": pytest.approx(wanted)}
     assert line.held_up_by() == {""}
+
+
+def running_ahead(depth: int) -> tuple[dict[str, dict[str, float]], float]:
+    """What two are charged whose steps run beside the engine, and how long the step took in which the second came."""
+    flat = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "num_kv_blocks": 200, "num_lookahead_steps": depth}
+    core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), EngineConfig.from_flat(flat))
+    door = InputProcessor(limits, None, core.kv, seed=0)
+    charged: dict[str, dict[str, float]] = {}
+    for name, num_tokens in {"a": 10, "b": 150}.items():
+        core.add(door.prepare(name, [5] * num_tokens, SamplingParams(max_tokens=30, ignore_eos=True), core.clock.now()))
+        until = core.scheduler.step + 10 if name == "a" else 10_000
+        while core.has_work and core.scheduler.step < until:
+            core.clock.wait_until(core.clock.now() + HOST)
+            outputs = core.step()
+            for ended in outputs.finished if outputs is not None else ():
+                assert ended.causes is not None
+                charged[ended.sequence_id] = ended.causes
+    record = next(record for record in core.step_log if record.step == 10)
+    return charged, record.end - record.start
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_runs_ahead_waits_for_steps_in_flight_and_not_between_steps(depth: int) -> None:
+    (in_turns, step), (ahead, _) = running_ahead(0), running_ahead(depth)
+    for name in "ab":
+        computing = [
+            sum(each[name][cause] for cause in ("prefill", "decode", "stretched")) for each in (in_turns, ahead)
+        ]
+        assert computing[0] == pytest.approx(computing[1])
+        assert in_turns[name]["host"] > 25 * HOST and ahead[name].get("host", 0.0) == pytest.approx(0.0, abs=1e-9)
+    assert in_turns["b"]["waiting_step"] == pytest.approx(HOST)
+    assert ahead["b"]["waiting_step"] == pytest.approx(depth * step, rel=0.2)
 
 
 def test_a_long_prompt_waits_for_its_turns_between_its_chunks() -> None:

@@ -22,11 +22,14 @@ def last(items: Iterator[Forecast | None]) -> Forecast:
     return made[0]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("seed", range(6))
-def test_with_known_lengths_and_nobody_else_coming_starts_are_exact(policy: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_with_known_lengths_and_nobody_else_coming_starts_are_exact(policy: str, seed: int, depth: int) -> None:
     rng = random.Random(seed)
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "scheduling_policy": policy, "ageing_seconds": 0.5}
+    if depth:  # where what was swapped comes back later than the copy, which swaps nothing, has it
+        settings |= {"num_lookahead_steps": depth, "preemption_mode": "recompute"}
     config = EngineConfig.from_flat({**settings, "enable_prefix_caching": False, "num_kv_blocks": 200})
     core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
     door = InputProcessor(limits, None, core.kv, seed=0)
@@ -37,12 +40,16 @@ def test_with_known_lengths_and_nobody_else_coming_starts_are_exact(policy: str,
         core.add(door.prepare(str(index), prompt, params, core.clock.now(), tenant=rng.choice(["a", "b"])))
     for _ in range(rng.randint(0, 40)):
         core.step()
-    forecast = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), core.clock.now(), {}, most_steps=5000))
-    waiting = {request.request_id for request in core.scheduler.waiting if not request.num_preemptions}
-    assert waiting and waiting <= forecast.starts.keys()
     # The engine learns what steps cost while it runs; what was foreseen was foreseen with what was known.
     core.costs.observe = lambda *args: None  # type: ignore[method-assign]
     core.executor._cost = core.costs.model  # type: ignore[attr-defined]
+    for _ in range(depth):  # so that those in flight have begun with that
+        core.step()
+    forecast = last(
+        foresee(core.scheduler, core.costs.model, AnswerLengths(), core.clock.now(), {}, depth=depth, most_steps=5000)
+    )
+    waiting = {request.request_id for request in core.scheduler.waiting if not request.num_preemptions}
+    assert waiting and waiting <= forecast.starts.keys()
     started: dict[str, float] = {}
     while core.has_work:
         outputs = core.step()
@@ -71,32 +78,37 @@ def test_it_can_be_made_between_any_two_steps(depth: int, settings: dict[str, st
         core.step()
         in_flight += core.num_in_flight > 0
         waiting = {request.request_id for request in core.scheduler.waiting if not request.num_preemptions}
-        forecast = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), core.clock.now(), {"default": 0}))
+        now = core.clock.now()
+        forecast = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), now, {"default": 0}, depth=depth))
         assert waiting <= forecast.starts.keys()
     assert bool(in_flight) == bool(depth)
 
 
-def test_what_lies_beyond_the_horizon_is_extrapolated_in_order() -> None:
-    config = EngineConfig.from_flat({"max_num_seqs": 2, "max_num_batched_tokens": 64, "num_kv_blocks": 200})
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_lies_beyond_the_horizon_is_extrapolated_in_order(depth: int) -> None:
+    config = EngineConfig.from_flat(
+        {"max_num_seqs": 2, "max_num_batched_tokens": 64, "num_kv_blocks": 200, "num_lookahead_steps": depth}
+    )
     core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
     door = InputProcessor(limits, None, core.kv, seed=0)
     for index in range(40):
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         core.add(door.prepare(str(index), [index + 10] * 20, params, 0.0))
     core.step()
-    near = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), 0.0, {"default": 0}, most_steps=60))
-    far = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), 0.0, {"default": 0}, most_steps=9999))
+    known = core.scheduler, core.costs.model, AnswerLengths(), 0.0, {"default": 0}
+    near = last(foresee(*known, depth=depth, most_steps=66))
+    far = last(foresee(*known, depth=depth, most_steps=9999))
     assert list(near.starts) == list(far.starts) == [str(index) for index in range(2, 40)]
     assert near.starts["39"] == pytest.approx(far.starts["39"], rel=0.3)
     assert near.newcomers["default"] >= near.starts["39"]
     assert far.wait_of("default", 0.0, 3) == pytest.approx(far.newcomers["default"] + 3 * far.seconds_per_start)
 
 
-def test_looking_ahead_changes_nothing() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_looking_ahead_changes_nothing(depth: int) -> None:
     def digest(look: bool) -> list[tuple[int, ...]]:
-        config = EngineConfig.from_flat(
-            {"max_num_seqs": 3, "max_num_batched_tokens": 32, "scheduling_policy": "priority", "num_kv_blocks": 30}
-        )
+        settings = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "scheduling_policy": "priority"}
+        config = EngineConfig.from_flat({**settings, "num_kv_blocks": 30, "num_lookahead_steps": depth})
         core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
         door = InputProcessor(limits, None, core.kv, seed=0)
         rng = random.Random(3)
@@ -107,8 +119,9 @@ def test_looking_ahead_changes_nothing() -> None:
         while core.has_work:
             core.step()
             if look:
-                last(foresee(core.scheduler, core.costs.model, AnswerLengths(), core.clock.now(), {"default": 0}))
-            record = core.step_log[-1]
+                now = core.clock.now()
+                last(foresee(core.scheduler, core.costs.model, AnswerLengths(), now, {"default": 0}, depth=depth))
+        for record in core.step_log:
             seen.append((record.step, record.num_tokens, record.num_waiting, len(record.preempted)))
         return seen
 

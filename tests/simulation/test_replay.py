@@ -253,7 +253,13 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"prefill_mode": "separate"}, {"prefill_mode": "prefill_first", "scheduling_policy": "priority"}],
+    [
+        {},
+        {"prefill_mode": "separate"},
+        {"prefill_mode": "prefill_first", "scheduling_policy": "priority"},
+        {"num_lookahead_steps": 1},
+        {"num_lookahead_steps": 2, "scheduling_policy": "priority"},
+    ],
     ids=str,
 )
 def test_the_context_of_decodes_is_exact(settings: dict[str, Any]) -> None:
