@@ -146,8 +146,9 @@ class SchedulerConfig:
     """How long a static or dynamic batch waits to fill before it fires."""
     preferred_batch_sizes: str = ""
     """Sizes, like 4,8, at which a static or dynamic batch fires without waiting to fill."""
-    num_lookahead_steps: int = 0
-    """Steps scheduled ahead of the newest known tokens: 0 (CPU), 1 or 2."""
+    num_lookahead_steps: int | None = None
+    """Steps scheduled ahead of the newest known tokens: 0, 1 or 2. None: 1 where Triton's kernels run on a GPU, else
+    0."""
     admission_look_ahead: int = 8
     """How many waiting requests may be looked past when the first does not fit."""
     max_times_passed: int = 16
@@ -458,7 +459,7 @@ def _policy(scheduler: SchedulerConfig) -> None:
 
 _MAY_BE_NONE = {"threads", "max_model_len", "seed", "kv_cache_memory_bytes", "num_kv_blocks", "swap_space_bytes"}
 _MAY_BE_NONE |= {"max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout"}
-_MAY_BE_NONE |= {"governor_ttft_ms", "governor_tpot_ms"}
+_MAY_BE_NONE |= {"governor_ttft_ms", "governor_tpot_ms", "num_lookahead_steps"}
 
 
 def _range(name: str, value: Any, low: float, high: float) -> None:

@@ -204,7 +204,8 @@ class EngineCore(EngineClient):
         self.config = config
         self.executor = executor
         self.weight_version = 0
-        self._depth = config.num_lookahead_steps
+        asked = config.num_lookahead_steps
+        self.num_lookahead_steps = executor.num_lookahead_steps if asked is None else asked
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
         self._flights: deque[tuple[SchedulerOutput, PendingTokens | Exception, float]] = deque()
@@ -265,7 +266,7 @@ class EngineCore(EngineClient):
         if out.num_tokens:
             self._launch(out, now)
         outputs = None
-        if self._flights and (len(self._flights) > self._depth or not out.num_tokens):
+        if self._flights and (len(self._flights) > self.num_lookahead_steps or not out.num_tokens):
             outputs = self._land()
         if self.scheduler.dropped:
             outputs = outputs or CoreOutputs()

@@ -117,7 +117,7 @@ class CoreProcess:
         self._core = core
         self._info = info
         priorities = {name: each.priority for name, each in (classes or {DEFAULT_CLASS: ServiceClass()}).items()}
-        depth = core.config.num_lookahead_steps
+        depth = core.num_lookahead_steps
         self._forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities, depth)
         self._forecast: Forecast | None = None
         """The newest, until it is delivered."""

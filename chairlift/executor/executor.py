@@ -33,6 +33,8 @@ class Executor(Protocol):
     """Tokens per block."""
     block_bytes: list[int]
     """Per cache group, bytes of one block in all its layers: what copying it to host memory moves."""
+    num_lookahead_steps: int
+    """Beyond the newest known tokens, how many steps it is best given, where nobody says otherwise."""
 
     def execute(self, out: SchedulerOutput) -> Any:
         """Start the forward pass of a step; returns a handle for :meth:`sample`."""

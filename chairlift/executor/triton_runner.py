@@ -90,6 +90,8 @@ class TritonModelRunner(TorchModelRunner):
         cuda = device.type == "cuda"
         if device.index is not None:
             torch.cuda.set_device(device)
+        self.runs_ahead = cuda
+        """Whether the device computes while the host prepares the next step."""
         self._multiprocessors = num_multiprocessors(device)
         recorder = recording.Recorder(dtype)
         self._token_ids, self._positions = recorder.token_ids, recorder.positions

@@ -61,6 +61,7 @@ class SimExecutor:
         self.cache_groups = [group]
         self.block_size = block_size
         self.block_bytes = [block_size * bytes_per_token]
+        self.num_lookahead_steps = 0
         self._cost = cost
         self._clock = clock
         self._free_at = 0.0

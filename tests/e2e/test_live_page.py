@@ -122,7 +122,7 @@ def test_the_page_shows_what_happened(chromium: Chromium, mode: str) -> None:
     ids = {str(request["n"]): request["id"] for request in page["requests"]}
     known = [step for step, tables in zip(numbers, page["memory"], strict=True) if tables is not None]
     assert len(known) > 60
-    exact = known[2 * truth.core.config.num_lookahead_steps :]  # what was in flight at the beginning is told twice
+    exact = known[2 * truth.core.num_lookahead_steps :]  # what was in flight at the beginning is told twice
     for step, tables in zip(numbers, page["memory"], strict=True):
         if step in exact:
             assert {ids[n]: own for n, own in tables.items() if any(map(any, own))} == owned(truth, step), step

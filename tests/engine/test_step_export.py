@@ -144,7 +144,7 @@ def test_the_lines_say_what_happened(mode: str, before: int) -> None:
     assert reader.problems == []
     assert not reader.slots and not owned(reader.tables)
     assert len(reader.at) > 50
-    late = 2 * truth.core.config.num_lookahead_steps  # what was in flight at the beginning is told once more
+    late = 2 * truth.core.num_lookahead_steps  # what was in flight at the beginning is told once more
     for step in sorted(reader.at)[late:]:
         assert reader.at[step] == owned(truth.tables[step]), f"step {step}"
     assert truth.aborted

@@ -124,6 +124,29 @@ def test_steps_do_not_wait_for_tokens(depth: int, monkeypatch: pytest.MonkeyPatc
     assert not any(launched)
 
 
+class Device(Late):
+    """Computes while the host prepares the next step."""
+
+    runs_ahead = True
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "depth"),
+    [(HashLM, None, 0), (Device, None, 1), (Device, 0, 0), (Device, 2, 2), (HashLM, 1, 1)],
+)
+def test_a_device_is_given_one_step_ahead_unless_told_otherwise(
+    model: type[HashLM], asked: int | None, depth: int
+) -> None:
+    engine = make_engine(model=model, num_lookahead_steps=asked)
+    assert engine.core.num_lookahead_steps == depth
+    engine.add_request([1, 2], greedy(6), request_id="a")
+    most = 0
+    while engine.has_unfinished:
+        engine.step()
+        most = max(most, engine.core.num_in_flight)
+    assert most == depth
+
+
 def test_what_comes_late_is_stored_only_where_it_is_wanted() -> None:
     """A row changed hands while a token was on its way; both owners sample the same place."""
     rows = InputBatch(2, 32, 4, 1)

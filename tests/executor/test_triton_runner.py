@@ -401,6 +401,7 @@ def test_graphs_may_be_recorded_in_any_mode(first: bool) -> None:
 @pytest.mark.parametrize("graphs", ["lazy", "start"])
 def test_graphs_change_nothing(graphs: str, model_dir: Path) -> None:
     llm = load(model_dir, "cuda", cuda_graphs=graphs)
+    assert llm.engine.core.num_lookahead_steps == 1
     assert answers(llm) == answers(load(model_dir, "cuda", cuda_graphs="off"))
     # The largest step and the prompts, then three rows; or twelve numbers of tokens, and one, two and four rows.
     assert llm.engine.core.executor.describe_graphs().startswith("3 " if graphs == "lazy" else "15 ")
