@@ -47,7 +47,8 @@ def main() -> None:
     _log_to(connection, start.log_level)
     try:
         config = EngineConfig.from_flat(start.settings)
-        loaded = load_executor(config, _Progress(connection))
+        progress = _Progress(connection)
+        loaded = load_executor(config, progress)
         core = EngineCore(
             loaded.executor,
             config.scheduler,
@@ -65,7 +66,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     info = loaded.info(config, core.kv.capacity_tokens)
-    CoreProcess(connection, core, info, config.scheduler.promises).run()
+    CoreProcess(connection, core, info, config.scheduler.promises, progress).run()
 
 
 def _start_message(connection: Connection) -> Start | None:
@@ -83,7 +84,7 @@ def _log_to(connection: Connection, level: int) -> None:
 
 
 class _Progress:
-    """Tells how far loading is, a few times a second."""
+    """Tells how far loading is, a few times a second: to whoever asks whether the engine lives, a sign that it does."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -431,7 +431,7 @@ class WeightedHashLM(HashLM):
     def forward(self, batch: FlatBatch) -> list[int]:
         return super().forward(dataclasses.replace(batch, token_ids=batch.token_ids + 1000 * self.weights))
 
-    def update_weights(self, source: Any) -> None:
+    def update_weights(self, source: Any, progress: Any = None) -> None:
         self.weights = source["weights"]
 
 

@@ -352,7 +352,7 @@ class AsyncEngine:
     # -- the engine's process --------------------------------------------------------------------------------------
 
     def on_progress(self, label: str, share: float) -> None:
-        if self._on_progress is not None:
+        if self._on_progress is not None and self.state is not EngineState.READY:
             self._on_progress(label, share)
 
     def on_refused(self, refused: Refused) -> None:

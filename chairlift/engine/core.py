@@ -20,7 +20,7 @@ from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.outlook import outlook_from
 from chairlift.engine.step_log import StepLog
 from chairlift.errors import ConfigError, InvariantError, RequestError
-from chairlift.executor.executor import Executor, LiveWeights, PendingTokens, WeightSource
+from chairlift.executor.executor import Executor, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.metrics.stats import EngineStats
 from chairlift.models.flat_batch import SampledTokens
@@ -278,7 +278,9 @@ class EngineCore(EngineClient):
         """Take what the oldest step in flight brings, without launching another; None when there is none."""
         return self._land() if self._flights else None
 
-    def update_weights(self, source: WeightSource, version: int, in_flight: str) -> None:
+    def update_weights(
+        self, source: WeightSource, version: int, in_flight: str, progress: OnProgress | None = None
+    ) -> None:
         """Replace the model's weights; no step may be in flight. With "recompute" running requests begin again.
 
         Raises as :class:`~chairlift.executor.executor.LiveWeights` does.
@@ -293,7 +295,7 @@ class EngineCore(EngineClient):
             raise ConfigError(
                 "a static batch stays together to its end; use in_flight='continue', or batching='continuous'"
             )
-        self.executor.update_weights(source)
+        self.executor.update_weights(source, progress)
         self.scheduler.weights_changed(recompute=recompute)
         self.weight_version = version
 

@@ -32,6 +32,7 @@ from chairlift.engine.messages import (
     encode,
 )
 from chairlift.errors import ConfigError, ModelLoadError, PromptTooLongError, RequestError
+from chairlift.executor.executor import OnProgress
 from chairlift.metrics.stats import EngineStats
 from chairlift.scheduler.forecast import Forecast
 from chairlift.service_class import DEFAULT_CLASS, ServiceClass
@@ -111,11 +112,17 @@ class CoreProcess:
     """A core behind a connection."""
 
     def __init__(
-        self, connection: Connection, core: EngineCore, info: EngineInfo, classes: Mapping[str, ServiceClass] | None
+        self,
+        connection: Connection,
+        core: EngineCore,
+        info: EngineInfo,
+        classes: Mapping[str, ServiceClass] | None,
+        progress: OnProgress,
     ) -> None:
         self._connection = connection
         self._core = core
         self._info = info
+        self._progress = progress
         priorities = {name: each.priority for name, each in (classes or {DEFAULT_CLASS: ServiceClass()}).items()}
         depth = core.num_lookahead_steps
         self._forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities, depth)
@@ -175,7 +182,7 @@ class CoreProcess:
             landed.merge(step)
         self._deliver(landed, at_once=True)
         try:
-            self._core.update_weights(message.source, message.version, message.in_flight)
+            self._core.update_weights(message.source, message.version, message.in_flight, self._progress)
         except (ConfigError, ModelLoadError) as error:
             self._connection.send(NotLoaded(type(error).__name__, str(error)))
         else:

@@ -221,7 +221,7 @@ class ProcessClient(EngineClient):
     def take(self, message: Message) -> None:
         """One message of the engine."""
         self._hand_on(message)
-        self.silent_since = time.monotonic() if self._events.num_requests else None
+        self.silent_since = time.monotonic() if self._events.num_requests or self._updates else None
 
     def _hand_on(self, message: Message) -> None:
         if isinstance(message, Step):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,10 +10,12 @@ from chairlift.config import CacheGroup
 from chairlift.models.flat_batch import SampledTokens
 from chairlift.scheduler.output import SchedulerOutput
 
-__all__ = ["Executor", "LiveWeights", "PendingTokens", "WeightSource"]
+__all__ = ["Executor", "LiveWeights", "OnProgress", "PendingTokens", "WeightSource"]
 
 WeightSource = str | Path | Mapping[str, Any]
 """A directory with safetensors, or tensors by name; the names are those of a Hugging Face checkpoint."""
+OnProgress = Callable[[str, float], None]
+"""Told a label, and the share that is done (0..1)."""
 
 
 class PendingTokens(Protocol):
@@ -53,8 +55,8 @@ class Executor(Protocol):
 class LiveWeights(Protocol):
     """What some executors and model runners can besides: other weights for the same network, between two steps."""
 
-    def update_weights(self, source: WeightSource) -> None:
-        """Replace all weights.
+    def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
+        """Replace all weights; ``progress`` is told how far that is.
 
         ConfigError and ModelLoadError mean that nothing was changed; after anything else the model is not to be
         used.

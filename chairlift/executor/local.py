@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
-from chairlift.executor.executor import LiveWeights, PendingTokens, WeightSource
+from chairlift.executor.executor import LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.input_batch import InputBatch
 from chairlift.models.flat_batch import FlatBatch, SampledTokens
 from chairlift.scheduler.output import SchedulerOutput
@@ -79,13 +79,13 @@ class LocalExecutor:
             return _Ready(tokens)
         return _Arriving(tokens, batch, self._input, self._input.expect(batch))
 
-    def update_weights(self, source: WeightSource) -> None:
+    def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
         """See :class:`~chairlift.executor.executor.LiveWeights`. Raises ConfigError for a model without weights."""
         if not isinstance(self._runner, LiveWeights):
             raise ConfigError(
                 f"{type(self._runner).__name__} has no weights to replace; load a model that a directory holds"
             )
-        self._runner.update_weights(source)
+        self._runner.update_weights(source, progress)
 
     def describe_graphs(self) -> str:
         """CUDA graphs recorded until now, in words; empty where there are none."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.executor.executor import PendingTokens, WeightSource
+from chairlift.executor.executor import OnProgress, PendingTokens, WeightSource
 from chairlift.executor.kv_tensors import KVPlan, make_kv_caches
 from chairlift.executor.step_buffer import to_device
 from chairlift.executor.swap_space import make_swap_space
@@ -84,9 +84,9 @@ class TorchModelRunner:
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden)
 
-    def update_weights(self, source: WeightSource) -> None:
+    def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
         """See :func:`~chairlift.models.loader.replace_weights`."""
-        replace_weights(self._model, source)
+        replace_weights(self._model, source, progress)
 
     def _move_blocks(self, batch: FlatBatch) -> None:
         """What must happen to blocks before anything of this step is computed."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
-from chairlift.executor.executor import WeightSource
+from chairlift.executor.executor import OnProgress, WeightSource
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.native_kv import NativeKV
 from chairlift.executor.sampling_rows import NativeRows, RowTemplates
@@ -84,9 +84,9 @@ class NativeModelRunner:
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, list(asked.logprobs())))
         return tokens
 
-    def update_weights(self, source: WeightSource) -> None:
+    def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
         """See :func:`~chairlift.models.loader.replace_weights`; the step program keeps its addresses."""
-        replace_weights(self._model, source)
+        replace_weights(self._model, source, progress)
         self.program.refresh()
 
     def _head(self, hidden: Tensor, token_rows: npt.NDArray[np.int32], rows: NativeRows) -> None:

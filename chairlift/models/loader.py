@@ -112,14 +112,14 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any]) -> None:
+def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], progress: Progress | None = None) -> None:
     """Write other weights into a loaded model, in place, whatever the layout of each.
 
     ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float dtype on
-    any device; a tied output head may be among them or not. Packed weights, their biases and plain parameters keep
-    their addresses; what oneDNN packed is packed again. Names, shapes and dtypes are compared before anything is
-    written: :class:`~chairlift.errors.ModelLoadError` means that nothing was. An error after that, of reading a file,
-    is :class:`~chairlift.errors.EngineDeadError`.
+    any device; a tied output head may be among them or not. ``progress`` is as for :func:`load_model`.
+    Packed weights, their biases and plain parameters keep their addresses; what oneDNN packed is packed again. Names,
+    shapes and dtypes are compared before anything is written: :class:`~chairlift.errors.ModelLoadError` means that
+    nothing was. An error after that, of reading a file, is :class:`~chairlift.errors.EngineDeadError`.
     """
     with torch.device("meta"):
         blank = type(model)(model.config)  # packing has taken the names and shapes out of the model itself
@@ -147,7 +147,7 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any]) -> 
                 raise ModelLoadError(message) from None
         _check_tensors(tensors, parts, model.config, where)
         try:
-            _refill(model, parts, tensors, mapped=not isinstance(source, Mapping))
+            _refill(model, parts, tensors, progress, mapped=not isinstance(source, Mapping))
         except Exception as error:
             raise EngineDeadError(
                 f"the weights of {where} could be read in part only ({type(error).__name__}: {error}), and the model "
@@ -209,9 +209,19 @@ def _by_parameter(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]
     return grouped
 
 
-def _refill(model: CausalLM, parts: list[CheckpointPart], tensors: Mapping[str, Any], *, mapped: bool) -> None:
+def _refill(
+    model: CausalLM,
+    parts: list[CheckpointPart],
+    tensors: Mapping[str, Any],
+    progress: Progress | None,
+    *,
+    mapped: bool,
+) -> None:
     """Write every weight where it lies. Only pages of mapped files may be let go of: others are somebody's tensors."""
-    for name, group in _by_parameter(parts).items():
+    groups = _by_parameter(parts)
+    for done, (name, group) in enumerate(groups.items()):
+        if progress is not None:
+            progress("replacing weights", done / len(groups))
         owner_name, _, attribute = name.rpartition(".")
         owner = model.get_submodule(owner_name)
         if attribute == "weight" and isinstance(owner, (Linear, Embedding)) and owner.native is not None:

@@ -7,16 +7,19 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chairlift.engine.async_engine import AsyncEngine, EngineState
+from chairlift.engine.messages import Loading
 from chairlift.errors import EngineDeadError, QueueTimeoutError
 from chairlift.outputs import OutputKind
 from chairlift.sampling_params import SamplingParams
 from tests.e2e.oracle import expected_hashlm
 from tests.engine.test_async_engine import LONG, collect, run, running
+from tests.models.tiny import tiny_hf_model
 
 
 def broken(*_: Any) -> Any:
@@ -123,3 +126,28 @@ def test_an_engine_without_work_is_healthy_however_long_nobody_asks() -> None:
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
+
+
+def test_an_update_of_weights_that_goes_on_is_healthy_and_one_that_stops_is_not(tmp_path: Path) -> None:
+    settings = {"skip_tokenizer_init": True, "num_kv_blocks": 40, "threads": 1, "kernels": "torch"}
+
+    async def test() -> None:
+        model = str(tiny_hf_model(tmp_path, "qwen2"))
+        async with running(model, settings, health_timeout=0.3) as engine:
+            heard: list[str] = []
+            engine.on_progress = lambda label, share: heard.append(label)  # type: ignore[method-assign]
+            loaded, client, pid = time.monotonic(), engine._client, engine.engine_pid or 0
+            assert client is not None
+            await until(lambda: time.monotonic() > loaded + 0.2)  # what came so shortly before would be left out
+            os.kill(pid, signal.SIGSTOP)
+            update = asyncio.create_task(engine.update_weights(model, 1))
+            await until(lambda: bool(engine.check_health()))
+            client.take(Loading("replacing weights", 0.5))
+            assert not engine.check_health()
+            await until(lambda: bool(engine.check_health()))
+            os.kill(pid, signal.SIGCONT)
+            assert (await update).weight_version == 1
+            assert client.silent_since is None
+            assert heard == ["replacing weights"] * 2, "one of them is the engine's own"
+
+    run(test)
