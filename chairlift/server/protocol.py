@@ -300,7 +300,7 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]]:
-    """The request, and the names of fields that are ignored.
+    """The request, and the names of fields that are ignored. 4.0 is a whole number, as it is in JSON Schema.
 
     Raises ApiError 400 whose ``param`` is the path of the field (``messages[0].role``) and whose message says what was
     given and what is allowed.
@@ -315,8 +315,10 @@ def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]
         elif value and value not in REFUSED[name][0]:
             message = f"{name} is {_repr.repr(value)}, which is not supported: {REFUSED[name][1]}"
             raise ApiError(400, message, code="unsupported_parameter", param=name)
+    floats = ((name, value) for name, value in body.items() if isinstance(value, float) and value.is_integer())
+    whole = {name: int(value) for name, value in floats if name in _whole_numbers(struct_type)}
     try:
-        request = msgspec.convert(body, struct_type)
+        request = msgspec.convert({**body, **whole}, struct_type)
     except msgspec.ValidationError as error:
         raise _readable(struct_type, body, str(error)) from None
     ignored += _ignored_inside(struct_type, body)
@@ -427,6 +429,14 @@ def _readable(struct_type: type[msgspec.Struct], body: Mapping[str, Any], text: 
 @functools.cache  # it evaluates all annotations, which takes ten times as long as the rest of a refusal
 def _type_info(struct_type: type[msgspec.Struct]) -> msgspec.inspect.Type:
     return msgspec.inspect.type_info(struct_type)
+
+
+@functools.cache
+def _whole_numbers(struct_type: type[msgspec.Struct]) -> frozenset[str]:
+    """Fields that take one, and nothing with a fraction."""
+    info: Any = _type_info(struct_type)
+    kinds = {field.name: getattr(field.type, "types", (field.type,)) for field in info.fields}
+    return frozenset(name for name in kinds if any(isinstance(kind, msgspec.inspect.IntType) for kind in kinds[name]))
 
 
 def _inner(kind: Any, field: str) -> Any:

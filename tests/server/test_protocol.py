@@ -165,10 +165,21 @@ def test_the_warning_header_cannot_be_used_to_write_others() -> None:
     assert len(many) < 200 and "and 984 more" in many
 
 
+@pytest.mark.parametrize(("struct_type", "body"), BODIES)
+def test_a_whole_number_may_be_written_with_a_point(struct_type: Any, body: dict[str, Any]) -> None:
+    given = {"n": 2.0, "max_tokens": 4.0, "seed": -1e15, "top_k": -1.0, "min_tokens": 0.0, "temperature": 1.0}
+    request, ignored = parse(struct_type, {**body, **given, "metadata": 1.0})
+    assert {name: getattr(request, name) for name in given} == given and ignored == ["metadata"]
+    assert {type(getattr(request, name)) for name in given if name != "temperature"} == {int}
+
+
 BAD = [
     ("n", 0, "n must be a whole number from 1 to 16; got 0"),
     ("n", 17, "got 17"),
-    ("n", 1.0, "got 1.0"),
+    ("n", 1.5, "got 1.5"),
+    ("n", 17.0, "got 17.0"),
+    ("seed", 1e30, "from -9223372036854775808 to 9223372036854775807"),
+    ("stream", 1.0, "got 1.0"),
     ("n", True, "got true"),
     ("temperature", "1", "temperature must be a number from 0 to 100; got '1'"),
     ("top_p", 0, "above 0, at most 1"),
