@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from chairlift.cli.main import entry_point
+import os
+import signal
+import sys
 
-__all__: list[str] = []
+__all__ = ["entry_point"]
+
+
+def entry_point() -> None:
+    """What the installed ``chairlift`` script calls; does not return."""
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where it is to be ignored
+    if handled:  # by a traceback, as long as main() does not run, and its imports take a while
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from chairlift.cli.main import main
+
+    if handled:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())
+
 
 if __name__ == "__main__":
     entry_point()

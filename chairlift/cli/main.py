@@ -16,7 +16,7 @@ from chairlift.cli import bench, chat, check, generate, pack, serve, sim, top, t
 from chairlift.cli.remote_server import plain
 from chairlift.errors import ChairliftError
 
-__all__ = ["entry_point", "main"]
+__all__ = ["main"]
 
 _DESCRIPTION = (
     "Continuous batching for language models. Without a model, the small one that comes with Chairlift answers."
@@ -51,11 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         return _fail(f"{name}{error.strerror or error}")
-
-
-def entry_point() -> NoReturn:
-    """What the installed ``chairlift`` script calls."""
-    sys.exit(main())
 
 
 def _fail(message: str) -> int:

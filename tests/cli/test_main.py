@@ -118,6 +118,21 @@ def test_ctrl_c_ends_quietly_with_130(model_dir: Path, tmp_path: Path) -> None:
         assert process.returncode == 130
 
 
+def test_ctrl_c_while_it_is_imported_ends_it_as_quietly() -> None:
+    code = (
+        "import os, runpy, signal, sys\n"
+        "class Pressed:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'chairlift.cli.bench': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Pressed()); sys.argv[1:] = ['--version']\n"
+        "runpy.run_module('chairlift', run_name='__main__')"
+    )
+    done = python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    ignoring = python("-c", code, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))  # as nohup has it
+    assert (ignoring.returncode, ignoring.stderr) == (0, "")
+
+
 def test_closed_streams_are_no_error(model_dir: Path) -> None:
     code = "import sys; sys.stdout.close(); sys.stdout = sys.stderr = None; from chairlift.cli.main import main;"
     code += f"sys.exit(main(['generate', 'Hi', '--max-tokens', '2', '--model', {str(model_dir)!r}]))"
