@@ -188,11 +188,21 @@ class Tokenizer:
         """
         decoding = self.byte_decoding
         if decoding is None:
-            kept = [i for i in ids if 0 <= i < self.vocab_size]
-            text: str = self._backend.decode(kept, skip_special_tokens=skip_special_tokens)
-            return text
+            return self._decode_together([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens)
         text = b"".join([self.token_bytes(i, skip_special_tokens) for i in ids]).decode("utf-8", decoding.errors)
         return text[1:] if decoding.strip_start and text.startswith(" ") else text
+
+    def _decode_together(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """As the library decodes; what its decoder breaks over token by token, and one that is to blame as U+FFFD."""
+        try:
+            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic in the native library is no Exception, and must not end what others wait for
+            if len(ids) == 1:
+                return "\ufffd"
+            return "".join([self._decode_together([i], skip_special_tokens) for i in ids])
+        return text
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         """What one token adds to the text; needs ``byte_decoding``. Empty for skipped and for unknown ids."""

@@ -12,7 +12,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.errors import ModelLoadError, RequestError
+from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer import Tokenizer
 from tests.tokenizer import tiny
 
@@ -249,3 +251,16 @@ def test_a_panic_is_no_more_than_a_bad_request() -> None:
     broken = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))
     with pytest.raises(RequestError, match="cannot encode the text"):
         broken.encode("a")
+
+
+def test_a_panic_over_one_token_leaves_the_others_their_text() -> None:
+    """A decoder that takes a character off both ends, and a token that has only one."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, " ": 1, " bc ": 2}, unk_token="a"))
+    backend.decoder = tokenizers.decoders.Strip(" ", 1, 1)
+    broken = Tokenizer(backend)
+    assert broken.byte_decoding is None and broken.decode([0, 2]) == "abc"
+    assert broken.decode([1]) == "\ufffd"
+    assert broken.decode([0, 1, 2, 7]) == "a\ufffdbc"
+    answer = IncrementalDetokenizer(broken, [1, 0], SamplingParams(stop=["c"]))
+    assert [answer.update([token_id]) for token_id in (0, 1, 0, 2)] == [None, None, None, "c"]
+    assert answer.text == "a\ufffdab"
