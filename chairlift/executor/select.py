@@ -16,6 +16,7 @@ from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.kernels.cpu.library import Pool, best_isa, load, supported_isas, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES
+from chairlift.kernels.triton.launch import MOST_GROUP
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig
 
@@ -63,6 +64,8 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
         return f"they need a GPU of compute capability 8.0 or higher, and {name} has {found[0]}.{found[1]}"
     if network is not None and (network.head_dim % 2 or not 16 <= network.head_dim <= 256):
         return f"they need an even head size from 16 to 256, and this model's is {network.head_dim}"
+    if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MOST_GROUP:
+        return f"they need at most {MOST_GROUP} query heads for each KV head, and this model has {group}"
     return ""
 
 

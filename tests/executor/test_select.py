@@ -26,9 +26,9 @@ pytestmark = needs_kernels
 CPU = torch.device("cpu")
 
 
-def network(head_dim: int = 32) -> ModelConfig:
+def network(head_dim: int = 32, **heads: int) -> ModelConfig:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    return parse_config({"model_type": "llama", "num_attention_heads": 2, "head_dim": head_dim, **sizes})
+    return parse_config({"model_type": "llama", "num_attention_heads": 2, "head_dim": head_dim, **sizes, **heads})
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,13 @@ def test_pytorch_does_not_promise_equal_bits() -> None:
     for settings in ({"kernels": "torch"}, {"head_dim": 8}):
         with pytest.raises(ConfigError, match="batch_invariant is on, but PyTorch would run this model"):
             pick(batch_invariant=True, **settings)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_tile_holds_all_heads_that_share_a_kv_head() -> None:
+    models = [network(128, num_attention_heads=heads, num_key_value_heads=2) for heads in (64, 66)]
+    reasons = [why_not_triton(model, torch.bfloat16, torch.device("cuda")) for model in models]
+    assert reasons == ["", "they need at most 32 query heads for each KV head, and this model has 33"]
 
 
 @pytest.mark.usefixtures("hopper")

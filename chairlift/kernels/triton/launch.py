@@ -17,6 +17,7 @@ __all__ = [
     "DRAW_CHUNK",
     "GEMM_ADD_BLOCK",
     "GEMM_BLOCK_M",
+    "MOST_GROUP",
     "ROPE_HEADS",
     "ROPE_WARPS",
     "SAMPLING_WARPS",
@@ -35,6 +36,8 @@ PROGRAMS_PER_MULTIPROCESSOR = 3
 """Programs a small launch should have for each multiprocessor, so that all of them have loads in flight."""
 INTERPRETED_MULTIPROCESSORS = 2
 """What the interpreter stands for: few, and enough that small batches split their keys."""
+MOST_GROUP = 32
+"""Query heads that may share a KV head: with more a tile would not fit into the shared memory of every GPU."""
 MOST_ATTENTION_SPLITS = 16
 MOST_GEMM_SPLITS = 8
 

@@ -7,6 +7,7 @@ and spills that the assembler reports, and how many copies to shared memory may 
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from chairlift.kernels.triton.decode_state import DecodeState
-from chairlift.kernels.triton.launch import attention_launch, gemm_launch
+from chairlift.kernels.triton.launch import MOST_GROUP, attention_launch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.paged_attention import paged_attention
@@ -127,6 +128,9 @@ def everything() -> None:
     attention(torch.float16, (8, 1), 256, None, False, False)
     attention(torch.float32, (4, 4), 80, None, True, True)
     attention(torch.float32, (4, 4), 80, None, False, False)
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float32), (128, 256)):  # the most shared memory
+        for decode in (True, False):
+            attention(dtype, (MOST_GROUP, 1), head_dim, None, decode, False)
     cache = torch.empty((64, 16, 2, 64), dtype=torch.bfloat16)
     slots, norm = torch.empty(1, dtype=torch.int64), torch.empty(64, dtype=torch.bfloat16)
     qkv, half = torch.empty((1, 18 * 64), dtype=torch.bfloat16), torch.empty((1, 1, 32), dtype=torch.bfloat16)
