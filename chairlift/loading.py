@@ -184,12 +184,15 @@ def _cache_memory(config: EngineConfig, network: ModelConfig, dtype: torch.dtype
 
     from chairlift.executor.kv_tensors import DEFAULT_SHARE, available_memory, gpu_cache_memory
     from chairlift.executor.step_graph import MOST_RECORDED_TOKENS
+    from chairlift.kernels.triton.launch import ANY_ROWS_BLOCK, num_multiprocessors
 
     if device.type == "cpu" or config.cache.num_kv_blocks is not None:
         return int(available_memory(device) * DEFAULT_SHARE)
     # What is alive at once in the widest layer, and the logits with what sampling keeps of them; then the graphs' copy.
     heads = 2 * (network.num_attention_heads + network.num_key_value_heads) * network.head_dim
     token = (heads + 3 * network.intermediate_size + 4 * network.hidden_size) * dtype.itemsize
+    if config.model.batch_invariant:  # float32 parts of a split sum: as many programs as there are multiprocessors
+        token += num_multiprocessors(device) * ANY_ROWS_BLOCK * 4
     rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     step = (tokens + max(rows, min(tokens, MOST_RECORDED_TOKENS))) * token + 2 * rows * network.vocab_size * (
         dtype.itemsize + 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +25,7 @@ from chairlift.executor.local import LocalExecutor
 from chairlift.executor.step_buffer import StepBuffer
 from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, graph_sizes, padded_size, token_sizes
 from chairlift.kernels import ops, recording
+from chairlift.kernels.triton.launch import gemm_launch
 from chairlift.kernels.triton.program import PagedKV, TritonProgram
 from chairlift.models.flat_batch import FlatBatch
 from chairlift.models.loader import read_config
@@ -382,6 +385,16 @@ def test_a_gpu_is_named_and_filled(model_dir: Path, monkeypatch: pytest.MonkeyPa
     token = 4 * (2 * 6 * 16 + 3 * 32 + 4 * 64)
     assert room(max_num_batched_tokens=1024) - room(max_num_batched_tokens=3000) == 1976 * token
     assert room(max_num_batched_tokens=500) - room(max_num_batched_tokens=1000) == 2 * 500 * token  # and in graphs
+    # The parts of split sums, which are made for every token where all products are split.
+    hopper = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    parts = max(
+        4 * launch.num_splits * width
+        for width, depth in itertools.product(range(64, 9000, 64), (64, 1024, 8192))
+        if (launch := gemm_launch(width, depth, 132, any_rows=True)).num_splits > 1
+    )
+    exact = room(max_num_batched_tokens=1000) - room(max_num_batched_tokens=1000, batch_invariant=True)
+    assert exact == 2000 * parts > 60 * 10**6
 
 
 @pytest.mark.gpu
