@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from chairlift.errors import ConfigError
 from chairlift.executor.host_memory import HostBlocks, host_moves
 from chairlift.executor.kv_tensors import KVPlan, make_host_blocks
 from chairlift.executor.step_buffer import to_device
@@ -15,45 +18,53 @@ from chairlift.models.context import LayerCache
 
 __all__ = ["CudaHostBlocks", "make_swap_space"]
 
+_log = logging.getLogger(__name__)
+
 
 def make_swap_space(
     kv_caches: list[tuple[Tensor, Tensor]], spec: list[LayerCache], plan: KVPlan
 ) -> HostBlocks | CudaHostBlocks:
-    """Host memory for ``kv_caches`` as planned, and the copies between them.
-
-    Raises ConfigError when the planned file or pinned memory cannot be had.
-    """
+    """Host memory for ``kv_caches`` as planned, and the copies between them. Raises ConfigError where there is none."""
     caches: list[list[Tensor]] = [[] for _ in plan.groups]
     for pair, group in zip(kv_caches, plan.layer_groups, strict=True):
         caches[group] += pair
-    if kv_caches[0][0].device.type == "cpu":
-        arrays = [[cache.view(torch.uint8).view(len(cache), -1).numpy() for cache in group] for group in caches]
-        return HostBlocks(arrays, make_host_blocks(spec, plan, kv_caches[0][0].dtype))
-    if plan.swap_directory is None:
-        return CudaHostBlocks(caches, _pinned(caches, plan))
+    arrays = make_host_blocks(spec, plan, kv_caches[0][0].dtype)
+    device = kv_caches[0][0].device
+    if device.type == "cpu":
+        held = [[cache.view(torch.uint8).view(len(cache), -1).numpy() for cache in group] for group in caches]
+        return HostBlocks(held, arrays)
+    if plan.swap_directory is None and plan.host_bytes:
+        _pin(arrays[0][0].base, device)
     hosts = [
         [
             torch.from_numpy(array.reshape(-1)).view(cache.dtype).view(len(array), *cache.shape[1:])
-            for cache, array in zip(tensors, arrays, strict=True)
+            for cache, array in zip(*tensors, strict=True)
         ]
-        for tensors, arrays in zip(caches, make_host_blocks(spec, plan, kv_caches[0][0].dtype), strict=True)
+        for tensors in zip(caches, arrays, strict=True)
     ]
     return CudaHostBlocks(caches, hosts)
 
 
-def _pinned(caches: list[list[Tensor]], plan: KVPlan) -> list[list[Tensor]]:
-    """Memory that the device reads and writes by itself. All of it is taken at once: such pages cannot come later."""
-    hosts: list[list[Tensor]] = []
-    try:
-        for tensors, group in zip(caches, plan.groups, strict=True):
-            shapes = [(group.num_host_blocks, *cache.shape[1:]) for cache in tensors]
-            hosts.append([torch.empty(shape, dtype=tensors[0].dtype, pin_memory=True) for shape in shapes])
-    except RuntimeError as error:
-        raise ConfigError(
-            f"the swap space needs {plan.host_bytes:,} bytes of host memory that the device can read, and this machine"
-            f" does not give so much; lower swap_space_bytes ({error})"
-        ) from error
-    return hosts
+def _pin(memory: Any, device: torch.device) -> None:
+    """Let CUDA read and write an array by itself while it lives. PyTorch's pinned memory may be twice what is asked."""
+    address, cudart = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = cudart.cudaHostRegister(address, memory.nbytes, 1)  # 1: for all devices
+    if int(status) == 0:
+        weakref.finalize(memory, _unpin, address, device)
+        return
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)  # the first launch after a failure reports it, whoever's it is
+    _log.warning(
+        "CUDA does not pin the %s bytes of the swap space (%s), so swapping holds up steps; lower swap_space_bytes",
+        f"{memory.nbytes:,}",
+        cudart.cudaGetErrorString(status),
+    )
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(device)  # copies may be under way
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 _MOST_STAGED = 256 << 20

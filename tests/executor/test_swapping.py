@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from chairlift.executor.local import LocalExecutor, ModelRunner
 from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.native_kv import NativeKV
 from chairlift.executor.native_runner import NativeModelRunner
-from chairlift.executor.swap_space import make_swap_space
+from chairlift.executor.swap_space import CudaHostBlocks, make_swap_space
 from chairlift.kernels.cpu.library import Pool, supported_isas
 from chairlift.models.context import LayerCache
 from chairlift.models.hashlm import HashLM, reference_tokens
@@ -157,3 +158,59 @@ def test_every_block_goes_where_it_is_sent(kind: str, dtype: torch.dtype, side_b
 def _pairs(rng: np.random.Generator, count: int, side_by_side: bool) -> list[tuple[int, int]]:
     blocks, hosts = rng.permutation(40)[:20].tolist(), rng.permutation(20 if side_by_side else count)[:20].tolist()
     return list(zip(blocks, hosts, strict=True))
+
+
+# -- memory that a GPU reads by itself ---------------------------------------------------------------------------------
+
+
+class Cudart:
+    """What the space for swapping asks of CUDA. ``status``: what registering memory answers."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.calls: list[tuple[Any, ...]] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(("register", address, size, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+    def cudaGetErrorString(self, status: int) -> str:
+        return f"error {status}"
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_what_a_gpu_reads_is_as_large_as_planned_and_given_back(
+    status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart = Cudart(status)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cudart.calls.append(("wait", device.type)))
+    plan = plan_kv_cache(
+        SPEC, dtype=torch.bfloat16, block_size=BLOCK, memory_bytes=0, num_blocks=40, most_tokens=0, swap_bytes=1 << 19
+    )
+    with caplog.at_level(logging.WARNING, "chairlift"):
+        space = make_swap_space(make_kv_caches(SPEC, plan, torch.bfloat16, torch.device("meta")), SPEC, plan)
+    assert isinstance(space, CudaHostBlocks)
+    hosts = [host for group in space._pairs for _, host in group]
+    first = min(host.data_ptr() for host in hosts)
+    assert cudart.calls == [("register", first, plan.host_bytes, 1)]
+    assert sum(host.nbytes for host in hosts) == plan.host_bytes <= 1 << 19
+    assert [host.shape[1:] for host in hosts] == [cache.shape[1:] for group in space._pairs for cache, _ in group]
+    assert all(host.data_ptr() + host.nbytes <= first + plan.host_bytes for host in hosts)
+    assert [f"{plan.host_bytes:,} bytes" in record.message for record in caplog.records] == [True] * bool(status)
+    assert "error 2" in caplog.text or not status
+    del space
+    assert len(cudart.calls) == 1  # one tensor is enough to keep it
+    del hosts
+    assert cudart.calls[1:] == ([] if status else [("wait", "meta"), ("unregister", first)])
+
+
+def test_without_host_blocks_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    plan = plan_kv_cache(SPEC, dtype=torch.float32, block_size=BLOCK, memory_bytes=0, num_blocks=4, most_tokens=0)
+    make_swap_space(make_kv_caches(SPEC, plan, torch.float32, torch.device("meta")), SPEC, plan)
