@@ -93,9 +93,11 @@ class CudaGraphs:
         So it runs twice on the same input before the first result is used, and must not mind.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            step()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                step()
+        finally:  # of a step that finds no memory, a part may have been launched
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # capturing does it too, and it would be counted
         before = torch.cuda.memory_reserved(self._device)

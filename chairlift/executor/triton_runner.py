@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,9 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.flat_batch import FlatBatch, SampledTokens
 
 __all__ = ["TritonModelRunner"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,7 +222,7 @@ class TritonModelRunner(TorchModelRunner):
             if keep and not len(self._kept_logits):  # all sizes share them, for only one runs at a time
                 shape = self._sizes[-1], self._model.config.vocab_size
                 self._kept_logits = self._kept_logits.new_empty(shape)
-            self._decodes[key] = inputs, self.graphs.record(step)
+            self._decodes[key] = inputs, self._record(step, f"{size} rows")
         return self._decodes[key][1]
 
     def _decode_step(self, inputs: DecodeInputs, launch: AttentionLaunch, truncates: bool, keep: bool) -> _Outputs:
@@ -263,8 +267,18 @@ class TritonModelRunner(TorchModelRunner):
             buffer, most = StepBuffer(self._device), np.zeros(self._state.num_slots, dtype=np.int64)
             step, _ = self._send(buffer, nobody, size, [most] * 5)  # as much as it will ever hold, so it stays there
             body = functools.partial(self._run_body, step, self._launch(self._state.num_slots, False))
-            self._bodies[size] = buffer, self.graphs.record(body)
+            self._bodies[size] = buffer, self._record(body, f"{size} tokens")
         return self._bodies[size]
+
+    def _record(self, step: Callable[[], _T], size: str) -> Graph[_T]:
+        """``step`` as a graph; where there is no memory for one, what computes the same without."""
+        try:
+            return self.graphs.record(step)
+        except torch.cuda.OutOfMemoryError:
+            why = "no memory for a CUDA graph of steps of %s, which will be slower; lower gpu_memory_utilization"
+            _log.warning(why, size)
+        torch.cuda.empty_cache()
+        return EagerSteps().record(step)
 
     def _send(
         self, buffer: StepBuffer, batch: FlatBatch, size: int, rest: list[npt.NDArray[Any]]

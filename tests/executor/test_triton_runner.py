@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,27 @@ def test_replays_give_the_tokens_of_fresh_steps(
     monkeypatch.setattr(runner_of(llm), "graphs", OverwritingGraphs())
     assert [answers(llm, params) for _ in range(2)] == [expected, expected]
     assert runner_of(llm).graphs.num_graphs == len(runner_of(llm)._decodes) + len(runner_of(llm)._bodies) > 1
+
+
+class FullGraphs(OverwritingGraphs):
+    """A GPU with memory for one graph, and for every step without."""
+
+    def record(self, step: Callable[[], _T]) -> Graph[_T]:
+        if self.num_graphs:
+            step()
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return super().record(step)
+
+
+def test_without_memory_for_a_graph_steps_are_launched_kernel_by_kernel(
+    model_dir: Path, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = load(model_dir, device)
+    runner_of(llm).graphs = FullGraphs()
+    with caplog.at_level(logging.WARNING, "chairlift"):
+        assert [answers(llm) for _ in range(2)] == [answers(load(model_dir, device))] * 2
+    said = [record.message.split(",")[0] for record in caplog.records]
+    assert said == ["no memory for a CUDA graph of steps of 4 rows"]
 
 
 def test_steps_with_chunks_may_be_filled_up(model_dir: Path, device: torch.device) -> None:
