@@ -139,8 +139,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = 0
         """Bytes since the message began, or since its last piece of body."""
         self._header_bytes = self._num_headers = 0
-        self._plain_body = 0
-        """Bytes of body still to come that the parser takes for another protocol, because an upgrade was offered."""
+        self._framing: list[tuple[bytes, bytes]] = []
+        """Headers that tell the end of a body that the parser takes for another protocol: an upgrade was offered."""
         self._deaf = False
         """What still arrives is thrown away."""
         self._ignored = 0
@@ -172,20 +172,36 @@ class HttpProtocol(HttpToolsProtocol):
                 if self._ignored > self._limits.max_ignored_bytes:
                     self.transport.abort()
                 return
-            if self._plain_body:
-                data = self._take_plain_body(data)
-                continue
             piece, data = (data[:_PIECE], data[_PIECE:]) if self._in_head else (data, b"")
             self._overhead += len(piece)
             try:
-                self.parser.feed_data(piece)
-            except httptools.HttpParserUpgrade as upgrade:  # offered, never taken: the connection goes on as it is
-                data = piece[upgrade.args[0] :] + data
+                data = self._feed(piece) + data
             except httptools.HttpParserError:
                 if not self._deaf:
                     self._refuse(400, "invalid_http", "this is not a valid HTTP/1.1 request")
             if not self._deaf and self._overhead > self._limits.max_url_bytes + self._limits.max_header_bytes + _PIECE:
                 self._headers_too_large()
+
+    def _feed(self, piece: bytes) -> bytes:
+        """Parse a piece; what is left of it where an upgrade was offered, which is never taken."""
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._framing and not self._deaf:
+                self._read_without_offer()
+            return piece[upgrade.args[0] :]
+        return b""
+
+    def _read_without_offer(self) -> None:
+        """Read the body with a parser that has seen a head that says how long it is, and offers nothing."""
+        head, self._framing = b"".join(b"%b: %b\r\n" % header for header in self._framing), []
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._deaf = True  # to a head that has been heard
+        try:
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % head)
+        finally:
+            self._deaf = False
 
     # --- the parser's side ---
 
@@ -230,10 +246,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(400, "invalid_http", "the request target must be a path, such as /v1/models")
             return
         if self.parser.should_upgrade():
-            if any(name == b"transfer-encoding" for name, _ in self.headers):
-                self._refuse(400, "invalid_http", "a request with Upgrade needs a Content-Length")
-                return
-            self._plain_body = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+            self._framing = [
+                (name, value)
+                for name, value in self.headers
+                if name == b"transfer-encoding" or (name == b"content-length" and int(value))
+            ]
         self._server.refresh_date()
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, _SoftTransport(self))
@@ -243,15 +260,8 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._deaf:
             super().on_body(body)
 
-    def _take_plain_body(self, data: bytes) -> bytes:
-        piece, rest = data[: self._plain_body], data[self._plain_body :]
-        self._plain_body -= len(piece)
-        self.on_body(piece)
-        self.on_message_complete()
-        return rest
-
     def on_message_complete(self) -> None:
-        if self._deaf or self._plain_body:
+        if self._deaf or self._framing:
             return
         self._in_head = True
         self._overhead = 0

@@ -495,7 +495,18 @@ def test_an_upgrade_is_offered_in_vain() -> None:
         assert (await connection.reply()).json() == {"b": 2}
         connection.get("/v1/models", "Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
         assert (await connection.reply()).status == 200
-        connection.get("/v1/echo", "Transfer-Encoding: chunked", *offer, method="POST")
+        chunked = ("Content-Type: application/json", "Transfer-Encoding: chunked", *offer)  # as Java's client does
+        for pieces in ([b'3\r\n{"c\r\n5;x=y\r\n": 3}\r\n0\r\n\r\n'], [b"2\r", b"\n{", b"}\r\n0\r\nA: b\r\n\r", b"\n"]):
+            connection.get("/v1/echo", *chunked, method="POST")
+            for piece in pieces:
+                connection.send(piece)
+                await connection.writer.drain()
+            assert (await connection.reply()).json() == ({"c": 3} if len(pieces) == 1 else {})
+        connection.get("/v1/echo", *chunked, method="POST")
+        connection.send(b"no length\r\n")
+        assert (await connection.reply()).status == 400
+        connection = await client.connect()
+        connection.get("/v1/echo", "Transfer-Encoding: gzip", *offer, method="POST")
         assert (await connection.reply()).status == 400
 
     run(echo_server(test))
