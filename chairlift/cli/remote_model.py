@@ -51,6 +51,8 @@ class RemoteModel:
                 answer = self._server.ask("POST", "/tokenize", {"model": self._name, "messages": list(messages)})
             except NotThereError:
                 self._counts = False
+            except RequestError:  # SGLang's and TGI's want other fields; what is wrong here, the answer says
+                return 0
             else:
                 count, room = answer.get("count"), answer.get("max_model_len")
                 if isinstance(room, int):  # which a server that was still loading could not list
@@ -70,7 +72,7 @@ class RemoteModel:
                 if data == b"[DONE]":
                     return
                 event = parse_object(data)
-                if "error" in event:
+                if event.get("error"):
                     raise EngineDeadError(f"the answer broke off: {message(event)}")
                 yield plain(_content(event))
         raise EngineDeadError("the answer broke off: the server closed the connection")

@@ -72,8 +72,11 @@ def test_the_oldest_turns_leave_when_the_context_is_full(
     assert all(body["max_tokens"] == 40 - (len(body["messages"]) // 2 * 13 + 6) for body in fake.bodies)
 
 
-def test_a_server_that_counts_no_tokens_will_do(chairlift: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serve_fake(FakeServer(tokenize=False)) as fake:
+@pytest.mark.parametrize("other", [FakeServer(tokenize=False), FakeServer(counts="inputs")], ids=["none", "its own"])
+def test_a_server_that_counts_no_tokens_will_do(
+    chairlift: Run, monkeypatch: pytest.MonkeyPatch, other: FakeServer
+) -> None:
+    with serve_fake(other) as fake:
         say(monkeypatch, "Hi", "Ho")
         assert chairlift("chat", "--url", fake.url) == (0, ["1: Hi", "3: Ho"], [])
 

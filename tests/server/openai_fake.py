@@ -68,8 +68,18 @@ OPENAPI = {
 class FakeServer:
     """Scripted answers, and a record of what was asked."""
 
-    def __init__(self, *, key: str = "", room: int = 4096, tokenize: bool = True, lists_room: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        key: str = "",
+        room: int = 4096,
+        tokenize: bool = True,
+        counts: str = "messages",
+        lists_room: bool = True,
+    ) -> None:
         self.key = key
+        self.counts = counts
+        """The field that /tokenize cannot do without."""
         self.room = room
         self.lists_room = lists_room
         self.url = ""
@@ -108,8 +118,10 @@ class FakeServer:
         return self._refusal(request) or JSONResponse(OPENAPI)
 
     async def _tokenize(self, request: Request) -> Response:
-        messages = (await request.json())["messages"]
-        count = _count(messages)
+        body = await request.json()
+        if self.counts not in body:
+            return JSONResponse({"message": f"missing field {self.counts}"}, 422)
+        count = _count(body["messages"])
         return self._refusal(request) or JSONResponse({"count": count, "max_model_len": self.room, "tokens": []})
 
     async def _chat(self, request: Request) -> Response:
@@ -159,7 +171,7 @@ def _usage(tokens: int) -> dict[str, int]:
 
 def _event(delta: dict[str, str], tokens: int, finish_reason: str | None = None) -> str:
     choices = [{"index": 0, "delta": delta, "finish_reason": finish_reason}]
-    return "data: " + json.dumps({"choices": choices, "usage": _usage(tokens)}) + "\n\n"
+    return "data: " + json.dumps({"choices": choices, "usage": _usage(tokens), "error": None}) + "\n\n"
 
 
 def _error(status: int, code: str, message: str) -> Response:
