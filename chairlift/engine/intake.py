@@ -111,6 +111,8 @@ class Intake:
         self._lane_ends: dict[_Lane, tuple[float, float]] = {}
         """By the forecast: the start of the last in a lane, and the time from one start to the next."""
         self._started: deque[float] = deque()
+        self._line_since = 0.0
+        """When somebody came while nobody waited; starts before it tell what was asked for, not what is possible."""
         self._came: deque[tuple[float, int]] = deque()
         """When, and of what level, in the last half minute."""
 
@@ -183,6 +185,7 @@ class Intake:
         """Let a request in. ``predicted`` is its expected wait from ``now`` on, where that is to be judged later. One
         that is not in the line of its class and tenant, for it has a priority of its own, has no ``tenant`` here."""
         lane = None if tenant is None else (service_class, tenant)
+        self._line_since = self._line_since if self._waiting else now
         waiting = _Waiting(num_tokens, service_class, self._levels.get(service_class, 0), lane, now, predicted, now)
         self._came.append((now, waiting.level))
         self._waiting[request_id] = waiting
@@ -316,7 +319,7 @@ class Intake:
 
     def retry_after(self, now: float, service_class: str | None = None, tenant: str = "") -> float:
         """Whole seconds, 1 to 60, until what waits now will have started; for a class and tenant, what goes before
-        another of them. By the forecast, else at the rate of the last half minute."""
+        another of them. By the forecast, else at the rate of the last half minute, or of the line if that is faster."""
         wait = self._last_start(now) if service_class is None else self.expected_wait(service_class, now, 0, tenant)
         if wait is not None:
             return _whole(wait)
@@ -328,7 +331,8 @@ class Intake:
             return _LEAST
         if not self._started:
             return _WINDOW
-        return _whole(ahead * max(1.0, now - self._started[0]) / len(self._started))
+        in_line = [start for start in self._started if start >= self._line_since] or self._started
+        return _whole(ahead * min(max(1.0, now - starts[0]) / len(starts) for starts in (self._started, in_line)))
 
     def _last_start(self, now: float) -> float | None:
         if self.forecast is None or not self.forecast.newcomers:

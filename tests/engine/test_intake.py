@@ -95,6 +95,20 @@ def test_the_time_to_come_again_is_the_queue_over_its_measured_rate(
     assert intake.retry_after(120.0) == pytest.approx(seconds, abs=1)
 
 
+def test_time_in_which_nobody_waited_is_no_sign_of_a_slow_engine() -> None:
+    intake = Intake(1000, 10**6)
+    intake.enter("alone", 1, now=80.0)
+    intake.leave("alone", 80.0, started=True)
+    for i in range(24):
+        intake.enter(f"w{i}", 1, now=100.0)
+    for i in range(4):
+        intake.leave(f"w{i}", 100.1, started=True)
+    assert intake.retry_after(100.2) == 5.0
+    for i in range(4, 8):
+        intake.leave(f"w{i}", 102.1, started=True)
+    assert intake.retry_after(104.1) == 8.0
+
+
 def test_a_rate_from_long_ago_says_nothing() -> None:
     intake = Intake(10, 100)
     intake.enter("a", 1)
