@@ -8,6 +8,8 @@ left; a thread of the exporter's sends them, and drops them when the collector i
 from __future__ import annotations
 
 import contextvars
+import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,10 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["RequestTracer", "otlp_exporter"]
 
+_log = logging.getLogger(__name__)
 _OPERATIONS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 _HEADERS: Final = (b"traceparent", b"tracestate", b"baggage")
 _MOST_SECONDS: Final = 3.0
-"""For a collector to take spans; the server's end may wait so long."""
+"""For a collector to take a batch of spans, and at the server's end all that are left."""
 _SECONDS: Final = 1_000_000_000
 
 
@@ -60,7 +63,7 @@ class RequestTracer:
 
         about = {SERVICE_NAME: "chairlift", SERVICE_VERSION: __version__, "gen_ai.request.model": model}
         resource = Resource(about).merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME and the like
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # it would wait without an end
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("chairlift", __version__)
         self._model = model
@@ -145,5 +148,9 @@ class RequestTracer:
         return {name: value for name, value in attributes.items() if value is not None}
 
     def shutdown(self) -> None:
-        """Send what is left; it waits for the collector, so call it on a thread."""
-        self._provider.shutdown()
+        """Send what is left; it waits for the collector, but for three seconds at most, so call it on a thread."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(_MOST_SECONDS)
+        if sending.is_alive():
+            _log.warning("the collector did not take the last spans within %g s; they are dropped", _MOST_SECONDS)
