@@ -26,7 +26,7 @@ second one stops at once.
 
 exit codes:
   0  told to stop, and everything that had been taken on was answered
-  1  told to stop, and requests were cut off by the timeout or by a second signal
+  1  told to stop, and requests were cut off by the timeout, a second signal or the end of the engine
   2  the settings, the model or the port cannot be used
   3  the engine died, and --no-restart was given (or starting it again did not help)"""
 

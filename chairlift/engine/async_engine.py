@@ -461,8 +461,8 @@ class AsyncEngine:
                     self._first_outcome.set_exception(error)
                     return
             self.state = EngineState.DOWN
+            self.stats.engine_died(len(self._streams))
             self._fail_all()
-            self.stats.engine_died()
             if not self._restart:
                 _log.error("%s", self.failure)
                 self.state = EngineState.STOPPED

@@ -152,6 +152,8 @@ class RequestStats:
         self.engine = EngineStats()
         """The newest, with counters summed over restarts of the engine."""
         self.num_restarts = 0
+        self.num_lost = 0
+        """Requests that died with the engine."""
         self.last_token_time: float | None = None
         """``time.monotonic()`` of the newest token delivered."""
         self.prompt_tokens = 0
@@ -196,8 +198,9 @@ class RequestStats:
             setattr(stats, name, getattr(stats, name) + getattr(self._base, name))
         self.engine = stats
 
-    def engine_died(self) -> None:
-        """Nothing runs any more, and a new process counts from 0 again."""
+    def engine_died(self, num_requests: int = 0) -> None:
+        """Nothing runs any more, ``num_requests`` are lost, and a new process counts from 0 again."""
+        self.num_lost += num_requests
         self._base = self.engine
         self.engine = EngineStats(**{name: getattr(self._base, name) for name in _COUNTERS})
 

@@ -50,7 +50,7 @@ class ExitCode(enum.IntEnum):
     ANSWERED = 0
     """Told to stop; everything that had been taken on was answered."""
     CUT_OFF = 1
-    """Told to stop; some requests were cut off by the timeout or by a second signal."""
+    """Told to stop; some requests were cut off by the timeout, a second signal or the end of the engine."""
     UNUSABLE = 2
     """The settings, the model or the port cannot be used."""
     ENGINE_DIED = 3
@@ -168,7 +168,8 @@ async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Cal
         stop.fail(ExitCode.ENGINE_DIED)
         state.draining = True
         return stop.code
-    num_left = await drain(state, server, stop)
+    num_lost = engine.stats.num_lost
+    num_left = await drain(state, server, stop) + engine.stats.num_lost - num_lost
     if engine.stopped.is_set():
         _logger.error("the engine died before everything was answered: %s", engine.failure)
         stop.fail(ExitCode.ENGINE_DIED)

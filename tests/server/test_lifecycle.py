@@ -455,24 +455,50 @@ def test_a_stream_that_is_cut_off_is_told_so(how: str) -> None:
     assert ended(process)[0] == 1
 
 
+def test_what_dies_with_the_engine_in_the_drain_was_not_answered() -> None:
+    process, port = started("hashlm:50ms")
+    engine = engine_of(process)
+
+    async def test() -> None:
+        connection, other = await Connection.open(port), await Connection.open(port)
+        connection.post("/v1/completions", BODY % (b"hashlm:50ms", 2000))
+        assert (await connection.head())[0] == 200
+        process.send_signal(signal.SIGTERM)
+        while True:
+            other.get("/ready")
+            if (await other.reply()).status == 503:
+                break
+        os.kill(engine, signal.SIGKILL)
+        text = await asyncio.wait_for(connection.reader.read(), PATIENCE)
+        assert b'data: {"error":' in text
+
+    run(test())
+    code, log = ended(process)
+    assert "1 requests were cut off" in log
+    assert code == 1
+
+
 def test_without_restart_the_server_ends_with_its_engine() -> None:
     process, port = started("hashlm:50ms", "--no-restart")
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-    names = {pid: _command_line(pid) for pid in map(int, children.stdout.split())}
-    engines = [pid for pid, line in names.items() if "engine_process" in line]
-    assert len(engines) == 1
+    engine = engine_of(process)
 
     async def test() -> None:
         connection = await Connection.open(port)
         connection.post("/v1/completions", BODY % (b"hashlm:50ms", 2000))
         assert (await connection.head())[0] == 200
-        os.kill(engines[0], signal.SIGKILL)
+        os.kill(engine, signal.SIGKILL)
         text = await asyncio.wait_for(connection.reader.read(), PATIENCE)
         assert b'data: {"error":' in text
         assert b"[DONE]" not in text
 
     run(test())
     assert ended(process)[0] == 3
+
+
+def engine_of(process: subprocess.Popen[str]) -> int:
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+    [engine] = [pid for pid in map(int, children.stdout.split()) if "engine_process" in _command_line(pid)]
+    return engine
 
 
 def _command_line(pid: int) -> str:
