@@ -57,6 +57,11 @@ class PromptTooLongError(RequestError):
 class EngineDeadError(ChairliftError, RuntimeError):
     """The engine cannot go on: it was interrupted inside a step (Ctrl-C, out of memory), or its process died."""
 
+    def __init__(self, message: str = "", *, taken: bool = False) -> None:
+        super().__init__(message)
+        self.taken = taken
+        """Whether a request ends with it that had been taken on, and counts among those that have ended."""
+
 
 class OverloadedError(ChairliftError, RuntimeError):
     """There is no room for the request now. ``retry_after`` says in how many seconds there should be."""

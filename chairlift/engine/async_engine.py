@@ -308,20 +308,18 @@ class AsyncEngine:
         usual = 0 if classes is None else classes[service.service_class].priority
         return request.priority == usual and not service.has_deadline
 
-    def abort(self, request_id: str, *, failed: bool = False) -> None:
-        """End a request in any state, at once; ``failed``: not for its caller's sake. Unknown ids are ignored."""
+    def abort(self, request_id: str, *, error: ChairliftError | None = None) -> None:
+        """End a request in any state, at once; ``error``: why, if not its caller ends it. Unknown ids are ignored."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
         now = time.monotonic()
         for watcher in self.watchers.values():
-            watcher.ended(stream, FinishReason.ERROR if failed else FinishReason.ABORT, now)
+            watcher.ended(stream, FinishReason.ERROR if error else FinishReason.ABORT, now)
         self.intake.leave(request_id, now, started=False)
         stream.settle()
-        if self._outputs is not None and request_id in self._outputs:
-            sequence_ids = self._outputs.remove(request_id, now)
-            if self._client is not None:
-                self._client.abort(sequence_ids)
+        if self._outputs is not None and self._client is not None and request_id in self._outputs:
+            self._client.abort(self._outputs.remove(request_id, now, died=isinstance(error, EngineDeadError)))
 
     async def update_weights(self, source: str | Path, version: int, *, in_flight: str = "continue") -> EngineInfo:
         """Serve the weights in a directory; see :meth:`chairlift.async_llm.AsyncLLM.update_weights`."""
@@ -412,13 +410,14 @@ class AsyncEngine:
 
     def _fail(self, request_id: str, error: ChairliftError) -> None:
         stream = self._streams.get(request_id)
-        self.abort(request_id, failed=True)
+        self.abort(request_id, error=error)
         if stream is not None:
             stream.fail(error)
 
     def _fail_all(self) -> None:
+        why = f"the engine died with the request in it: {self.failure}"
         for stream in list(self._streams.values()):
-            self._fail(stream.request_id, EngineDeadError(f"the engine died with the request in it: {self.failure}"))
+            self._fail(stream.request_id, EngineDeadError(why, taken=True))
         self.intake.clear()
 
     def _queued_too_long(self, request_id: str) -> None:

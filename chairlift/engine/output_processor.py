@@ -301,11 +301,13 @@ class OutputProcessor:
         for _, answer in self._answers.values():
             answer.weights_changed(version)
 
-    def remove(self, request_id: str, now: float | None = None) -> list[str]:
-        """Forget a request; returns its sequences that had not ended. ``now`` counts it as aborted."""
+    def remove(self, request_id: str, now: float | None = None, *, died: bool = False) -> list[str]:
+        """Forget a request; returns its sequences that had not ended. ``now`` counts it as aborted, or as failed where
+        the engine ``died``."""
         state = self._states.pop(request_id)
         if self._stats is not None and now is not None:
-            self._stats.request_finished(state.record(now, aborted=True))
+            record = state.record(now, aborted=True)
+            self._stats.request_finished(dataclasses.replace(record, reason=FinishReason.ERROR) if died else record)
         for answer in state.answers:
             self._answers.pop(answer.sequence_id, None)
         return [answer.sequence_id for answer in state.answers if answer.finish_reason is None]

@@ -77,7 +77,8 @@ class _App:
             return
         except Exception as error:
             told = to_api_error(error, self._state, exchange.request_id)
-            self._state.engine.stats.rejected.update(("unavailable",) if told.code == "engine_unavailable" else ())
+            turned_away = told.code == "engine_unavailable" and not getattr(error, "taken", False)
+            self._state.engine.stats.rejected.update(("unavailable",) if turned_away else ())
             response = error_response(told)
             if exchange.status is not None:
                 raise  # in the middle of an answer only the end of the connection can tell

@@ -190,13 +190,16 @@ def test_the_death_of_the_process_is_told_and_it_comes_back(how: signal.Signals)
             assert before is not None
             os.kill(before, how)
             for stream in streams:
-                with pytest.raises(EngineDeadError, match=how.name):
+                with pytest.raises(EngineDeadError, match=how.name) as told:
                     async for _ in stream:
                         pass
+                assert told.value.taken
+            assert engine.stats.finished == {"error": 10}
             assert engine.state is not EngineState.READY and engine.check_health()
             assert engine.stats.engine.num_running == engine.stats.num_restarts == 0
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(EngineDeadError) as refused:
                 await engine.submit("a", LONG)
+            assert not refused.value.taken
             while engine.state is not EngineState.READY:
                 await asyncio.sleep(0.01)
             assert engine.engine_pid != before and engine.stats.num_restarts == 1 and not engine.check_health()

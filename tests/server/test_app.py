@@ -256,6 +256,23 @@ def test_requests_are_logged_without_what_they_say(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_request_that_died_with_its_engine_is_not_counted_as_turned_away_too(taken: bool) -> None:
+    error = EngineDeadError("dead", taken=taken)
+
+    async def fail(request: Request) -> Response:
+        raise error
+
+    async def test() -> None:
+        state = make_state()
+        async with serving(make_app(state, [Route("/v1/fail", fail)])) as client:
+            reply = await client.get("/v1/fail")
+            assert (reply.status, reply.error["code"]) == (503, "engine_unavailable")
+            assert state.engine.stats.rejected["unavailable"] == (not taken)
+
+    run(test())
+
+
 @pytest.mark.parametrize("gone", ["draining", "stopped"])
 def test_an_answer_cut_off_at_the_end_is_not_told_to_come_back(gone: str) -> None:
     async def fail(request: Request) -> Response:
