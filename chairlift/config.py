@@ -204,8 +204,7 @@ class EngineConfig:
         _range("ageing_seconds", scheduler.ageing_seconds, 0.001, 10**6)
         texts = {name: getattr(model, name) for name in ("model", "revision", "tokenizer")}
         for name, value in {**texts, "swap_directory": cache.swap_directory}.items():
-            if not isinstance(value, (str, os.PathLike)) and (value is not None or name == "model"):
-                raise ConfigError(f"{name} must be text, got {value!r}")
+            _text(name, value, optional=name != "model")
         _true_or_false("skip_tokenizer_init", model.skip_tokenizer_init)
         _true_or_false("batch_invariant", model.batch_invariant)
         _true_or_false("enable_prefix_caching", cache.enable_prefix_caching)
@@ -339,9 +338,7 @@ class ServerConfig:
             if isinstance(value, str) or not all(isinstance(item, str) and item for item in value):
                 raise ConfigError(f"{name} must be a list of names, got {value!r}")
         for name in ("host", "api_key_file", "chat_template", "otlp_traces_endpoint"):
-            value = getattr(self, name)
-            if not isinstance(value, (str, os.PathLike)) and (value is not None or name == "host"):
-                raise ConfigError(f"{name} must be text, got {value!r}")
+            _text(name, getattr(self, name), optional=name != "host")
         for model_name in self.served_model_name:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}", model_name):
                 raise ConfigError(f"served_model_name must be of letters, digits and ._/:-, got {model_name!r}")
@@ -427,6 +424,13 @@ def _field_docs(owner: type) -> dict[str, str]:
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+
+def _text(name: str, value: Any, *, optional: bool) -> None:
+    if not isinstance(value, (str, os.PathLike)) and not (value is None and optional):
+        raise ConfigError(f"{name} must be text, got {value!r}")
+    if re.search("[\0\ud800-\udc7f\udd00-\udfff]", str(value)):  # open() would say so, but not of what
+        raise ConfigError(f"{name} must be text without NUL or half a surrogate pair, got {value!r}")
 
 
 def _true_or_false(name: str, value: Any) -> None:

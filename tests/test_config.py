@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.config import EngineConfig, flat_fields
+from chairlift.config import EngineConfig, ServerConfig, flat_fields
 from chairlift.errors import ConfigError
 
 HUGE = 10**400
@@ -103,6 +103,16 @@ def test_names_are_text_or_paths(name: str) -> None:
     EngineConfig.from_flat({name: Path("a")})
     with pytest.raises(ConfigError, match=f"{name} must be text, got 5"):
         EngineConfig.from_flat({name: 5})
+
+
+@pytest.mark.parametrize("value", ["\0", Path("a\0b"), "\ud800"])
+def test_what_no_file_can_be_called_is_refused_with_its_setting(value: Any) -> None:
+    for name in ("model", "tokenizer", "revision", "swap_directory"):
+        with pytest.raises(ConfigError, match=f"{name} must be text without NUL"):
+            EngineConfig.from_flat({name: value})
+    for name in ("host", "api_key_file", "chat_template", "otlp_traces_endpoint"):
+        with pytest.raises(ConfigError, match=f"{name} must be text without NUL"):
+            ServerConfig(**{name: value})
 
 
 @pytest.mark.parametrize(

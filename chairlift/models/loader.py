@@ -210,12 +210,7 @@ def _by_parameter(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]
 
 
 def _refill(
-    model: CausalLM,
-    parts: list[CheckpointPart],
-    tensors: Mapping[str, Any],
-    progress: Progress | None,
-    *,
-    mapped: bool,
+    model: CausalLM, parts: list[CheckpointPart], tensors: Mapping[str, Any], progress: Progress | None, *, mapped: bool
 ) -> None:
     """Write every weight where it lies. Only pages of mapped files may be let go of: others are somebody's tensors."""
     groups = _by_parameter(parts)
