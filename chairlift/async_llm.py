@@ -91,8 +91,8 @@ class AsyncLLM:
         Leaving the loop, or cancelling its task, ends the request. Raises RequestError for what cannot be served,
         QueueFullError when too much waits, EngineDeadError when the engine dies.
         """
-        params = sampling_params or SamplingParams()
-        if priority is not None:
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if priority is not None and isinstance(params, SamplingParams):
             params = dataclasses.replace(params, priority=priority)
         engine, kind = self._started(), OutputKind(kind)
         if asyncio.get_running_loop() is not self._loop:

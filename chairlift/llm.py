@@ -97,6 +97,8 @@ class LLM:
             try:
                 for index, (prompt, param, level) in enumerate(zip(listed, params, priorities, strict=True)):
                     try:
+                        if param is None:  # the engine would take it for what is left out, which of a list nothing is
+                            raise RequestError("sampling parameters must be a SamplingParams, got NoneType")
                         if level is not None and isinstance(param, SamplingParams):
                             param = dataclasses.replace(param, priority=level)
                         ids.append(self.engine.add_request(prompt, param, stream=False, tenant=tenants[index]))

@@ -150,3 +150,14 @@ def test_shutdown_ends_the_process_and_its_requests() -> None:
             os.kill(pid, 0)
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("priority", [None, 3])
+def test_what_are_no_sampling_params_is_refused(priority: int | None) -> None:
+    async def test() -> None:
+        async with AsyncLLM("hashlm", num_kv_blocks=64) as llm:
+            for given in ({}, {"n": 1}, 0):
+                with pytest.raises(RequestError, match=f"must be a SamplingParams, got {type(given).__name__}"):
+                    await anext(llm.generate("a", given, priority=priority))  # type: ignore[arg-type]
+
+    asyncio.run(test())

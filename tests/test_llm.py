@@ -158,6 +158,14 @@ def test_what_are_no_sampling_params(llm: LLM, params: Any) -> None:
         llm.generate([[1]], params)
 
 
+@pytest.mark.parametrize("missing", [None, {}, 0])
+def test_a_list_of_sampling_params_has_one_for_each(llm: LLM, missing: Any) -> None:
+    words = f"prompt 1: sampling parameters must be a SamplingParams, got {type(missing).__name__}"
+    with pytest.raises(RequestError, match=words):
+        llm.generate([[1], [2]], [greedy(), missing])
+    assert drained(llm)
+
+
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [

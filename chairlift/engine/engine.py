@@ -105,7 +105,8 @@ class Engine:
         if isinstance(request_id, str) and (request_id in self._outputs or request_id in undelivered):
             raise RequestError(f"request id {request_id!r} is already in use; choose another")
         now = self.clock.now()
-        prepared = self._inputs.prepare(request_id, prompt, params or SamplingParams(), now, cache_salt, tenant)
+        params = SamplingParams() if params is None else params
+        prepared = self._inputs.prepare(request_id, prompt, params, now, cache_salt, tenant)
         try:
             self.core.add(prepared)
             self._outputs.add(prepared, stream)
