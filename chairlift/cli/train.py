@@ -97,7 +97,8 @@ def _tell(outcome: Outcome, args: argparse.Namespace) -> None:
         print(f"go on with: {shlex.join(['chairlift', 'train', str(args.config), *flags])}")
         return
     loss = "" if outcome.last is None else f", loss {outcome.last.loss:.4f}"
-    print(f"trained {outcome.steps:,} steps{loss}; the model is in {outcome.directory}")
+    before = "nothing is left to do: " if outcome.last is None else ""
+    print(f"{before}trained {outcome.steps:,} steps{loss}; the model is in {outcome.directory}")
     print(f"serve it with: chairlift serve {outcome.directory}")
 
 

@@ -285,11 +285,13 @@ class _Run:
     def go(self) -> Outcome:
         trainer, every = self.trainer, self.prepared.config.checkpoints.every
         last, stopped = None, False
+        # Files that have ended may have grown, or are to be read more often now; another source might begin again.
+        is_over = self.prepared.config.data.source is not None and trainer.stream is not None and trainer.stream.ended
         if self.prepared.resume_from is not None and self.prepared.resume_from.parent == self.prepared.store.root:
             self.saved = trainer.num_steps
         with contextlib.suppress(_Stopped):
             stopped = True
-            for last in trainer.run():
+            for last in () if is_over else trainer.run():
                 if self.on_step is not None:
                     self.on_step(last, trainer)
                 if last.stop:

@@ -161,7 +161,7 @@ class PackStream:
     # ---- what comes out
 
     def __iter__(self) -> Iterator[Pack]:
-        if self._ended and not self._ready:
+        if self.ended:
             self._ended = False
             self._cursor.rewind()
         return self
@@ -227,6 +227,11 @@ class PackStream:
     def stats(self) -> StreamStats:
         """Figures over all ranks, since the stream began; see :class:`~chairlift.train.stream_stats.StreamStats`."""
         return self._meter.snapshot()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the source has ended and all packs were handed out."""
+        return self._ended and not self._ready
 
     # ---- from the source to closed steps
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
     assert "12/12" in err[-1]
     assert any("1/12 [00:00<?, loss" in line for line in err), "one step says nothing of those that remain"
     folder = config.parent / "out" / "step-00000012"
-    nothing_left = [f"trained 12 steps; the model is in {folder}", f"serve it with: chairlift serve {folder}"]
+    nothing_left = [
+        f"nothing is left to do: trained 12 steps; the model is in {folder}",
+        f"serve it with: chairlift serve {folder}",
+    ]
     assert chairlift("train", config, "--quiet") == (0, nothing_left, [])
     code, _, err = chairlift("train", config, "--resume", "never")
     assert code == 2
@@ -179,6 +183,36 @@ def test_a_source_of_ones_own(chairlift: Run, config: Path) -> None:
         code, _, err = chairlift("train", config, "--quiet")
         assert (code, len(err)) == (2, 1)
         assert complaint in err[0]
+
+
+def test_a_run_whose_source_has_ended_is_not_trained_again(chairlift: Run, config: Path) -> None:
+    """Nor where the source would begin again when it is asked once more."""
+    data = {"source": "tests.cli.test_train:Restarting"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"data": data}))
+    code, out, _ = chairlift("train", config, "--quiet")
+    assert (code, out[0].split(",")[0]) == (0, "trained 6 steps")
+    folder = config.parent / "out" / "step-00000006"
+    code, out, err = chairlift("train", config, "--quiet")
+    assert (code, out[0], err) == (0, f"nothing is left to do: trained 6 steps; the model is in {folder}", [])
+
+
+class Restarting:
+    """As many sequences as six steps take, in every pass over it."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.next < 64:
+            self.next += 1
+            yield [(self.next + i) % tiny_run.VOCAB for i in range(8)]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
 
 
 class Counting:
