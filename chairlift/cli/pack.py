@@ -68,8 +68,6 @@ class _Tally:
 
     capacity: int
     align: int = 1
-    tokens: int = 0
-    """In packs, without what alignment fills up."""
     lengths: dict[int, int] = dataclasses.field(default_factory=dict)
     """Length -> sequences, pieces of split ones each."""
     fills: list[int] = dataclasses.field(default_factory=lambda: [0] * len(_FILLS))
@@ -97,7 +95,6 @@ class _Tally:
         self.batch.clear()
 
     def on_pack(self, tokens: int) -> None:
-        self.tokens += tokens
         fill = tokens / self.capacity
         self.fills[max(index for index, least in enumerate(_FILLS) if fill >= least)] += 1
 
@@ -129,8 +126,6 @@ def run(args: argparse.Namespace) -> int:
                 _write(output, pack.ids, pack.lengths)
     tally.end_batch()
     stats = stream.stats()
-    room = stats.packs * args.capacity
-    stats = dataclasses.replace(stats, tokens=tally.tokens, waste=1 - tally.tokens / room if room else 0.0)
     record = _record(stats, tally) | {"skipped": source.skipped}
     print("\n".join([json.dumps(record)] if args.json else _lines(stats, tally, args)))
     if source.skipped:

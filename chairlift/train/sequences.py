@@ -54,6 +54,8 @@ class Sample:
     key: Key = None
     born: int = 0
     """Packs that had been closed when it came."""
+    filled: int = 0
+    """Tokens at its end that :meth:`padded` put there."""
 
     @property
     def total_weight(self) -> float:
@@ -80,7 +82,7 @@ class Sample:
         weights = np.zeros(len(self.tokens) + extra, np.float32)
         weights[1 : len(self.tokens)] = 1 if self.weights is None else self.weights[1:]
         return dataclasses.replace(
-            self, tokens=np.append(self.tokens, np.full(extra, token, np.int32)), weights=weights
+            self, tokens=np.append(self.tokens, np.full(extra, token, np.int32)), weights=weights, filled=extra
         )
 
 

@@ -105,6 +105,7 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
         "ids": np.array([sample.id for sample in samples], np.int64),
         "lengths": np.array([len(sample.tokens) for sample in samples], np.int64),
         "born": np.array([sample.born for sample in samples], np.int64),
+        "filled": np.array([sample.filled for sample in samples], np.int64),
         "weighted": np.array([sample.weights is not None for sample in samples], bool),
         "tokens": np.concatenate([np.empty(0, np.int32), *(sample.tokens for sample in samples)]),
         "weights": np.concatenate([np.empty(0, np.float32), *weighted]),
@@ -117,9 +118,11 @@ def unpack_samples(columns: Mapping[str, Any]) -> Iterator[Sample]:
     """The sequences that :func:`pack_samples` was given."""
     start = weight_start = 0
     tokens, weights = np.asarray(columns["tokens"], np.int32), np.asarray(columns["weights"], np.float32)
-    rows = zip(*(columns[name] for name in ("ids", "lengths", "born", "weighted", "keys", "meta")), strict=True)
-    for position, length, born, weighted, key, meta in rows:
+    columns = {"filled": np.zeros(len(columns["ids"]), np.int64), **columns}  # earlier releases do not say
+    names = ("ids", "lengths", "born", "filled", "weighted", "keys", "meta")
+    rows = zip(*(columns[name] for name in names), strict=True)
+    for position, length, born, filled, weighted, key, meta in rows:
         end, weight_end = start + int(length), weight_start + (int(length) if weighted else 0)
         own = weights[weight_start:weight_end].copy() if weighted else None
-        yield Sample(int(position), tokens[start:end].copy(), own, meta, key, int(born))
+        yield Sample(int(position), tokens[start:end].copy(), own, meta, key, int(born), int(filled))
         start, weight_start = end, weight_end

@@ -34,7 +34,7 @@ class StreamStats:
     sequences: int
     """In packs; pieces of a split sequence count each."""
     tokens: int
-    """In packs, with what ``align`` fills up."""
+    """In packs, without what ``align`` fills up."""
     packs: int
     """Without ``fillers``."""
     fillers: int
@@ -107,10 +107,19 @@ class StreamMeter:
         fresh[1] += length
 
     def on_pack(
-        self, lengths: Sequence[int], packs: Iterable[int], arrivals: Iterable[int], tokens: int, cost: float
+        self,
+        lengths: Sequence[int],
+        packs: Iterable[int],
+        arrivals: Iterable[int],
+        tokens: int,
+        cost: float,
+        filled: int = 0,
     ) -> None:
-        """``packs`` and ``arrivals`` have for each sequence how many of them there were since it came."""
+        """``packs`` and ``arrivals`` have for each sequence how many of them there were since it came; ``filled`` of
+        the tokens are what ``align`` filled up.
+        """
         self.packs += 1
+        self.tokens -= filled
         self._packs.append((lengths, tokens, cost, self.fresh))
         self.fresh = [0, 0]
         self._delays[0].extend(packs)

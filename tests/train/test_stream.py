@@ -810,6 +810,20 @@ def test_a_hugging_face_dataset_is_a_source() -> None:
 # ---- figures
 
 
+def test_what_alignment_fills_up_is_waste() -> None:
+    """Also of a sequence that waited while the stream was saved."""
+    settings = {"capacity": 16, "pool": 4, "align": 4}
+    items = [[7] * length for length in [3, 1] * 8]
+    stream = PackStream(items, **settings)
+    next(stream)
+    resumed = PackStream(items, **settings)
+    resumed.load_state_dict(stream.state_dict())
+    for each in (stream, resumed):
+        assert len(list(each)) == 3
+        stats = each.stats()
+        assert (stats.tokens, stats.packs, stats.waste, stats.excess) == (32, 4, 0.5, 0.0)
+
+
 @pytest.mark.parametrize("mix", ["chat", "rl"])
 def test_stats_say_what_happened(mix: str) -> None:
     rng = random.Random(0)
