@@ -1,7 +1,8 @@
-"""A proxy that writes down when it sees what: raw sockets, a monotonic clock, a thread of its own.
+"""A proxy that writes down when it sees what: raw sockets, a monotonic clock, a process of its own.
 
-It shares no code with what it is a witness of: it reads HTTP's chunks and the events in them by itself. How many tokens
-an answer has is what its request asked for, which must be exact (``ignore_eos``).
+It shares no code with what it is a witness of, and no interpreter lock either: it reads HTTP's chunks and the events in
+them by itself, after it has passed them on. How many tokens an answer has is what its request asked for, which must be
+exact (``ignore_eos``).
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 __all__ = ["Sighting", "Witness", "witnessing"]
 
@@ -27,7 +29,7 @@ class Sighting:
     request: bytes = b""
     reply: bytes = b""
     choices: list[float] = dataclasses.field(default_factory=list)
-    """When events with a choice in them came: with a token, or with the end of the answer."""
+    """When events with a choice in them were passed on: with a token, or with the end of the answer."""
     seen: int = 0
     """Bytes of the reply that are understood."""
     events: bytes = b""
@@ -47,7 +49,7 @@ class Sighting:
         return (self.choices[-1] - self.choices[0]) / (self.lengths[1] - 1)
 
     def take(self, data: bytes, now: float) -> None:
-        """Bytes of the reply, which came at ``now``."""
+        """Bytes of the reply, which were passed on at ``now``."""
         self.reply += data
         if not self.seen:
             head = self.reply.find(b"\r\n\r\n")
@@ -67,68 +69,78 @@ class Sighting:
                     self.choices.append(now)
 
 
+def _stand(port: int, ours: Connection) -> None:
+    """Pass everything on to ``port`` as it comes, until told to stop; then say what was seen."""
+    selector, sightings = selectors.DefaultSelector(), []
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(ours, selectors.EVENT_READ)
+    ours.send(listener.getsockname()[1])
+    while not ours.poll():
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                sightings.append(_accept(selector, listener, port))
+            elif key.fileobj is not ours:
+                _pass_on(selector, key)
+    ours.send(sightings)
+
+
+def _accept(selector: selectors.BaseSelector, listener: socket.socket, port: int) -> Sighting:
+    client, _ = listener.accept()
+    sighting = Sighting(time.monotonic())
+    server = socket.create_connection(("127.0.0.1", port))
+    for sock in (client, server):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    selector.register(client, selectors.EVENT_READ, (sighting, server, False))
+    selector.register(server, selectors.EVENT_READ, (sighting, client, True))
+    return sighting
+
+
+def _pass_on(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    """Time is taken when the bytes leave, so that the way through here is nobody's error."""
+    sock, (sighting, other, is_reply) = key.fileobj, key.data
+    assert isinstance(sock, socket.socket)
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        data = sock.recv(1 << 16)
+    now = time.monotonic()
+    with contextlib.suppress(OSError):
+        if data:
+            other.sendall(data)
+        else:
+            other.shutdown(socket.SHUT_WR)
+    if is_reply:
+        sighting.take(data, now)
+    else:
+        sighting.request += data
+    if not data:
+        selector.unregister(sock)
+        sock.close()
+
+
 class Witness:
-    """Passes everything on to ``port`` as it comes, and remembers."""
+    """Stands between a client and the server at ``port`` of this machine until it is asked what it saw."""
 
     def __init__(self, port: int) -> None:
-        self.sightings: list[Sighting] = []
-        self._target = port
-        self._selector = selectors.DefaultSelector()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self._listener.setblocking(False)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._stopping = False
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_stand, args=(port, theirs), daemon=True)
+        self.process.start()
+        self.url = f"http://127.0.0.1:{self._pipe.recv()}"
 
-    def run(self) -> None:
-        while not self._stopping:
-            for key, _ in self._selector.select(0.05):
-                now = time.monotonic()
-                if key.fileobj is self._listener:
-                    self._accept(now)
-                else:
-                    self._pass_on(key, now)
-
-    def stop(self) -> None:
-        self._stopping = True
-
-    def _accept(self, now: float) -> None:
-        client, _ = self._listener.accept()
-        server = socket.create_connection(("127.0.0.1", self._target))
-        for sock in (client, server):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sighting = Sighting(now)
-        self.sightings.append(sighting)
-        self._selector.register(client, selectors.EVENT_READ, (sighting, server, False))
-        self._selector.register(server, selectors.EVENT_READ, (sighting, client, True))
-
-    def _pass_on(self, key: selectors.SelectorKey, now: float) -> None:
-        sock, (sighting, other, is_reply) = key.fileobj, key.data
-        assert isinstance(sock, socket.socket)
-        data = b""
-        with contextlib.suppress(ConnectionError):
-            data = sock.recv(1 << 16)
-        if is_reply:
-            sighting.take(data, now)
-        else:
-            sighting.request += data
-        with contextlib.suppress(OSError):
-            if data:
-                other.sendall(data)
-                return
-            other.shutdown(socket.SHUT_WR)
-        self._selector.unregister(sock)
-        sock.close()
+    def sightings(self) -> list[Sighting]:
+        """Of all connections, in their order. It sees nothing more afterwards."""
+        self._pipe.send(None)
+        seen: list[Sighting] = self._pipe.recv()
+        return seen
 
 
 @contextlib.contextmanager
 def witnessing(port: int) -> Iterator[Witness]:
     """A witness in front of a server of this machine."""
     witness = Witness(port)
-    thread = threading.Thread(target=witness.run, daemon=True)
-    thread.start()
     try:
         yield witness
     finally:
-        witness.stop()
-        thread.join(10)
+        witness.process.kill()
+        witness.process.join(10)
