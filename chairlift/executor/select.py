@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -45,6 +46,15 @@ def why_not_native(network: ModelConfig, dtype: torch.dtype, device: torch.devic
     return ""
 
 
+def _launch_error() -> str:
+    """What becomes of the module in C that Triton compiles before its first launch; empty where it can be had."""
+    try:
+        importlib.import_module("triton.runtime").driver.active  # noqa: B018
+    except Exception as error:  # no compiler, no headers, no place for the result: each another, and none documented
+        return f"{type(error).__name__}: {error}"[:200]
+    return ""
+
+
 def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torch.device) -> str:
     """Why the Triton kernels cannot run a model, or any model, and what to do about it; empty when they can.
 
@@ -62,6 +72,8 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"they need a GPU of compute capability 8.0 or higher, and {name} has {found[0]}.{found[1]}"
+    if device.type == "cuda" and (error := _launch_error()):
+        return f"Triton cannot compile what launches them; install a C compiler and Python's headers ({error})"
     if network is not None and (network.head_dim % 2 or not 16 <= network.head_dim <= 256):
         return f"they need an even head size from 16 to 256, and this model's is {network.head_dim}"
     if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MOST_GROUP:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,23 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "triton.runtime", Triton())
+
+
+class Triton:
+    """Its runtime, where ``error`` comes of compiling what launches kernels."""
+
+    error: Exception | None = None
+
+    @property
+    def driver(self) -> Triton:
+        return self
+
+    @property
+    def active(self) -> Triton:
+        if self.error is not None:
+            raise self.error
+        return self
 
 
 @pytest.mark.usefixtures("hopper")
@@ -113,6 +132,26 @@ def test_pytorch_does_not_promise_equal_bits() -> None:
     for settings in ({"kernels": "torch"}, {"head_dim": 8}):
         with pytest.raises(ConfigError, match="batch_invariant is on, but PyTorch would run this model"):
             pick(batch_invariant=True, **settings)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("Failed to find C compiler. Please specify"), "(RuntimeError: Failed to find C compiler. Please"),
+        (subprocess.CalledProcessError(1, ["gcc", "driver.c"]), "(CalledProcessError: Command '['gcc', 'driver.c']'"),
+        (PermissionError(13, "Permission denied", "/root/.triton"), "(PermissionError: [Errno 13] Permission denied"),
+    ],
+)
+def test_without_a_c_compiler_pytorch_runs_the_model(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Triton, "error", error)
+    with caplog.at_level(logging.WARNING, "chairlift"):
+        assert pick() == "torch"
+    assert "install a C compiler and Python's headers" in caplog.text and words in caplog.text
+    with pytest.raises(ConfigError, match=r"kernels is 'triton', but .*: Triton cannot compile what launches them"):
+        pick(kernels="triton")
 
 
 @pytest.mark.usefixtures("hopper")
