@@ -208,7 +208,7 @@ class EngineConfig:
         _true_or_false("skip_tokenizer_init", model.skip_tokenizer_init)
         _true_or_false("batch_invariant", model.batch_invariant)
         _true_or_false("enable_prefix_caching", cache.enable_prefix_caching)
-        if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", model.device):
+        if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,2}))?", model.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")
         _range("block_size", cache.block_size, 1, 256)
         if cache.block_size & (cache.block_size - 1):

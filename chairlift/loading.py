@@ -202,13 +202,16 @@ def _cache_memory(config: EngineConfig, network: ModelConfig, dtype: torch.dtype
 
 
 def find_device(name: str) -> torch.device:
-    """``cpu``, ``cuda`` or ``cuda:N`` as torch knows it. Raises ConfigError where torch finds no GPU."""
+    """``cpu``, ``cuda`` or ``cuda:N`` as torch knows it. Raises ConfigError where torch finds no such GPU."""
     import torch
 
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {name!r}, but this torch finds no CUDA device; use device='cpu'")
-    return device
+    number = int(name.partition(":")[2] or 0)
+    if name != "cpu" and number >= (count := torch.cuda.device_count()):
+        if not count:
+            raise ConfigError(f"device is {name!r}, but this torch finds no CUDA device; use device='cpu'")
+        message = f"device is {name!r}, but this torch finds {count} CUDA device(s); use cuda:{count - 1} or lower"
+        raise ConfigError(message)
+    return torch.device(name)
 
 
 def device_name(device: torch.device) -> str:

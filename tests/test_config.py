@@ -133,7 +133,7 @@ def test_choices_name_what_is_known(name: str, value: Any, known: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "good"), [("cpu", 1), ("cuda", 1), ("cuda:3", 1), ("cuda:", 0), ("cpu:0", 0), ("tpu", 0)]
+    ("device", "good"), [("cpu", 1), ("cuda", 1), ("cuda:3", 1), ("cuda:", 0), ("cuda:00", 0), ("cpu:0", 0), ("tpu", 0)]
 )
 def test_devices(device: str, good: int) -> None:
     if good:

@@ -419,6 +419,17 @@ def test_a_gpu_is_named_and_filled(model_dir: Path, monkeypatch: pytest.MonkeyPa
     assert exact == 2000 * parts > 60 * 10**6
 
 
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [loading.find_device(name).index for name in ("cpu", "cuda", "cuda:0", "cuda:1")] == [None, None, 0, 1]
+    for name in ("cuda:2", "cuda:300"):
+        with pytest.raises(ConfigError, match=rf"'{name}', but this torch finds 2 CUDA device\(s\); use cuda:1 or"):
+            loading.find_device(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="'cuda', but this torch finds no CUDA device; use device='cpu'"):
+        loading.find_device("cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not conftest.ON_GPU, reason="no GPU is there")
 @pytest.mark.parametrize("first", [False, True])
