@@ -1,15 +1,13 @@
 """The engine in a process of its own: what the server starts, and nobody else.
 
-It reads the address of a socket and a token from standard input, connects, proves that it is the process that was
-started, loads what it is told to load, and serves until the connection ends. It dies with the process that started it,
-however that one ends. Signals that a terminal or a service manager sends to the whole group are left to that process:
-it lets answers finish first.
+Its standard input is a socket. It loads what it is told there to load, and serves until the connection ends. It dies
+with the process that started it, however that one ends. Signals that a terminal or a service manager sends to the whole
+group are left to that process: it lets answers finish first.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import signal
@@ -20,7 +18,7 @@ import time
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.core_process import Connection, CoreProcess, FrameLogHandler
-from chairlift.engine.messages import Hello, Loading, NotLoaded, Start
+from chairlift.engine.messages import Loading, NotLoaded, Start
 from chairlift.errors import ChairliftError, ConfigError
 from chairlift.loading import load_executor
 from chairlift.parent import die_with_parent
@@ -35,12 +33,10 @@ def main() -> None:
     die_with_parent(os.getppid())  # a closed connection alone would only tell between steps
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    where = json.loads(sys.stdin.readline() or "{}")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(where["socket"])
+    sock = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whatever is started from here has another
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     connection = Connection(sock)
-    connection.send(Hello(where["token"], os.getpid()))
     start = _start_message(connection)
     if start is None:
         sys.exit(1)

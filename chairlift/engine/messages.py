@@ -25,7 +25,6 @@ __all__ = [
     "Add",
     "FrameError",
     "FrameReader",
-    "Hello",
     "Leave",
     "Loading",
     "Log",
@@ -45,13 +44,6 @@ __all__ = [
 MAX_FRAME: Final = 256 * 1024 * 1024
 """Bytes; a step that reports the log-probabilities of a long prompt is the largest there is."""
 _LENGTH: Final = 4
-
-
-class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
-    """First from the engine: proof that it is the process that was started."""
-
-    token: str
-    pid: int
 
 
 class Start(msgspec.Struct, tag="start", forbid_unknown_fields=True):
@@ -162,9 +154,7 @@ class UpdateWeights(msgspec.Struct, tag="update_weights", forbid_unknown_fields=
     in_flight: str
 
 
-Message = (
-    Hello | Start | Loading | Ready | NotLoaded | Log | Add | Leave | Refused | Step | Watch | Watched | UpdateWeights
-)
+Message = Start | Loading | Ready | NotLoaded | Log | Add | Leave | Refused | Step | Watch | Watched | UpdateWeights
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
 _DEFAULTS = SamplingParams()

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import json
 import logging
-import os
-import secrets
 import signal
+import socket
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -24,7 +20,6 @@ from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.messages import (
     Add,
     FrameReader,
-    Hello,
     Leave,
     Loading,
     Log,
@@ -44,8 +39,6 @@ from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
 __all__ = ["EngineEvents", "ProcessClient"]
 
 _log = logging.getLogger(__name__)
-_HANDSHAKE_SECONDS: Final = 60.0
-_MAX_HELLO: Final = 4096
 _ROOT: Final = str(Path(__file__).parents[2])
 
 
@@ -70,22 +63,19 @@ class EngineEvents(Protocol):
 class ProcessClient(EngineClient):
     """One engine process, from start to end; an :class:`~chairlift.engine.core.EngineClient`.
 
-    The process connects to a Unix socket in a directory that only this user can enter, and must know a token that it
-    got through its standard input. A connection that does not is dropped.
+    What they talk through is a pair of sockets, whose other end is the process's standard input: nobody else can have
+    it, and no disk that is full or read-only stands in the way.
     """
 
     def __init__(self, settings: Mapping[str, Any], events: EngineEvents) -> None:
         self.silent_since: float | None = None
         """Since when nothing was heard, while something is to be answered; that nobody waits for it any more changes
         nothing. None while nothing is."""
-        self.num_rejected_connections = 0
         self._settings = dict(settings)
         self._events = events
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
-        loop = asyncio.get_running_loop()
-        self._connected: asyncio.Future[asyncio.Transport] = loop.create_future()
-        self._ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order in which they are answered
         self._lost = asyncio.Event()
 
@@ -98,23 +88,17 @@ class ProcessClient(EngineClient):
 
         Raises ConfigError or ModelLoadError when it cannot be loaded, EngineDeadError when the process dies over it.
         """
-        token = secrets.token_hex(32)
-        with tempfile.TemporaryDirectory(prefix="chairlift-") as folder:
-            address = os.path.join(folder, "engine.sock")
+        ours, theirs = socket.socketpair()
+        with theirs:
             loop = asyncio.get_running_loop()
-            listener = await loop.create_unix_server(lambda: _Stream(self, token), address)
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-c", _BOOT, _ROOT),
-                    stdin=asyncio.subprocess.PIPE,
-                    start_new_session=True,  # Ctrl-C reaches a terminal's whole group: this one heeds the server only
-                )
-                await self._send_address(json.dumps({"socket": address, "token": token}))
-                self._transport = await self._outcome(self._connected, _HANDSHAKE_SECONDS)
-            finally:
-                listener.close()
+            self._transport, _ = await loop.create_unix_connection(lambda: _Stream(self), sock=ours)
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-c", _BOOT, _ROOT),
+                stdin=theirs.fileno(),
+                start_new_session=True,  # Ctrl-C reaches a terminal's whole group: this one heeds the server only
+            )
         self._transport.write(encode(Start(self._settings, logging.getLogger("chairlift").getEffectiveLevel())))
-        info: EngineInfo = await self._outcome(self._ready, None)
+        info: EngineInfo = await self._outcome(self._ready)
         return info
 
     def add(self, request: PreparedRequest) -> None:
@@ -136,7 +120,7 @@ class ProcessClient(EngineClient):
         updated: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._updates.append(updated)
         self._ask(UpdateWeights(source, version, in_flight))
-        info: EngineInfo = await self._outcome(updated, None)
+        info: EngineInfo = await self._outcome(updated)
         return info
 
     async def died(self) -> str:
@@ -152,9 +136,10 @@ class ProcessClient(EngineClient):
         return _describe_exit(self._process.returncode)
 
     async def close(self) -> None:
-        """End the process: closing the connection tells it to; one that does not listen, or has none, is killed."""
-        if self._process is not None and self._transport is not None:
+        """End the process: closing the connection tells it to; one that does not listen, or not yet, is killed."""
+        if self._transport is not None:
             self._transport.close()
+        if self._process is not None and self._ready.done() and not self._ready.cancelled():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), 2.0)
         await self._kill()
@@ -166,31 +151,19 @@ class ProcessClient(EngineClient):
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
 
-    async def _send_address(self, line: str) -> None:
-        process = self._process
-        if process is None or process.stdin is None:
-            raise EngineDeadError("the engine's process has no standard input")
-        with contextlib.suppress(ConnectionError):  # it died at once: its exit tells more
-            process.stdin.write(line.encode() + b"\n")
-            await process.stdin.drain()
-
-    async def _outcome(self, future: asyncio.Future[Any], timeout: float | None) -> Any:
+    async def _outcome(self, future: asyncio.Future[Any]) -> Any:
         """What the future brings, unless the process ends first."""
         if self._process is None:
             raise EngineDeadError("the engine was not started")
         ended = asyncio.ensure_future(self._process.wait())
         try:
-            await asyncio.wait({future, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not future.done() and ended.done():
+            await asyncio.wait({future, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
                 await asyncio.sleep(0)  # its last words may be on their way
                 await asyncio.wait({future}, timeout=0.2)
             if future.done():
                 return future.result()
-            if not ended.done():
-                raise EngineDeadError(f"the engine's process did not connect within {timeout:g} s")
             raise EngineDeadError(_describe_exit(ended.result()))
         finally:
             ended.cancel()
@@ -207,15 +180,8 @@ class ProcessClient(EngineClient):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(message))
 
-    def connected(self, transport: asyncio.Transport) -> None:
-        """The right process is there."""
-        if self._connected.done():
-            transport.close()
-        else:
-            self._connected.set_result(transport)
-
     def lost(self) -> None:
-        """The connection to the right process has ended."""
+        """The connection has ended."""
         self._lost.set()
 
     def take(self, message: Message) -> None:
@@ -249,14 +215,12 @@ class ProcessClient(EngineClient):
 
 
 class _Stream(asyncio.Protocol):
-    """One connection to the socket; the engine's, once it has said the token."""
+    """The connection."""
 
-    def __init__(self, client: ProcessClient, token: str) -> None:
+    def __init__(self, client: ProcessClient) -> None:
         self._client = client
-        self._token = token
-        self._known = False
         self._transport: asyncio.Transport | None = None
-        self._frames = FrameReader(_MAX_HELLO)
+        self._frames = FrameReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
@@ -264,26 +228,13 @@ class _Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._frames.feed(data):
-                if self._known:
-                    self._client.take(message)
-                elif self._transport is not None and self._introduce(message):
-                    self._known, self._frames = True, FrameReader()
-                    self._client.connected(self._transport)
-                else:
-                    raise ConnectionError("a stranger")
-        except (ValueError, ConnectionError):
-            if not self._known:
-                self._client.num_rejected_connections += 1
+                self._client.take(message)
+        except ValueError:  # it does not keep to frames
             if self._transport is not None:
                 self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._known:
-            self._client.lost()
-
-    def _introduce(self, message: Message) -> bool:
-        right = isinstance(message, Hello) and hmac.compare_digest(message.token.encode(), self._token.encode())
-        return right and not self._known
+        self._client.lost()
 
 
 # The package's folder goes last, so that nothing in it, or in the working directory, can stand in for a library.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -256,21 +257,15 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_kind(
     run(test)
 
 
-def test_a_stranger_at_the_socket_is_turned_away() -> None:
-    """A second connection, or one without the token, is dropped; here by the engine's own code with a wrong token."""
-
+def test_what_does_not_keep_to_frames_is_not_listened_to() -> None:
     async def test() -> None:
         from chairlift.engine import process_client
-        from chairlift.engine.messages import Hello, encode
 
         class Client:
-            num_rejected_connections = 0
-
-            def connected(self, transport: Any) -> None:
-                raise AssertionError
+            num_lost = 0
 
             def lost(self) -> None:
-                raise AssertionError
+                self.num_lost += 1
 
             def take(self, message: Any) -> None:
                 raise AssertionError
@@ -281,13 +276,28 @@ def test_a_stranger_at_the_socket_is_turned_away() -> None:
             def abort(self) -> None:
                 self.aborted = True
 
-        for data in (encode(Hello("wrong", 1)), b"\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n\r\n" * 300):
-            client, transport = Client(), Transport()
-            stream = process_client._Stream(client, "right")  # type: ignore[arg-type]
-            stream.connection_made(transport)
-            stream.data_received(data)
-            stream.connection_lost(None)
-            assert transport.aborted and client.num_rejected_connections == 1
+        client, transport = Client(), Transport()
+        stream = process_client._Stream(client)  # type: ignore[arg-type]
+        stream.connection_made(transport)
+        stream.data_received(b"\xff\xff\xff\xff")
+        stream.connection_lost(None)
+        assert transport.aborted and client.num_lost == 1
+
+    run(test)
+
+
+def test_it_starts_again_where_no_temporary_file_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, or one that became read-only, does not stand in the way of an engine that has to come back."""
+
+    async def test() -> None:
+        monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+        async with running() as engine:
+            os.kill(engine.engine_pid or 0, signal.SIGKILL)
+            while engine.state is EngineState.READY:
+                await asyncio.sleep(0)
+            while engine.state is EngineState.DOWN:
+                await asyncio.sleep(0.01)
+            assert engine.state is EngineState.READY and engine.stats.num_restarts == 1
 
     run(test)
 

@@ -18,11 +18,11 @@ from chairlift.engine.messages import (
     Add,
     FrameError,
     FrameReader,
-    Hello,
     Leave,
     Message,
     Refused,
     Step,
+    Watch,
     decode,
     encode,
 )
@@ -43,7 +43,7 @@ STEP = Step(
     ),
     EngineStats(num_running=2, preemption_rate=0.25),
 )
-MESSAGES: list[Message] = [Hello("token", 1), Leave(["a"], True), Refused("a", False, "no"), STEP]
+MESSAGES: list[Message] = [Watch(True), Leave(["a"], True), Refused("a", False, "no"), STEP]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
