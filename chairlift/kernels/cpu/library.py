@@ -7,6 +7,7 @@ field; :func:`load` compares their sizes and refuses a library that was built fr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -148,7 +149,9 @@ SAMPLING_ROW = np.dtype(
 )
 """``cl_sampling_row`` as a numpy record, so that a whole step's rows are filled and read by columns."""
 
-_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP = Path("/sys/fs/cgroup")
+_QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+"""Where control groups of version 2, and of version 1, have quota and period."""
 
 _STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize)
 
@@ -257,11 +260,12 @@ def best_isa() -> str | None:
 def default_threads() -> int:
     """How many processors this process may use, by its affinity mask and its control group's quota; at most 256."""
     allowed = min(_allowed_processors(), MAX_THREADS)
-    try:
-        quota, period = _CPU_MAX.read_text().split()
-        return max(1, min(allowed, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError, ZeroDivisionError):  # no control group (version 2), or no quota ("max")
-        return allowed
+    for names in _QUOTAS:
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # another version, or no quota ("max")
+            quota, period = map(int, " ".join((_CGROUP / name).read_text() for name in names).split())
+            if quota > 0:  # -1 is none
+                return max(1, min(allowed, math.ceil(quota / period)))
+    return allowed
 
 
 def _allowed_processors() -> int:

@@ -254,11 +254,23 @@ def test_threads_respect_affinity_and_quota(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, threads: int
 ) -> None:
     (tmp_path / "cpu.max").write_text(content)
-    monkeypatch.setattr(library, "_CPU_MAX", tmp_path / "cpu.max")
+    monkeypatch.setattr(library, "_CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 5, 7, 9})
     assert library.default_threads() == threads
     (tmp_path / "cpu.max").unlink()
     assert library.default_threads() == 5
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("150000", 2), ("50000", 1), ("-1", 5), ("99999999", 5), ("", 5)])
+def test_threads_respect_the_quota_of_an_older_control_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, threads: int
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    monkeypatch.setattr(library, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 5, 7, 9})
+    assert library.default_threads() == threads
 
 
 @needs_kernels
