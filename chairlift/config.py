@@ -429,8 +429,8 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
 def _text(name: str, value: Any, *, optional: bool) -> None:
     if not isinstance(value, (str, os.PathLike)) and not (value is None and optional):
         raise ConfigError(f"{name} must be text, got {value!r}")
-    if re.search("[\0\ud800-\udc7f\udd00-\udfff]", str(value)):  # open() would say so, but not of what
-        raise ConfigError(f"{name} must be text without NUL or half a surrogate pair, got {value!r}")
+    if re.search("[\0\ud800-\udfff]", str(value)):  # open() would say so, but not of what
+        raise ConfigError(f"{name} must be UTF-8 text without NUL, got {str(value)!a}; rename what it names")
 
 
 def _true_or_false(name: str, value: Any) -> None:

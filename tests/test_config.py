@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,20 @@ def test_names_are_text_or_paths(name: str) -> None:
 @pytest.mark.parametrize("value", ["\0", Path("a\0b"), "\ud800"])
 def test_what_no_file_can_be_called_is_refused_with_its_setting(value: Any) -> None:
     for name in ("model", "tokenizer", "revision", "swap_directory"):
-        with pytest.raises(ConfigError, match=f"{name} must be text without NUL"):
+        with pytest.raises(ConfigError, match=f"{name} must be UTF-8 text without NUL"):
             EngineConfig.from_flat({name: value})
     for name in ("host", "api_key_file", "chat_template", "otlp_traces_endpoint"):
-        with pytest.raises(ConfigError, match=f"{name} must be text without NUL"):
+        with pytest.raises(ConfigError, match=f"{name} must be UTF-8 text without NUL"):
             ServerConfig(**{name: value})
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_names_of_bytes_that_are_no_text_are_told_before_anything_is_started(kind: type) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"model must be UTF-8 text without NUL, got '/models/mod\\udce8le'; rename what it names",
+    ):
+        EngineConfig.from_flat({"model": kind(os.fsdecode(b"/models/mod\xe8le"))})
 
 
 @pytest.mark.parametrize(
