@@ -394,8 +394,7 @@ class EngineCore(EngineClient):
     def _land(self) -> CoreOutputs:
         """Wait for the oldest step in flight, and take what it brings."""
         out, pending, start = self._flights.popleft()
-        joined, self._joined = self._joined, []
-        outputs = CoreOutputs(joined=joined)
+        outputs, self._joined = CoreOutputs(joined=self._joined), []
         try:
             if isinstance(pending, Exception):
                 raise pending
