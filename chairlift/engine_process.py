@@ -29,8 +29,8 @@ _PROGRESS_SECONDS = 0.1
 
 
 def main() -> None:
-    """Run the engine. Exit codes: 0 the connection ended, 1 it never began, 2 the model cannot be loaded."""
-    die_with_parent(os.getppid())  # a closed connection alone would only tell between steps
+    """Run the engine. Exit codes: 0 the connection ended, 1 there is none to serve, 2 the model cannot be loaded."""
+    die_with_parent(int(sys.argv[2]))  # a closed connection alone would only tell between steps
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=os.dup(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -93,7 +94,7 @@ class ProcessClient(EngineClient):
             loop = asyncio.get_running_loop()
             self._transport, _ = await loop.create_unix_connection(lambda: _Stream(self), sock=ours)
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", _BOOT, _ROOT),
+                *(sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid())),
                 stdin=theirs.fileno(),
                 start_new_session=True,  # Ctrl-C reaches a terminal's whole group: this one heeds the server only
             )

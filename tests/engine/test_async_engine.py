@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -300,6 +303,18 @@ def test_it_starts_again_where_no_temporary_file_can_be_made(monkeypatch: pytest
             assert engine.state is EngineState.READY and engine.stats.num_restarts == 1
 
     run(test)
+
+
+def test_an_engine_whose_server_has_died_meanwhile_does_not_load() -> None:
+    from chairlift.engine import process_client
+    from chairlift.engine.messages import Start, encode
+
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.sendall(encode(Start(config().to_flat(), 20)))
+        with theirs:
+            another = [process_client._BOOT, process_client._ROOT, str(os.getppid())]
+            assert subprocess.run([sys.executable, "-P", "-c", *another], stdin=theirs, timeout=60).returncode == 1
 
 
 def test_no_process_is_left_when_the_loop_is_cancelled() -> None:
