@@ -31,8 +31,8 @@ _PROGRESS_SECONDS = 0.1
 def main() -> None:
     """Run the engine. Exit codes: 0 the connection ended, 1 there is none to serve, 2 the model cannot be loaded."""
     die_with_parent(int(sys.argv[2]))  # a closed connection alone would only tell between steps
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whatever is started from here has another
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)

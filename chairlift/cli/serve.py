@@ -21,8 +21,8 @@ DESCRIPTION: Final = """Serve a model over HTTP, as OpenAI's API. Many clients a
   chairlift serve DIRECTORY --port 9000    a model of your own
   chairlift serve --host 0.0.0.0 --api-key-file keys.txt
 
-SIGTERM and Ctrl-C drain: new requests are refused with 503, running answers are finished within --shutdown-timeout. A
-second one stops at once.
+SIGTERM, Ctrl-C and the end of the terminal drain: new requests are refused with 503, running answers are finished
+within --shutdown-timeout. A second SIGTERM or Ctrl-C stops at once.
 
 exit codes:
   0  told to stop, and everything that had been taken on was answered

@@ -368,15 +368,18 @@ async def _watch_preemption(state: ServerState) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: Stop) -> Iterator[None]:
-    """SIGTERM and SIGINT go to ``stop`` as long as the block runs. The main thread's event loop must be running."""
+    """SIGTERM and SIGINT go to ``stop`` as long as the block runs, and so does the end of the terminal, SIGHUP, unless
+    it is to be ignored (``nohup``). The main thread's event loop must be running."""
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, stop.signal)
+    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), stop.signal)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        handlers[signal.SIGHUP] = stop.drain.set  # kernel and shell each send one
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in handlers:
             loop.remove_signal_handler(number)
 
 

@@ -330,22 +330,43 @@ def test_files_for_all_connections() -> None:
 # --- signals, and peace ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_reach_the_server(number: signal.Signals) -> None:
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGHUP] * 2], ids=str)
+def test_signals_reach_the_server(numbers: list[signal.Signals]) -> None:
     async def test() -> None:
         server = Server()  # without a stop of its own: it takes the signals
         task = server.start()
         await until(lambda: bool(server.banner))
         client = await server.waiting()
-        os.kill(os.getpid(), number)
-        await until(lambda: server.state.draining)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            await until(lambda: server.state.draining)
         server.endpoints.go_on.set()
         assert (await client.reply()).body == b"done"
         assert await asyncio.wait_for(task, PATIENCE) == 0
 
-    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     run(test())
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == handlers
+
+
+def test_a_server_outlives_its_terminal_where_it_is_told_to() -> None:
+    async def test() -> None:
+        server = Server()
+        task = server.start()
+        await until(lambda: bool(server.banner))
+        os.kill(os.getpid(), signal.SIGHUP)
+        client = await server.waiting()
+        assert not server.state.draining
+        os.kill(os.getpid(), signal.SIGTERM)
+        server.endpoints.go_on.set()
+        assert (await client.reply()).body == b"done"
+        assert await asyncio.wait_for(task, PATIENCE) == 0
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run(test())
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class RecordingSelector(selectors.DefaultSelector):
