@@ -269,7 +269,8 @@ class EngineCore(EngineClient):
         if self._flights and (len(self._flights) > self.num_lookahead_steps or not out.num_tokens):
             outputs = self._land()
         if self.scheduler.dropped:
-            outputs = outputs or CoreOutputs()
+            if outputs is None:  # who is dropped may have joined a step that is in flight
+                outputs, self._joined = CoreOutputs(joined=self._joined), []
             outputs.finished += self._finished(self.scheduler.dropped, self.clock.now(), _TOO_LATE)
             self.scheduler.dropped = []
         return outputs
@@ -282,9 +283,7 @@ class EngineCore(EngineClient):
         self, source: WeightSource, version: int, in_flight: str, progress: OnProgress | None = None
     ) -> None:
         """Replace the model's weights; no step may be in flight. With "recompute" running requests begin again.
-
-        Raises as :class:`~chairlift.executor.executor.LiveWeights` does.
-        """
+        Takes ``progress``, and raises, as :class:`~chairlift.executor.executor.LiveWeights` does."""
         check_update(version, self.weight_version, in_flight)
         recompute = in_flight == "recompute"
         if self._flights:

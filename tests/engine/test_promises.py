@@ -154,6 +154,17 @@ def test_first_come_first_served_looks_at_nobody() -> None:
     drain(engine)
 
 
+def test_who_is_dropped_while_its_first_step_is_in_flight_has_been_in_it() -> None:
+    engine = make_engine(scheduling_policy="priority", late_requests="drop", num_lookahead_steps=2)
+    put(engine, Service(), Service(first_token_by=0.5))
+    assert engine.step() == [] and engine.num_in_flight == 1
+    engine.clock.wait_until(1.0)
+    (late,) = engine.step()
+    assert engine.num_in_flight == 2 and late.outputs[0].finish_reason is FinishReason.DEADLINE
+    assert late.metrics is not None and late.metrics.first_scheduled_time == 0.0
+    drain(engine)
+
+
 @pytest.mark.parametrize("late", ["drop", "downgrade"])
 def test_a_request_that_comes_too_late_is_dropped_or_goes_on(late: str) -> None:
     settings = {"max_num_seqs": 1, "scheduling_policy": "priority", "late_requests": late}
