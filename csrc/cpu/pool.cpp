@@ -37,22 +37,30 @@ void wait_for_change(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleeper
   sleepers.fetch_sub(1);
 }
 
+// As many as Linux is built for on x86-64: with room for fewer than a machine has, a mask cannot be asked for.
+constexpr int kMaxProcessors = 8192;
+
+struct Processors {
+  cpu_set_t sets[kMaxProcessors / CPU_SETSIZE] = {};
+
+  bool of_this_thread() { return pthread_getaffinity_np(pthread_self(), sizeof sets, sets) == 0; }
+  void pin() const { pthread_setaffinity_np(pthread_self(), sizeof sets, sets); }
+};
+
 void pin_to(int processor) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(processor, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+  Processors one;
+  CPU_SET_S(processor, sizeof one.sets, one.sets);
+  one.pin();
 }
 
 }  // namespace
 
 cl_pool::cl_pool(int num_threads, bool pin) : num_threads_(num_threads), pin_(pin) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  pthread_getaffinity_np(pthread_self(), sizeof set, &set);
+  Processors allowed;
+  pin_ = pin_ && allowed.of_this_thread();
   int found = 0;
-  for (int processor = 0; processor < CPU_SETSIZE && found < num_threads_; processor++)
-    if (CPU_ISSET(processor, &set)) processors_[found++] = processor;
+  for (int processor = 0; processor < kMaxProcessors && found < num_threads_; processor++)
+    if (CPU_ISSET_S(processor, sizeof allowed.sets, allowed.sets)) processors_[found++] = processor;
   for (int i = found; i < num_threads_; i++) processors_[i] = processors_[found ? i % found : 0];
   try {
     for (int thread = 1; thread < num_threads_; thread++) threads_[thread] = std::thread(&cl_pool::work, this, thread);
@@ -88,9 +96,9 @@ void cl_pool::work(int thread) {
 
 void cl_pool::run(void (*task)(void*, int), void* argument) {
   std::lock_guard<std::mutex> guard(one_run_);
-  cpu_set_t before;
+  Processors before;
   // The caller is pinned only while it computes: threads that Python starts from it must not inherit its processor.
-  bool pinned = pin_ && pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0;
+  bool pinned = pin_ && before.of_this_thread();
   if (pinned) pin_to(processors_[0]);
   task_ = task;
   argument_ = argument;
@@ -99,7 +107,7 @@ void cl_pool::run(void (*task)(void*, int), void* argument) {
   if (asleep_.load() > 0) wake_all(epoch_);
   task(argument, 0);
   barrier();
-  if (pinned) pthread_setaffinity_np(pthread_self(), sizeof before, &before);
+  if (pinned) before.pin();
 }
 
 void cl_pool::barrier() {

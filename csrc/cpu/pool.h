@@ -48,7 +48,7 @@ struct cl_pool {
   static void* grown(Scratch& scratch, size_t bytes);
 
   const int num_threads_;
-  const bool pin_;
+  bool pin_;
   int processors_[kMaxThreads];
   std::mutex one_run_;
   void (*task_)(void*, int) = nullptr;

@@ -7,6 +7,7 @@ import gc
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import weakref
@@ -311,3 +312,42 @@ for limit in (used + (1 << 20), hard):
 def test_calls_without_memory_are_refused() -> None:
     run = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True)
     assert (run.returncode, run.stdout.split()) == (0, ["-1", "0"]), run.stderr
+
+
+HUGE_MACHINE = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <pthread.h>
+
+int pthread_getaffinity_np(pthread_t thread, size_t bytes, cpu_set_t* set) {
+  if (bytes * 8 < 1536) return EINVAL;
+  memset(set, 0, bytes);
+  CPU_SET_S(1100, bytes, set);
+  CPU_SET_S(1535, bytes, set);
+  return 0;
+}
+
+int pthread_setaffinity_np(pthread_t thread, size_t bytes, const cpu_set_t* set) {
+  for (int processor = 0; processor < bytes * 8; processor++)
+    if (CPU_ISSET_S(processor, bytes, set)) fprintf(stderr, "%d of %d\\n", processor, CPU_COUNT_S(bytes, set));
+  return 0;
+}
+"""
+
+
+@needs_kernels
+def test_threads_are_pinned_where_processors_have_four_digits(tmp_path: Path) -> None:
+    """A machine with 1,536 processors of which this process may use two; the system takes no shorter mask."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no gcc to compile such a machine with")
+    (tmp_path / "huge.c").write_text(HUGE_MACHINE)
+    command = [compiler, "-shared", "-fPIC", "-o", str(tmp_path / "huge.so"), str(tmp_path / "huge.c")]
+    subprocess.run(command, check=True, capture_output=True)
+    code = "from chairlift.kernels.cpu.library import Pool; Pool(2, pin=True).close()"
+    environment = os.environ | {"LD_PRELOAD": str(tmp_path / "huge.so")}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (run.returncode, run.stderr.splitlines()) == (0, ["1535 of 1"])
