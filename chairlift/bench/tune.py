@@ -298,7 +298,7 @@ def _contestants(findings: Findings, candidates: Sequence[Setting]) -> list[Sett
 
 def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: _Timer) -> None:
     """Real runs with all requests at once, side by side: in every round each setting once, in turned order."""
-    timer.stage("4 of 5, real runs, all requests at once")
+    timer.stage(f"4 of 5, real runs, {findings.traffic.crowd}")
     settings = _contestants(findings, candidates)
     done = sorted({(trial.count, trial.round) for trial in lab.state if trial.round is not None and trial.rate is None})
     count = done[0][0] if done else _full_count(findings, lab, settings, timer)

@@ -52,6 +52,11 @@ class Traffic:
         return (len(self.requests) - 1) / span if span > 0 and self.users is None else None
 
     @property
+    def crowd(self) -> str:
+        """Who is there in the runs that have no rate, in words."""
+        return "all at once" if self.users is None else f"{self.users} user{'s' * (self.users > 1)}"
+
+    @property
     def has_promises(self) -> bool:
         """Whether anything was promised to anybody."""
         names = ("ttft_ms", "tpot_ms", "deadline_ms")

@@ -16,9 +16,13 @@ __all__ = ["tune_page"]
 
 _MOST_ROWS: Final = 30
 _DEAR: Final = 3.0
-_ABOUT: Final = """\
+_ALL: Final = """\
 All at once means that every request is there from the start, so that the machine always has work: it shows how much
-gets through. Times of requests are read at the pace of the traffic where it has one. Where it has none, everybody waits
+gets through. """
+_USERS: Final = """\
+Each user waits for an answer before the next request is sent, so a slow server is asked less often. """
+_ABOUT: Final = """\
+Times of requests are read at the pace of the traffic where it has one. Where it has none, everybody waits
 for everybody, and times say little more than throughput does.
 
 Time to first token counts from when a request is sent. Time per token is the mean over the rest of its answer. p99
@@ -50,7 +54,7 @@ def _side_by_side(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
     yield plots.bars(
         names,
         {"output tokens per second": [side.full.output_tokens_per_second for side in sides]},
-        title="Throughput, all requests at once",
+        title=f"Throughput, {answer.findings.traffic.crowd}",
         y_label="output tokens per second",
     )
     waits = [side.waits for side in sides]
@@ -78,12 +82,13 @@ def _side_by_side(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
             ],
             caption=f"Real runs side by side, {round_words(answer.findings.rounds)}",
         )
-    yield Text("\n\n".join(" ".join(part.split()) for part in _ABOUT.split("\n\n")))
+    about = (_ALL if answer.findings.traffic.users is None else _USERS) + _ABOUT
+    yield Text("\n\n".join(" ".join(part.split()) for part in about.split("\n\n")))
 
 
 def _pace(answer: Answer) -> str:
     pace = answer.findings.pace
-    return "all at once" if pace is None else f"at {pace:.3g} requests per second"
+    return answer.findings.traffic.crowd if pace is None else f"at {pace:.3g} requests per second"
 
 
 def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
@@ -152,13 +157,13 @@ def _preemption(answer: Answer) -> Iterator[Block]:
         limit = ([rows[0], rows[-1]], [100 * PREEMPTED] * 2) if rows else ([], [])
         yield plots.lines(
             {"preempted": (rows, preempted), "limit": limit},
-            title="Preempted requests, all at once",
+            title=f"Preempted requests, {findings.traffic.crowd}",
             x_label="max_num_seqs",
             y_label="%",
         )
     yield plots.lines(
         {"output tokens per second": (rows, throughput)},
-        title="Throughput, all at once",
+        title=f"Throughput, {findings.traffic.crowd}",
         x_label="max_num_seqs",
         y_label="output tokens per second",
     )
@@ -192,7 +197,7 @@ def _tried(answer: Answer) -> Block:
             [
                 trial.setting.describe(),
                 "simulated" if trial.round is None else "measured",
-                "all at once" if trial.rate is None else f"{trial.rate:.3g}",
+                answer.findings.traffic.crowd if trial.rate is None else f"{trial.rate:.3g}",
                 f"{figures.output_tokens_per_second:,.0f}",
                 duration(figures.ttft_p99),
                 duration(figures.tpot_p99),
@@ -221,8 +226,7 @@ def _rank(trial: Trial) -> tuple[bool, float]:
 def _trust(answer: Answer) -> Iterator[Block]:
     findings, machine = answer.findings, answer.machine
     traffic = findings.traffic
-    pace = "all at once" if traffic.rate is None else f"{traffic.rate:.3g} requests per second"
-    pace = pace if traffic.users is None else f"{traffic.users} users in a closed loop"
+    pace = traffic.crowd if traffic.rate is None else f"{traffic.rate:.3g} requests per second"
     deployment = answer.state.deployment
     facts = {
         "Traffic": answer.what,

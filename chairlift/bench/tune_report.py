@@ -246,7 +246,8 @@ def report_lines(answer: Answer) -> list[str]:
     if any(cell.startswith("~") for row in rows for cell in row):
         lines.append("~ simulated; everything else was measured")
     if findings.rounds:
-        lines.append(f"{findings.full_count:,} requests at once, {round_words(findings.rounds)} side by side; medians")
+        crowd = findings.traffic.crowd
+        lines.append(f"{findings.full_count:,} requests, {crowd}, {round_words(findings.rounds)} side by side; medians")
     lines += findings.notes
     names = ", ".join(("chairlift.yaml", "report.html", "tune.json"))
     return [*lines, "", verdict(answer), f"{answer.output} has {names}"]
@@ -264,11 +265,12 @@ def comparison(answer: Answer, sides: Sequence[Column]) -> tuple[list[str], list
             cells.append(("" if measured else "~") + cell(figures))
         return [name, *cells]
 
-    at = "all at once" if pace is None else f"at {pace:.3g}/s"
+    crowd = findings.traffic.crowd
+    at = crowd if pace is None else f"at {pace:.3g}/s"
     rows = [
-        row("all at once: requests/s", lambda f: f"{f.requests_per_second:,.1f}"),
-        row("all at once: output tokens/s", lambda f: f"{f.output_tokens_per_second:,.0f}"),
-        row("all at once: preempted", lambda f: f"{f.preemption_rate:.1%}"),
+        row(f"{crowd}: requests/s", lambda f: f"{f.requests_per_second:,.1f}"),
+        row(f"{crowd}: output tokens/s", lambda f: f"{f.output_tokens_per_second:,.0f}"),
+        row(f"{crowd}: preempted", lambda f: f"{f.preemption_rate:.1%}"),
     ]
     for name, part in (("time to first token", "ttft"), ("time per token", "tpot"), ("whole request", "e2el")):
         rows.append(
@@ -327,7 +329,7 @@ def config_lines(answer: Answer) -> list[str]:
     findings, setting = answer.findings, answer.findings.settings["chosen"]
     chosen = _column(answer, "chosen", setting)
     given = set(answer.fixed)
-    preempted = f"{chosen.full.preemption_rate:.1%} of the requests are preempted when all come at once"
+    preempted = f"{chosen.full.preemption_rate:.1%} of the requests are preempted, {findings.traffic.crowd}"
     reasons = {
         "max_num_seqs": f"slots: {preempted}",
         "max_num_batched_tokens": "tokens of a step: lower keeps answers smooth, higher speeds prompts up",

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         requests=_scaled(requests, args.rate_scale), users=users, slo=args.slo, fixed=fixed, time_limit=args.time_limit
     )
     progress = _Progress()
-    progress.line(_described(requests, what))
+    progress.line(_described(requests, users, what))
     if state.resumed:
         progress.line(f"{state.path} holds results of the same question: going on from there")
     if machine.busy > _BUSY:
@@ -157,10 +157,10 @@ def _scaled(requests: list[TracedRequest], scale: float) -> list[TracedRequest]:
     return [dataclasses.replace(request, arrival=request.arrival / scale) for request in requests]
 
 
-def _described(requests: list[TracedRequest], what: str) -> str:
+def _described(requests: list[TracedRequest], users: int | None, what: str) -> str:
     prompt, output = (sum(getattr(each, name) for each in requests) for name in ("prompt_tokens", "output_tokens"))
     span = requests[-1].arrival - requests[0].arrival
-    rate = f", {(len(requests) - 1) / span:.2f} requests/s" if span > 0 else ", all at once"
+    rate = f", {(len(requests) - 1) / span:.2f} requests/s" if span > 0 else ", all at once" if users is None else ""
     return f"{what}: {prompt:,} prompt tokens, {output:,} output tokens{rate}"
 
 

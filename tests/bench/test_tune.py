@@ -197,6 +197,16 @@ def test_equal_lengths_are_as_well_served_by_static_batches(tmp_path: Path) -> N
     assert not found.tight
 
 
+def test_a_closed_loop_is_called_one(tmp_path: Path) -> None:
+    machine = Machine()
+    found = machine.tune(tmp_path / "tune.json", Question(requests=chat(), users=6, fixed=FEW, time_limit=6000.0))
+    said = answer(found, machine, tmp_path)
+    assert "6 users: output tokens/s" in "\n".join(report_lines(said))
+    for text in ("\n".join(report_lines(said) + config_lines(said)), tune_page(said)):
+        assert "6 users" in text
+        assert "at once" not in text
+
+
 def test_promises_are_kept_at_the_highest_rate_that_is_confirmed(tmp_path: Path) -> None:
     question = Question(requests=chat(60, 2.0), slo={"ttft_ms": 400.0, "tpot_ms": 40.0}, fixed=FEW, time_limit=6000.0)
     machine = Machine()
