@@ -19,8 +19,7 @@ _DEAR: Final = 3.0
 _ALL: Final = """\
 All at once means that every request is there from the start, so that the machine always has work: it shows how much
 gets through. """
-_USERS: Final = """\
-Each user waits for an answer before the next request is sent, so a slow server is asked less often. """
+_USERS: Final = "Each user waits for an answer before the next request is sent: a slow server is asked less often. "
 _ABOUT: Final = """\
 Times of requests are read at the pace of the traffic where it has one. Where it has none, everybody waits
 for everybody, and times say little more than throughput does.

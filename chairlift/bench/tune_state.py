@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +11,7 @@ from typing import Any, Final
 from chairlift.errors import ConfigError
 from chairlift.sim.machines import Deployment
 from chairlift.sim.replay import RequestTiming, ServedTrace
+from chairlift.workload.writing import replacing
 
 __all__ = ["Figures", "Setting", "State", "Trial"]
 
@@ -159,10 +159,9 @@ class State:
             "deployment": None if self.deployment is None else self.deployment.to_dict(),
             "trials": [dataclasses.asdict(trial) for trial in self],
         }
-        beside = self.path.with_suffix(".json.new")
         try:
-            beside.write_text(json.dumps(record) + "\n", encoding="utf-8")
-            os.replace(beside, self.path)
+            with replacing(self.path) as file:
+                file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror}; give another --output") from None
 

@@ -16,6 +16,7 @@ from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.cli.flags import whole_number as _number
 from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields
 from chairlift.errors import ConfigError
+from chairlift.workload.writing import replacing
 
 if TYPE_CHECKING:
     import torch
@@ -91,9 +92,11 @@ def run(args: argparse.Namespace) -> int:
         record = {"kernels": _run_kernels, "startup": _run_startup}[args.benchmark](args)
     record = {"chairlift": chairlift.__version__, **record}
     if args.json is not None:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        with replacing(args.json) as file:
+            file.write(json.dumps(record, indent=1) + "\n")
     if page is not None and args.html is not None:
-        args.html.write_text(page(), encoding="utf-8")
+        with replacing(args.html) as file:
+            file.write(page())
     return code
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from chairlift.errors import ConfigError
+from chairlift.workload.writing import replacing
 
 if TYPE_CHECKING:
     from chairlift.train.encoder import Encode
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         overflow=args.overflow,
     )
     with contextlib.ExitStack() as stack:
-        output = None if args.output is None else stack.enter_context(args.output.open("w", encoding="utf-8"))
+        output = None if args.output is None else stack.enter_context(replacing(args.output))
         for pack in stream:
             tally.on_pack(len(pack.lengths) + int((pack.weights != 0).sum()))  # first tokens are no targets
             if output is not None:

@@ -13,6 +13,7 @@ import chairlift
 from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
 from chairlift.config import BUNDLED_MODEL, EngineConfig, Flag, flat_fields
 from chairlift.errors import ConfigError
+from chairlift.workload.writing import replacing
 
 if TYPE_CHECKING:
     from chairlift.sim.machines import Deployment
@@ -136,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
                 for (value, config), (_, report) in zip(configs, reports, strict=True)
             ],
         }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        with replacing(args.json) as file:
+            file.write(json.dumps(record, indent=1) + "\n")
     return 0
 
 
@@ -253,7 +255,8 @@ def _fitted_here(args: argparse.Namespace) -> Deployment:
     limits = ModelLimits(network.vocab_size, llm.max_model_len)
     deployment, times = fit_core(llm.engine.core, limits, machine.cpu, shape)
     if args.save_steps is not None:
-        args.save_steps.write_text("\n".join(times.lines) + "\n")
+        with replacing(args.save_steps) as file:
+            file.write("\n".join(times.lines) + "\n")
     return deployment
 
 

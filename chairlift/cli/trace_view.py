@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import chairlift
 from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.errors import ConfigError
+from chairlift.workload.writing import replacing
 
 if TYPE_CHECKING:
     from chairlift.engine.step_export import Recording
@@ -118,7 +119,8 @@ def replay(args: argparse.Namespace) -> int:
             "recording": str(args.file),
         }
         record |= {"settings": dataclasses.asdict(config), **report.to_dict(), "static": static}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        with replacing(args.json) as file:
+            file.write(json.dumps(record, indent=1) + "\n")
     return 0
 
 

@@ -18,6 +18,7 @@ from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.cli.sim import add_traffic_flags, read_traffic
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.errors import ConfigError
+from chairlift.workload.writing import replacing
 
 if TYPE_CHECKING:
     from chairlift.bench.tune_lab import MakeCore
@@ -134,7 +135,8 @@ def run(args: argparse.Namespace) -> int:
         output=args.output,
     )
     for file, text in (("chairlift.yaml", "\n".join(config_lines(answer)) + "\n"), ("report.html", tune_page(answer))):
-        (args.output / file).write_text(text, encoding="utf-8")
+        with replacing(args.output / file) as opened:
+            opened.write(text)
     state.report = {"verdict": verdict(answer), **findings.to_dict()}
     state.save()
     print("\n".join(report_lines(answer)))

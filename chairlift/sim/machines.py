@@ -16,6 +16,7 @@ from typing import Any, Final
 from chairlift.errors import ConfigError
 from chairlift.models.hf_config import ModelConfig, read_config
 from chairlift.scheduler.cost_model import CostModel, Roofline
+from chairlift.workload.writing import replacing
 
 __all__ = [
     "MACHINES",
@@ -273,4 +274,5 @@ def read_deployment(path: Path) -> Deployment:
 
 def write_deployment(path: Path, deployment: Deployment) -> None:
     """Write a cost model and what it was fitted on, as JSON."""
-    path.write_text(json.dumps(deployment.to_dict()) + "\n", encoding="utf-8")
+    with replacing(path) as file:
+        file.write(json.dumps(deployment.to_dict()) + "\n")

@@ -298,7 +298,7 @@ class PackStream:
         plan, last, packs = _Plan(samples), self._serial - 1, self._meter.packs
         waited = [packs - sample.born for sample in samples], [last - serial for serial in serials]
         filled = sum([sample.filled for sample in samples])
-        self._meter.on_pack(plan.lengths, *waited, plan.num_tokens, self._cost.of(plan.lengths), filled)
+        self._meter.on_pack(plan.lengths, *waited, self._cost.of(plan.lengths), filled)
         self._window.append(plan)
         if len(self._window) >= self._settings.gathered:
             self._deal()

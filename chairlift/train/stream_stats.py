@@ -107,20 +107,14 @@ class StreamMeter:
         fresh[1] += length
 
     def on_pack(
-        self,
-        lengths: Sequence[int],
-        packs: Iterable[int],
-        arrivals: Iterable[int],
-        tokens: int,
-        cost: float,
-        filled: int = 0,
+        self, lengths: Sequence[int], packs: Iterable[int], arrivals: Iterable[int], cost: float, filled: int
     ) -> None:
         """``packs`` and ``arrivals`` have for each sequence how many of them there were since it came; ``filled`` of
         the tokens are what ``align`` filled up.
         """
         self.packs += 1
         self.tokens -= filled
-        self._packs.append((lengths, tokens, cost, self.fresh))
+        self._packs.append((lengths, sum(lengths), cost, self.fresh))
         self.fresh = [0, 0]
         self._delays[0].extend(packs)
         self._delays[1].extend(arrivals)

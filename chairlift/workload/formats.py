@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
@@ -21,6 +20,7 @@ from chairlift.workload.columns import COLUMN_FORMATS, read_columns, read_patter
 from chairlift.workload.sharegpt import read_sharegpt
 from chairlift.workload.source import Row, Source
 from chairlift.workload.traced_request import PREFIX_BLOCK, TracedRequest, check_number
+from chairlift.workload.writing import replacing
 
 __all__ = ["FORMATS", "LoadedTrace", "load_trace", "read_trace", "write_trace"]
 
@@ -129,18 +129,8 @@ def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
 
     An existing file is replaced when all is written, and not before. Raises OSError.
     """
-    if path.exists() and not path.is_file():  # a pipe, a terminal
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(map(_line, requests))
-        return
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(map(_line, requests))
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.writelines(map(_line, requests))
 
 
 def _line(request: TracedRequest) -> str:

@@ -50,6 +50,17 @@ def test_what_alignment_fills_up_is_waste(chairlift: Run, tmp_path: Path) -> Non
     assert found["fills"] == [[0.0, 0], [0.5, 4], *([least, 0] for least in (0.8, 0.9, 0.95, 0.99, 1.0))]
 
 
+def test_packs_of_half_a_file_replace_nothing(chairlift: Run, tmp_path: Path) -> None:
+    file, packs = write_lengths(tmp_path / "a.jsonl", [3] * 9000), tmp_path / "packs.jsonl"
+    flags = ("pack", file, "--length-field", "n", "--capacity", "16", "--output", packs)
+    assert chairlift(*flags)[0] == 0
+    before = packs.read_text()
+    file.write_text(file.read_text() + "no record\n")
+    assert chairlift(*flags)[0] == 2
+    assert packs.read_text() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "packs.jsonl"]
+
+
 def test_what_is_too_long_is_counted(chairlift: Run, tmp_path: Path) -> None:
     file = write_lengths(tmp_path / "a.jsonl", [250, 10])
     flags = ("pack", file, "--length-field", "n", "--capacity", "100")
