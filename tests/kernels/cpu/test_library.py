@@ -348,6 +348,6 @@ def test_threads_are_pinned_where_processors_have_four_digits(tmp_path: Path) ->
     command = [compiler, "-shared", "-fPIC", "-o", str(tmp_path / "huge.so"), str(tmp_path / "huge.c")]
     subprocess.run(command, check=True, capture_output=True)
     code = "from chairlift.kernels.cpu.library import Pool; Pool(2, pin=True).close()"
-    environment = os.environ | {"LD_PRELOAD": str(tmp_path / "huge.so")}
+    environment = os.environ | {"LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {tmp_path / 'huge.so'}".strip()}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert (run.returncode, run.stderr.splitlines()) == (0, ["1535 of 1"])
