@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
-from chairlift.kernels import onednn, reference
+from chairlift.kernels import fp8, onednn, reference
 from chairlift.kernels.onednn import pack_weight
 from chairlift.kernels.recording import Value
 from chairlift.kernels.reference import apply_rotary, copy_blocks, write_kv
@@ -30,6 +30,7 @@ __all__ = [
     "call_out",
     "copy_blocks",
     "embedding",
+    "fp8_linear",
     "linear",
     "native_linear",
     "pack_weight",
@@ -66,6 +67,7 @@ def _recordable(operation: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 linear = _recordable(reference.linear)
+fp8_linear = _recordable(fp8.fp8_linear)
 packed_linear = _recordable(onednn.packed_linear)
 rms_norm = _recordable(reference.rms_norm)
 silu_and_mul = _recordable(reference.silu_and_mul)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from chairlift.kernels.fp8 import Fp8Weight, fp8_linear
 from chairlift.kernels.onednn import packed_linear
 from chairlift.kernels.reference import linear
 
@@ -207,6 +208,10 @@ class Recorder:
     def native_linear(self, x: Value, weight: PackedWeight) -> Value:
         self._expect(x, "rows", weight.k)
         return self._write(Linear(Value(self, "rows", weight.out_features), (x,), weight))
+
+    def fp8_linear(self, x: Value, weight: Fp8Weight, bias: Tensor | None) -> Value:
+        self._expect(x, "rows", weight.values.shape[1])
+        return self.call_out(functools.partial(fp8_linear, weight=weight, bias=bias), x, width=len(weight.values))
 
     def silu_and_mul(self, x: Value) -> Value:
         self._expect(x, "rows")

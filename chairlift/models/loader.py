@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
 from chairlift.kernels.cpu.library import Memory, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedWeight, copy_rows, packed_bytes
+from chairlift.kernels.fp8 import Fp8Weight
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.hf_config import ModelConfig, read_config, read_json
@@ -93,14 +94,14 @@ def load_model(
     """Build the model of ``config`` with the weights in ``model_dir``, ready for inference (no gradients).
 
     ``progress`` is called with a label and the share done (0..1). ``layout`` says how linear weights are laid out as
-    they are loaded: PLAIN to train or to save; off the CPU, ONEDNN means PLAIN too. Raises
+    they are loaded: PLAIN to train or to save; off the CPU, ONEDNN means PLAIN. Raises
     :class:`~chairlift.errors.ModelLoadError` when weights are missing, damaged, surplus, misshapen or pickled, and
     :class:`~chairlift.errors.ConfigError` when NATIVE is not possible.
     """
     torch_dtype, device = resolve_dtype(config, dtype), torch.device(device)
     if layout is WeightLayout.NATIVE:
         _check_native(torch_dtype, device)
-    elif device.type != "cpu":
+    elif device.type != "cpu" and layout is WeightLayout.ONEDNN:
         layout = WeightLayout.PLAIN
     with torch.device("meta"):
         model = model_class(config.model_type)(config)
@@ -117,9 +118,10 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
 
     ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float dtype on
     any device; a tied output head may be among them or not. ``progress`` is as for :func:`load_model`.
-    Packed weights, their biases and plain parameters keep their addresses; what oneDNN packed is packed again. Names,
-    shapes and dtypes are compared before anything is written: :class:`~chairlift.errors.ModelLoadError` means that
-    nothing was. An error after that, of reading a file, is :class:`~chairlift.errors.EngineDeadError`.
+    Packed weights, those in fp8, their biases and plain parameters keep their addresses; what oneDNN packed is packed
+    again. Names, shapes and dtypes are compared before anything is written:
+    :class:`~chairlift.errors.ModelLoadError` means that nothing was. An error after that, of reading a file, is
+    :class:`~chairlift.errors.EngineDeadError`.
     """
     with torch.device("meta"):
         blank = type(model)(model.config)  # packing has taken the names and shapes out of the model itself
@@ -174,17 +176,18 @@ def _fill(
     """Replace each meta parameter by a real one, or by its packed form as soon as it is complete."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     total, done = sum(shape.numel() for shape in shapes.values()), 0
-    native = _reserve(model, dtype) if layout is WeightLayout.NATIVE else {}
+    if layout is WeightLayout.NATIVE:
+        _reserve(model, dtype)
+    elif layout is WeightLayout.FP8:
+        for module in model.modules():  # the output head, like the embedding, loses more by it than it gains
+            if isinstance(module, Linear) and module is not model.lm_head:
+                module.fp8, module.weight = Fp8Weight(module.out_features, module.in_features, device), None
     for name, group in _by_parameter(parts).items():
         owner_name, _, attribute = name.rpartition(".")
         owner = model.get_submodule(owner_name)
-        if name in native:
-            linear, packed = native[name]
+        if (laid_out := _laid_out(owner, attribute)) is not None:
             for part in group:
-                packed.pack_rows(_read(tensors, part), part.start, mapped=True)
-            linear.take_native(packed)
-            if isinstance(owner, Embedding):  # tied to the linear layer that has the weight now
-                owner.native, owner.weight = packed, None
+                laid_out.pack_rows(_read(tensors, part), part.start, mapped=True)
         else:
             value = torch.empty(shapes[name], dtype=dtype, device=device)
             for part in group:
@@ -200,6 +203,13 @@ def _fill(
     model.tie_weights()
     if layout is WeightLayout.ONEDNN:
         model.lm_head.prepack()
+
+
+def _laid_out(owner: nn.Module, attribute: str) -> PackedWeight | Fp8Weight | None:
+    """What a weight was traded for, where that takes rows as they come."""
+    if attribute == "weight" and isinstance(owner, Linear) and owner.fp8 is not None:
+        return owner.fp8
+    return owner.native if attribute == "weight" and isinstance(owner, (Linear, Embedding)) else None
 
 
 def _by_parameter(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
@@ -219,9 +229,9 @@ def _refill(
             progress("replacing weights", done / len(groups))
         owner_name, _, attribute = name.rpartition(".")
         owner = model.get_submodule(owner_name)
-        if attribute == "weight" and isinstance(owner, (Linear, Embedding)) and owner.native is not None:
+        if (laid_out := _laid_out(owner, attribute)) is not None:
             for part in group:
-                owner.native.pack_rows(_read(tensors, part).cpu(), part.start, mapped=mapped)
+                laid_out.pack_rows(_read(tensors, part), part.start, mapped=mapped)
             continue
         packed = owner.packed if attribute == "weight" and isinstance(owner, Linear) else None
         if packed is not None:
@@ -264,27 +274,25 @@ class _InMemory:
         return _STORED_AS.get(self._tensor.dtype, str(self._tensor.dtype))
 
 
-def _reserve(model: CausalLM, dtype: torch.dtype) -> dict[str, tuple[Linear, PackedWeight]]:
-    """Parameter name -> the linear layer it belongs to and room for its packed form, all in one piece of memory.
+def _reserve(model: CausalLM, dtype: torch.dtype) -> None:
+    """Give every linear layer room for its packed form, all in one piece of memory.
 
     One piece, because each begins on a huge page of its own: with one per layer the ends would add up.
     """
     by_weight = {id(module.weight): module for module in model.modules() if isinstance(module, Linear)}
-    linears = {name: by_weight[id(value)] for name, value in model.named_parameters() if id(value) in by_weight}
-    sizes = {
-        name: packed_bytes(linear.out_features, linear.in_features, dtype, interleaved=linear.interleaved)
-        for name, linear in linears.items()
-    }
-    memory = Memory(sum(sizes.values()))
-    reserved, offset = {}, 0
-    for name, linear in linears.items():
-        part = memory.part(offset, sizes[name])
+    linears = [by_weight[id(value)] for value in model.parameters() if id(value) in by_weight]
+    sizes = [packed_bytes(one.out_features, one.in_features, dtype, interleaved=one.interleaved) for one in linears]
+    memory, offset = Memory(sum(sizes)), 0
+    for linear, size in zip(linears, sizes, strict=True):
+        part = memory.part(offset, size)
         packed = PackedWeight(
             linear.out_features, linear.in_features, dtype, interleaved=linear.interleaved, memory=part
         )
-        reserved[name] = linear, packed
-        offset += sizes[name]
-    return reserved
+        linear.take_native(packed)
+        offset += size
+    if model.config.tie_word_embeddings:
+        embedding = model.model.embed_tokens
+        embedding.native, embedding.weight = model.lm_head.native, None
 
 
 def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor:

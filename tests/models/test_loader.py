@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from chairlift.errors import ConfigError, InvariantError, ModelLoadError
 from chairlift.kernels.cpu.packing import PackedWeight
+from chairlift.kernels.fp8 import quantize
 from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.hf_config import SUPPORTED_MODEL_TYPES, parse_config
 from chairlift.models.layers.linear import Linear
@@ -135,6 +136,37 @@ def test_native_layout_holds_the_same_weights(family: str, tied: bool, dtype: st
         assert kept.keys() == rest.keys()
         assert all(torch.equal(kept[name], value) for name, value in rest.items())
         assert native.model.embed_tokens.native is (native.lm_head.native if tied else None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_fp8_layout_rounds_the_layers_and_nothing_else(family: str, tied: bool, tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=tied, intermediate_size=72)
+    plain = load(model_dir, dtype="bfloat16", layout=WeightLayout.PLAIN)
+    fp8 = load(model_dir, dtype="bfloat16", layout=WeightLayout.FP8)
+    exact = load(model_dir, dtype="float32", layout=WeightLayout.PLAIN)  # rounded once, not by way of bfloat16
+    names = [name for name, module in plain.named_modules() if isinstance(module, Linear) and name != "lm_head"]
+    assert len(names) == 4 * 3
+    for name in names:
+        values, scales = quantize(exact.get_submodule(name).weight)
+        weight = fp8.get_submodule(name).fp8
+        assert torch.equal(weight.values.float(), values.float()) and torch.equal(weight.scales, scales)
+    kept, rest = dict(fp8.named_parameters()), dict(plain.named_parameters())
+    assert kept.keys() == rest.keys() - {f"{name}.weight" for name in names}
+    assert all(torch.equal(value, rest[name]) for name, value in kept.items())
+    assert (fp8.lm_head.weight is fp8.model.embed_tokens.weight) == tied
+    with pytest.raises(ConfigError, match=r"layout=WeightLayout\.PLAIN"):
+        hf_state_dict(fp8)
+
+
+def test_a_layer_in_fp8_computes_wherever_python_runs_it(model_dir: Path) -> None:
+    rounded = load(model_dir, layout=WeightLayout.PLAIN)
+    for module in rounded.modules():
+        if isinstance(module, Linear) and module is not rounded.lm_head:
+            values, scales = quantize(module.weight)
+            module.weight.data = values.float() * scales[:, None]
+    ours = packed_logits(load(model_dir, layout=WeightLayout.FP8), [[1, 2, 3]])
+    torch.testing.assert_close(ours, packed_logits(rounded, [[1, 2, 3]]))
 
 
 @needs_kernels

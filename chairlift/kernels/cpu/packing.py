@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chairlift.kernels.cpu.library import Memory, default_threads, load, require
 
-__all__ = ["NATIVE_DTYPES", "PANEL", "PackedWeight", "copy_rows", "packed_bytes"]
+__all__ = ["NATIVE_DTYPES", "PANEL", "PackedWeight", "by_slices", "copy_rows", "packed_bytes"]
 
 NATIVE_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes of the C++ kernels, with their ``cl_dtype``."""
@@ -76,7 +76,7 @@ class PackedWeight:
         self._packed = self.memory.tensor(dtype, (self.panels, _rounded(in_features) // pair, PANEL, pair))
 
     def pack_rows(self, source: Tensor, first_row: int = 0, *, mapped: bool = False) -> None:
-        """Put ``source`` [rows, in], of any float dtype, into place as outputs ``first_row`` and following.
+        """Put ``source`` [rows, in], of any float dtype and device, into place as outputs ``first_row`` and following.
 
         ``mapped`` says that the source lies in a file mapping that nobody has written to: its pages are let go of as
         they are read. Raises ValueError when the source does not fit.
@@ -121,19 +121,19 @@ class PackedWeight:
         library, dtype = require(), NATIVE_DTYPES[self.dtype]
 
         def pack(start: int, rows: Tensor) -> None:
-            values = rows.to(self.dtype).contiguous()
+            values = rows.to("cpu", self.dtype).contiguous()
             where = (first_row + start, len(values), first_panel, panel_step)
             library.cl_pack(self.memory.address, dtype, self.k, *where, values.data_ptr(), self.k)
 
-        _by_slices(source, pack, mapped=mapped, first_row=first_row)
+        by_slices(source, pack, mapped=mapped, first_row=first_row)
 
 
 def copy_rows(target: Tensor, source: Tensor) -> None:
     """``target.copy_(source)`` from an unwritten file mapping, letting go of the source's pages as they are read."""
-    _by_slices(source, lambda start, rows: target[start : start + len(rows)].copy_(rows), mapped=True)
+    by_slices(source, lambda start, rows: target[start : start + len(rows)].copy_(rows), mapped=True)
 
 
-def _by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped: bool, first_row: int = 0) -> None:
+def by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped: bool, first_row: int = 0) -> None:
     """Call ``work(start, rows)`` on slices of few megabytes, on several threads; release a mapped one's pages behind.
 
     ``first_row`` is the place of the first row in a packed weight: no two slices meet in one panel.

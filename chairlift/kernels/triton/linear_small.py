@@ -3,7 +3,7 @@
 
 The weight streams through tiles of x, of 16 rows as a rule; where the outputs are too few to occupy the GPU, several
 programs share the sum over the inputs, and a second launch adds their float32 parts, first to last (split-K without
-atomics).
+atomics). A weight in fp8 is half the bytes to read; its numbers are exact in x's dtype, and its scales come last.
 
 **Determinism.** Tile sizes and splits are those of one launch, however many rows there are. So a row's bits do not
 depend on the other rows or on their number. A product by another kernel (cuBLAS) has its own bits.
@@ -24,9 +24,9 @@ __all__ = ["linear_small"]
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
-    out_ptr: tl.tensor, x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, num_rows: tl.tensor,
-    num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    out_ptr: tl.tensor, x_ptr: tl.tensor, weight_ptr: tl.tensor, scale_ptr: tl.tensor, bias_ptr: tl.tensor,
+    num_rows: tl.tensor, num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (tile of rows, tile of outputs, split): tiles of rows first, so that they find the weight in the L2."""
     split = tl.program_id(2)
@@ -42,7 +42,9 @@ def _product(
         inside = (k < num_in)[None, :]
         x = tl.load(x_rows + k[None, :], mask=(m < num_rows)[:, None] & inside, other=0.0)
         weight = tl.load(weight_rows + k[None, :], mask=(n < num_out)[:, None] & inside, other=0.0)
-        sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+        sums = tl.dot(x, tl.trans(weight.to(x.dtype)), sums, input_precision="ieee")
+    if scale_ptr is not None:
+        sums *= tl.load(scale_ptr + n, mask=n < num_out, other=0.0)[None, :]
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + n, mask=n < num_out, other=0.0).to(tl.float32)[None, :]
     place = (split * num_rows + m).to(tl.int64)[:, None] * num_out + n[None, :]
@@ -65,14 +67,17 @@ def _add_splits(
     tl.store(out_ptr + row * num_out + n, total.to(out_ptr.dtype.element_ty), mask=n < num_out)
 
 
-def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: GemmLaunch) -> Tensor:
+def linear_small(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: GemmLaunch, scales: Tensor | None = None
+) -> Tensor:
     """``x @ weight.T + bias``, right for any number of rows, and fast for at most 32.
 
     Args:
         x: [M, K], rows contiguous.
-        weight: [N, K], contiguous, of x's dtype: float32, float16 or bfloat16. Summed in float32.
+        weight: [N, K], contiguous, of x's dtype (float32, float16 or bfloat16), or in fp8. Summed in float32.
         bias: [N] or None; added in float32 before the one rounding.
         launch: from :func:`~chairlift.kernels.triton.launch.gemm_launch`.
+        scales: float32 [N], what the rows of a weight in fp8 are multiplied by.
 
     Returns:
         [M, N] in x's dtype.
@@ -90,7 +95,7 @@ def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: Gemm
     if splits > 1:
         parts = torch.empty((splits, num_rows, num_out), dtype=torch.float32, device=x.device)
     _product[(-(-num_rows // launch.block_m), -(-num_out // launch.block_n), splits)](
-        parts, x, weight, None if splits > 1 else bias, num_rows, num_out, num_in, x.stride(0),
+        parts, x, weight, scales, None if splits > 1 else bias, num_rows, num_out, num_in, x.stride(0),
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, NUM_SPLITS=splits,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """A recorded model run by the Triton kernels: the same nodes that the CPU's step programs are made of, few launches.
 
 A layer is: QKV product | norm, rotation and KV write | attention | output product | addition and norm | gate-up product
-| SwiGLU | down product | addition and norm. Products of few rows stream the weight, larger ones are cuBLAS's. What a
-model computes in a function given to ``ops.call_out`` runs as it is, so it must not wait for the device.
+| SwiGLU | down product | addition and norm. Products of few rows stream the weight, larger ones are the
+library's, which takes activations in fp8 where the weight is. What a model computes in a function given to
+``ops.call_out`` runs as it is, so it must not wait for the device.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from torch import Tensor
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.kernels import recording as r
 from chairlift.kernels import reference
+from chairlift.kernels.fp8 import Fp8Weight, fp8_linear
 from chairlift.kernels.triton.launch import AttentionLaunch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.paged_attention import paged_attention
 from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
+from chairlift.kernels.triton.scaled import scaled_linear
 
 __all__ = ["SMALL_ROWS", "PagedKV", "StepTensors", "TritonProgram"]
 
@@ -183,16 +186,24 @@ class TritonProgram:
 
     def _call(self, function: Any, given: list[Tensor], inputs: Sequence[r.Value]) -> Tensor:
         if _is_linear(function):
-            weight, bias = function.keywords["weight"], function.keywords["bias"]
-            if self._batch_invariant or len(given[0]) <= SMALL_ROWS:
-                num_out, num_in = weight.shape
-                launch = gemm_launch(num_out, num_in, self._multiprocessors, any_rows=self._batch_invariant)
-                return linear_small(given[0], weight, bias, launch=launch)
-            return reference.linear(given[0], weight, bias)
+            return self._linear(given[0], **function.keywords)
         # Functions of token ids and positions were promised int64.
         out: Tensor = function(*(x if v.role == "rows" else x.long() for x, v in zip(given, inputs, strict=True)))
         return out
 
+    def _linear(self, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None) -> Tensor:
+        any_rows = self._batch_invariant
+        if not any_rows and len(x) > SMALL_ROWS:
+            if isinstance(weight, Tensor):
+                return reference.linear(x, weight, bias)
+            if not any(size % 16 for size in weight.values.shape):  # the library takes no others
+                return scaled_linear(x, weight, bias)
+            any_rows = True
+        values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+        num_out, num_in = values.shape
+        launch = gemm_launch(num_out, num_in, self._multiprocessors, any_rows=any_rows)
+        return linear_small(x, values, bias, launch=launch, scales=scales)
+
 
 def _is_linear(function: Any) -> bool:
-    return isinstance(function, functools.partial) and function.func is reference.linear
+    return isinstance(function, functools.partial) and function.func in (reference.linear, fp8_linear)

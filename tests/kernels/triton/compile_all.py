@@ -29,12 +29,14 @@ from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.paged_attention import paged_attention
 from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
 from chairlift.kernels.triton.sampling import kept_ids, sample
+from chairlift.kernels.triton.scaled import quantize_rows
 
 TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -118,6 +120,16 @@ def attention(
     )
 
 
+def in_fp8() -> None:
+    for width in (896, 4864):
+        quantize_rows(torch.empty((3, width), dtype=torch.bfloat16))
+    for out, bias in ((896, None), (128 * 132 * 3, torch.empty(128 * 132 * 3, dtype=torch.bfloat16))):
+        weight, scales = torch.empty((out, 896), dtype=torch.float8_e4m3fn), torch.empty(out)
+        for any_rows in (False, True):
+            launch = gemm_launch(out, 896, 132, any_rows=any_rows)
+            linear_small(torch.empty((3, 896), dtype=torch.bfloat16), weight, bias, launch=launch, scales=scales)
+
+
 def everything() -> None:
     for decode in (True, False):
         for few in (True, False):
@@ -160,3 +172,5 @@ if __name__ == "__main__":
     compiler = Compiler(int(sys.argv[1]))
     JITFunction.run = lambda self, *args, **options: compiler(self, *args, **options)
     everything()
+    if compiler.target.arch >= 89:  # those that know fp8
+        in_fp8()

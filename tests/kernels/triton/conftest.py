@@ -17,17 +17,18 @@ import pytest
 import torch
 
 ON_GPU = torch.cuda.is_available()
-KERNELS = ("decode_state", "linear_small", "norms", "paged_attention", "rope_cache", "sampling")
+KERNELS = ("decode_state", "linear_small", "norms", "paged_attention", "rope_cache", "sampling", "scaled")
 LIBRARY = ("triton.language", "triton.language.core", "triton.language.standard", "triton.language.random")
 
 try:
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             patch.setenv("TRITON_INTERPRET", "1")
+        import triton.language
         from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
         from triton.runtime.jit import JITFunction
 
-        PLAIN_CAST = InterpreterBuilder.cast_impl
+        PLAIN_CAST, PLAIN_CONVERT = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
         for name in KERNELS:
             importlib.import_module(f"chairlift.kernels.triton.{name}")
         importlib.import_module("tests.kernels.triton.probes")
@@ -61,6 +62,18 @@ def cast(self: Any, source: Any, target: Any) -> Any:
     return PLAIN_CAST(self, source, target)
 
 
+def convert(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """The same to and from fp8, which the interpreter rounds wrongly, and of which it does not know NaN."""
+    old, new = source.dtype.scalar, target.scalar
+    if old.is_fp32() and new.is_fp8e4nv():
+        rounded = torch.from_numpy(np.array(source.data)).to(torch.float8_e4m3fn)
+        return TensorHandle(rounded.view(torch.uint8).numpy(), new)
+    if old.is_fp8e4nv():
+        wide = torch.from_numpy(np.array(source.data)).view(torch.float8_e4m3fn).float()
+        return self.cast_impl(TensorHandle(wide.numpy(), triton.language.float32), target)
+    return PLAIN_CONVERT(self, source, target, rounding)
+
+
 def dot(self: Any, a: Any, b: Any, c: Any, *how: Any) -> Any:
     """A product that is right for bfloat16 too, and whose rows do not depend on their place in the tile.
 
@@ -82,6 +95,7 @@ def interpreter() -> Iterator[None]:
                         patch.setattr(library, name, InterpretedFunction(value.fn))
             patch.setattr(InterpreterBuilder, "create_dot", dot)
             patch.setattr(InterpreterBuilder, "cast_impl", cast)
+            patch.setattr(InterpreterBuilder, "create_fp_to_fp", convert)
             importlib.import_module("triton.experimental.gluon")  # or Triton does, at the first launch
         yield
 

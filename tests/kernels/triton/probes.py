@@ -10,8 +10,11 @@ from torch import Tensor
 
 from chairlift.kernels.triton.sampling import _rough_noise, _words
 
-__all__ = ["TOLERANCE", "normal", "random_words", "rough_noise", "seeds"]
+__all__ = ["TOLERANCE", "needs_fp8", "normal", "random_words", "rough_noise", "seeds"]
 
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU does not know fp8"
+)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 

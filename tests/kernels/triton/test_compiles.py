@@ -26,7 +26,8 @@ def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=900, env=compiled)
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [line for line in run.stdout.splitlines() if " registers, " in line]
-    assert {line.split(": ")[1].split(" ")[0] for line in lines} == NAMES
+    in_fp8 = {"_quantize_rows"} if capability >= 89 else set()
+    assert {line.split(": ")[1].split(" ")[0] for line in lines} == NAMES | in_fp8
     # A launch that asks for more fails when it is first needed.
     assert [line for line in lines if int(line.split(" B shared")[0].split(", ")[-1]) > SHARED[capability] << 10] == []
     # The next keys, or weights, must be on their way while a tile of them is computed.

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from chairlift.errors import InvariantError
+from chairlift.kernels.fp8 import quantize
 from chairlift.kernels.triton.launch import GemmLaunch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
-from tests.kernels.triton.probes import TOLERANCE, normal, seeds
+from tests.kernels.triton.probes import TOLERANCE, needs_fp8, normal, seeds
 from tests.sweep import sweep
 
 
@@ -29,6 +30,30 @@ def test_it_equals_its_definition(request: pytest.FixtureRequest, count: int, de
         # Summed in float32 and rounded once, so half a unit of the dtype's last place, and little more.
         bound = torch.finfo(dtype).eps
         torch.testing.assert_close(ours.double(), truth, rtol=bound, atol=1e-5)
+
+    sweep(request, count, check)
+
+
+@needs_fp8
+@pytest.mark.parametrize("count", seeds(8))
+def test_a_weight_in_fp8_is_what_it_stands_for(
+    request: pytest.FixtureRequest, count: int, device: torch.device
+) -> None:
+    """Nothing but the sum is rounded. Each output has a scale of its own, far from its neighbours'."""
+
+    def check(seed: int) -> None:
+        draw = random.Random(seed)
+        dtype, num_in, num_out = draw.choice(list(TOLERANCE)), draw.choice([1, 16, 50, 96]), draw.choice([1, 16, 41])
+        launch = GemmLaunch(draw.choice([16, 64]), *draw.choices([16, 32], k=2), draw.choice([1, 2, 3, 7]), 4, 2)
+        x = normal(draw.choice([1, 3, 16, 17, 32]), num_in + 8, dtype=dtype, seed=seed, device=device)[:, :num_in]
+        rows = normal(num_out, num_in, dtype=torch.float32, seed=seed + 1, device=device)
+        values, scales = quantize(rows * 2.0 ** torch.arange(num_out, device=device).sub(20).mul(0.2)[:, None])
+        bias = normal(num_out, dtype=dtype, seed=seed + 2, device=device) if draw.random() < 0.5 else None
+        truth = x.double() @ (values.double() * scales.double()[:, None]).T
+        truth += 0 if bias is None else bias.double()
+        ours = linear_small(x, values, bias, launch=launch, scales=scales)
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
     sweep(request, count, check)
 

@@ -1,0 +1,54 @@
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+"""A linear layer with a weight in fp8 for many rows: they are rounded to fp8 too, each with a scale of its own, as few
+rows are not (:mod:`~chairlift.kernels.triton.linear_small`), and the library multiplies 8 bits in the tensor cores."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.kernels import fp8
+from chairlift.kernels.triton.launch import elementwise_warps, power_of_2
+
+__all__ = ["quantize_rows", "scaled_linear"]
+
+
+@triton.jit
+def _quantize_rows(
+    values_ptr: tl.tensor, scales_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, WIDTH: tl.constexpr,
+    PAD: tl.constexpr, LARGEST: tl.constexpr, LEAST_SCALE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PAD)
+    x = tl.load(x_ptr + row * x_stride + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=0), LARGEST), LEAST_SCALE)
+    tl.store(scales_ptr + row, scale)
+    tl.store(values_ptr + row * WIDTH + i, tl.div_rn(x, scale).to(tl.float8e4nv), mask=i < WIDTH)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`~chairlift.kernels.fp8.quantize` of x [T, K], rows contiguous, in one launch."""
+    num_rows, width = x.shape
+    values = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    if num_rows:
+        _quantize_rows[(num_rows,)](
+            values, scales, x, x.stride(0), WIDTH=width, PAD=power_of_2(width), LARGEST=fp8.FP8_LARGEST,
+            LEAST_SCALE=fp8.FP8_LEAST_SCALE, num_warps=elementwise_warps(width),
+        )  # fmt: skip
+    return values, scales
+
+
+def scaled_linear(x: Tensor, weight: fp8.Fp8Weight, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` with x rounded to fp8 row by row, for a weight whose sizes are multiples of 16.
+
+    On a GPU x is bfloat16, the only dtype of the library's products. On the CPU PyTorch rounds the rows, for Triton's
+    interpreter does it wrongly.
+    """
+    values, scales = quantize_rows(x) if x.is_cuda else fp8.quantize(x)
+    return torch._scaled_mm(
+        values, weight.values.t(), scale_a=scales[:, None], scale_b=weight.scales[None], bias=bias, out_dtype=x.dtype
+    )
