@@ -43,12 +43,14 @@ _PREEMPTION_MODES = ("auto", "recompute", "swap", "none")
 _PREFILL_MODES = ("mixed", "prefill_first", "decode_first", "separate", "auto")
 _KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton")
 _CUDA_GRAPHS = ("lazy", "start", "off")
+_QUANTIZATIONS = ("fp8",)
 _METRICS_PREFIXES = ("chairlift", "vllm")
 _LOG_FORMATS = ("text", "json")
 _CHOICES = {
     "dtype": _DTYPES,
     "kernels": _KERNELS,
     "cuda_graphs": _CUDA_GRAPHS,
+    "quantization": _QUANTIZATIONS,
     "batching": _BATCHING,
     "late_requests": _LATE,
     "governor": _GOVERNORS,
@@ -73,6 +75,9 @@ class ModelConfig:
     """Take and return token ids only."""
     dtype: str = "auto"
     """auto (what the model says), float32, bfloat16 or float16; for weights, activations and KV cache."""
+    quantization: str | None = None
+    """fp8: weights of the layers in 8 bits, rounded as they are loaded, on a GPU of compute capability 8.9 or higher.
+    None: in dtype."""
     device: str = "cpu"
     """cpu or cuda (cuda:0, ...)."""
     threads: int | None = None
@@ -198,6 +203,8 @@ class EngineConfig:
         _one_of("dtype", model.dtype, _DTYPES)
         _one_of("kernels", model.kernels, _KERNELS)
         _one_of("cuda_graphs", model.cuda_graphs, _CUDA_GRAPHS)
+        if model.quantization is not None:
+            _one_of("quantization", model.quantization, _QUANTIZATIONS)
         _one_of("batching", scheduler.batching, _BATCHING)
         for name in ("late_requests", "preemption_mode", "prefill_mode", "governor"):
             _one_of(name, getattr(scheduler, name), _CHOICES[name])

@@ -52,7 +52,8 @@ class LoadedExecutor:
         """What others may know; ``capacity_tokens`` is the engine's, which knows how long a window holds its blocks."""
         groups, size = self.executor.cache_groups, self.executor.block_size
         native = self.kernels not in ("torch", "triton", "hashlm")
-        invariant = ("batch_invariant",) if self.kernels == "triton" and config.model.batch_invariant else ()
+        how = ["batch_invariant"] if self.kernels == "triton" and config.model.batch_invariant else []
+        how += [config.model.quantization] if config.model.quantization else []
         return EngineInfo(
             model=config.model.model,
             model_dir=self.model_dir,
@@ -66,6 +67,7 @@ class LoadedExecutor:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             dtype=self.dtype,
+            quantization=config.model.quantization,
             device=self.device,
             kernels=self.kernels,
             threads=self.threads,
@@ -73,7 +75,7 @@ class LoadedExecutor:
             memory_plan=self.memory_plan,
             held=config.scheduler.batching == "static",
             deterministic=native or self.kernels == "hashlm" or config.model.batch_invariant,
-            fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *invariant),
+            fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
         )
 
@@ -95,6 +97,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
     delay = parse_hashlm(config.model.model)
     if delay is not None:
+        if config.model.quantization is not None:
+            raise ConfigError("quantization is 'fp8', but HashLM has no weights; leave quantization out")
         return _load_hashlm(config, delay)
     # These import torch, which takes most of a second: only now is it needed.
     from chairlift.executor.kv_tensors import plan_kv_cache
@@ -111,7 +115,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     device = find_device(config.model.device)
     dtype = resolve_dtype(network, config.model.dtype)
     kernels = choose_kernels(config, network, dtype, device)
-    layout = {"torch": WeightLayout.ONEDNN, "triton": WeightLayout.PLAIN}.get(kernels, WeightLayout.NATIVE)
+    device_layout = WeightLayout.PLAIN if config.model.quantization is None else WeightLayout.FP8
+    layout = {"torch": WeightLayout.ONEDNN, "triton": device_layout}.get(kernels, WeightLayout.NATIVE)
     model = load_model(model_dir, network, dtype, device, progress, layout=layout)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(

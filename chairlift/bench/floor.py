@@ -34,31 +34,43 @@ class ModelCost:
     head_params: int
     """Weights that only tokens that are sampled from pass: those behind the last layer's keys and values."""
     itemsize: int
-    """Bytes of a weight, and of an element of K and V."""
+    """Bytes of a weight, and of an element of K and V; but for what fp8 saves."""
     kv_bytes: tuple[tuple[int | None, int], ...]
     """(window, bytes per token) of the layers together that see so many tokens; None sees all."""
+    body_saved: int = 0
+    """Bytes that fp8 saves of the weights that every token passes."""
+    head_saved: int = 0
+    """The same of the others."""
 
     @classmethod
-    def of(cls, network: ModelConfig, dtype: torch.dtype) -> ModelCost:
-        """The cost of a network whose weights, activations and KV cache are all of ``dtype``."""
+    def of(cls, network: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> ModelCost:
+        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers in fp8."""
         hidden, inner, dim = network.hidden_size, network.intermediate_size, network.head_dim
         q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
         layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + 3 * hidden * inner + 2 * hidden
         layer += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + 2 * dim * network.qk_norm
         layer += (2 * inner + hidden) * network.mlp_bias
         tail = layer - 2 * kv_width * (hidden + network.qkv_bias) - dim * network.qk_norm  # the final norm included
+        saved = tail_saved = 0
+        if quantization is not None:  # one byte is left of a weight, and an output has a scale of four
+            each = dtype.itemsize - 1
+            saved = each * (2 * hidden * (q_width + kv_width) + 3 * hidden * inner)
+            saved -= 4 * (q_width + 2 * kv_width + 2 * hidden + 2 * inner)
+            tail_saved = saved - 2 * kv_width * (each * hidden - 4)
         windows = collections.Counter(network.layer_windows)
         return cls(
             body_params=layer * network.num_hidden_layers + hidden - tail,
             head_params=hidden * network.vocab_size + tail,
             itemsize=dtype.itemsize,
             kv_bytes=tuple((window, 2 * kv_width * dtype.itemsize * layers) for window, layers in windows.items()),
+            body_saved=saved * network.num_hidden_layers - tail_saved,
+            head_saved=tail_saved,
         )
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, which a step that samples reads."""
-        return (self.body_params + self.head_params) * self.itemsize
+        return (self.body_params + self.head_params) * self.itemsize - self.body_saved - self.head_saved
 
     def kv_read(self, context: int) -> int:
         """Bytes of K and V that one token at the end of ``context`` tokens reads."""
@@ -129,8 +141,9 @@ def _walk(lengths: Sequence[tuple[int, int]], cost: ModelCost, roof: Roof, max_n
                 sampled += 1
                 decoding.append(prefilling.popleft())
         weights = cost.body_params + (cost.head_params if sampled else 0)
+        saved = cost.body_saved + (cost.head_saved if sampled else 0)
         operations = 2 * (tokens * cost.body_params + sampled * cost.head_params)
-        seconds += roof.seconds(weights * cost.itemsize, operations) + kv_bytes / roof.bandwidth
+        seconds += roof.seconds(weights * cost.itemsize - saved, operations) + kv_bytes / roof.bandwidth
         steps += 1
         decoding = [sequence for sequence in decoding if sequence.output > 0]
     return Floor(seconds, steps, budget)

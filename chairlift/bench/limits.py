@@ -131,7 +131,7 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
 
 def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Limits:
     """What a device reaches by its own libraries: bytes that a copy within its memory reads and writes, and products of
-    square matrices in ``dtype``.
+    square matrices in ``dtype``; of fp8, with a scale for each row, in bfloat16.
 
     ``quick`` takes small copies and matrices. Raises torch.OutOfMemoryError where less than a gigabyte is free.
     """
@@ -140,11 +140,13 @@ def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = Fa
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     square = torch.randn(size, size, device=device).to(dtype)
-    product = torch.empty_like(square)
     copied = _rate(lambda: 2 * nbytes / _seconds(lambda: target.copy_(source), device, repeats), trials)
-    multiply = partial(torch.mm, square, square, out=product)
+    multiply: Callable[[], object] = partial(torch.mm, square, square, out=torch.empty_like(square))
+    if dtype == torch.float8_e4m3fn:
+        ones = torch.ones(size, 1, device=device)
+        multiply = partial(torch._scaled_mm, square, square.t(), ones, ones.t(), out_dtype=torch.bfloat16)
     multiplied = _rate(lambda: 2 * size**3 / _seconds(multiply, device, repeats), trials)
-    name = {torch.bfloat16: "bf16", torch.float16: "f16"}.get(dtype, "f32")
+    name = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "fp8"}.get(dtype, "f32")
     return Limits(nbytes, {1: copied}, (Peak(GPU, name, 1, multiplied),), "memory read and written by a copy")
 
 

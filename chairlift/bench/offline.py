@@ -79,6 +79,8 @@ class NativePath:
     """Empty with an isa."""
     triton: bool = False
     """Whether the Triton kernels do."""
+    quantization: str | None = None
+    """Of the layers' weights."""
 
     @property
     def kernels(self) -> str:
@@ -89,7 +91,7 @@ class NativePath:
         """In a few words."""
         name = str(self.dtype).removeprefix("torch.")
         if self.triton:
-            return f"triton in {name}"
+            return f"triton in {name}" + (f" with {self.quantization} weights" if self.quantization else "")
         if self.isa is None:
             return f"PyTorch in {name}: {self.reason}"
         return f"{self.isa} in {name}, {self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -155,7 +157,8 @@ def native_path(llm: LLM, network: ModelConfig) -> NativePath:
         return NativePath(None, dtype, threads, "kernels is 'torch'")
     if device.type != "cpu" or config.model.kernels == "triton":
         reason = why_not_triton(network, dtype, device)
-        return NativePath(None, dtype, threads, reason or "the Triton kernels do", triton=not reason)
+        why, quantization = reason or "the Triton kernels do", config.model.quantization
+        return NativePath(None, dtype, threads, why, triton=not reason, quantization=quantization)
     reason = why_not_native(network, dtype, device, config.cache.block_size)
     isa = None if reason else choose_isa(config, network, dtype, device)
     return NativePath(isa, dtype, threads, reason)
@@ -168,7 +171,8 @@ def limits_of(llm: LLM, path: NativePath, machine: Machine) -> Limits:
     device = torch.device(llm.config.model.device)
     if path.isa is None and not (path.triton and device.type == "cuda"):
         raise ConfigError(f"the floor is that of compiled kernels, and they do not run this model: {path.reason}")
-    return measure_limits(machine, path.threads) if path.isa else measure_device(device, path.dtype)
+    dtype = path.dtype if path.quantization is None else torch.float8_e4m3fn
+    return measure_limits(machine, path.threads) if path.isa else measure_device(device, dtype)
 
 
 def floor_of(requests: Requests, llm: LLM, network: ModelConfig, path: NativePath, limits: Limits) -> Floor:
@@ -176,7 +180,7 @@ def floor_of(requests: Requests, llm: LLM, network: ModelConfig, path: NativePat
     roof = limits.roof(path.isa, path.dtype, path.threads) if path.isa else limits.roof(GPU, path.dtype, 1)
     return workload_floor(
         [(len(prompt), count) for prompt, count in requests],
-        ModelCost.of(network, path.dtype),
+        ModelCost.of(network, path.dtype, path.quantization),
         roof,
         max_num_seqs=llm.config.scheduler.max_num_seqs,
         budgets=BUDGETS if path.isa else GPU_BUDGETS,

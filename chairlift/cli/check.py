@@ -27,8 +27,9 @@ The test: each of a few prompts must get the same greedy tokens alone and in a b
 
 _PROMPTS: Final = ("The", "What is continuous batching?", "1, 2, 3, 4,", "Once upon a time there was a chairlift that")
 _NUM_TOKENS: Final = 8
-_TIES: Final = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
-"""Log-probabilities closer than this may change places with the batch: rounding depends on its shape."""
+_TIES: Final = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1, "fp8": 1.0}
+"""Log-probabilities closer than this may change places with the batch: rounding depends on its shape, and with fp8
+weights activations are rounded to fp8 where there are many rows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +65,10 @@ def _tell(label: str, value: str) -> None:
 
 
 def _describe(llm: LLM, network: ModelConfig) -> str:
-    """Print what the model is and what fits; returns the name of its dtype."""
+    """Print what the model is and what fits; returns the name of the dtype that rounds most."""
     import torch
 
+    from chairlift.bench.floor import ModelCost
     from chairlift.bench.offline import native_path
     from chairlift.loading import device_name
     from chairlift.models.loader import resolve_dtype
@@ -87,14 +89,18 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     _tell(
         "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
     )
-    _tell("parameters", f"{parameters:,} in {name} ({parameters * dtype.itemsize / 2**20:,.0f} MiB)")
+    quantization = llm.config.model.quantization
+    cost = ModelCost.of(network, dtype, quantization)
+    nbytes = parameters * dtype.itemsize - cost.body_saved - cost.head_saved
+    kind = f"{name}, those of the layers in {quantization}" if quantization else name
+    _tell("parameters", f"{parameters:,} in {kind} ({nbytes / 2**20:,.0f} MiB)")
     _tell("device", device_name(torch.device(llm.config.model.device)))
     _tell("kernels", native_path(llm, network).describe())
     _tell("context", f"{llm.max_model_len:,} tokens")
     _tell("chat template", template)
     _tell("KV per token", f"{kv_bytes:,} bytes")
     _tell("memory", llm.memory_plan)
-    return name
+    return quantization or name
 
 
 def _self_test(llm: LLM, vocab_size: int, tie: float) -> str:

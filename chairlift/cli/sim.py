@@ -48,6 +48,7 @@ _NOT_SIMULATED: Final = {
     "tokenizer",
     "skip_tokenizer_init",
     "dtype",
+    "quantization",
     "device",
     "threads",
     "kernels",

@@ -46,6 +46,8 @@ class EngineInfo:
     """Whether an answer's bits are independent of the batch."""
     fingerprint: str
     """``fp_`` and ten hexadecimal digits of model, precision, kernels and version."""
+    quantization: str | None = None
+    """Of the layers' weights."""
     block_bytes: int = 0
     """Bytes of a block, K and V of all layers in its cache group (their mean, where groups differ); 0 if unknown."""
     graphs: str = ""

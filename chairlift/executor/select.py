@@ -21,12 +21,14 @@ from chairlift.kernels.triton.launch import MOST_GROUP
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig
 
-__all__ = ["choose_isa", "choose_kernels", "make_runner", "why_not_native", "why_not_triton"]
+__all__ = ["choose_isa", "choose_kernels", "make_runner", "why_not_fp8", "why_not_native", "why_not_triton"]
 
 _log = logging.getLogger(__name__)
 
 _LEAST_CAPABILITY = (8, 0)
 """Of a GPU (Ampere): asynchronous copies, and bfloat16 in the tensor cores."""
+_LEAST_FP8_CAPABILITY = (8, 9)
+"""Ada: products of fp8, and conversions."""
 
 
 def why_not_native(network: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> str:
@@ -81,6 +83,22 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
     return ""
 
 
+def why_not_fp8(kernels: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Why ``kernels`` cannot run a model with weights in fp8, and what to do about it; empty when they can.
+
+    Products in fp8 come in bfloat16 alone; in Triton's interpreter, which knows float32 alone, they are PyTorch's.
+    """
+    if kernels != "triton":
+        who = "PyTorch's kernels" if kernels == "torch" else f"the CPU's {kernels} kernels"
+        return f"{who} would run this model, and Triton's alone know it; use device='cuda' and kernels='triton'"
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"it needs a GPU of compute capability 8.9 or higher, and {name} has {found[0]}.{found[1]}; use another"
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        return f"dtype is {str(dtype).removeprefix('torch.')}; use dtype='bfloat16'"
+    return ""
+
+
 def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Who will run the model: ``triton``, ``torch``, or an instruction-set path of the native kernels.
 
@@ -98,6 +116,9 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
         raise ConfigError(
             "batch_invariant is on, but PyTorch would run this model, and promises no equal bits; leave it off"
         )
+    quantization = config.model.quantization
+    if quantization is not None and (reason := why_not_fp8(chosen, dtype, device)):
+        raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
     return chosen
 
 

@@ -242,9 +242,10 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
         f'{{"model": "{state.model_names[0]}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     )
     graphs = f", CUDA graphs: {info.graphs}" if info.graphs else ""
+    numbers = info.dtype if info.quantization is None else f"{info.dtype} with {info.quantization} weights"
     lines = (
         ("model", f"{', '.join(state.model_names)}, up to {info.max_model_len:,} tokens per request"),
-        ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {info.dtype}{graphs}"),
+        ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {numbers}{graphs}"),
         ("capacity", f"{room} ({info.pool_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
         ("step", f"up to {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens"),
         ("queue", f"up to {engine.intake.max_requests:,} requests and {engine.intake.max_tokens:,} prompt tokens"),

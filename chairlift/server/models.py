@@ -38,6 +38,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     parent: str | None = None
     max_model_len: int | None = None
     """Prompt and answer together, in tokens; null while the model loads."""
+    quantization: str | None = None
+    """fp8: the layers' weights have 8 bits; null: they are in the dtype."""
     deterministic: bool | None = None
     determinism: str | None = None
     """What is promised, in words."""
@@ -71,6 +73,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
     info = state.engine.info
     if info is not None:
         card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
+        card.quantization = info.quantization
         card.determinism = _BITS if info.deterministic else _NOISE
     return card
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -47,7 +48,20 @@ def test_every_weight_is_counted_once(name: str) -> None:
     queries = sum(w[:q_width].numel() for name, w in weights.items() if name.startswith(last + "self_attn.qkv_proj"))
     assert cost.head_params == sampled + queries
     assert cost.weight_bytes == 2 * (cost.body_params + cost.head_params)
+    small = ModelCost.of(config, torch.bfloat16, "fp8")
+    fp8 = {name: w for name, w in weights.items() if name.endswith("proj.weight")}
+    saved = {name: w.numel() - 4 * len(w) for name, w in fp8.items()}  # a scale of four bytes for each output
+    assert cost.weight_bytes - small.weight_bytes == sum(saved.values())
+    keys = [w[q_width:].numel() - 4 * len(w[q_width:]) for name, w in fp8.items() if "qkv" in name][-1]
+    assert small.head_saved == sum(count for name, count in saved.items() if name.startswith(last)) - keys
     assert cost.kv_read(1) == 2 * sum(2 * layer.num_kv_heads * layer.head_dim for layer in model.kv_cache_spec())
+
+
+def test_a_step_reads_what_fp8_has_left() -> None:
+    fp8 = dataclasses.replace(ONE, body_saved=80, head_saved=8)
+    roof = Roof(1.0, 1e9)
+    assert workload_floor([(4, 1)], fp8, roof).seconds == 220 - 88
+    assert workload_floor([(4, 1)], ONE, roof).seconds == 220
 
 
 def test_a_window_bounds_what_is_read() -> None:

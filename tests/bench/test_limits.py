@@ -121,7 +121,7 @@ def check_device(device: torch.device, dtype: torch.dtype, *, quick: bool) -> No
         limits.roof("avx2", dtype, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_the_limits_of_a_device(dtype: torch.dtype) -> None:
     check_device(torch.device("cpu"), dtype, quick=True)
 

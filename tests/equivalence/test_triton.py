@@ -152,10 +152,11 @@ def check_invariance(
     model_dir: Path, jobs: list[Job], device: torch.device, arrival: str = "together", **how: Any
 ) -> bool:
     """Whether all answers have the bits that they have alone, with room for everything."""
-    preempting, invariant = how.pop("preempting", False), how.pop("batch_invariant", True)
-    alone = triton_llm(model_dir, jobs, device, batch_invariant=invariant, max_num_batched_tokens=64)
+    preempting, both = how.pop("preempting", False), {"batch_invariant": how.pop("batch_invariant", True)}
+    both["quantization"] = how.pop("quantization", None)
+    alone = triton_llm(model_dir, jobs, device, **both, max_num_batched_tokens=64)
     expected = [exact_answers(run(alone, [job]))[0] for job in jobs]
-    together = triton_llm(model_dir, jobs, device, batch_invariant=invariant, **how)
+    together = triton_llm(model_dir, jobs, device, **both, **how)
     return exact_answers(run(together, jobs, arrival, preempting=preempting)) == expected
 
 

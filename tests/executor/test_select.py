@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,33 @@ def test_pytorch_does_not_promise_equal_bits() -> None:
     for settings in ({"kernels": "torch"}, {"head_dim": 8}):
         with pytest.raises(ConfigError, match="batch_invariant is on, but PyTorch would run this model"):
             pick(batch_invariant=True, **settings)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_fp8_is_for_the_triton_kernels_on_a_gpu_that_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8: dict[str, Any] = {"quantization": "fp8", "dtype": torch.bfloat16}
+    assert pick(**fp8) == pick("cuda:1", kernels="triton", batch_invariant=True, **fp8) == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert pick(**fp8) == "triton"
+    alone = "quantization is 'fp8', but {} kernels would run this model, and Triton's alone know it; use device="
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"device": "cpu"}, alone.format(f"the CPU's {best_isa()}")),
+        ({"device": "cpu", "kernels": "torch"}, alone.format("PyTorch's")),
+        ({"kernels": "torch"}, alone.format("PyTorch's")),
+        ({"head_dim": 8}, alone.format("PyTorch's")),
+        ({"dtype": torch.float16}, "quantization is 'fp8', but dtype is float16; use dtype='bfloat16', or leave"),
+        ({"dtype": torch.float32}, "quantization is 'fp8', but dtype is float32; use dtype='bfloat16', or leave"),
+    ]
+    for settings, words in refused:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            pick(**{**fp8, **settings})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match=r"capability 8.9 or higher, and H100 has 8.6; use another, or leave"):
+        pick(**fp8)
+    with pytest.raises(ConfigError, match="quantization must be one of fp8; got 'int8'"):
+        pick(quantization="int8")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert pick("cpu", kernels="triton", quantization="fp8") == "triton"
 
 
 @pytest.mark.usefixtures("hopper")

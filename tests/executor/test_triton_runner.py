@@ -54,10 +54,9 @@ def products_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(model_dir: Path, device: object, kernels: str = "triton", **settings: Any) -> LLM:
-    sizes = {"max_num_seqs": 4, "num_kv_blocks": 30, "block_size": 4, "max_model_len": 32}
+    sizes = {"max_num_seqs": 4, "num_kv_blocks": 30, "block_size": 4, "max_model_len": 32, "dtype": "float32"}
     return LLM(
         model_dir,
-        dtype="float32",
         skip_tokenizer_init=True,
         kernels=kernels,
         device=str(device),
@@ -451,6 +450,16 @@ def test_graphs_change_nothing(graphs: str, model_dir: Path) -> None:
     assert answers(llm) == answers(load(model_dir, "cuda", cuda_graphs="off"))
     # The largest step and the prompts, then three rows; or twelve numbers of tokens, and one, two and four rows.
     assert llm.engine.core.executor.describe_graphs().startswith("3 " if graphs == "lazy" else "15 ")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not conftest.ON_GPU, reason="no GPU is there")
+def test_graphs_change_nothing_in_fp8(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts are nine rows, which the library multiplies, and the others stream the weights."""
+    monkeypatch.setattr("chairlift.kernels.triton.program.SMALL_ROWS", 4)
+    fp8 = {"dtype": "bfloat16", "quantization": "fp8"}
+    outputs = [answers(load(model_dir, "cuda", cuda_graphs=graphs, **fp8)) for graphs in ("lazy", "off")]
+    assert outputs[0] == outputs[1] and all(len(tokens) == 4 for tokens in outputs[0])
 
 
 def test_parts_that_pytorch_computes_promise_no_equal_bits(device: torch.device) -> None:

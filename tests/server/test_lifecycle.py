@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import re
 import resource
@@ -309,7 +310,9 @@ def test_the_banner_says_what_there_is_room_for() -> None:
         assert text.startswith("Chairlift is ready at http://127.0.0.1:8000\n")
         assert "about 21 chats of 2,048 tokens at once" in text
         assert "curl -N http://127.0.0.1:8000/v1/chat/completions" in text
-        assert "Bearer" not in text
+        assert "Bearer" not in text and f", {INFO.dtype}\n" in text
+        fp8 = banner(make_state(), dataclasses.replace(INFO, quantization="fp8"), "http://127.0.0.1:8000")
+        assert f", {INFO.dtype} with fp8 weights\n" in fp8
         with_key = banner(make_state(api_key=("sk-secret",)), INFO, "http://127.0.0.1:8000")
         assert "Bearer YOUR_KEY" in with_key
         assert "sk-secret" not in with_key
