@@ -18,6 +18,8 @@ def entry_point() -> None:
 
     if handled:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # ends what was started, as Ctrl-C does
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
 
 

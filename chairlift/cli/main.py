@@ -25,7 +25,7 @@ _EXIT_CODES = """exit codes:
   0  everything that was asked for was done
   1  some prompts were answered, others could not be
   2  the settings, the model or all of the input cannot be used
-  130  stopped with Ctrl-C"""
+  130  stopped with Ctrl-C (143: with SIGTERM)"""
 _CUT_PIPE = 141
 
 

@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from chairlift.bench.startup import measure_startup, startup_lines
@@ -20,6 +26,17 @@ def test_phases_follow_each_other() -> None:
 def test_a_model_that_does_not_load_says_why() -> None:
     with pytest.raises(EngineDeadError, match="'/no/such/model' is not a directory"):
         measure_startup({"model": "/no/such/model"}, rounds=1)
+
+
+def test_sigterm_ends_what_was_started_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "chairlift", "bench", "startup", "hashlm"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(tmp_path)})
+    while not (servers := list(tmp_path.glob("chairlift-startup-*/log"))):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(120) == 143
+    assert not servers[0].parent.exists(), "it is removed when the server has ended"
 
 
 def test_median_and_range() -> None:
