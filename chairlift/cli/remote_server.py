@@ -35,7 +35,7 @@ class RemoteServer:
     """Where a server is and who asks. Nothing is sent before :meth:`request`.
 
     ``url`` is http or https, with or without a path that ends in /v1; ``name`` is what the person called it.
-    ``api_key_file`` has the key in its first line that is neither empty nor a # comment. Raises ConfigError.
+    ``api_key_file`` is what :func:`read_key` reads. Raises ConfigError.
     """
 
     def __init__(self, url: str, *, api_key_file: Path | None = None, name: str = "--url") -> None:
@@ -158,13 +158,18 @@ def plain(text: str) -> str:
 
 
 def read_key(path: Path) -> str:
-    """The key in a file: its first line that is neither empty nor a # comment. Raises ConfigError."""
+    """The key in a file: in its first line that is neither empty nor a # comment, after a name and a space where there
+    is one, as in the server's file. Raises ConfigError."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the API key file {path}: {reason}") from None
-    key = next((line for line in lines if line and not line.startswith("#")), "")
-    if not re.fullmatch("[!-~]+", key):
-        raise ConfigError(f"the API key file {path} must have a key of printable ASCII characters in a line of its own")
-    return key
+    line = next((line for line in lines if line and not line.startswith("#")), "")
+    found = re.fullmatch(r"(?:[A-Za-z][A-Za-z0-9_.-]{0,63}\s+)?([!-~]+)", line)
+    if found is None:
+        raise ConfigError(
+            f"the API key file {path} must have a key of printable ASCII characters in a line of its own; a name and "
+            "a space may stand before it"
+        )
+    return found[1]

@@ -113,7 +113,8 @@ def test_no_answer_can_take_over_the_terminal(
     assert err == ["chairlift: error: scripted �]0;title�"]
 
 
-def test_the_key_comes_from_a_file(chairlift: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line", ["secret", "me secret"])
+def test_the_key_comes_from_a_file(chairlift: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     file = tmp_path / "key"
     with serve_fake(FakeServer(key="secret")) as fake:
         code, _, err = chairlift("chat", "--url", fake.url)
@@ -121,12 +122,12 @@ def test_the_key_comes_from_a_file(chairlift: Run, tmp_path: Path, monkeypatch: 
         file.write_text("wrong\n")
         code, _, err = chairlift("chat", "--url", fake.url, "--api-key-file", file)
         assert code == 2 and "is refused" in err[0] and "wrong" not in err[0]
-        file.write_text("# mine\n\nsecret\n")
+        file.write_text(f"# mine\n\n{line}\nanother one\n")
         say(monkeypatch, "Hi")
         assert chairlift("chat", "--url", fake.url, "--api-key-file", file) == (0, ["1: Hi"], [])
 
 
-@pytest.mark.parametrize("content", ["", "# nothing\n", "two words\n", "schlüssel\n"])
+@pytest.mark.parametrize("content", ["", "# nothing\n", "three more words\n", "schlüssel\n"])
 def test_a_file_without_a_key_is_refused(chairlift: Run, tmp_path: Path, content: str) -> None:
     file = tmp_path / "key"
     file.write_text(content, encoding="utf-8")
