@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("chairlift"):
             raise
-        raise ConfigError(f"the server needs {error.name}; install it with pip install 'chairlift[server]'") from None
+        raise ConfigError(f"the server needs {error.name}; install it with pip install {error.name}") from None
     configure_logging(server.log_format, verbose=args.verbose)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(server, config))

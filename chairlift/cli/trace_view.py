@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("chairlift"):
             raise
-        raise ConfigError(f"this needs {error.name}; install it with pip install 'chairlift[server]'") from None
+        raise ConfigError(f"this needs {error.name}; install it with pip install {error.name}") from None
     asyncio.run(serve_recording(data, args.port, lambda url: print(f"{url}   to stop: Ctrl-C", flush=True)))
     return 0
 

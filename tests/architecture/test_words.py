@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tests.architecture.source import PACKAGE, modules
 
 LEFTOVERS = ("TODO", "FIXME", "XXX", "/tmp/", "/home/")
+_EXTRA = re.compile(r"chairlift\[(\w+)\]")
 FILES = sorted(path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".html", ".md"})
 
 
@@ -16,6 +19,13 @@ FILES = sorted(path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".h
 def test_no_leftovers(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not [word for word in LEFTOVERS if word in text]
+
+
+def test_extras_that_somebody_is_told_to_install_are_there() -> None:
+    root = PACKAGE.parent
+    told = {name for path in [*FILES, *root.glob("docs/*.md")] for name in _EXTRA.findall(path.read_text("utf-8"))}
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    assert {"otel", "train"} <= told <= set(project["optional-dependencies"])
 
 
 def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
