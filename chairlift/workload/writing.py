@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -15,16 +16,21 @@ __all__ = ["replacing"]
 def replacing(path: Path) -> Iterator[IO[str]]:
     """A text file that becomes ``path`` at the end of the block; after an error, what was there is as it was.
 
-    A link, a pipe, or what lies in a directory that takes no other file, is written to as it is. Raises OSError with
-    the file's name.
+    It keeps the mode of what was there, and a link its place. What is no file, lies in /dev or /proc, or may be written
+    while its directory takes no other file, is written to as it is. Raises OSError with the file's name.
     """
-    in_place = path.is_symlink() or (path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)))
-    part = path if in_place else path.with_name(f"{path.name}.part")
+    target = Path(os.path.realpath(path))
+    old = path.exists()
+    in_place = path.is_relative_to("/dev") or path.is_relative_to("/proc")  # links of these lead to files that are open
+    in_place |= old and not (target.is_file() and os.access(target, os.W_OK) and os.access(target.parent, os.W_OK))
+    part = path if in_place else target.with_name(f"{target.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
+            if old and not in_place:
+                shutil.copymode(target, part)
             yield file
         if not in_place:
-            os.replace(part, path)
+            os.replace(part, target)
     except BaseException as error:
         if not in_place:
             part.unlink(missing_ok=True)

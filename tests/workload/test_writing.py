@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import stat
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,57 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_link_is_written_through(tmp_path: Path) -> None:
-    """/dev/stdout is one, and must stay what it is."""
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    with replacing(tmp_path / "link") as file:
+def test_what_was_there_keeps_its_mode(tmp_path: Path) -> None:
+    """Of a file that nobody else may read the next version is nobody else's either."""
+    path = tmp_path / "result.json"
+    path.write_text("before")
+    path.chmod(0o600)
+    with replacing(path) as file:
+        assert stat.S_IMODE((tmp_path / "result.json.part").stat().st_mode) == 0o600
         file.write("all")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_text() == "all"
+    assert path.read_text() == "all"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, there: bool) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    file, link = tmp_path / "elsewhere" / "file", tmp_path / "link"
+    link.symlink_to(Path("elsewhere", "file"))
+    if there:
+        file.write_text("before")
+
+    def write(text: str, error: type[BaseException] | None = None) -> None:
+        with replacing(link) as opened:
+            opened.write(text)
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        write("half", KeyboardInterrupt)
+    assert (file.read_text() if file.exists() else None) == ("before" if there else None)
+    write("all")
+    assert link.is_symlink()
+    assert file.read_text() == "all"
+    assert os.listdir(file.parent) == ["file"]
+
+
+def test_what_is_open_is_written_to_as_it_is(tmp_path: Path) -> None:
+    """As /dev/stdout is: what it leads to must not become another file than the one that is open."""
+    with (tmp_path / "file").open("w+") as opened:
+        with replacing(Path("/proc/self/fd", str(opened.fileno()))) as file:
+            file.write("all")
+        assert opened.read() == "all"
+
+
+def test_what_cannot_be_replaced_is_written_to_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with replacing(path) as file:
+            file.write("all")
+        assert os.read(reader, 10) == b"all"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(path.stat().st_mode)
