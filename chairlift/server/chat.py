@@ -179,7 +179,8 @@ def _plain(where: str, message: Message) -> dict[str, str]:
         for index, part in enumerate(content):
             if part.type != "text" or part.text is None:
                 place = f"{where}.content[{index}]"
-                reason = f"{place} must be a text part ({{'type': 'text', 'text': '...'}}); got type {part.type!r}"
+                got = "no text" if part.type == "text" else f"type {part.type!r}"
+                reason = f"{place} must be a text part ({{'type': 'text', 'text': '...'}}); got {got}"
                 raise ApiError(400, reason, code="unsupported_content", param=place)
         content = "\n".join(part.text or "" for part in content)
     plain = {"role": role, "content": content}

@@ -184,7 +184,7 @@ BAD_MESSAGES = [
     ({"role": "user"}, "messages[0].content", "got null"),
     ({"role": "user", "content": []}, "messages[0].content", "1 to 1024 entries"),
     ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]", "image_url"),
-    ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]", "text part"),
+    ({"role": "user", "content": [{"type": "text", "text": None}]}, "messages[0].content[0]", "got no text"),
     ({"role": "user", "content": [{"text": "x"}]}, "messages[0].content[0].type", "missing"),
 ]
 
