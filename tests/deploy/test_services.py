@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -112,6 +113,7 @@ def test_the_unit_waits_for_the_drain(capsys: pytest.CaptureFixture[str]) -> Non
     drain = settings(shlex.split(one("ExecStart"))[1:], capsys)["shutdown_timeout"]
     assert seconds(one("TimeoutStopSec")) >= drain + REST_OF_THE_STOP
     assert one("KillMode") == "mixed"
+    assert one("SuccessExitStatus") == str(128 + signal.SIGTERM), "what it ends with before it is a server"
 
 
 def test_the_unit_restarts_what_may_get_better() -> None:
