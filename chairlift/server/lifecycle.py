@@ -226,7 +226,8 @@ def served_names(config: ServerConfig, engine_config: EngineConfig) -> tuple[str
         return tuple(dict.fromkeys(config.served_model_name))
     model = str(engine_config.model.model)
     path = Path(model)
-    return (path.resolve().name or model,) if path.is_dir() else (model,)
+    name = os.fsencode(path.resolve().name).decode(errors="replace")  # a link may lead to what no answer can say
+    return (name or model,) if path.is_dir() else (model,)
 
 
 def banner(state: ServerState, info: EngineInfo, url: str) -> str:

@@ -302,6 +302,9 @@ def test_names_that_are_served(tmp_path: Any) -> None:
     assert names("Qwen/Qwen2.5-0.5B") == ("Qwen/Qwen2.5-0.5B",)
     assert names(str(tmp_path)) == (tmp_path.name,)  # where it lies is nobody's business
     assert names("bundled", "a", "b", "a") == ("a", "b")
+    os.mkdir(os.fsencode(tmp_path) + b"/caf\xe9")  # not UTF-8
+    (tmp_path / "link").symlink_to(os.fsdecode(b"caf\xe9"))
+    assert names(str(tmp_path / "link")) == ("caf\ufffd",)
 
 
 def test_the_banner_says_what_there_is_room_for() -> None:
