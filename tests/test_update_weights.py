@@ -117,6 +117,22 @@ def test_a_sharded_directory(models: tuple[Path, Path], tmp_path: Path) -> None:
 # -- or nothing is changed ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_large_tensor_is_told_of_piece_by_piece(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
+    """Silence for as long as a slow disk takes for one would look like an engine that is stuck."""
+    old, new = models
+    largest = max(value.nbytes for value in weights(new).values())
+    monkeypatch.setattr(loader, "_PIECE_BYTES", largest // 7, raising=False)
+    for source in (new, weights(new)):
+        llm, told = make(old, kernels=kernels), list[float]()
+        llm.engine.core.update_weights(source, 1, "continue", lambda label, share, told=told: told.append(share))
+        assert told == sorted(told)
+        assert max(map(told.count, told)) >= 7
+        assert answers(llm) == answers(make(new, kernels=kernels))
+
+
 def misshapen(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.2.mlp.up_proj.weight"][:-1].clone()
 

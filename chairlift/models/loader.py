@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ Progress = Callable[[str, float], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 _STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_PIECE_BYTES = 64 << 20
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -225,26 +226,24 @@ def _refill(
     """Write every weight where it lies. Only pages of mapped files may be let go of: others are somebody's tensors."""
     groups = _by_parameter(parts)
     for done, (name, group) in enumerate(groups.items()):
-        if progress is not None:
-            progress("replacing weights", done / len(groups))
         owner_name, _, attribute = name.rpartition(".")
         owner = model.get_submodule(owner_name)
-        if (laid_out := _laid_out(owner, attribute)) is not None:
-            for part in group:
-                laid_out.pack_rows(_read(tensors, part), part.start, mapped=mapped)
-            continue
+        laid_out = _laid_out(owner, attribute)
         packed = owner.packed if attribute == "weight" and isinstance(owner, Linear) else None
         if packed is not None:
             shape = (sum(part.shape[0] for part in group), *group[0].shape[1:])
             value = torch.empty(shape, dtype=packed.dtype)
-        else:
+        elif laid_out is None:
             value = getattr(owner, attribute).detach()
-        for part in group:
-            rows, given = value[part.start : part.start + part.shape[0]], _read(tensors, part)
-            if mapped:
-                copy_rows(rows, given)
+        for start, rows in _pieces(tensors, group):
+            if progress is not None:
+                progress("replacing weights", done / len(groups))
+            if laid_out is not None:
+                laid_out.pack_rows(rows, start, mapped=mapped)
+            elif mapped:
+                copy_rows(value[start : start + len(rows)], rows)
             else:
-                rows.copy_(given)
+                value[start : start + len(rows)].copy_(rows)
         if isinstance(owner, Linear) and packed is not None:
             owner.weight = nn.Parameter(value, requires_grad=False)
             owner.prepack()
@@ -253,6 +252,14 @@ def _refill(
     if model.config.tie_word_embeddings and model.lm_head.packed is not None:
         model.tie_weights()
         model.lm_head.prepack()
+
+
+def _pieces(tensors: Mapping[str, Any], group: list[CheckpointPart]) -> Iterator[tuple[int, Tensor]]:
+    """A parameter's rows, and where each of these pieces begins: a slow disk reads a large one for minutes."""
+    for part in group:
+        given = _read(tensors, part)
+        count = max(_PIECE_BYTES // max(given[:1].nbytes, 1), 1)
+        yield from ((part.start + first, given[first : first + count]) for first in range(0, len(given), count))
 
 
 class _InMemory:
