@@ -80,7 +80,7 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     dtype = resolve_dtype(network, llm.config.model.dtype)
     name = str(dtype).removeprefix("torch.")
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    kv_bytes = sum(2 * layer.num_kv_heads * layer.head_dim for layer in model.kv_cache_spec()) * dtype.itemsize
+    kv_bytes = sum(layer.token_bytes(dtype) for layer in model.kv_cache_spec())
     tokenizer = llm.tokenizer
     template = "no"
     if tokenizer is not None and tokenizer.chat_template is not None:

@@ -120,7 +120,7 @@ def plan_kv_cache(
     """
     windows = list(dict.fromkeys(layer.window for layer in spec))
     layer_groups = [windows.index(layer.window) for layer in spec]
-    bytes_per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in spec) * dtype.itemsize
+    bytes_per_token = sum(layer.token_bytes(dtype) for layer in spec)
     if num_blocks is None:
         num_blocks = min(memory_bytes // (bytes_per_token * block_size), -(-most_tokens // block_size) + 1)
     if num_blocks < 2:
@@ -132,7 +132,7 @@ def plan_kv_cache(
     num_host = -(-num_blocks // 10) if swap_bytes is None else swap_bytes // (bytes_per_token * block_size)
     block_bytes = [0] * len(windows)
     for layer, group in zip(spec, layer_groups, strict=True):
-        block_bytes[group] += 2 * _layer_bytes(layer, block_size, dtype)
+        block_bytes[group] += block_size * layer.token_bytes(dtype)
     return KVPlan(
         groups=[CacheGroup(num_blocks, window, num_host) for window in windows],
         layer_groups=layer_groups,
@@ -166,16 +166,11 @@ def make_host_blocks(
     memory, offset = host_memory(plan.host_bytes, plan.swap_directory), 0
     hosts: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
     for layer, group in zip(spec, plan.layer_groups, strict=True):
-        count, one = plan.groups[group].num_host_blocks, _layer_bytes(layer, plan.block_size, dtype)
-        for size in [2 * one] if together else [one, one]:
+        count, both = plan.groups[group].num_host_blocks, plan.block_size * layer.token_bytes(dtype)
+        for size in [both] if together else [both // 2] * 2:
             hosts[group].append(memory[offset : offset + count * size].reshape(count, size))
             offset += count * size
     return hosts
-
-
-def _layer_bytes(layer: LayerCache, block_size: int, dtype: torch.dtype) -> int:
-    """Of one block in one layer, K or V."""
-    return block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -24,7 +24,7 @@ class NativeKV:
 
     def __init__(self, spec: Sequence[LayerCache], plan: KVPlan, dtype: torch.dtype) -> None:
         blocks = [plan.groups[group].num_blocks for group in plan.layer_groups]
-        sizes = [2 * plan.block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize for layer in spec]
+        sizes = [plan.block_size * layer.token_bytes(dtype) for layer in spec]
         memory = Memory(sum(count * size for count, size in zip(blocks, sizes, strict=True)))
         self.layers: list[KVLayer] = []
         self._caches: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
@@ -27,6 +28,10 @@ class LayerCache:
     head_dim: int
     window: int | None
     """Tokens a query sees, itself included (sliding window); None sees all. Blocks behind it may be reused."""
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Of K and V of one token."""
+        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 class AttentionContext(Protocol):
