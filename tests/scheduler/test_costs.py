@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from chairlift.scheduler.cost_model import StepFeatures
+from chairlift.scheduler.costs import Costs
+from tests.scheduler.driver import request
+
+
+def decode(seconds: float) -> tuple[StepFeatures, float, int]:
+    return StepFeatures(8, 800), seconds, 0
+
+
+def prompt(num_tokens: int, seconds: float) -> tuple[StepFeatures, float, int]:
+    return StepFeatures(0, 0, num_tokens, num_tokens * (num_tokens + 1) / 2), seconds, 0
+
+
+def test_a_token_takes_what_steps_took_lately() -> None:
+    costs = Costs([64])
+    costs.observe(*decode(0.5))
+    assert costs.outlook(request("a", 4), 8, 0).per_token == 0.5
+    for _ in range(2000):
+        costs.observe(*decode(0.01))
+    assert costs.outlook(request("a", 4), 8, 0).per_token == pytest.approx(0.01)
+
+
+def test_a_prompt_takes_at_least_what_the_shortest_step_of_fewer_tokens_took() -> None:
+    """Sizes are seen by their number of bits: 20 tokens say nothing of 16."""
+    costs = Costs([64], max_step_tokens=64)
+
+    def least(num_tokens: int, num_shared: int = 0) -> float:
+        return costs.outlook(request("a", num_tokens), 8, num_shared).to_first_at_least
+
+    costs.observe(*prompt(1, 0.125))
+    assert [least(1), least(2), least(40)] == [0, 0.125, 0.125]
+    costs.observe(*prompt(16, 0.25))
+    costs.observe(*prompt(20, 0.1875))
+    assert [least(16), least(32), least(64)] == [0.125, 0.1875, 0.1875]
+    assert [least(64 + 16), least(2 * 64 + 32), least(64 + 16, 64)] == [0.1875 + 0.125, 3 * 0.1875, 0.125]
+
+
+def test_copies_are_no_proof_of_how_short_a_step_can_be() -> None:
+    costs = Costs([64])
+    features, seconds, _ = prompt(16, 0.001)
+    costs.observe(features, seconds, 3)
+    assert costs.outlook(request("a", 32), 8, 0).to_first_at_least == 0
