@@ -183,7 +183,7 @@ class InputProcessor:
         if len(token_ids) >= self.limits.max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens, but the model takes {self.limits.max_model_len} together with"
-                " the answer; shorten the prompt"
+                " the answer, which has at least one; shorten the prompt"
             )
         return token_ids
 

@@ -93,7 +93,10 @@ def test_lengths_at_their_edges() -> None:
         PromptTooLongError, match=r"prompt has 20 tokens and max_tokens is 13, together 33.* lower max_tokens to 12"
     ):
         prepare(door(), [1] * 20, max_tokens=LENGTH - 19)
-    with pytest.raises(PromptTooLongError, match="prompt has 32 tokens, but the model takes 32"):
+    with pytest.raises(
+        PromptTooLongError,
+        match="prompt has 32 tokens, but the model takes 32 together with the answer, which has at least one",
+    ):
         prepare(door(), [1] * LENGTH, max_tokens=1)
     assert prepare(door(), [1] * 20, max_tokens=None).make_sequences()[0].max_total_tokens == LENGTH
 
