@@ -177,8 +177,11 @@ class FrameError(ValueError):
 
 
 def encode(message: Message) -> bytes:
-    """A whole frame. Raises RequestError for a message that is longer than a frame may be."""
-    body = _encoder.encode(message)
+    """A whole frame. Raises RequestError for a message that is longer than a frame may be, or has half a character."""
+    try:
+        body = _encoder.encode(message)
+    except UnicodeEncodeError as error:  # of a file's name, mostly
+        raise RequestError(f"text must be UTF-8 to reach the engine, got {error.object!a:.200}; rename it") from None
     if len(body) > MAX_FRAME:
         raise RequestError(f"a message of {len(body):,} bytes is too long for the engine; {MAX_FRAME:,} are allowed")
     return len(body).to_bytes(_LENGTH, "big") + body

@@ -119,8 +119,8 @@ class ProcessClient(EngineClient):
         """Raises ConfigError or ModelLoadError, and nothing has changed, or EngineDeadError. ``on_updated`` is told
         between the last step of the old weights and the first of the new ones, also when nobody waits here any more."""
         updated: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self._updates.append(updated)
         self._ask(UpdateWeights(source, version, in_flight))
+        self._updates.append(updated)  # not before: what cannot be sent is not answered
         info: EngineInfo = await self._outcome(updated)
         return info
 
@@ -173,9 +173,8 @@ class ProcessClient(EngineClient):
 
     def _ask(self, message: Message) -> None:
         """Send what is answered."""
-        if self.silent_since is None:
-            self.silent_since = time.monotonic()
         self._send(message)
+        self.silent_since = self.silent_since or time.monotonic()
 
     def _send(self, message: Message) -> None:
         if self._transport is not None and not self._transport.is_closing():

@@ -120,7 +120,8 @@ def plan_kv_cache(
     """
     windows = list(dict.fromkeys(layer.window for layer in spec))
     layer_groups = [windows.index(layer.window) for layer in spec]
-    bytes_per_token = sum(layer.token_bytes(dtype) for layer in spec)
+    by_window = [sum(layer.token_bytes(dtype) for layer in spec if layer.window == window) for window in windows]
+    bytes_per_token = sum(by_window)
     if num_blocks is None:
         num_blocks = min(memory_bytes // (bytes_per_token * block_size), -(-most_tokens // block_size) + 1)
     if num_blocks < 2:
@@ -130,16 +131,13 @@ def plan_kv_cache(
             " raise kv_cache_memory_bytes or lower block_size"
         )
     num_host = -(-num_blocks // 10) if swap_bytes is None else swap_bytes // (bytes_per_token * block_size)
-    block_bytes = [0] * len(windows)
-    for layer, group in zip(spec, layer_groups, strict=True):
-        block_bytes[group] += block_size * layer.token_bytes(dtype)
     return KVPlan(
         groups=[CacheGroup(num_blocks, window, num_host) for window in windows],
         layer_groups=layer_groups,
         block_size=block_size,
         bytes_per_token=bytes_per_token,
         total_bytes=num_blocks * bytes_per_token * block_size,
-        block_bytes=block_bytes,
+        block_bytes=[block_size * token_bytes for token_bytes in by_window],
         swap_directory=swap_directory,
     )
 

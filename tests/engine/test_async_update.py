@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, AsyncLLM, ConfigError, ModelLoadError, SamplingParams
-from chairlift.errors import EngineDeadError
+from chairlift.errors import EngineDeadError, RequestError
 from chairlift.outputs import CompletionOutput, OutputKind, RequestOutput
 from tests.models.tiny import tiny_hf_model
 
@@ -107,6 +107,10 @@ def test_what_cannot_be_served_changes_nothing(models: tuple[Path, Path], tmp_pa
                 await llm.update_weights(tmp_path / "nowhere", 3)
             with pytest.raises(ModelLoadError, match="cannot read"):  # as where this process may not enter
                 await llm.update_weights("n" * 300, 3)
+            with pytest.raises(RequestError, match=r"UTF-8.*\\udcff"):  # and no answer is waited for, now or later
+                await llm.update_weights(tmp_path / os.fsdecode(b"\xff"), 3)
+            assert llm._engine is not None and llm._engine._client is not None
+            assert llm._engine._client.silent_since is None
             wrong: list[tuple[Any, Any, str, str]] = [
                 (new, 1, "continue", "at least 2"),
                 (new, "3", "continue", "got '3'"),
