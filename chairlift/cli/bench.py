@@ -16,7 +16,7 @@ from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.cli.flags import whole_number as _number
 from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields
 from chairlift.errors import ConfigError
-from chairlift.workload.writing import replacing
+from chairlift.workload.writing import check_writable, replacing
 
 if TYPE_CHECKING:
     import torch
@@ -80,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
     ChairliftError.
     """
     for flag in ("json", "html"):
-        path = getattr(args, flag, None)
-        if path is not None:
-            _check_writable(path, flag)
+        check_writable(getattr(args, flag, None), flag)
     if getattr(args, "html", None) is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--html draws its charts with matplotlib, which is not installed; leave it out")
     code, page = 0, None
@@ -98,17 +96,6 @@ def run(args: argparse.Namespace) -> int:
         with replacing(args.html) as file:
             file.write(page())
     return code
-
-
-def _check_writable(path: Path, flag: str) -> None:
-    """A wrong path is found before anything is measured, and what a file holds stays until there is something new."""
-    existed = path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; give another --{flag}") from None
-    if not existed:
-        path.unlink()
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ def _json_writer(path: Path | None) -> Iterator[Any]:
             yield write
     finally:
         if not started and not existed:
-            path.unlink(missing_ok=True)
+            path.resolve().unlink(missing_ok=True)
 
 
 def _put(file: IO[str], job: _Job) -> None:

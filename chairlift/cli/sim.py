@@ -13,7 +13,7 @@ import chairlift
 from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
 from chairlift.config import BUNDLED_MODEL, EngineConfig, Flag, flat_fields
 from chairlift.errors import ConfigError
-from chairlift.workload.writing import replacing
+from chairlift.workload.writing import check_writable, replacing
 
 if TYPE_CHECKING:
     from chairlift.sim.machines import Deployment
@@ -106,9 +106,8 @@ def run(args: argparse.Namespace) -> int:
         if not chosen:
             raise ConfigError(f"--seeds must be at least 1, got {args.seeds}")
         return run_gate(args.policy, chosen) if args.simulation == "gate" else run_seeds(chosen)
-    for path in (args.save, args.save_steps, args.json):
-        if path is not None and not path.parent.is_dir():  # found before anything is measured
-            raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
+    for flag in ("save", "save_steps", "json"):
+        check_writable(getattr(args, flag), flag.replace("_", "-"))
     settings, _ = read_settings(args, sampling=False)
     refused = sorted(_NOT_SIMULATED & settings.keys())
     if refused:

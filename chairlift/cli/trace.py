@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from chairlift.cli import trace_record, trace_view
 from chairlift.cli.flags import whole_number
 from chairlift.errors import ConfigError
+from chairlift.workload.writing import check_writable
 
 if TYPE_CHECKING:
     from chairlift.workload.trace import LoadedTrace, TracedRequest, Traffic
@@ -136,8 +137,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
 def _show(args: argparse.Namespace) -> int:
     from chairlift.cli.trace_picture import fact_lines, histogram_lines, write_picture
 
-    if args.png is not None and not args.png.parent.is_dir():
-        raise ConfigError(f"cannot write {args.png}: there is no directory {args.png.parent}")
+    check_writable(args.png, "png")
     loaded = _load(args)
     print("\n".join([f"{args.file}, read as {loaded.format}", *fact_lines(loaded.requests)]))
     for note in loaded.notes:
@@ -192,8 +192,7 @@ def _check_output(args: argparse.Namespace) -> None:
     """Found before anything is read: what is there already, and what cannot be written."""
     if args.output.is_file() and not args.force:
         raise ConfigError(f"{args.output} is there already; give another -o, or --force to replace it")
-    if not args.output.parent.is_dir():
-        raise ConfigError(f"cannot write {args.output}: there is no directory {args.output.parent}")
+    check_writable(args.output, "output")
 
 
 def _write(args: argparse.Namespace, trace: list[TracedRequest]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import chairlift
 from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.errors import ConfigError
-from chairlift.workload.writing import replacing
+from chairlift.workload.writing import check_writable, replacing
 
 if TYPE_CHECKING:
     from chairlift.engine.step_export import Recording
@@ -97,8 +97,7 @@ def replay(args: argparse.Namespace) -> int:
     from chairlift.sim.replay import replay as simulate
     from chairlift.sim.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace
 
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"cannot write {args.json}: there is no directory {args.json.parent}")
+    check_writable(args.json, "json")
     _, recording = _read(args.file)
     settings, _ = read_settings(args, sampling=False)
     if refused := sorted(_NOT_CHANGED & settings.keys()):

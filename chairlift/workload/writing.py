@@ -9,7 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-__all__ = ["replacing"]
+from chairlift.errors import ConfigError
+
+__all__ = ["check_writable", "replacing"]
+
+
+def check_writable(path: Path | None, flag: str) -> None:
+    """Raise ConfigError for a path that cannot be written: before anything is measured. What a file holds stays."""
+    if path is None:
+        return
+    try:
+        existed = path.exists()
+        if not path.is_fifo():  # its reader would take this for the end
+            path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give another --{flag}") from None
+    if not existed:
+        path.resolve().unlink()
 
 
 @contextlib.contextmanager

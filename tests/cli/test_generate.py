@@ -235,14 +235,16 @@ def test_an_unwritable_output_is_refused_before_the_model_loads(chairlift: Run, 
 
 
 def test_a_model_that_does_not_load_leaves_the_output_as_it_was(chairlift: Run, tmp_path: Path) -> None:
-    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old, new, link = tmp_path / "old.jsonl", tmp_path / "new.jsonl", tmp_path / "link.jsonl"
     old.write_text("precious\n")
-    for output in (old, new):
+    link.symlink_to(new)
+    for output in (old, new, link):
         code, _, err = chairlift("generate", "Hi", "--output", output, "--model", tmp_path / "nothing")
         assert code == 2
         assert "is not a directory" in err[0]
     assert old.read_text() == "precious\n"
     assert not new.exists()
+    assert link.is_symlink()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import stat
 from pathlib import Path
 
 import pytest
 
-from chairlift.workload.writing import replacing
+from chairlift.errors import ConfigError
+from chairlift.workload.writing import check_writable, replacing
 
 
 def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path: Path) -> None:
@@ -91,3 +93,26 @@ def test_what_cannot_be_replaced_is_written_to_as_it_is(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+def test_a_look_changes_nothing(tmp_path: Path) -> None:
+    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to("not there")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        check_writable(pipe, "json")
+        poll = select.poll()
+        poll.register(reader)
+        assert poll.poll(0) == [], "a reader who was told of an end reads no more"
+    finally:
+        os.close(reader)
+    for path in (file, link):
+        check_writable(path, "json")
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+    file.write_text("before")
+    check_writable(file, "json")
+    assert file.read_text() == "before"
+    for path, words in ((tmp_path, "Is a directory"), (tmp_path / "a" / "b", "No such file"), (file / "x", "Not a")):
+        with pytest.raises(ConfigError, match=f"cannot write {path}: {words}.*; give another --save-steps"):
+            check_writable(path, "save-steps")
