@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+from typing import Any, cast
 
 from chairlift.config import SchedulerConfig
 from chairlift.errors import ConfigError
@@ -40,6 +41,8 @@ def _policy_from(config: SchedulerConfig, setting: str, outlook: OutlookOf | Non
 def load_policy(path: str, setting: str = "scheduling_policy") -> Policy:
     """``module:Class``, imported and made without arguments. Raises ConfigError naming what is missing."""
     module_name, _, class_name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")  # neither the installed command nor the engine's process looks where it runs
     try:
         owner: Any = getattr(importlib.import_module(module_name), class_name)
         policy = owner()
@@ -51,8 +54,7 @@ def load_policy(path: str, setting: str = "scheduling_policy") -> Policy:
             f"{setting} {path!r} has no {', '.join(missing)}; start from"
             " chairlift.scheduler.policy.FirstComeFirstServed"
         )
-    made: Policy = policy
-    return made
+    return cast(Policy, policy)
 
 
 def _members() -> list[str]:

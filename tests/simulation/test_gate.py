@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +86,13 @@ def test_command_line_reports_and_refuses(capsys: pytest.CaptureFixture[str]) ->
     for wrong in ("chairlift.scheduler.policy:Nothing", "collections:Counter", "fcfs"):
         assert main(["sim", "gate", wrong]) == 2
         assert "scheduling_policy" in capsys.readouterr().err
+
+
+def test_a_policy_may_lie_where_the_command_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from chairlift.scheduler.policy import FirstComeFirstServed as Mine\n")
+    root = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path.append({root!r}); from chairlift.cli.main import main; sys.exit(main())"
+    # -I: as for the installed command, and for the engine's process, the working directory is not looked at by itself.
+    command = [sys.executable, "-I", "-c", code, "sim", "gate", "mine:Mine", "--seeds", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "passes (1 worlds" in done.stdout, done.stderr
