@@ -16,7 +16,7 @@ LABELS: Final = {
     "tpot": "time per output token (TPOT)",
     "itl": "between tokens (ITL)",
     "e2el": "whole request (E2EL)",
-    "queueing": "until it begins (queueing)",
+    "queueing": "until it begins",
     "server_queue": "in the queue, as the server says",
 }
 """What the times are, in words."""

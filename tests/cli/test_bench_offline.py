@@ -23,7 +23,7 @@ def test_traffic_as_lines_json_and_page(chairlift: Run, tmp_path: Path) -> None:
     assert "100.0% of the requests kept TTFT 60000 ms, TPOT 60000 ms" in text
     assert "preempted      0.0% of the requests" in text
     assert [line.split()[-1] for line in lines if line.startswith("ms ")] == ["p99"]
-    assert sum(line.startswith("until it begins (queueing)") for line in lines) == 1
+    assert sum(line.startswith("until it begins") for line in lines) == 1
     record = json.loads(out.read_text())
     assert (record["completed"], record["total_output_tokens"], record["request_rate"]) == (6, 18, 100.0)
     assert (record["output_lens"], record["backend"], record["errors"]) == ([3] * 6, "chairlift", [""] * 6)
