@@ -273,11 +273,10 @@ class SourceCursor:
         state["checksums"] = [[position, value] for position, value in self._checksums.items()]
         if self.kind == "indexed":
             state["length"] = len(self.source)
-        elif self._iterator is not None:
-            if hasattr(self._iterator, "get_state"):
-                state["own"] = self._iterator.get_state()
-            elif hasattr(self.source, "load_state_dict"):
-                state["own"] = self.source.state_dict()
+        elif self._iterator is not None and hasattr(self._iterator, "get_state"):
+            state["own"] = self._iterator.get_state()
+        elif hasattr(self.source, "load_state_dict") and (self._iterator is not None or not self.epoch):
+            state["own"] = self.source.state_dict()  # not between two epochs: the next one begins anew
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], epoch: int = 0) -> None:

@@ -176,8 +176,11 @@ def test_a_stream_over_a_source_goes_on_after_any_pack(tmp_path: Path, kind: int
         first, second = stream(), stream()
         for _ in range(taken):
             next(first)
-        second.load_state_dict(first.state_dict())
-        assert [pack.tokens.tolist() for pack in second] == whole[taken:]
+        state = first.state_dict()
+        list(first)
+        for each in (first, second):
+            each.load_state_dict(state)
+            assert [pack.tokens.tolist() for pack in each] == whole[taken:]
 
 
 @pytest.mark.parametrize("kind", [RecordSource, FollowedLines])
