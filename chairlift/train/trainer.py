@@ -229,6 +229,7 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
+        self.optimizer.state.clear()
         for name, moments in state["optimizer"].items():
             self.optimizer.state[self._parameters[name]] = {key: value.clone() for key, value in moments.items()}
         self.num_steps = int(state["steps"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -211,6 +212,14 @@ def test_going_on_from_a_state_after_any_step_is_the_same_run() -> None:
         resumed.load_state_dict(state)
         assert [result.loss for result in resumed.run()] == losses[done:]
         assert all(torch.equal(p, q) for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_going_back_to_the_state_before_the_first_step_is_the_same_run() -> None:
+    trainer = Trainer(tiny_model(), config(), PackStream(examples(30), 64, step="sequences:9"))
+    beginning = copy.deepcopy(trainer.state_dict())
+    losses = [result.loss for result in trainer.run()]
+    trainer.load_state_dict(beginning)
+    assert [result.loss for result in trainer.run()] == losses
 
 
 def test_the_state_of_another_model_is_refused() -> None:
