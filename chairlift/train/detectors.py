@@ -111,7 +111,7 @@ class Adwin:
 
     def __init__(self, delta: float = 0.002, clock: int = 4, buckets: int = 5, min_side: int = 5) -> None:
         """``delta``: confidence, smaller for fewer false alarms. ``clock``: values between two looks for a change.
-        ``min_side``: values that either side of a cut must have. Raises ConfigError for settings out of range."""
+        ``min_side``: values on either side of a split that shows one. Raises ConfigError for settings out of range."""
         if not 0 < delta < 1 or clock < 1 or buckets < 2 or min_side < 1:
             raise ConfigError(
                 "Adwin needs 0 < delta < 1, clock >= 1, buckets >= 2 and min_side >= 1, "

@@ -37,8 +37,8 @@ def parse_columns(text: str) -> dict[str, str]:
     """``time=TIMESTAMP,input=prompt_tokens,output=3``: field to column. Raises ConfigError that lists the fields."""
     columns: dict[str, str] = {}
     for part in text.split(","):
-        field, equals, column = (piece.strip() for piece in part.partition("="))
-        if not equals or not column or field in columns:
+        field, _, column = (piece.strip() for piece in part.partition("="))
+        if not column or field in columns:
             raise ConfigError(f"columns must be FIELD=COLUMN,..., each field once; got {text!r:.200}")
         columns[field] = column
     _check_fields("columns", columns)

@@ -103,7 +103,7 @@ def load_trace(
                     f"{path} has times and lengths; arrivals and a tokenizer are for ShareGPT's conversations, which"
                     " have none"
                 )
-            if format == "pattern" and pattern is not None:
+            if pattern is not None:
                 rows = read_pattern(source, pattern)
             elif format in ("chairlift", "mooncake", "bailian"):
                 rows = _read_jsonl(source, bailian=format == "bailian")

@@ -260,7 +260,7 @@ WORKLOADS: Final = {
         chats=Chats(Zipf(1.0, 1, 16), think_seconds=20.0),
     ),
     "agents": Traffic(
-        description="loops of 3 to 12 tool calls behind one of 4 long system prompts; short answers, no pauses",
+        description="loops of 3 to 12 tool calls, 1 s each, behind one of 4 long system prompts; short answers",
         prompt=LogNormal(5.3, 0.9, 32, 4096),
         output=LogNormal(4.0, 0.7, 8, 512),
         prefixes=SharedPrefixes(2048, distinct=4),

@@ -280,7 +280,7 @@ def test_a_run_without_an_answer_has_no_averages() -> None:
     ],
 )
 def test_a_client_that_is_the_bottleneck_says_so(late: float, cpu: float, held: bool, said: str) -> None:
-    found = [outcome([start + 1.0], [1], start=start) for start in (1.0, 2.0, 3.0)]
+    found = [outcome([start + 1.0], [1], start=start) for start in (0.1, 0.5, 0.9)]
     found[1].scheduled -= late
     found[1].held = held
     doubts = list(figures_of(run_of(*found, cpu=cpu), {}).doubts(run_of(*found, cpu=cpu)))

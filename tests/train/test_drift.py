@@ -77,6 +77,13 @@ def test_a_detector_tells_the_means_on_both_sides(make: Callable[[], Detector]) 
     assert detector.recent == pytest.approx(at - 299, abs=2)
 
 
+def test_a_change_right_after_the_warm_up_is_counted_from_its_first_value() -> None:
+    detector = PageHinkley(warmup=30)
+    assert not any(detector.update(value) for value in [0.0, 1.0] * 15)
+    taken = next(taken for taken in range(1, 10) if detector.update(10.0))
+    assert (detector.recent, detector.after, detector.before) == (taken, 10.0, 0.5)
+
+
 def test_page_hinkley_does_not_depend_on_the_unit() -> None:
     values = STREAMS["abrupt"](1).values
     alarms = [

@@ -90,6 +90,11 @@ def test_drop_has() -> None:
     assert stats.length_bias < -0.05
 
 
+def test_figures_of_a_gate_that_has_seen_nothing_are_0() -> None:
+    stats = StalenessGate(1, 2).stats()
+    assert (stats.staleness_p50, stats.staleness_max, stats.length_bias, stats.staleness) == (0, 0, 0.0, {})
+
+
 def finished(gate: StalenessGate, *versions: int) -> None:
     for version in versions:
         (ticket,) = gate.admit()

@@ -280,6 +280,12 @@ def test_keys_never_share_a_pack(key: Any) -> None:
         assert len(pack.ids) <= 3
 
 
+def test_arrays_of_a_list_have_keys_too() -> None:
+    source = [np.array([number % 3, 7], np.int32) for number in range(40)]
+    packs = list(PackStream(source, CAPACITY, key=lambda ids: int(ids[0])))
+    assert [set(pack.tokens[::2].tolist()) for pack in packs] == [{0}, {1}, {2}]
+
+
 # ---- steps and ranks
 
 

@@ -28,6 +28,7 @@ def test_figures() -> None:
     assert (facts.requests, facts.sessions, facts.cancels, facts.seconds, facts.rate) == (4, 1, 1, 4.0, 0.75)
     assert facts.burstiness == pytest.approx((14 / 9) ** 0.5 / (4 / 3))
     assert (facts.prompts.total, facts.prompts.mean, facts.prompts.p50, facts.prompts.most) == (100, 25.0, 25.0, 40)
+    assert (facts.prompts.p90, facts.prompts.p99) == pytest.approx((37.0, 39.7))
     assert facts.outputs.total == 40
     assert facts.repeated is None
     assert [(each.tenant, each.priority, count) for each, count in facts.classes] == [
