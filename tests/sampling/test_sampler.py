@@ -195,8 +195,9 @@ def test_settings_that_exclude_every_token_fail_the_row() -> None:
     assert "no token is left" in output.errors[1]
 
 
-def test_overflowing_scores_fail_the_row() -> None:
-    row = make_row(greedy(repetition_penalty=1e-6))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_overflowing_scores_fail_the_row(temperature: float) -> None:
+    row = make_row(SamplingParams(temperature=temperature, repetition_penalty=1e-6))
     output = sample(torch.full((1, VOCAB), 1e35), [row], [some_tokens(0, 4)])
     assert output.token_ids == [-1]
     assert "overflow" in output.errors[0]
@@ -240,6 +241,7 @@ def test_masks_hold_for_greedy_and_sampled_rows() -> None:
     assert set(drawn) == {3, 4, 50}
     for i in range(1, 40, 2):
         assert drawn[i] == max((3, 4, 50), key=lambda token_id: float(logits[i, token_id]))
+    assert sample(logits[1::2], rows[1::2], [some_tokens(0, 5)] * 20, allowed[1::2]).token_ids == drawn[1::2]
 
 
 def test_each_row_has_its_own_mask_also_across_slices(monkeypatch: pytest.MonkeyPatch) -> None:
