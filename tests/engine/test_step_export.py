@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -49,6 +50,8 @@ class Reader:
         self.decodes: dict[int, str] = {}
         self.rows: dict[str, list[tuple[int, int, int, str]]] = {}
         self.at: dict[int, Tables] = {}
+        self.cached: list[set[int]] = []
+        """Blocks that were left with something in them, per pool: some may have an owner again."""
         self.slots: dict[int, str] = {}
         self.problems: list[str] = []
         self.known = False
@@ -62,6 +65,7 @@ class Reader:
                 if fields[7] >= 0:
                     self.slots[fields[7]] = fields[1]
             self.decodes = {slot: self.ids.get(number, "gone") for slot, number in line["key"]["on"]}
+            self.cached = [set(blocks) for blocks in line["key"]["cached"]]
         for change in line.get("do", ()):
             self.change(*change)
         if "step" in line:
@@ -74,7 +78,9 @@ class Reader:
             self.ids[number] = fields[0]
         name = self.ids[number]
         if what == "table":
-            group, first, blocks, _ = fields
+            group, first, blocks, known = fields
+            if self.known:
+                self.cached[group] = self.cached[group] - set(blocks) | set(known)
             own = self.tables.setdefault(name, [])
             while len(own) <= group:
                 own.append([])
@@ -111,6 +117,14 @@ def owned(tables: Tables) -> Tables:
     return {name: own for name, own in tables.items() if any(map(any, own))}
 
 
+def kept(truth: Truth) -> list[set[int]]:
+    """Blocks that nobody owns and that the prefix cache would give to a prompt that begins alike, per pool."""
+    return [
+        {block for block, node in enumerate(pool.nodes) if node is not None and not pool.ref_counts[block]}
+        for pool in truth.core.kv.pools
+    ]
+
+
 def watched(truth: Truth, before: int = 0, **load: Any) -> bytes:
     """A run of which the first steps were not watched, taken in pieces."""
     pieces = []
@@ -143,6 +157,7 @@ def test_the_lines_say_what_happened(mode: str, before: int) -> None:
     assert reader.rows == truth.rows
     assert reader.problems == []
     assert not reader.slots and not owned(reader.tables)
+    assert any(reader.cached) and reader.cached == kept(truth)
     assert len(reader.at) > 50
     late = 2 * truth.core.num_lookahead_steps  # what was in flight at the beginning is told once more
     for step in sorted(reader.at)[late:]:
@@ -172,9 +187,28 @@ def test_a_recorder_that_is_closed_leaves_no_trace() -> None:
     truth.core.watch(False)
     assert truth.core.recorder is None and truth.core.kv.journal is None
     truth.run(2)
+    truth.core.watch(False)
+    assert truth.core.recorder is None
     truth.core.watch(True)
+    recorder = truth.core.recorder
     truth.core.watch(True)
-    assert truth.core.recorder is not None
+    assert recorder is not None and truth.core.recorder is recorder
+
+
+def test_a_snapshot_says_when_it_was_and_what_is_set() -> None:
+    truth = make_truth(preemption_mode="swap")
+    truth.burst(3)
+    truth.step()
+    before = time.time()
+    truth.core.watch(True)
+    recorder = truth.core.recorder
+    assert recorder is not None
+    for line in recorder.take().splitlines():
+        if about := json.loads(line).get("key"):
+            now = about["unix"] + truth.core.clock.now()
+            assert before - 0.001 <= now <= time.time() + 0.001
+            assert about["settings"] == {"max_num_seqs": 5, "max_num_batched_tokens": 24, "preemption_mode": "swap"}
+    assert truth.core.clock.now() > 0.004
 
 
 def test_steady_steps_are_short_whatever_their_rows() -> None:
