@@ -1,0 +1,83 @@
+"""The engine's side of the process border, with a reader who takes nothing for as long as there is work."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from chairlift.engine.core import EngineCore
+from chairlift.engine.core_process import Connection, CoreProcess
+from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.messages import Add, FrameReader, Leave, Log, Message, Ready, Refused, Step
+from chairlift.outputs import FinishReason
+from chairlift.sampling_params import SamplingParams
+from tests.engine.make import alone, greedy, make_engine
+from tests.server.fake_engine import INFO
+
+PROMPT = [1, 2, 3]
+
+
+class SlowReader:
+    """A connection that has no room after a message until the core has nothing to do. Then it takes all, and closes."""
+
+    def __init__(self, core: EngineCore, messages: list[Message]) -> None:
+        self.closed = False
+        self.backlog = 0
+        self.frames = FrameReader()
+        self.sent: list[Message] = []
+        self._core = core
+        self._messages = messages
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self.backlog = 1
+
+    def receive(self, timeout: float | None) -> list[Message]:
+        messages, self._messages = self._messages, []
+        if not messages and not self._core.has_work:
+            self.closed, self.backlog = not self.backlog, 0
+        return messages
+
+
+def serve(*messages: Message, max_num_seqs: int = 4) -> SlowReader:
+    core = make_engine(max_num_seqs=max_num_seqs).core
+    reader = SlowReader(core, list(messages))
+    CoreProcess(cast(Connection, reader), core, INFO, None, lambda label, share: None).run()
+    return reader
+
+
+def asked(name: str, params: SamplingParams) -> Add:
+    return Add.of(PreparedRequest(name, None, PROMPT, params, params.seed or 0, params.max_tokens or 0))
+
+
+def test_what_nobody_could_take_is_told_when_somebody_can() -> None:
+    params = {"a": greedy(5), "b": greedy(9), "c": greedy(7)}
+    ready, *steps = serve(*(asked(name, each) for name, each in params.items()), max_num_seqs=2).sent
+    assert isinstance(ready, Ready)
+    (step,) = steps
+    assert isinstance(step, Step) and step.forecast is not None  # somebody had to wait
+    outputs = step.outputs
+    for name, each in params.items():
+        of_it = [token for of, token in zip(outputs.sequence_ids, outputs.token_ids, strict=True) if of == name]
+        assert of_it == alone(PROMPT, each)
+    assert {ended.sequence_id for ended in outputs.finished} == set(params)
+    assert sorted(name for name, _, _ in outputs.joined) == sorted(params)
+    assert step.stats.num_finished_sequences == 3
+
+
+def test_who_stops_and_who_leaves_ends_at_once() -> None:
+    names = ["a", "b", "c"]
+    leave = [Leave(["a"], stopped=True), Leave(["b"], stopped=False)]
+    reader = serve(*(asked(name, greedy(5)) for name in names), *leave)
+    ended = [each for step in reader.sent if isinstance(step, Step) for each in step.outputs.finished]
+    assert [(each.sequence_id, each.finish_reason) for each in ended] == [
+        ("a", FinishReason.STOP),
+        ("b", FinishReason.ABORT),
+        ("c", FinishReason.LENGTH),
+    ]
+
+
+def test_what_cannot_be_done_is_answered_or_counted() -> None:
+    reader = serve(asked("a", greedy(5)), asked("a", greedy(5)), Log(20, "chairlift", "not for an engine"))
+    (refused,) = [each for each in reader.sent if isinstance(each, Refused)]
+    assert refused.request_id == "a" and not refused.too_long and "already" in refused.message
+    assert reader.frames.num_bad == 1
