@@ -64,7 +64,9 @@ def drain(engine: Engine, most: int = 500) -> dict[str, list[RequestOutput]]:
     """Step until everything has ended; all outputs by request."""
     seen: dict[str, list[RequestOutput]] = {}
     while engine.has_unfinished:
-        for output in engine.step():
+        outputs = engine.step()
+        assert len({output.request_id for output in outputs}) == len(outputs), "a step tells of a request twice"
+        for output in outputs:
             seen.setdefault(output.request_id, []).append(output)
         engine.check_invariants()
         most -= 1

@@ -261,6 +261,24 @@ def test_only_the_last_three_it_gave_way_to_are_named() -> None:
     assert charged["last"]["preempted"] > 5 * STEP
 
 
+def test_the_last_eight_times_it_was_away_are_kept() -> None:
+    line = Timeline(scheduling_policy="priority", max_num_seqs=1, max_preemptions=20)
+    line.add("last", 4, 40)
+    away = []
+    for number in range(11):
+        line.step(2)
+        begin = line.clock.now()
+        line.add(f"p{number}", 4, 1, priority=-1)
+        while f"p{number}" not in line.ended:
+            line.step()
+        away.append((begin, line.clock.now()))
+    line.run()
+    told = line.ended["last"].preempted_during
+    assert len(told) == 8
+    for (begin, end), (earliest, ended) in zip(told, away[-8:], strict=True):
+        assert earliest <= begin <= ended - HOST <= end
+
+
 def test_what_preempts_itself_between_steps_has_nobody_to_name() -> None:
     line = Timeline()
     line.add("a", 8, 12)

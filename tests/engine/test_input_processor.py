@@ -15,6 +15,7 @@ from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
 from chairlift.service_class import parse_service_classes
 from chairlift.sim.oracle import byte_tokenizer
+from tests.tokenizer.tiny import make
 
 VOCAB, LENGTH, EOS = 20, 32, 19
 
@@ -220,6 +221,16 @@ def test_end_of_sequence_stops_unless_ignored(ignore_eos: bool, stops: set[int])
 def test_bad_words_are_masked_at_the_start_and_after_a_space() -> None:
     row = prepare(door(text=True), bad_words=["ab"]).make_sequences()[0].sampling
     assert row.bad_word_ids == ((0, 1), (18, 0, 1))
+
+
+def test_bad_words_do_not_begin_as_texts_do() -> None:
+    """Where a text begins with a token of its own, no word in the middle of an answer does."""
+    tokenizer = make("byte_level")
+    at = InputProcessor(ModelLimits(tokenizer.vocab_size, LENGTH), tokenizer, _Room())
+    request = prepare(at, "chairlift", bad_words=["chairlift"])
+    start, *word = request.prompt_token_ids
+    assert tokenizer.decode([start], skip_special_tokens=False) == "<s>"
+    assert request.bad_word_ids[0] == tuple(word)
 
 
 def test_min_tokens_must_fit_also_where_max_tokens_is_left_out() -> None:

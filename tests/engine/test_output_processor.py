@@ -1,0 +1,53 @@
+"""What is known of a request while it runs, and what is kept of it when it has ended."""
+
+from __future__ import annotations
+
+from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress
+from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.output_processor import OutputProcessor, RequestPhase, RequestProgress, RequestState
+from chairlift.metrics.stats import Histogram, RequestStats
+from chairlift.outputs import FinishReason
+from chairlift.sampling_params import SamplingParams
+
+PROMPT = [1, 2, 3]
+
+
+def begun(stats: RequestStats, n: int = 1) -> tuple[OutputProcessor, RequestState]:
+    """A request that came at 100 and was in its first step at 102."""
+    outputs = OutputProcessor(None, (), stats)
+    prepared = PreparedRequest("r", None, PROMPT, SamplingParams(n=n), 0, 10, arrival_time=100.0)
+    state = outputs.add(prepared, stream=True)
+    outputs.take(CoreOutputs(joined=[(prepared.sequence_ids[0], 2, 102.0)]), 102.5)
+    return outputs, state
+
+
+def test_the_times_of_a_request_are_told_apart() -> None:
+    stats = RequestStats()
+    outputs, _ = begun(stats)
+    for now in (105.0, 106.0, 108.0):
+        outputs.take(CoreOutputs(["r"], [7]), now)
+    outputs.finish([FinishedSequence("r", FinishReason.LENGTH, num_preemptions=1)], 109.0)
+
+    def only(times: Histogram) -> float:
+        assert sum(times.counts) == 1
+        return times.total
+
+    assert (only(stats.queue), only(stats.prefill), only(stats.decode)) == (2.0, 3.0, 4.0)
+    assert (only(stats.e2e), only(stats.inference), only(stats.ttft)) == (9.0, 7.0, 5.0)
+    assert only(stats.time_per_output_token) == 2.0
+    assert (sum(stats.inter_token.counts), stats.inter_token.total) == (2, 3.0)
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.generation_tokens) == (3, 2, 3)
+    assert (stats.request_generation_tokens.total, stats.request_preemptions.total) == (3, 1)
+
+
+def test_of_several_answers_the_first_that_goes_on_says_how_far_the_request_is() -> None:
+    outputs, state = begun(RequestStats(), n=2)
+    assert state.progress() == RequestProgress(RequestPhase.PREFILL, 2)
+    outputs.take(CoreOutputs(["r#0", "r#1"], [7, 7], joined=[("r#1", 3, 103.0)]), 103.5)
+    assert (state.metrics.first_scheduled_time, state.num_cached_tokens) == (102.0, 2)
+    outputs.take(CoreOutputs(["r#1"], [7], progress=[Progress("r#1", 2, 1, True)]), 104.0)
+    assert state.progress() == RequestProgress(RequestPhase.DECODE, 3)
+    outputs.finish([FinishedSequence("r#0", FinishReason.STOP)], 104.0)
+    assert state.progress() == RequestProgress(RequestPhase.PREEMPTED, 1)
+    outputs.finish([FinishedSequence("r#1", FinishReason.STOP)], 105.0)
+    assert state.finished and state.progress() == RequestProgress(RequestPhase.PREEMPTED, 1)
