@@ -189,7 +189,7 @@ def pack_indices(
         if len(best) == lower_bound(lengths, capacity, align=align):
             return best
     packs = _best_fit_decreasing(lengths, capacity, align, max_sequences or capacity)
-    return packs if best is None or len(packs) < len(best) else best
+    return min(best or packs, packs, key=len)
 
 
 def lower_bound(lengths: Sequence[int], capacity: int, *, align: int = 1) -> int:

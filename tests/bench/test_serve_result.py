@@ -296,6 +296,11 @@ def test_answers_that_came_whole_say_nothing_of_tokens(times: list[float], count
     assert bool(said) == whole
 
 
+def test_an_answer_of_one_chunk_that_nobody_counts_came_whole() -> None:
+    run = run_of(read((1.0, chunk("all of it")), (1.5, event({"choices": [], "usage": usage(6, 9)}) + DONE)))
+    assert any(doubt.startswith("answers came whole") for doubt in figures_of(run, {}).doubts(run))
+
+
 def test_a_closed_loop_is_named() -> None:
     run = run_of(outcome([1.0], [1]), most=3)
     assert any(doubt.startswith("closed loop: at most 3") for doubt in figures_of(run, {}).doubts(run))

@@ -111,6 +111,20 @@ def test_each_step_publishes_what_it_made() -> None:
         loop.step()
 
 
+class Quick(Echo):
+    """Has ended them all, whenever it is asked."""
+
+    def poll(self, *, wait: bool) -> list[Rollout]:
+        ended, self.queue = self.queue, []
+        return ended
+
+
+def test_what_ended_while_the_trainer_computed_is_not_waited_for() -> None:
+    loop = echo_loop([[i + 1] for i in range(12)], Quick())
+    assert len(loop.run(10)) == 6
+    assert loop.stats().num_waits == 1, "for the first rollouts"
+
+
 def test_failed_rollouts_are_passed_and_counted() -> None:
     loop = echo_loop([[1], [0], [2], [0], [3], [4], [5]], Echo())
     assert loop.run(10) == [[[1], [2]], [[3], [4]]]

@@ -88,12 +88,12 @@ def test_of_a_prompt_only_the_completion_is_learnt_and_texts_end(tokenizer_dir: 
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
-def test_indentation_in_an_answer_is_learnt(tmp_path: Path, trim_offsets: bool) -> None:
+@pytest.mark.parametrize(("prompt", "completion"), [("one:  ", "\n    two\n        three  "), ("one:", "  two three")])
+def test_indentation_in_an_answer_is_learnt(tmp_path: Path, trim_offsets: bool, prompt: str, completion: str) -> None:
     backend = tiny.byte_level_backend()
     backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)  # of GPT-2's family: True
     backend.save(str(tmp_path / "tokenizer.json"))
-    completion = "\n    two\n        three  "
-    item = Encoder(tmp_path)({"prompt": "one:  ", "completion": completion})
+    item = Encoder(tmp_path)({"prompt": prompt, "completion": completion})
     assert learnt(tmp_path, item) == [completion]
 
 
@@ -112,6 +112,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer_dir: Path, 
         ({"messages": CHAT[:2]}, "no message of an assistant"),
         ({"body": "a"}, "this one has body"),
         ({"text": 5}, "text must be text, got '5'"),
+        ({"prompt": "one", "completion": ""}, "completion must be text, got ''"),
         ({"text": "\ud800"}, "surrogate"),
         ({"input_ids": [1, 2], "labels": [5, 6]}, "the record has labels that are neither -100 nor its input_ids"),
         ({"input_ids": [1, 2], "completion_mask": [1]}, "the record has completion_mask"),

@@ -163,6 +163,8 @@ def test_bad_arguments() -> None:
         gate.tag(ticket, 1)
     with pytest.raises(ConfigError, match="the version after 0 is 1, got 2"):
         gate.publish(2)
+    gate.publish(1)
+    assert gate.version == 1
     gate.cancel(ticket)
     with pytest.raises(ConfigError, match="ticket 0"):
         gate.cancel(ticket)

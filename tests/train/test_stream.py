@@ -860,6 +860,14 @@ def test_nothing_waits_for_more_packs_than_the_pool_is_large(mix: str) -> None:
     assert 0 < stream.stats().delay_packs.max <= 32
 
 
+def test_half_and_all_but_a_hundredth_waited_no_longer_than_is_said() -> None:
+    stream = PackStream([[1, 2, 3, 4]] * 12, 4, pool=10)
+    assert len(list(stream)) == 12
+    expected = (5, 9, 9)  # of 0 to 8 of those that came before the end, and three times 9
+    for delay in (stream.stats().delay_packs, stream.stats().delay_arrivals):
+        assert (delay.p50, delay.p99, delay.max) == expected
+
+
 def test_the_longest_wait_is_exact() -> None:
     stream = PackStream([[1] * 40, *[[1] * 64] * 201, [1] * 24], 64, pool=200)
     assert max(len(pack.lengths) for pack in stream) == 1

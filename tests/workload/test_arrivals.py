@@ -46,7 +46,7 @@ def test_times_ascend_and_depend_on_the_seed_alone(process: Arrivals) -> None:
 def test_all_at_once_and_constant() -> None:
     assert AllAtOnce().times(3) == [0.0, 0.0, 0.0]
     assert Constant(4.0).times(3) == [0.0, 0.25, 0.5]
-    assert ClosedLoop(2).times(3) == [0.0, 0.0, 0.0]
+    assert ClosedLoop(1).times(3) == ClosedLoop(2).times(3) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])

@@ -144,3 +144,5 @@ def test_lengths_that_cannot_be_parsed(text: str, complaint: str) -> None:
 def test_there_must_be_lengths_to_draw_from() -> None:
     with pytest.raises(ConfigError, match="no lengths to draw from"):
         Empirical(())
+    with pytest.raises(ConfigError, match=r"from at least 1 .* got 0 to 5"):
+        Empirical((5, 0))

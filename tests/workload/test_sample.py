@@ -90,11 +90,22 @@ def test_a_window_keeps_neighbours_and_times() -> None:
     }
 
 
+def test_a_window_may_begin_at_any_place_that_leaves_it_whole() -> None:
+    trace = [TracedRequest(arrival=float(place), prompt_tokens=place + 1, output_tokens=1) for place in range(5)]
+    windows = [sample_trace(trace, 4, seed, window=True) for seed in range(20)]
+    assert {tuple(each.prompt_tokens for each in window) for window in windows} == {(1, 2, 3, 4), (2, 3, 4, 5)}
+
+
 @pytest.mark.parametrize("count", [None, 2000])
 def test_a_rate_of_ones_own(count: int | None) -> None:
     sample = sample_trace(LONG, count, rate=0.5)
     assert (len(sample) - 1) / sample[-1].arrival == pytest.approx(0.5)
     assert len(sample) == (count or len(LONG))
+
+
+def test_two_requests_have_a_rate() -> None:
+    trace = [TracedRequest(arrival=arrival, prompt_tokens=1, output_tokens=1) for arrival in (0.0, 8.0)]
+    assert [each.arrival for each in sample_trace(trace, rate=0.5)] == [0.0, 2.0]
 
 
 def test_all_of_a_trace_is_the_trace() -> None:

@@ -27,6 +27,11 @@ def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["result.json"]
 
 
+def test_what_the_block_raises_is_told_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="not a terminal"), replacing(tmp_path / "result.json"):
+        raise OSError("not a terminal")
+
+
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
 
     def write() -> None:
