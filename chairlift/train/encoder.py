@@ -57,7 +57,7 @@ def fitting(encode: Encode, vocab_size: int | None, capacity: int | None) -> Enc
 class Encoder:
     """A record -> ``{"input_ids": int32 [L], "loss_weight": float32 [L]}``.
 
-    - ``input_ids`` (with ``labels``, ``loss_weight``, ``weight`` if any): handed on as it is.
+    - ``input_ids`` (with ``labels``, ``loss_weight``, ``weight`` if any): taken as it is, but for its padding.
     - ``messages``: a chat, as the chat template of the tokenizer's directory writes it.
     - ``prompt`` and ``completion``: two texts, one after the other.
     - ``text_field``: a text.
@@ -97,8 +97,11 @@ class Encoder:
         if "input_ids" in record:
             others = {name: record[name] for name in _PASSED_ON if record.get(name) is not None}
             given = {"input_ids": _token_ids(record["input_ids"]), **others}
-            if others:
-                read_sample(given, -1)  # for its checks, here where file and line are known
+            if others:  # read here, where file and line are known
+                sample = read_sample(given, -1)
+                given = {"input_ids": sample.tokens}
+                if sample.weights is not None:
+                    given["loss_weight"] = sample.weights
             return given
         if "messages" in record:
             return self._chat(record["messages"])

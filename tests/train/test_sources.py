@@ -383,6 +383,12 @@ def test_a_damaged_parquet_file_is_named_with_its_row(tmp_path: Path) -> None:
         next(RecordSource([path], Encoder()))
 
 
+def test_padding_is_left_out_before_a_record_is_judged(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2, 3] + [100] * 9, "attention_mask": [1] * 3 + [0] * 9}) + "\n")
+    assert next(RecordSource([path], fitting(Encoder(), 100, 8)))["input_ids"].tolist() == [1, 2, 3]
+
+
 def test_a_record_that_no_pack_takes_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in ([1, 2], [1] * 9)))
