@@ -76,6 +76,6 @@ def _settings(config: EngineConfig, server: ServerConfig) -> str:
     for name, value in values.items():
         if name in _SECRET:
             lines.append(f"# {name}: {len(value)} given, not shown")
-        elif value != ():
+        else:
             lines.append(f"{name}: {json.dumps(value)}")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ import pytest
 
 from chairlift.cli import flags, serve
 from chairlift.cli.main import _parse, main
-from chairlift.config import ServerConfig, server_fields
+from chairlift.config import ServerConfig, flat_fields, server_fields
 from chairlift.server.lifecycle import ExitCode
 
 
@@ -79,6 +79,7 @@ def test_a_dry_run_prints_what_config_reads(tmp_path: Path, capsys: pytest.Captu
     assert main([*arguments, "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "sk-secret" not in text
+    assert [flag.name for flag in (*flat_fields(), *server_fields()) if f"{flag.name}: " not in text] == []
     pytest.importorskip("yaml")
     file = tmp_path / "serve.yaml"
     file.write_text(text)
