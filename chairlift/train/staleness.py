@@ -96,8 +96,8 @@ class StalenessGate:
       unless given.
     - ``lr_scale``: as ``drop``, and the learning rate is divided by the mean staleness of the step, where it exceeds 1.
 
-    Every policy but ``wait`` wants a loss that corrects for the policy that generated (decoupled PPO, importance
-    weights): the generator's log-probabilities belong into ``sample``.
+    With a bound above 0 each of them wants a loss that corrects for the policy that generated (decoupled PPO,
+    importance weights): the generator's log-probabilities belong into ``sample``.
     """
 
     def __init__(
