@@ -319,7 +319,7 @@ def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any
         names = {file: frozenset(opened[file].keys()) for file in opened}
         for name, file in index.items():
             if name not in names[file]:
-                raise ModelLoadError(f"{index_path}: tensor {name} is not in {file}; download both files again")
+                raise ModelLoadError(f"{index_path}: tensor {name!r} is not in {file}; download both files again")
         return {name: opened[file] for name, file in index.items()}
     if (model_dir / _SINGLE_NAME).is_file():
         file = _open_file(model_dir / _SINGLE_NAME, stack)
@@ -327,7 +327,7 @@ def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any
     pickled = sorted(path.name for path in model_dir.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickled:
         raise ModelLoadError(
-            f"{model_dir} has its weights only as pickle ({pickled[0]}), and unpickling runs any code inside; "
+            f"{model_dir} has its weights only as pickle ({pickled[0]!r}), and unpickling runs any code inside; "
             "get a version with *.safetensors, or convert it with transformers' save_pretrained if you trust its author"
         )
     raise ModelLoadError(f"{model_dir} has neither {_SINGLE_NAME} nor {_INDEX_NAME}; download the model again")

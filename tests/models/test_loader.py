@@ -43,11 +43,12 @@ def load(model_dir: Path, **options: Any) -> Any:
 
 
 def refusal(model_dir: Path) -> str:
-    """The message with which loading fails; one line, and never another exception."""
+    """The message with which loading fails; one line, fit for another process, and never another exception."""
     with pytest.raises(ModelLoadError) as caught:
         load(model_dir)
     message = str(caught.value)
     assert "\n" not in message
+    assert message.isprintable(), "half a surrogate pair cannot be sent, and would end the engine"
     assert caught.value.__cause__ is None
     return message
 
@@ -322,12 +323,12 @@ class Bomb:
         return exec, ("raise SystemExit('the pickle was run')",)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "\udcff\n.bin"])
 def test_pickled_weights_are_refused(model_dir: Path, name: str) -> None:
     (model_dir / "model.safetensors").unlink()
     (model_dir / name).write_bytes(pickle.dumps(Bomb()))
     message = refusal(model_dir)
-    assert name in message and "pickle" in message and "safetensors" in message
+    assert repr(name) in message and "pickle" in message and "safetensors" in message
 
 
 def test_missing_weights_are_refused(model_dir: Path) -> None:
@@ -377,6 +378,8 @@ def test_index_that_lies_is_refused(model_dir: Path) -> None:
     first, second = sorted(set(weight_map.values()))
     write_index(model_dir, {name: second if file == first else first for name, file in weight_map.items()})
     assert "is not in model-0000" in refusal(model_dir)
+    write_index(model_dir, {**weight_map, "\ud800": first})
+    assert "'\\ud800' is not in model-0000" in refusal(model_dir)
     write_index(model_dir, weight_map)
     (model_dir / second).unlink()
     assert f"{second}, which is not there" in refusal(model_dir)
