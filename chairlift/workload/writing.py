@@ -32,12 +32,12 @@ def check_writable(path: Path | None, flag: str) -> None:
 def replacing(path: Path) -> Iterator[IO[str]]:
     """A text file that becomes ``path`` at the end of the block; after an error, what was there is as it was.
 
-    It keeps the mode of what was there, and a link its place. What is no file, lies in /dev or /proc, or may be written
-    while its directory takes no other file, is written to as it is. Raises OSError with the file's name.
+    It keeps the mode of what was there, and a link its place. What is no file, a link in /dev or /proc, or may be
+    written while its directory takes no other file, is written to as it is. Raises OSError with the file's name.
     """
     target = Path(os.path.realpath(path))
     old = path.exists()
-    in_place = path.is_relative_to("/dev") or path.is_relative_to("/proc")  # links of these lead to files that are open
+    in_place = path.is_symlink() and path.parts[1:2] in (("dev",), ("proc",))  # it leads to a file that is open
     in_place |= old and not (target.is_file() and os.access(target, os.W_OK) and os.access(target.parent, os.W_OK))
     part = path if in_place else target.with_name(f"{target.name}.part")
     try:

@@ -4,6 +4,7 @@ import os
 import resource
 import select
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write()
     assert os.listdir(tmp_path) == []
+
+
+def test_memory_is_no_device() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        with replacing(Path(folder, "result.json")) as file:
+            assert os.listdir(folder) == ["result.json.part"]
+            file.write("all")
+        assert os.listdir(folder) == ["result.json"]
 
 
 def test_what_was_there_keeps_its_mode(tmp_path: Path) -> None:
