@@ -18,6 +18,7 @@ from chairlift.cli.flags import add_engine_flags, add_sampling_flags, load_llm, 
 from chairlift.errors import ChairliftError, ConfigError
 from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
+from chairlift.workload.writing import check_writable
 
 if TYPE_CHECKING:
     from chairlift.engine.step_log import StepLog
@@ -263,39 +264,30 @@ def _wants_json(args: argparse.Namespace) -> bool:
 def _json_writer(path: Path | None) -> Iterator[Any]:
     """A function that writes a job as a JSON line, each at once, to a file or to standard output.
 
-    The file is opened before anything else is done, so that a wrong path costs no waiting; what it held before
-    goes only when there is something to write.
+    A wrong path is found before anything else is done, so that it costs no waiting; what the file held before goes
+    only when there is something to write.
     """
     if path is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # as JSON always is, whatever the terminal speaks
         yield lambda job: _put(sys.stdout, job)
         return
-    existed = path.exists()
-    try:
-        file = path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write the output file {path}: {error.strerror}; give another --output") from None
-    started = False
+    check_writable(path, "output")
+    with contextlib.ExitStack() as stack:
+        opened: list[IO[str]] = []
 
-    def write(job: _Job) -> None:
-        nonlocal started
-        if not started and path.is_file():
-            file.truncate(0)
-        started = True
-        try:
-            _put(file, job)
-        except OSError as error:
-            with contextlib.suppress(OSError):  # what could not be written cannot be flushed either
-                file.close()
-            raise ConfigError(f"cannot write the output file {path}: {error.strerror}; give another --output") from None
+        def write(job: _Job) -> None:
+            try:
+                if not opened:
+                    opened.append(stack.enter_context(path.open("w", encoding="utf-8")))
+                _put(opened[0], job)
+            except OSError as error:
+                with contextlib.suppress(OSError):  # what could not be written cannot be flushed either
+                    stack.close()
+                message = f"cannot write the output file {path}: {error.strerror}; give another --output"
+                raise ConfigError(message) from None
 
-    try:
-        with file:
-            yield write
-    finally:
-        if not started and not existed:
-            path.resolve().unlink(missing_ok=True)
+        yield write
 
 
 def _put(file: IO[str], job: _Job) -> None:
