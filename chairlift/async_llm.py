@@ -91,7 +91,7 @@ class AsyncLLM:
         Leaving the loop, or cancelling its task, ends the request. Raises RequestError for what cannot be served,
         QueueFullError when too much waits, EngineDeadError when the engine dies.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = SamplingParams(**self.info.sampling_defaults) if sampling_params is None else sampling_params
         if priority is not None and isinstance(params, SamplingParams):
             params = dataclasses.replace(params, priority=priority)
         engine, kind = self._started(), OutputKind(kind)

@@ -44,6 +44,7 @@ _PREFILL_MODES = ("mixed", "prefill_first", "decode_first", "separate", "auto")
 _KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton")
 _CUDA_GRAPHS = ("lazy", "start", "off")
 _QUANTIZATIONS = ("fp8",)
+_GENERATION_CONFIGS = ("auto", "vllm")
 _METRICS_PREFIXES = ("chairlift", "vllm")
 _LOG_FORMATS = ("text", "json")
 _CHOICES = {
@@ -51,6 +52,7 @@ _CHOICES = {
     "kernels": _KERNELS,
     "cuda_graphs": _CUDA_GRAPHS,
     "quantization": _QUANTIZATIONS,
+    "generation_config": _GENERATION_CONFIGS,
     "batching": _BATCHING,
     "late_requests": _LATE,
     "governor": _GOVERNORS,
@@ -93,6 +95,9 @@ class ModelConfig:
     kernels they always have."""
     max_model_len: int | None = None
     """Longest sequence, prompt and answer together, in tokens. None: what the model was made for."""
+    generation_config: str = "auto"
+    """Temperature, top_p, top_k, min_p and repetition_penalty where nobody gives one: auto takes those in the model's
+    generation_config.json; vllm takes none from there."""
     seed: int | None = None
     """Seeds the requests that bring no seed of their own, in order of arrival. None: fresh seeds each time."""
 
@@ -203,6 +208,7 @@ class EngineConfig:
         _one_of("dtype", model.dtype, _DTYPES)
         _one_of("kernels", model.kernels, _KERNELS)
         _one_of("cuda_graphs", model.cuda_graphs, _CUDA_GRAPHS)
+        _one_of("generation_config", model.generation_config, _GENERATION_CONFIGS)
         if model.quantization is not None:
             _one_of("quantization", model.quantization, _QUANTIZATIONS)
         _one_of("batching", scheduler.batching, _BATCHING)

@@ -56,6 +56,7 @@ class LLM:
             seed=self.config.model.seed,
         )
         info = loaded.info(self.config, self.engine.kv.capacity_tokens)
+        self._sampling_defaults = info.sampling_defaults
         problem = info.too_much_reserved(self.config.scheduler.promises)
         for each in [*self.config.without_effect(), *([problem] if problem else [])]:
             _log.warning("%s", each)
@@ -63,6 +64,10 @@ class LLM:
         self._turn, self._process = threading.RLock(), os.getpid()
         self._ended: dict[str, RequestOutput] = {}  # reported to one who waited for others
         self._template = ChatTemplate(source.chat_template, source.named_tokens) if source else ChatTemplate(None)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without ``sampling_params`` asks for: the model's own temperature and so on, where it has any."""
+        return SamplingParams(**self._sampling_defaults)
 
     def generate(
         self,
@@ -75,9 +80,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts (text, lists of token ids, or vLLM's ``{"prompt_token_ids": ...}``), outputs in their order.
 
-        ``sampling_params`` is one for all or one each, and so are ``priority``, which goes before that of the
-        parameters, and ``tenant``, who is charged where tenants share fairly. All prompts are checked before any is
-        answered; the RequestError for a bad one names its place. Threads take turns, a call at a time.
+        ``sampling_params`` is one for all or one each (None: :meth:`get_default_sampling_params`), and so are
+        ``priority``, which goes before that of the parameters, and ``tenant``, who is charged where tenants share
+        fairly. All prompts are checked before any is answered; the RequestError for a bad one names its place. Threads
+        take turns, a call at a time.
         """
         if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Set)):
             raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
@@ -88,7 +94,7 @@ class LLM:
         alone = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
         listed: list[Any] = [prompts] if alone else list(prompts)
         count = len(listed)
-        given = SamplingParams() if sampling_params is None else sampling_params
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling parameters", given, count)
         priorities, tenants = _one_each("priorities", priority, count), _one_each("tenants", tenant, count)
         ids: list[str] = []

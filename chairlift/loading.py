@@ -7,12 +7,13 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.engine.info import EngineInfo
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, RequestError
 from chairlift.executor.executor import Executor
+from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.version import __version__
 
@@ -45,6 +46,7 @@ class LoadedExecutor:
     """With the name of a GPU."""
     graphs: str = ""
     """CUDA graphs recorded at the start, in words."""
+    sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     block_bytes: int = 0
     """Of a KV block, over its layers; the mean of the cache groups."""
 
@@ -77,6 +79,7 @@ class LoadedExecutor:
             deterministic=native or self.kernels == "hashlm" or config.model.batch_invariant,
             fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
+            sampling_defaults=self.sampling_defaults,
         )
 
 
@@ -111,6 +114,12 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     bundled = Path(__file__).parent / "assets"
     model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, config.model.revision)
     network = read_config(model_dir)
+    sampling = dict(network.sampling_defaults) if config.model.generation_config == "auto" else {}
+    try:
+        SamplingParams(**sampling)
+    except RequestError as error:
+        where = model_dir / "generation_config.json"
+        raise ConfigError(f"{where}: {error}; correct it, or set generation_config to vllm") from None
     max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len)
     device = find_device(config.model.device)
     dtype = resolve_dtype(network, config.model.dtype)
@@ -142,6 +151,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         vocab_size=network.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=tuple(network.eos_token_ids),
+        sampling_defaults=sampling,
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
         kernels=kernels,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,23 @@ def test_what_are_no_sampling_params_is_refused(priority: int | None) -> None:
                     await anext(llm.generate("a", given, priority=priority))  # type: ignore[arg-type]
 
     asyncio.run(test())
+
+
+def test_where_nobody_says_how_to_sample_the_model_does(tmp_path: Path) -> None:
+    model = tiny_hf_model(tmp_path, "llama")
+    path = model / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.4, "top_k": 20}))
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 64, "dtype": "float32", "seed": 1}
+    prompts = [[number, 3, 21] for number in range(4)]
+
+    async def answers(params: SamplingParams | None) -> list[list[int]]:
+        async with AsyncLLM(str(model), **settings) as llm:
+            assert llm.info.sampling_defaults == {"temperature": 0.4, "top_k": 20}
+            return [
+                output.outputs[0].token_ids
+                for prompt in prompts
+                async for output in llm.generate(prompt, params, kind=OutputKind.FINAL)
+            ]
+
+    asked = SamplingParams(temperature=0.4, top_k=20)
+    assert asyncio.run(answers(None)) == asyncio.run(answers(asked)) != asyncio.run(answers(SamplingParams()))

@@ -449,3 +449,36 @@ def test_reservations_that_cannot_hold_are_told(
     make(model_dir, num_kv_blocks=201, scheduling_policy="priority", service_classes=classes, **settings)
     assert ("governor_ttft_ms has no effect: the governor is off" in caplog.text) == warned
     assert ("reserve 200 KV blocks (chat 100, batch 100), but there are 200" in caplog.text) == warned
+
+
+# -- how the model itself says that it is to be sampled -----------------------------------------------------------
+
+
+def sampled_model(model_dir: Path, target: Path, **sampling: Any) -> Path:
+    shutil.copytree(model_dir, target)
+    path = target / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **sampling}))
+    return target
+
+
+def test_where_nobody_says_how_to_sample_the_model_does(model_dir: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"temperature": 0.4, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.3}
+    model = sampled_model(model_dir, tmp_path / "model", **asked, do_sample=True, max_new_tokens=3)
+    llm = make(model, seed=1)
+    assert llm.get_default_sampling_params() == SamplingParams(**asked)
+    plain = make(model, seed=1, generation_config="vllm")
+    assert plain.get_default_sampling_params() == SamplingParams()
+    own, said, without = (
+        tokens(which.generate([PROMPT] * 4, params))
+        for which, params in ((llm, None), (make(model, seed=1), SamplingParams(**asked)), (plain, None))
+    )
+    assert own == said != without
+    assert without == tokens(make(model, seed=1).generate([PROMPT] * 4, SamplingParams()))
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", "0.9"), ("top_k", 2.5)])
+def test_a_model_that_says_what_nobody_could_ask_for(model_dir: Path, tmp_path: Path, name: str, value: Any) -> None:
+    model = sampled_model(model_dir, tmp_path / "model", **{name: value})
+    with pytest.raises(ConfigError, match=rf"generation_config.json: {name} must .*set generation_config to vllm"):
+        make(model)
+    assert make(model, generation_config="vllm").generate(PROMPT, greedy())

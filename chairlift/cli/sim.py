@@ -49,6 +49,7 @@ _NOT_SIMULATED: Final = {
     "skip_tokenizer_init",
     "dtype",
     "quantization",
+    "generation_config",
     "device",
     "threads",
     "kernels",

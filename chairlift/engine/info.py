@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 from chairlift.service_class import ServiceClass
 
@@ -48,6 +49,8 @@ class EngineInfo:
     """``fp_`` and ten hexadecimal digits of model, precision, kernels and version."""
     quantization: str | None = None
     """Of the layers' weights."""
+    sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Sampling parameters where a request gives none."""
     block_bytes: int = 0
     """Bytes of a block, K and V of all layers in its cache group (their mean, where groups differ); 0 if unknown."""
     graphs: str = ""

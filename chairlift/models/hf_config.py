@@ -25,6 +25,7 @@ _INT32_MAX = 2**31 - 1
 _MAX_CONTEXT = 2**27
 _ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
 _DTYPES = ("float32", "bfloat16", "float16")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _DEFAULT_CONTEXT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 # Keys by which other architectures change the maths of a layer. A config that sets one is not what it says it is.
@@ -101,6 +102,8 @@ class ModelConfig:
     """``float32``, ``bfloat16`` or ``float16`` as the config says; None where it is silent."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer: those of ``generation_config.json`` where it names any, else of ``config.json``."""
+    sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """What ``generation_config.json`` says of sampling, by the names of SamplingParams, unchecked."""
 
     layer_windows: tuple[int | None, ...]
     """Per layer, how many tokens a query sees (itself included); None sees all."""
@@ -204,6 +207,7 @@ def parse_config(
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(raw, where),
         eos_token_ids=_token_ids(eos, where),
+        sampling_defaults={name: value for name in _SAMPLING if (value := (generation or {}).get(name)) is not None},
         layer_windows=_layer_windows(fields, model_type, layers),
         qkv_bias=attention_bias or model_type == "qwen2",
         o_bias=attention_bias,

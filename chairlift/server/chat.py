@@ -120,9 +120,9 @@ async def create_chat_completion(request: Request) -> Response:
     chat, ignored = parse(ChatRequest, await read_json(request))
     model = check_model(state, chat.model)
     caller = read_promises(request, chat, ignored)
-    params = _params(chat)
-    state.engine.check_room(1, class_of(params))
     info = engine_info(state)
+    params = _params(chat, info.sampling_defaults)
+    state.engine.check_room(1, class_of(params))
     prompt = truncate(await encode_messages(state, chat), chat.truncate_prompt_tokens, info, params.max_tokens)
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
     head = reply_head("chatcmpl", model, info, streams)
@@ -187,13 +187,14 @@ def _plain(where: str, message: Message) -> dict[str, str]:
     return plain if message.name is None else {**plain, "name": message.name}
 
 
-def _params(chat: ChatRequest) -> SamplingParams:
+def _params(chat: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     if chat.top_logprobs and not chat.logprobs:
         message = "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out"
         raise ApiError(400, message, code="invalid_value", param="top_logprobs")
     no_prompt_logprobs_in_stream(chat)
     return sampling_params(
         chat,
+        defaults,
         max_tokens=chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens,
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
     )

@@ -101,9 +101,9 @@ async def create_completion(request: Request) -> Response:
     model = check_model(state, asked.model)
     given = asked.prompts()
     caller = read_promises(request, asked, ignored)
-    params = _params(asked)
-    state.engine.check_room(len(given), class_of(params))
     info = engine_info(state)
+    params = _params(asked, info.sampling_defaults)
+    state.engine.check_room(len(given), class_of(params))
     prompts = [
         truncate(await _encode_prompt(state, asked, prompt), asked.truncate_prompt_tokens, info, params.max_tokens)
         for prompt in given
@@ -125,7 +125,7 @@ async def create_completion(request: Request) -> Response:
     return json_response(TextCompletion(**head, choices=choices, usage=meter.usage(), timing=told), headers)
 
 
-def _params(asked: CompletionRequest) -> SamplingParams:
+def _params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     n, best_of = asked.n or 1, asked.best_of or asked.n or 1
     problem = ("", "")
     if best_of < n:
@@ -143,7 +143,8 @@ def _params(asked: CompletionRequest) -> SamplingParams:
     if best_of > n and logprobs is None:
         logprobs = 0  # to rank the answers
     most = _DEFAULT_MAX_TOKENS if asked.max_tokens is None else max(1, asked.max_tokens)
-    return sampling_params(asked, n=best_of, max_tokens=most, logprobs=logprobs, prompt_logprobs=of_prompt)
+    fields = {"n": best_of, "max_tokens": most, "logprobs": logprobs, "prompt_logprobs": of_prompt}
+    return sampling_params(asked, defaults, **fields)
 
 
 async def _encode_prompt(state: ServerState, asked: CompletionRequest, prompt: str | list[int]) -> list[int]:

@@ -244,6 +244,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     )
     graphs = f", CUDA graphs: {info.graphs}" if info.graphs else ""
     numbers = info.dtype if info.quantization is None else f"{info.dtype} with {info.quantization} weights"
+    defaults = ", ".join(f"{name} {value}" for name, value in info.sampling_defaults.items())
     lines = (
         ("model", f"{', '.join(state.model_names)}, up to {info.max_model_len:,} tokens per request"),
         ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {numbers}{graphs}"),
@@ -255,6 +256,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
             f"{config.max_connections:,} connections, {config.max_body_bytes / 2**20:g} MiB per body, "
             f"{config.request_timeout:g} s per request",
         ),
+        *((("samples", f"with {defaults}, where a request does not say"),) if defaults else ()),
         ("access", "with an API key" if state.api_keys else "without an API key"),
     )
     width = max(len(name) for name, _ in lines)

@@ -335,11 +335,11 @@ def warning_headers(ignored: Sequence[str]) -> dict[str, str]:
     return {"warning": f'299 chairlift "ignored: {", ".join(names)}"'}
 
 
-def sampling_params(request: GenerationRequest, **fields: Any) -> SamplingParams:
-    """The request's sampling settings, with ``fields`` over them. Raises ApiError, naming the field."""
+def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+    """The request's sampling settings over ``defaults``, ``fields`` over both. Raises ApiError, naming the field."""
     given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     try:
-        return SamplingParams(**{**given, **fields})
+        return SamplingParams(**{**defaults, **given, **fields})
     except RequestError as error:
         first = str(error).split(" ", 1)[0]
         raise ApiError(400, str(error), code="invalid_value", param=first if first in _SAMPLING else None) from None

@@ -84,6 +84,13 @@ def test_generation_config_has_the_last_word_on_eos() -> None:
     assert parse_config({**QWEN2, "eos_token_id": None}).eos_token_ids == ()
 
 
+def test_generation_config_says_how_to_sample() -> None:
+    asked = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "min_p": None}
+    config = parse_config(QWEN2, {**asked, "do_sample": True, "max_new_tokens": 2048, "num_beams": 4})
+    assert config.sampling_defaults == {name: value for name, value in asked.items() if value is not None}
+    assert parse_config(QWEN2).sampling_defaults == {}
+
+
 def test_longest_sequence_counts_rotary_scaling_in() -> None:
     def longest(**rope: Any) -> int:
         return parse_config({**QWEN2, "rope_scaling": rope}).max_model_len

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -220,3 +221,14 @@ def test_no_message_is_a_server_error(http: TestClient) -> None:
         reply = http.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 1})
         assert reply.status_code in (200, 400), (key, value, reply.text)
         assert http.post("/v1/chat/completions", json={"messages": [value]}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_a_request_leaves_out_is_as_the_model_says(http: TestClient, engine: FakeEngine, path: str) -> None:
+    engine.info = dataclasses.replace(INFO, sampling_defaults={"temperature": 0.6, "top_k": 20, "top_p": 0.9})
+    body = {"prompt": "ride"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "ride"}]}
+    asked: dict[str, Any]
+    for asked in ({}, {"temperature": 0, "top_p": 1.0}, {"top_k": -1, "temperature": None}):
+        assert http.post(path, json={**body, **asked, "max_tokens": 3}).status_code == 200
+    seen = [(params.temperature, params.top_k, params.top_p) for _, params, _ in engine.submitted]
+    assert seen == [(0.6, 20, 0.9), (0.0, 20, 1.0), (0.6, -1, 0.9)]

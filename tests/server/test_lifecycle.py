@@ -316,6 +316,10 @@ def test_the_banner_says_what_there_is_room_for() -> None:
         assert "Bearer" not in text and f", {INFO.dtype}\n" in text
         fp8 = banner(make_state(), dataclasses.replace(INFO, quantization="fp8"), "http://127.0.0.1:8000")
         assert f", {INFO.dtype} with fp8 weights\n" in fp8
+        assert "samples" not in text
+        info = dataclasses.replace(INFO, sampling_defaults={"temperature": 0.7, "top_k": 20})
+        samples = "samples   with temperature 0.7, top_k 20, where a request does not say\n"
+        assert samples in banner(make_state(), info, "http://127.0.0.1:8000")
         with_key = banner(make_state(api_key=("sk-secret",)), INFO, "http://127.0.0.1:8000")
         assert "Bearer YOUR_KEY" in with_key
         assert "sk-secret" not in with_key

@@ -262,7 +262,7 @@ def test_prompts_come_in_four_forms() -> None:
 def test_settings_that_contradict_each_other_name_the_field() -> None:
     request, _ = parse(ChatRequest, {**CHAT, "min_tokens": 5})
     with pytest.raises(ApiError, match="min_tokens is 5 but max_tokens is 3") as caught:
-        sampling_params(request, max_tokens=3)
+        sampling_params(request, {}, max_tokens=3)
     assert caught.value.param == "min_tokens"
 
 
