@@ -26,6 +26,7 @@ class SlowReader:
         self.sent: list[Message] = []
         self._core = core
         self._messages = messages
+        self._turns = 3
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -34,7 +35,8 @@ class SlowReader:
     def receive(self, timeout: float | None) -> list[Message]:
         messages, self._messages = self._messages, []
         if not messages and not self._core.has_work:
-            self.closed, self.backlog = not self.backlog, 0
+            self._turns -= 1
+            self.closed, self.backlog = not self._turns, 0
         return messages
 
 
