@@ -19,6 +19,7 @@ import uvloop
 
 from chairlift.config import EngineConfig
 from chairlift.engine.async_engine import AsyncEngine, EngineState
+from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import (
     ConfigError,
     EngineDeadError,
@@ -161,12 +162,28 @@ def test_what_cannot_be_served_is_refused_with_both_numbers() -> None:
     run(test)
 
 
+class Noting:
+    """Who was told of, in this order."""
+
+    def __init__(self) -> None:
+        self.began_with: list[OutputStream] = []
+        self.ended_with: list[tuple[OutputStream, FinishReason | None]] = []
+
+    def began(self, stream: OutputStream) -> None:
+        self.began_with.append(stream)
+
+    def ended(self, stream: OutputStream, cut_off: FinishReason | None, now: float) -> None:
+        self.ended_with.append((stream, cut_off))
+
+
 def test_the_queue_is_bounded_and_its_timeout_is_kept() -> None:
     async def test() -> None:
         async with running("hashlm:5ms", {"max_num_seqs": 1}, max_queued_requests=2) as engine:
+            engine.watchers["test"] = told = Noting()
             first = await engine.submit("a", LONG)
             await anext(first)
-            waiting = [await engine.submit("b", LONG, queue_timeout=0.05), await engine.submit("c", LONG)]
+            waiting = [await engine.submit("b", LONG, name="mine", queue_timeout=patience) for patience in (0.05, None)]
+            assert engine.named("mine") == waiting and engine.requests() == [first, *waiting]
             with pytest.raises(QueueFullError) as full:
                 await engine.submit("d", LONG)
             assert 1 <= full.value.retry_after <= 60
@@ -179,6 +196,12 @@ def test_the_queue_is_bounded_and_its_timeout_is_kept() -> None:
             for stream in (first, waiting[1]):
                 stream.abort()
             await quiet(engine)
+            assert told.began_with == [first, *waiting, again] and engine.named("mine") == []
+            error, abort = FinishReason.ERROR, FinishReason.ABORT
+            assert told.ended_with == [(waiting[0], error), (again, error), (first, abort), (waiting[1], abort)]
+            short = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
+            await collect(engine, "abc", short, OutputKind.FINAL)
+            assert told.ended_with[-1] == (told.began_with[-1], None)
 
     run(test)
 

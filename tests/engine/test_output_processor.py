@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.output_processor import OutputProcessor, RequestPhase, RequestProgress, RequestState
@@ -51,3 +53,15 @@ def test_of_several_answers_the_first_that_goes_on_says_how_far_the_request_is()
     assert state.progress() == RequestProgress(RequestPhase.PREEMPTED, 1)
     outputs.finish([FinishedSequence("r#1", FinishReason.STOP)], 105.0)
     assert state.finished and state.progress() == RequestProgress(RequestPhase.PREEMPTED, 1)
+
+
+@pytest.mark.parametrize("by_the_core", [False, True])
+def test_only_what_a_stop_string_ends_is_charged_by_the_last_frame(by_the_core: bool) -> None:
+    outputs, state = begun(RequestStats())
+    frame = CoreOutputs(["r"], [7], decoding=[("r", {"prefill": 1.0}, (0.0, 0.0, 0.0))], decode_seconds=(5.0, 0.0, 0.0))
+    outputs.take(frame, 105.0)
+    told = {"prefill": 1.0, "decode": 2.0, "preempted": 3.0} if by_the_core else None
+    outputs.finish([FinishedSequence("r", FinishReason.STOP, causes=told)], 107.0)
+    assert state.metrics.causes is not None
+    charged = {cause: seconds for cause, seconds in state.metrics.causes.items() if seconds}
+    assert charged == {**(told or {"prefill": 1.0, "decode": 5.0}), "delivery": 1.0}

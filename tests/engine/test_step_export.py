@@ -314,6 +314,7 @@ def test_a_recording_knows_its_requests() -> None:
         (b'{"key":5}', "its first line must be a snapshot"),
         (f'{{"key":{{"format":"{FORMAT}"}}}}'.encode(), "first line must have settings and max_num_seqs"),
         (HEAD.replace(b'"pools":[14]', b'"pools":[]'), "first line must have settings and max_num_seqs"),
+        (HEAD.replace(b'"pools":[14]', b'"pools":14'), "first line must have settings and max_num_seqs"),
         (HEAD.replace(b'"pools":[14]', b'"pools":[1e9]'), "first line must have settings and max_num_seqs"),
         (HEAD + b'\n{"step":1}', "line 2 of the recording cannot be read"),
         (HEAD + b'\n{"do":[["end"]]}', "line 2 of the recording cannot be read"),
