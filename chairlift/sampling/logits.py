@@ -91,7 +91,7 @@ def apply_min_p(logits: Tensor, rows: Tensor, min_p: Tensor) -> None:
 def apply_top_k(logits: Tensor, rows: Tensor, top_k: list[int]) -> None:
     """Keep the ``top_k`` highest logits of each row that asks, exactly that many: the lowest ids win a tie."""
     part = _take(logits, rows)
-    values, token_ids = rank_token_ids(part, min(max(top_k), part.shape[1]))
+    values, token_ids = rank_token_ids(part, max(top_k))
     lost = torch.arange(values.shape[1], device=part.device) >= torch.tensor(top_k, device=part.device).unsqueeze(-1)
     _put(logits, rows, part.fill_(-math.inf).scatter_(-1, token_ids, values.masked_fill_(lost, -math.inf)))
 
@@ -104,7 +104,7 @@ def apply_top_p(logits: Tensor, rows: Tensor, top_p: Tensor) -> None:
     """
     part = _take(logits, rows)
     probs = torch.softmax(part, dim=-1)
-    values, token_ids = rank_token_ids(part, min(_NUCLEUS_HEAD, part.shape[1]))
+    values, token_ids = rank_token_ids(part, _NUCLEUS_HEAD)
     kept, reached = _nucleus(probs, token_ids, top_p)
     whole = [] if token_ids.shape[1] == part.shape[1] else (~reached).nonzero().squeeze(-1).tolist()
     ranked = {i: torch.sort(part[i], descending=True, stable=True) for i in whole}
@@ -135,8 +135,8 @@ def _put(logits: Tensor, rows: Tensor, part: Tensor) -> None:
 def rank_token_ids(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` highest values of each row and their ids, best first and lowest id first among equals.
 
-    Like ``torch.topk``, which leaves open what becomes of ties. ``values`` is ``[R, V]`` with ``k <= V``; returns
-    ``[R, k]`` values and int64 ids.
+    Like ``torch.topk``, which leaves open what becomes of ties. ``values`` is ``[R, V]``; returns ``[R, min(k, V)]``
+    values and int64 ids.
     """
     if k == 0:
         return values[:, :0], torch.empty_like(values[:, :0], dtype=torch.int64)

@@ -64,7 +64,7 @@ def _slice_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequ
     chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(-1)
     # Ranks compare logits: two of them can share a log-probability only by rounding.
     ranks = (raw > raw.gather(-1, chosen)).sum(dim=-1, dtype=torch.int32) + 1
-    best = rank_token_ids(raw, min(max(num_logprobs), logits.shape[1]))[1]
+    best = rank_token_ids(raw, max(num_logprobs))[1]
     ids = torch.cat((chosen, best), dim=-1)
     values = logprobs.gather(-1, ids).to(torch.float32).cpu().numpy()
     ids_array = ids.to(torch.int32).cpu().numpy()
