@@ -153,7 +153,7 @@ class AsyncLoop:
         return LoopStats(self.gate.stats(), self._num_steps, self._num_failed, self._num_waits)
 
     def state_dict(self) -> dict[str, Any]:
-        """The gate, with the rollouts that wait in it, the prompts under way, and how many prompts were read."""
+        """The gate, with the rollouts that wait in it, the prompts under way, how many were read, and the counts."""
         gate = self.gate.state_dict()
         gate["waiting"] = [[*each[:3], dataclasses.asdict(each[3])] for each in gate["waiting"]]
         return {
@@ -161,13 +161,15 @@ class AsyncLoop:
             "running": [[ticket, list(prompt)] for ticket, prompt in self._running.items()],
             "num_prompts": self._num_prompts,
             "num_steps": self._num_steps,
+            "num_failed": self._num_failed,
+            "num_waits": self._num_waits,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, in a new loop whose generator has the weights of that version.
 
         Rollouts that were running begin again; prompts that were read are passed, so the source must yield the same.
-        Raises ConfigError for a loop that is under way, and for a gate with other settings.
+        Raises ConfigError for a loop that is under way, a gate with other settings, and prompts that end too early.
         """
         if self._num_prompts or self._num_steps:
             raise ConfigError("a state is loaded into a new loop; this one is under way")
@@ -175,9 +177,15 @@ class AsyncLoop:
         gate["waiting"] = [[*each[:3], Rollout(**each[3])] for each in gate["waiting"]]
         self.gate.load_state_dict(gate)
         self._num_steps = state["num_steps"]
-        for _ in range(state["num_prompts"]):
-            next(self._prompts)
+        self._num_failed = state.get("num_failed", 0)  # earlier releases do not say
+        self._num_waits = state.get("num_waits", 0)
         self._num_prompts = state["num_prompts"]
+        for position in range(self._num_prompts):
+            if next(self._prompts, None) is None:
+                raise ConfigError(
+                    f"the prompts ended after {position}, but {self._num_prompts} had been read when the state was "
+                    "taken; give the same prompts, from their beginning"
+                )
         for ticket, prompt in state["running"]:
             self._begin(ticket, prompt)
 

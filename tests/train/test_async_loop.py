@@ -147,6 +147,17 @@ def test_a_resumed_loop_trains_on_the_same(steps: int) -> None:
         second.load_state_dict(first.state_dict())
 
 
+def test_figures_go_on_with_a_state_and_prompts_that_are_gone_are_missed() -> None:
+    prompts = [[1], [0], [2], [3], [4], [5]]
+    first = echo_loop(prompts, Echo())
+    first.run(1)
+    second, third = echo_loop(prompts, Echo()), echo_loop(prompts[:2], Echo())
+    second.load_state_dict(first.state_dict())
+    assert second.stats() == first.stats()
+    with pytest.raises(ConfigError, match="ended after 2, but 5 had been read"):
+        third.load_state_dict(first.state_dict())
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="at least 1 rollout, got 0"):
         AsyncLoop(Echo(), len, StalenessGate(1, 1), [], weights=dict, concurrency=0)  # type: ignore[arg-type]
