@@ -227,7 +227,7 @@ def _requests(path: Path, rows: Iterable[Row], sort: bool) -> list[TracedRequest
             )
         last = time
         session = own.get("session")
-        if session and isinstance(session, str) and "turn" not in own:
+        if isinstance(session, str) and "turn" not in own:
             own["turn"] = turns.get(session, -1) + 1
         try:
             arrival = round(time - first, 6)  # without the noise of a difference: a trace that is copied stays equal

@@ -287,6 +287,15 @@ def test_a_client_that_is_the_bottleneck_says_so(late: float, cpu: float, held: 
     assert (said in doubts[0]) if said else not doubts
 
 
+def test_a_client_is_not_late_where_all_are_due_at_once() -> None:
+    run = run_of(*[outcome([2.0], [1], start=start) for start in (0.1, 0.5, 0.9)])
+    for each in run.outcomes:
+        each.scheduled = 0.0
+    at_once = [dataclasses.replace(request, arrival=0.0) for request in run.load.requests]
+    run = dataclasses.replace(run, load=dataclasses.replace(run.load, requests=at_once))
+    assert not list(figures_of(run, {}).doubts(run))
+
+
 @pytest.mark.parametrize(("times", "counts", "whole"), [([1.0], [5], True), ([1.0, 1.5], [4, 1], False)])
 def test_answers_that_came_whole_say_nothing_of_tokens(times: list[float], counts: list[int], whole: bool) -> None:
     found = outcome(times, counts)

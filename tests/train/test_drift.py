@@ -418,6 +418,7 @@ def test_arguments_are_checked() -> None:
         ({"replay": 1.0}, "replay"),
         ({"detector": "kswin"}, "kswin"),
         ({"signal": "entropy"}, "entropy"),
+        ({"mixing": "equal"}, "equal"),
     ]:
         with pytest.raises(ConfigError, match=message):
             DriftSampler(topics, **wrong)  # type: ignore[arg-type]

@@ -126,6 +126,8 @@ def test_rates_must_be_positive(value: float) -> None:
         lambda rate: Gamma(1.0, rate),
         lambda rate: OnOff(1, rate, 1),
         lambda r: Ramp(1, 1, r),
+        lambda r: Diurnal(r, 2, 60),
+        lambda r: Diurnal(1, 2, r),
     ):
         with pytest.raises(ConfigError, match="above 0"):
             make(value)

@@ -301,6 +301,7 @@ def test_a_pattern_reads_text_logs(tmp_path: Path) -> None:
             "line 3 of .*: Request tokens must be a number, got 'x'",
         ),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,-2,3\n", {}, "line 2 of .*: ContextTokens must be 0 or more"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,,3\n", {}, "line 2 of .*: ContextTokens must be a number, got ''"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2\n", {}, "line 2 of .* has no 'GeneratedTokens': it ends before"),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,2,3\n",

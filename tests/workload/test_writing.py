@@ -33,6 +33,13 @@ def test_what_the_block_raises_is_told_as_it_is(tmp_path: Path) -> None:
         raise OSError("not a terminal")
 
 
+def test_a_folder_that_is_not_there_is_told_by_the_files_name(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "result.json"
+    with pytest.raises(FileNotFoundError) as raised, replacing(path):
+        pass
+    assert raised.value.filename == str(path)
+
+
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
 
     def write() -> None:
