@@ -621,6 +621,18 @@ def test_no_step_ends_early_when_the_number_of_ranks_changes(arrange: dict[str, 
     assert list(Counter(pack.step for pack in packs).values())[:-1] == [12] * (len(packs) // 12)
 
 
+def test_what_a_step_had_too_much_of_is_remembered_when_the_number_of_ranks_changes() -> None:
+    state, taken = None, 0
+    for steps, ranks in enumerate((1, 2, 4, 1, 2, 4, 1, 2), 1):
+
+        def make(rank: int, ranks: int = ranks) -> PackStream:
+            return PackStream(rows(400), CAPACITY, pool=9, ranks=ranks, rank=rank, step="tokens:500")
+
+        more, state = of_all_ranks(make, ranks, state, 1)
+        taken += sum(pack.num_tokens for pack in more)
+        assert 0 <= taken - 500 * steps < ranks * CAPACITY
+
+
 def test_inside_a_step_the_number_of_ranks_stays() -> None:
     first = PackStream(rows(100), CAPACITY, ranks=2, step="packs:8")
     next(first)
