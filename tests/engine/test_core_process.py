@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import cast
 
 from chairlift.engine.core import EngineCore
 from chairlift.engine.core_process import Connection, CoreProcess
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.messages import Add, FrameReader, Leave, Log, Message, Ready, Refused, Step
+from chairlift.engine.messages import Add, FrameReader, Leave, Log, Message, Ready, Refused, Step, Watch, Watched
 from chairlift.outputs import FinishReason
 from chairlift.sampling_params import SamplingParams
 from tests.engine.make import alone, greedy, make_engine
@@ -17,20 +18,22 @@ PROMPT = [1, 2, 3]
 
 
 class SlowReader:
-    """A connection that has no room after a message until the core has nothing to do. Then it takes all, and closes."""
+    """A connection that has no room after a message until the core has nothing to do. Then it takes all, and closes.
+    One that is not ``slow`` always has room."""
 
-    def __init__(self, core: EngineCore, messages: list[Message]) -> None:
+    def __init__(self, core: EngineCore, messages: list[Message], slow: bool) -> None:
         self.closed = False
         self.backlog = 0
         self.frames = FrameReader()
         self.sent: list[Message] = []
         self._core = core
         self._messages = messages
+        self._slow = slow
         self._turns = 3
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
-        self.backlog = 1
+        self.backlog = int(self._slow)
 
     def receive(self, timeout: float | None) -> list[Message]:
         messages, self._messages = self._messages, []
@@ -40,9 +43,9 @@ class SlowReader:
         return messages
 
 
-def serve(*messages: Message, max_num_seqs: int = 4) -> SlowReader:
+def serve(*messages: Message, max_num_seqs: int = 4, slow: bool = True) -> SlowReader:
     core = make_engine(max_num_seqs=max_num_seqs).core
-    reader = SlowReader(core, list(messages))
+    reader = SlowReader(core, list(messages), slow)
     CoreProcess(cast(Connection, reader), core, INFO, None, lambda label, share: None).run()
     return reader
 
@@ -76,6 +79,14 @@ def test_who_stops_and_who_leaves_ends_at_once() -> None:
         ("b", FinishReason.ABORT),
         ("c", FinishReason.LENGTH),
     ]
+
+
+def test_the_end_is_shown_though_nothing_happens_afterwards() -> None:
+    """The clock stands still, so no line is due before there is nothing left to do."""
+    sent = serve(Watch(True), asked("a", greedy(5)), slow=False).sent
+    (watched,) = [each for each in sent if isinstance(each, Watched)]
+    changes = [change for line in watched.lines.splitlines() for change in json.loads(line).get("do", ())]
+    assert [change[0] for change in changes if change[0] in ("add", "join", "end")] == ["add", "join", "end"]
 
 
 def test_what_cannot_be_done_is_answered_or_counted() -> None:
