@@ -20,7 +20,9 @@ __all__ = ["load_policy", "policy_from_config"]
 def policy_from_config(config: SchedulerConfig, outlook: OutlookOf | None = None) -> Policy:
     """A fresh policy. Raises ConfigError for a class of one's own that cannot be used."""
     policy = _policy_from(config, "scheduling_policy", outlook)
-    return ShadowPolicy(policy, _policy_from(config, "shadow_policy", outlook)) if config.shadow_policy else policy
+    if not config.shadow_policy:
+        return policy
+    return cast(Policy, ShadowPolicy(policy, _policy_from(config, "shadow_policy", outlook)))
 
 
 def _policy_from(config: SchedulerConfig, setting: str, outlook: OutlookOf | None) -> Policy:

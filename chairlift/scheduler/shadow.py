@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from chairlift.request import Request
 from chairlift.scheduler.admission import WaitingQueue
-from chairlift.scheduler.policy import Policy, Resource
+from chairlift.scheduler.policy import Policy
 
 __all__ = ["ShadowPolicy"]
 
@@ -33,7 +33,7 @@ class _View:
 
 
 class ShadowPolicy:
-    """Answers as ``primary`` does.
+    """Answers as ``primary`` does, which is also asked whatever is not defined here.
 
     ``shadow`` sees every request come and go. Once per step in which somebody is let in, both are asked who is first
     in line; whenever running work must give way, both are asked for the victim, among the candidates the primary
@@ -64,34 +64,11 @@ class ShadowPolicy:
             raise AttributeError(name)
         return getattr(self.primary, name)
 
-    # -- the primary's answers -----------------------------------------------------------------------------------
-
     def fork(self) -> Policy:
         return self.primary.fork()
 
     def catch_up(self, original: Policy) -> None:
         """Never asked: a fork is one of the primary."""
-
-    def order(self, request: Request) -> tuple[float, ...]:
-        return self.primary.order(request)
-
-    def lane(self, request: Request) -> Any:
-        return self.primary.lane(request)
-
-    def rank(self, head: Request, waited: float, now: float) -> tuple[float, ...]:
-        return self.primary.rank(head, waited, now)
-
-    def outranks(self, request: Request, running: Request, resource: Resource, now: float) -> bool:
-        return self.primary.outranks(request, running, resource, now)
-
-    def yields(self, running: Request, needy: Request) -> bool:
-        return self.primary.yields(running, needy)
-
-    def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
-        return self.primary.share(needs, budget)
-
-    def may_stay(self, request: Request) -> bool:
-        return self.primary.may_stay(request)
 
     # -- compared ------------------------------------------------------------------------------------------------
 
