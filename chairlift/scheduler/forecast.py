@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final, cast
 
 from chairlift.config import CacheGroup
 from chairlift.kv_cache.manager import KVCacheManager
@@ -19,6 +19,7 @@ from chairlift.request import Request, Service
 from chairlift.scheduler.answer_lengths import AnswerLengths
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.scheduler.policy import Policy, Resource
 from chairlift.scheduler.scheduler import Scheduler
 
 __all__ = ["Forecast", "foresee"]
@@ -69,7 +70,8 @@ def foresee(
     scheduler may go on meanwhile: nothing of it is touched, and nothing but the copy is read after the first item.
     """
     line = [request.request_id for request in scheduler.waiting.line(now)]
-    twin = _copy(scheduler, lengths, now)
+    starts: dict[str, float] = {}
+    twin = _copy(scheduler, lengths, now, starts)
     flights: deque[tuple[SchedulerOutput, float]] = deque()
     free_at = now
     for _ in range(scheduler.num_in_flight):
@@ -86,11 +88,13 @@ def foresee(
             newcomer.priority, newcomer.service = priority, Service(name, tenant=tenant)
             names[newcomer.request_id] = name, tenant == _NEWCOMER
             twin.add(newcomer)
-    starts: dict[str, float] = {}
     missing, clock = {*line, *names}, now
     yield None
     for _ in range(most_steps):
         out = twin.schedule(clock)
+        for name in missing & starts.keys():  # they know enough, and are in nobody's way
+            missing.remove(name)
+            twin.abort(name, clock)
         if out.num_tokens:
             free_at = max(free_at, clock) + _seconds(model, out)
             flights.append((out, free_at))
@@ -126,12 +130,29 @@ def _seconds(model: CostModel, out: SchedulerOutput) -> float:
     return model.step_seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
 
 
-def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float) -> Scheduler:
+class _Onlookers:
+    """A policy under which newcomers, who are not there, displace nobody; when they would is put into ``starts``."""
+
+    def __init__(self, policy: Policy, starts: dict[str, float]) -> None:
+        self._policy, self._starts = policy, starts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def outranks(self, request: Request, running: Request, resource: Resource, now: float) -> bool:
+        would = self._policy.outranks(request, running, resource, now)
+        if would and resource != "tokens" and request.request_id.startswith(_NEWCOMER):
+            self._starts.setdefault(request.request_id, now)
+            return False
+        return would
+
+
+def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict[str, float]) -> Scheduler:
     """Of those who run, as they were before the steps in flight."""
     kv = scheduler.kv
     groups = [CacheGroup(pool.num_blocks, group.window) for pool, group in zip(kv.pools, kv.groups, strict=True)]
     memory = KVCacheManager(groups, kv.block_size, max_step_tokens=kv.max_step_tokens, enable_prefix_caching=False)
-    twin = scheduler.twin(memory, scheduler.policy.fork())
+    twin = scheduler.twin(memory, cast(Policy, _Onlookers(scheduler.policy.fork(), starts)))
     twin.watermark = 0.0  # who runs already has its blocks
     begins = scheduler.chunks_in_flight()
     for request in sorted(scheduler.running.values(), key=lambda request: request.admitted_at_step):

@@ -11,6 +11,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.input_processor import InputProcessor
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.answer_lengths import AnswerLengths
+from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.forecast import Forecast, foresee
 from chairlift.sim.machines import deploy, shape_from_name
 from chairlift.sim.replay import simulated_core
@@ -148,3 +149,27 @@ def test_a_newcomer_is_no_stranger_to_its_own_tenant() -> None:
         started |= {name: when for name, _, when in (outputs.joined if outputs is not None else ())}
     assert ahead.wait_of("default", now) == pytest.approx(started["new"] - now, rel=0.1)
     assert started["new"] - now > 1.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_who_is_asked_for_but_not_there_takes_nobodys_row(seed: int) -> None:
+    """A newcomer of a better class would displace somebody, and then another tenant would have the row."""
+    rng = random.Random(seed)
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "scheduling_policy": "priority", "num_kv_blocks": 400}
+    config = EngineConfig.from_flat(settings | {"enable_prefix_caching": False})
+    core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
+    door = InputProcessor(limits, None, core.kv, seed=0)
+    for index in range(16):
+        params = SamplingParams(max_tokens=rng.randint(50, 100), ignore_eos=True)
+        prompt = [index + 10] * rng.randint(1, 60)
+        core.add(door.prepare(str(index), prompt, params, core.clock.now(), tenant=rng.choice("abc")))
+    for _ in range(20):
+        core.step()
+    known = core.scheduler, core.costs.model, AnswerLengths(), core.clock.now()
+    alone = last(foresee(*known, {}, most_steps=5000))
+    asked = last(foresee(*known, {"priority": -10, "default": 0, "flex": 10}, most_steps=5000))
+    assert set(asked.starts) == set(alone.starts)
+    step = core.costs.model.step_seconds(StepFeatures(4, 400))
+    assert min(asked.starts.values()) > min(alone.starts.values()) - step  # not before a row becomes free
+    now = core.clock.now()
+    assert asked.wait_of("priority", now) < 2 * step < asked.wait_of("default", now) < asked.wait_of("flex", now)
