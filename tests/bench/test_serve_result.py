@@ -195,6 +195,7 @@ def test_rates_and_goodput() -> None:
     ttft = figures.times["ttft"]
     assert ttft is not None
     assert ttft.mean == pytest.approx(1000 * (0.2 + 1.0 + 0.1) / 3)  # nothing of those that failed
+    assert figures.times["queueing"] == ttft, "headers come with the first token here"
     assert figures.times["server_queue"] is None
     assert figures_of(run, {}).goodput is None
 

@@ -276,6 +276,13 @@ def test_a_growing_file_is_read_line_by_whole_line(tmp_path: Path) -> None:
     assert firsts(later) == [1, 2]
 
 
+def test_of_several_files_only_the_last_is_followed(tmp_path: Path) -> None:
+    first, last = numbers(tmp_path / "a.jsonl", 2), numbers(tmp_path / "b.jsonl", 1, first=2)
+    first.write_text(first.read_text().rstrip("\n"))
+    source = FollowedLines([first, last], read, follow=True, wait=lambda: pytest.fail("nothing to wait for"))
+    assert firsts(next(source) for _ in range(3)) == [0, 1, 2]
+
+
 def test_records_that_a_file_has_lost_are_no_blank_lines(tmp_path: Path) -> None:
     path = numbers(tmp_path / "a.jsonl", 4)
     strict, lenient = (RecordSource([path], read, on_error=on_error) for on_error in ("stop", "skip"))

@@ -640,6 +640,15 @@ def test_inside_a_step_the_number_of_ranks_stays() -> None:
         PackStream(rows(100), CAPACITY, step="packs:8").load_state_dict(first.state_dict())
 
 
+def test_a_state_does_not_move_with_the_stream_it_was_taken_from() -> None:
+    stream = PackStream(rows(200), CAPACITY, pool=9)
+    next(stream)
+    state = stream.state_dict()
+    kept = through_json(state)
+    list(stream)
+    assert through_json(state)["stats"] == kept["stats"]
+
+
 def test_one_state_serves_every_rank() -> None:
     def make(rank: int) -> PackStream:
         return PackStream(rows(300), CAPACITY, ranks=4, rank=rank, step="packs:8", balance=Cost(1, 1), window=16)

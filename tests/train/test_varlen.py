@@ -227,6 +227,8 @@ def test_what_is_not_packed_runs_as_before() -> None:
         {"input_ids": ids},
         {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)},
         {"input_ids": ids[:1], "attention_mask": mask[1:2]},
+        {"input_ids": ids, "position_ids": torch.arange(12)[None]},
+        {"input_ids": ids, "position_ids": torch.arange(12).expand(3, -1)},
     ]
     before = [model(**call).logits for call in calls]
     generated = model.generate(ids[:1], max_new_tokens=6, do_sample=False, use_cache=True)

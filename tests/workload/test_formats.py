@@ -314,6 +314,7 @@ def test_a_pattern_reads_text_logs(tmp_path: Path) -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", {}, "has no requests"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n-1,2,3\n", {}, "line 2 of .*: TIMESTAMP must be a time"),
         ("when,in\n1,2\n", {"columns": MAPPED}, "line 1 of .* has no column 'out'; it has when, in"),
+        ("when,in\n1,2\n", {"columns": MAPPED | {"output": "0"}}, "line 1 of .* has no column '0'"),
         ('{"when": 1, "in": 2}', {"columns": MAPPED}, "line 1 of .* has no 'out'; it has when, in"),
         ('{"when": 1, "in": [2], "out": 3}', {"columns": MAPPED}, "line 1 of .*: in must be a whole number"),
         ('{"when": 1, "in": true, "out": 3}', {"columns": MAPPED}, "line 1 of .*: in must be a whole number"),
