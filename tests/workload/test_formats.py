@@ -359,7 +359,18 @@ def test_bad_files(tmp_path: Path, text: str | bytes | None, how: dict[str, Any]
         read_trace(path, **how)
 
 
-@pytest.mark.parametrize("text", ["", "time", "time=", "time=1,time=2", "time=1,input=2,output=3,size=4", "time=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "time",
+        "time=",
+        "time=1,time=2",
+        "time=1",
+        "time=1,input=2,output=3,time=4",
+        "time=1,input=2,output=3,size=4",
+    ],
+)
 def test_columns_are_fields_and_columns(text: str) -> None:
     with pytest.raises(ConfigError, match="columns must"):
         parse_columns(text)
