@@ -70,7 +70,12 @@ class Value:
         return self
 
     def __add__(self, other: Value) -> Value:
-        return self.recorder.add(self, other) if isinstance(other, Value) else NotImplemented
+        return self.recorder.add(self, other) if isinstance(other, Value) else self._refuse()
+
+    def _refuse(self, *_: object) -> NoReturn:
+        self.__torch_function__("arithmetic", ())
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __getitem__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

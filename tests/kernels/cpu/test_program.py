@@ -174,6 +174,10 @@ def test_the_way_out_is_named(recorder: Recorder) -> None:
     x = embedded(recorder, 32)
     with pytest.raises(TypeError, match=r"torch's tanh cannot be recorded.*ops\.call_out"):
         torch.tanh(x)
+    arithmetic: Any = x
+    for compute in (lambda: arithmetic * 0.5, lambda: 1 - arithmetic, lambda: arithmetic + 1.0, lambda: -arithmetic):
+        with pytest.raises(TypeError, match=r"arithmetic cannot be recorded.*ops\.call_out"):
+            compute()
     with pytest.raises(AttributeError, match=r"'view'.*ops\.call_out"):
         x.view(-1)
     with pytest.raises(ValueError, match="rows of 32, got rows of 16"):
