@@ -166,6 +166,7 @@ def test_only_plain_strings_reach_the_template() -> None:
     [
         ("Hi", "must be a list"),
         ({"role": "user", "content": "Hi"}, "must be a list"),
+        (5, "must be a list"),
         ([], "empty"),
         (["Hi"], r"messages\[0\] must be an object"),
         ([{"content": "Hi"}], r"messages\[0\]\.role must be a non-empty string"),
@@ -177,6 +178,7 @@ def test_only_plain_strings_reach_the_template() -> None:
         ([{"role": "user", "content": b"Hi"}], "content must be"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "images and audio"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content must be"),
+        ([{"role": "user", "content": [{"type": "input_image", "text": "a cat"}]}], "content must be"),
         ([{"role": "user", "content": ["Hi"]}], "content must be"),
         ([{"role": "user", "content": "Hi", "tool_calls": []}], "unknown keys tool_calls"),
         ([{"role": "user", "content": "Hi", "name": None}], r"messages\[0\]\.name"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import select
 import signal
@@ -353,6 +354,48 @@ def test_memory_that_one_chat_took_is_there_for_the_next() -> None:
         await worker.close()
 
     run(work)
+
+
+def test_a_worker_that_grew_is_replaced() -> None:
+    async def work() -> None:
+        worker = TemplateWorker("{{ messages | length }}", time_limit=PATIENCE)
+        await worker.start()
+        (first,) = worker.pids
+        assert await worker.render([{"role": "user", "content": "x" * 1_000_000}] * 27) == "27"
+        while first in worker.pids:
+            await asyncio.sleep(0.001)
+        await worker.close()
+
+    run(work)
+
+
+def test_starting_twice_takes_one_worker_and_none_without_a_template() -> None:
+    async def work() -> list[int]:
+        without, worker = TemplateWorker(None), TemplateWorker("{{ 1 }}")
+        for each in (without, worker, worker):
+            await each.start()
+        pids = worker.pids
+        assert (len(without.pids), len(pids)) == (0, 1)
+        await worker.close()
+        return pids
+
+    assert not [pid for pid in run(work) if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_chat_that_fails_after_its_caller_has_gone_is_nobodys_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        worker = TemplateWorker("{{ raise_exception('no') }}", time_limit=PATIENCE)
+        caller = asyncio.ensure_future(worker.render(HI))
+        while not worker.pids:
+            await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(TemplateError):
+            await worker.render(HI)
+        await worker.close()
+
+    run(work)
+    gc.collect()
+    assert not caplog.messages
 
 
 def test_close_ends_everything_and_chats_after_it_are_refused() -> None:
