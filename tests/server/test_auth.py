@@ -103,6 +103,8 @@ def test_keys_have_names_and_names_do_not_give_keys_away(tmp_path: Path) -> None
     assert load_keys(ServerConfig(api_key=("sk-flag",)))["sk-flag"] == keys["sk-flag"], "the same after a restart"
     auth = Auth(keys)
     assert auth.check("/v1/models", b"/v1/models", [f"Bearer {OTHER}".encode()]).tenant == "bob"
+    file.write_text(f"alice {KEY}\n{KEY}\n")
+    assert load_keys(ServerConfig(api_key_file=str(file))) == {KEY: "alice"}
     file.write_text(f"alice {KEY}\nbob {KEY}\n")
     with pytest.raises(ConfigError, match="as 'alice' and as 'bob'; give each key one name"):
         load_keys(ServerConfig(api_key_file=str(file)))

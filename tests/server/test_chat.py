@@ -184,6 +184,7 @@ BAD_MESSAGES = [
     ({"role": "user"}, "messages[0].content", "got null"),
     ({"role": "user", "content": []}, "messages[0].content", "1 to 1024 entries"),
     ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]", "image_url"),
+    ({"role": "user", "content": [{"type": "refusal", "text": "No"}]}, "messages[0].content[0]", "refusal"),
     ({"role": "user", "content": [{"type": "text", "text": None}]}, "messages[0].content[0]", "got no text"),
     ({"role": "user", "content": [{"text": "x"}]}, "messages[0].content[0].type", "missing"),
 ]

@@ -113,6 +113,8 @@ def test_echo_with_logprobs_scores_the_prompt_as_well(http: TestClient, engine: 
             assert choice["text"][offset:].startswith(token)
     for chosen, top in zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True):
         assert chosen in top.values() and list(top.values()) == sorted(top.values(), reverse=True)
+    answer(http, echo=True, logprobs=2, prompt_logprobs=4)
+    assert engine.submitted[-1][1].prompt_logprobs == 4
     (choice,) = answer(http, logprobs=0, max_tokens=4)["choices"]
     assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [1] * len(choice["logprobs"]["tokens"])
 
@@ -144,6 +146,8 @@ def test_no_tokens_with_echo_scores_the_prompt_alone(http: TestClient) -> None:
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "length", None)
         assert len(choice["logprobs"]["tokens"]) == len(text.encode())
     assert reply["usage"]["completion_tokens"] == 0
+    (unscored,) = answer(http, prompt="Up", echo=True, max_tokens=0)["choices"]
+    assert (unscored["text"], unscored["logprobs"]) == ("Up", None)
     assert refused(http, max_tokens=0)["param"] == "max_tokens"
 
 

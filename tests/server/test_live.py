@@ -333,6 +333,32 @@ def test_exports_are_files_in_the_formats_they_claim(shown: Any, recording: byte
     run(test())
 
 
+def test_news_come_at_once() -> None:
+    async def test() -> None:
+        feed, _ = feed_of()
+        waiting = asyncio.ensure_future(feed.news(3600))
+        await asyncio.sleep(0)
+        feed.take(KEY)
+        await asyncio.wait_for(waiting, 10)
+
+    run(test())
+
+
+def test_an_export_waits_for_the_first_lines_of_an_engine_that_nobody_has_looked_at() -> None:
+    async def test() -> None:
+        feed, engine = feed_of()
+        state = make_state(engine)
+        state.live = feed
+        async with serving(make_app(state)) as client:
+            connection = await client.connect()
+            connection.get("/live/export")
+            await until(lambda: engine.watcher is not None)
+            feed.take(KEY)
+            assert (await connection.reply()).body == KEY + b"\n"
+
+    run(test())
+
+
 def test_static_batching_of_the_same_requests(shown: Any, recording: bytes) -> None:
     async def test() -> None:
         async with serving(make_app(shown)) as client:

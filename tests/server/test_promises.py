@@ -103,6 +103,7 @@ def test_deadlines_come_from_the_body_the_header_and_the_class(
 
     assert first_token_by(None) == float("inf")
     assert first_token_by("250") == 0.25
+    assert first_token_by("0.5") == 0.0005
     assert first_token_by("250.5", service_tier="chat") == 0.2505
     assert first_token_by(None, service_tier="chat") == 0.5
     assert first_token_by("250", ttft_ms=100) == 0.1

@@ -191,7 +191,9 @@ BAD = [
     ("logit_bias", {"x": 1}, "a name in logit_bias"),
     ("logit_bias[...]", {"1": 101}, "a value in logit_bias"),
     ("logit_bias", {str(i): 1 for i in range(301)}, "300 entries"),
+    ("logit_bias[...]", {"1": -101}, "a value in logit_bias"),
     ("stop_token_ids[0]", [-1], "from 0"),
+    ("stop_token_ids[0]", [None], "got null"),
     ("cache_salt", "a b", "A-Za-z0-9_-"),
     ("cache_salt", "a" * 65, "{0,64}"),
     ("stream_options", 5, "must be an object"),
@@ -207,6 +209,11 @@ def test_refusals_name_the_field_the_value_and_the_bounds(param: str, value: Any
         error = refusal(kind, {**body, name: value})
         assert error.param == param
         assert message in error.message
+
+
+def test_refusals_tell_another_type_from_another_value() -> None:
+    codes = [refusal(ChatRequest, {**CHAT, "temperature": value}).code for value in ("warm", 200)]
+    assert codes == ["invalid_type", "invalid_value"]
 
 
 def test_missing_fields_are_named() -> None:

@@ -16,13 +16,14 @@ class Stuck(SpanExporter):
     """Of a collector that takes everything and never says so."""
 
     def __init__(self) -> None:
-        self.away = threading.Event()
+        self.away, self.told_to_end = threading.Event(), threading.Event()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.away.wait()
         return SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
+        self.told_to_end.set()
         self.away.wait()
 
 
@@ -37,3 +38,13 @@ def test_the_end_of_a_server_does_not_wait_for_a_collector_that_does_not_answer(
     assert not ending.is_alive()
     stuck.away.set()
     assert "the collector did not take the last spans within 0.05 s" in caplog.text
+
+
+def test_the_end_of_a_server_waits_for_a_collector_that_answers(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Stuck()
+    ending = threading.Thread(target=tracing.RequestTracer(slow, "m").shutdown, daemon=True)
+    ending.start()
+    assert slow.told_to_end.wait(20)
+    slow.away.set()
+    ending.join(20)
+    assert not caplog.messages

@@ -516,6 +516,20 @@ async def test_a_slow_listener_loses_the_oldest_and_is_told() -> None:
 
 
 @asynchronous
+async def test_a_listener_who_keeps_up_loses_nothing_however_much_there_was() -> None:
+    recording = a_recording()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traffic, "_MOST_WAITING_TOKENS", 100)
+        for i in range(12):
+            stream = a_stream(i)
+            recording.began(stream)
+            recording.ended(stream, None, 102.0)
+            if i:
+                assert await recording.take() is not None
+    assert recording.num_lost == 0
+
+
+@asynchronous
 async def test_a_listener_who_reads_nothing_is_cut_off() -> None:
     recording = a_recording()
     state = ServerState(ServerConfig(stall_timeout=0.01), StateOnlyEngine(), ("tiny",))  # type: ignore[arg-type]
