@@ -153,6 +153,8 @@ class FakeEngine:
         self.encoded_at: list[float] = []
         self.names: list[str] = []
         self.room_asked: list[tuple[int, str]] = []
+        self.tokens_asked: list[int] = []
+        """Prompt tokens that each question for room was about."""
         self.full = False
         """Every request is refused for want of room."""
         self.failure_of_streams: Exception | None = None
@@ -198,6 +200,7 @@ class FakeEngine:
         self, num_requests: int = 1, service_class: str = DEFAULT_CLASS, num_tokens: int = 0, tenant: str = ""
     ) -> None:
         self.room_asked.append((num_requests, service_class))
+        self.tokens_asked.append(num_tokens)
         if self.state is not EngineState.READY:
             raise EngineDeadError(f"the engine is {self.state}")
         if self.full:

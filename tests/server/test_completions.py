@@ -87,6 +87,14 @@ def test_defaults_are_openais(http: TestClient, engine: FakeEngine) -> None:
     assert engine.submitted[0][1] == SamplingParams(max_tokens=16)
 
 
+def test_room_is_asked_for_the_tokens_of_all_prompts_and_nothing_is_warned_of(
+    http: TestClient, engine: FakeEngine
+) -> None:
+    reply = ask(http, prompt=[[1, 2], [3]])
+    assert reply.status_code == 200 and "warning" not in reply.headers
+    assert 3 in engine.tokens_asked
+
+
 def test_echo_puts_the_prompt_in_front(http: TestClient) -> None:
     plain = answer(http, prompt="Dé <|im_end|>x", seed=1, n=2)
     echoed = answer(http, prompt="Dé <|im_end|>x", seed=1, n=2, echo=True)

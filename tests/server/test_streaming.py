@@ -334,6 +334,23 @@ def test_a_reader_that_stands_still_is_cut_off() -> None:
     asyncio.run(main())
 
 
+def test_a_reader_who_waits_for_the_engine_is_not_cut_off() -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        engine.gate, engine.gate_after = asyncio.Event(), 1
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        asyncio.get_running_loop().call_later(0.1, engine.gate.set)  # ten times as long as a reader may take
+        request = {"messages": MESSAGES, "stream": True, "max_tokens": 50, "ignore_eos": True}
+        await asyncio.wait_for(call(engine, CHAT, request, send, stall_timeout=0.01), PATIENCE)
+        assert b"[DONE]" in sent[-2]["body"] and engine.num_aborted == 0
+
+    asyncio.run(main())
+
+
 def test_one_send_per_output() -> None:
     async def main() -> None:
         engine = FakeEngine()
