@@ -357,7 +357,6 @@ def _address_space() -> int:
 def _limit_memory(at_start: int, more: int) -> None:
     if at_start:
         _limit(resource.RLIMIT_AS, at_start + more)
-        _limit(resource.RLIMIT_DATA, at_start + more)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_FSIZE, 0)
 
