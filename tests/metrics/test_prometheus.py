@@ -335,3 +335,11 @@ def test_time_is_counted_by_causes_from_a_closed_set() -> None:
     spent = {cause: value(found, "chairlift:request_seconds_total", cause=cause) for cause in CAUSES}
     assert spent == dict.fromkeys(CAUSES, 0.0) | {"decode": 2.0, "waiting_slots": 0.25, "delivery": 0.125}
     assert len([name for name, _ in found if name == "chairlift:request_seconds_total"]) == len(CAUSES)
+
+
+def test_every_token_is_the_newest_when_it_comes() -> None:
+    stats = RequestStats()
+    stats.first_token(0.1, 5.0)
+    assert stats.last_token_time == 5.0
+    stats.next_tokens(0.2, 2, 7.0)
+    assert stats.last_token_time == 7.0
