@@ -112,7 +112,6 @@ def foresee(
             if not missing or event is None or event <= clock:
                 break
             clock = event
-            continue
         if not missing:
             break
         yield None
@@ -177,7 +176,7 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
         request.request_id,
         [],
         max_tokens=num_tokens,
-        min_tokens=min(request.min_tokens, num_tokens),
+        min_tokens=request.min_tokens,
         arrival_time=request.arrival_time,
         priority=request.priority,
         service=request.service,

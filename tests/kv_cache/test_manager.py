@@ -61,6 +61,18 @@ def test_extend_adds_only_what_is_missing() -> None:
     kv.check_invariants([one])
 
 
+def test_who_leaves_makes_room_with_the_blocks_that_nobody_shares() -> None:
+    kv = manager(num_blocks=5)
+    one, two, other = request("one", [*range(9)]), request("two", [*range(9)]), request("other", 4)
+    admit(kv, one)
+    compute(kv, one)
+    admit(kv, two)
+    assert kv.counts().used == 4
+    assert kv.lacks(other, BLOCK, 0.0)
+    assert not kv.lacks(other, BLOCK, 0.0, [two])
+    assert kv.lacks(other, 2 * BLOCK, 0.0, [two])
+
+
 def test_freed_blocks_wait_for_the_step_in_flight() -> None:
     kv = manager(num_blocks=4)
     one, two, other = request("one", 4), request("two", 8), request("other", 4)

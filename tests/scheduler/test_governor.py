@@ -219,6 +219,7 @@ def test_rules_lower_when_requests_are_preempted_and_raise_when_memory_is_idle()
 
     assert wanted(1) == 20  # what fits
     assert wanted(5, preempted=2, preemption_rate=0.03) < 20
+    assert wanted(5, preempted=2, preemption_rate=0.01) == 20  # as few as that are healthy
     assert wanted(3, preempted=2, preemption_rate=0.06) < wanted(3, preempted=2, preemption_rate=0.03)
     assert wanted(5, waiting=9) > 20
     assert wanted(5, waiting=9, kv_use=0.99) == 20

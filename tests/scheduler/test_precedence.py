@@ -78,6 +78,24 @@ def test_who_takes_a_row_from_whom(mine: dict[str, object], theirs: dict[str, ob
     assert precedence.outranks(first, second, "slots", 0.06) is outranks
 
 
+@pytest.mark.parametrize(("held", "takes"), [(2, True), (3, False)])
+def test_a_class_takes_blocks_from_others_up_to_what_is_reserved_for_it(held: int, takes: bool) -> None:
+    precedence = Precedence({"vip": ServiceClass(min_blocks=3)}, max_running=4)
+    running, other, new = request("a", 2, service=Service("vip")), request("b", 2), request("c", 2)
+    new.service = Service("vip")
+    running.block_ids = [[*range(1, held + 1)]]
+    precedence.observe([running, other], 0.0)
+    assert precedence.outranks(new, other, "blocks", 0.0) is takes
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "takes"), [("chat", "flex", True), ("flex", "chat", False), ("flex", "default", False)]
+)
+def test_only_a_class_with_reserved_step_tokens_takes_them_from_others(mine: str, theirs: str, takes: bool) -> None:
+    first, second = (request(name, 2, service=Service(of)) for name, of in (("a", mine), ("b", theirs)))
+    assert policy().outranks(first, second, "tokens", 0.0) is takes
+
+
 @pytest.mark.parametrize(("weights", "taken"), [({}, 3), ({"b": 3.0}, 4), ({"a": 3.0}, 1)])
 def test_a_tenant_that_asks_for_little_takes_rows_from_one_that_has_all(weights: dict[str, float], taken: int) -> None:
     """Three quarters of its share of eight rows, as far as it has had less service; the rest it waits for."""

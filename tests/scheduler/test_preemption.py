@@ -123,6 +123,27 @@ def test_where_nobody_is_preempted_requests_join_with_room_for_their_longest_ans
     assert not driver.scheduler.preempt("a")
 
 
+def test_where_nobody_is_preempted_beginnings_are_shared_all_the_same() -> None:
+    driver = Driver(preemption=PreemptionMode("none"), caching=True)
+    first, second = (request(name, [5] * 9) for name in "ab")
+    driver.add(first)
+    driver.run()
+    driver.add(second)
+    driver.run()
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 2 * BLOCK)
+
+
+def test_who_would_keep_no_block_keeps_no_row_either() -> None:
+    driver = Driver(num_blocks=4)
+    first, second = request("a", 2 * BLOCK, max_tokens=4), request("b", 1, max_tokens=3)
+    driver.add(first, second)
+    while not second.num_preemptions:
+        driver.step()
+    assert (driver.scheduler.num_tails, second.status, second.slot) == (0, RequestStatus.PREEMPTED, -1)
+    driver.run()
+    assert driver.finished == ["a", "b"]
+
+
 def test_a_step_that_fails_takes_with_it_what_it_saved_and_what_kept_its_beginning() -> None:
     driver = Driver(num_host_blocks=8, preemption=PreemptionMode("swap"))
     one = request("a", 5, max_tokens=9)

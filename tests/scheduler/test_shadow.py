@@ -47,6 +47,15 @@ def test_a_shadow_that_differs_is_counted() -> None:
     assert (policy.num_lines, policy.num_lines_differing, policy.num_failures) == (3, 2, 0)
 
 
+def test_lines_are_compared_once_in_a_step_that_lets_in_several() -> None:
+    policy = ShadowPolicy(FCFS, LastComeFirstServed())
+    driver = Driver(policy=policy, max_num_seqs=2)
+    driver.add(*[request(name, 2, max_tokens=2) for name in "abcd"])
+    outs = driver.run()
+    assert [len(out.joined) for out in outs if out.joined] == [2, 2]
+    assert (policy.num_lines, policy.num_lines_differing) == (2, 2)
+
+
 def test_victims_are_compared_among_the_same_candidates() -> None:
     policy = ShadowPolicy(FCFS, LastComeFirstServed())
     driver = Driver(policy=policy, num_blocks=7)

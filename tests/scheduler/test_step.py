@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.errors import PromptTooLongError, RequestError
+from chairlift.errors import InvariantError, PromptTooLongError, RequestError
 from chairlift.outputs import FinishReason
 from chairlift.request import Request, RequestStatus
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput
@@ -294,3 +294,20 @@ def test_a_steady_step_touches_no_request(depth: int) -> None:
             steady += 1
             assert [one.writes for one in requests] == [[], [], []]
     assert steady == 9
+
+
+def test_what_contradicts_itself_is_noticed() -> None:
+    driver = Driver(max_num_seqs=1)
+    one, two = request("a", 3), request("b", 3)
+    driver.add(one, two)
+    driver.step()
+    driver.scheduler.num_computed_tokens += 1
+    with pytest.raises(InvariantError, match="3 tokens are computed, but 4 are counted"):
+        driver.scheduler.check_invariants()
+    driver.scheduler.num_computed_tokens -= 1
+    driver.scheduler.waiting.remove(two)
+    with pytest.raises(InvariantError, match="a request is lost"):
+        driver.scheduler.check_invariants()
+    driver.scheduler.free_slots.append(one.slot)
+    with pytest.raises(InvariantError, match="are not all rows, once each"):
+        driver.scheduler.check_invariants()
