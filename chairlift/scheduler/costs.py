@@ -25,7 +25,6 @@ class Costs:
         self.model = model or CostModel()
         self._bytes = sum(block_bytes)
         self._step_seconds = 0.0
-        self._num_seen = 0
         self._most_tokens = max_step_tokens
         self._shortest = [0.0] * 64
         """Seconds of the shortest step of 2 ** (i - 1) to 2 ** i - 1 prompt tokens alone; first that of one decode
@@ -37,8 +36,7 @@ class Costs:
 
     def observe(self, features: StepFeatures, seconds: float, num_copied: int) -> None:
         """Learn from a step; ``num_copied`` is how many blocks went to host memory or came from there in it."""
-        self._step_seconds += (seconds - self._step_seconds) * (_MEMORY if self._num_seen else 1.0)
-        self._num_seen += 1
+        self._step_seconds += (seconds - self._step_seconds) * (_MEMORY if self._step_seconds else 1.0)
         # Of one kind, of one row where it decodes, and without copies: what it takes at least.
         if not num_copied and features.num_decodes == (not features.prefill_tokens):
             size = features.prefill_tokens.bit_length()

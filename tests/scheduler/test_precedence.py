@@ -228,6 +228,27 @@ def test_share_gives_reserved_step_tokens_first_and_the_rest_in_order() -> None:
     assert sum(count for _, count in precedence.share(needs, 2)) == 2
 
 
+def test_a_class_has_its_reserved_step_tokens_once_however_many_of_it_run() -> None:
+    classes = {name: ServiceClass(min_step_tokens=4) for name in ("chat", "vip")}
+    needs = [
+        (request(name, 20, service=Service(of)), wanted)
+        for name, of, wanted in [("a", "chat", 4), ("b", "chat", 20), ("c", "default", 20), ("d", "vip", 20)]
+    ]
+    for step, (one, _) in enumerate(needs):
+        one.admitted_at_step = step
+    shares = Precedence(classes, max_running=4).share(needs, 12)
+    assert [(one.request_id, count) for one, count in shares] == [("a", 4), ("b", 4), ("c", 0), ("d", 4)]
+
+
+def test_who_has_no_more_than_is_reserved_gives_way_last() -> None:
+    precedence = Precedence({"vip": ServiceClass(min_seqs=1)}, max_running=4)
+    vip, other = request("a", 2, priority=9, service=Service("vip")), request("b", 2)
+    precedence.joined(vip)
+    assert precedence.victim([vip, other]) is other
+    precedence.joined(request("c", 2, service=Service("vip")))
+    assert precedence.victim([vip, other]) is vip
+
+
 def test_late_is_said_once_and_the_promise_is_gone() -> None:
     precedence = policy()
     one = request("a", 2, service=Service(first_token_by=1.0))

@@ -95,10 +95,10 @@ class Prices:
         return self.block * num_blocks
 
 
-@pytest.mark.parametrize(("block", "swaps"), [(0.1, True), (100.0, False)])
-def test_auto_takes_what_costs_less(block: float, swaps: bool) -> None:
+@pytest.mark.parametrize(("block", "room", "swaps"), [(0.1, 8, True), (0.1, 1, False), (100.0, 8, False)])
+def test_auto_takes_what_costs_less_of_what_there_is_room_for(block: float, room: int, swaps: bool) -> None:
     mode = PreemptionMode("auto", Prices(1.0, block))
-    driver = Driver(num_blocks=7, num_host_blocks=8, preemption=mode)
+    driver = Driver(num_blocks=7, num_host_blocks=room, preemption=mode)
     driver.add(request("a", 2 * BLOCK, max_tokens=10), request("b", 2 * BLOCK, max_tokens=10))
     driver.run()
     assert driver.scheduler.num_preemptions > 0

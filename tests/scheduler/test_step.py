@@ -296,6 +296,20 @@ def test_a_steady_step_touches_no_request(depth: int) -> None:
     assert steady == 9
 
 
+def test_a_prompt_is_shared_while_it_is_answered_and_the_answer_by_the_turn_that_follows() -> None:
+    driver = Driver(caching=True)
+    first, beside = (request(name, [*range(9)], max_tokens=12) for name in "ab")
+    driver.add(first)
+    driver.step()
+    driver.add(beside)
+    driver.run()
+    assert (first.num_cached_tokens, beside.num_cached_tokens) == (0, 2 * BLOCK)
+    turn = request("c", [*first.token_ids, 1, 2])
+    driver.add(turn)
+    driver.run()
+    assert turn.num_cached_tokens == 5 * BLOCK == len(first.token_ids) // BLOCK * BLOCK
+
+
 def test_what_contradicts_itself_is_noticed() -> None:
     driver = Driver(max_num_seqs=1)
     one, two = request("a", 3), request("b", 3)
