@@ -73,6 +73,16 @@ def test_who_leaves_makes_room_with_the_blocks_that_nobody_shares() -> None:
     assert kv.lacks(other, 2 * BLOCK, 0.0, [two])
 
 
+def test_what_is_computed_after_a_shared_beginning_is_shared_with_it() -> None:
+    kv = manager()
+    requests = [request(name, [*range(length)]) for name, length in [("one", 9), ("two", 17), ("three", 17)]]
+    known = []
+    for one in requests:
+        known.append(admit(kv, one).num_computed_tokens)
+        compute(kv, one)
+    assert known == [0, 8, 16]
+
+
 def test_freed_blocks_wait_for_the_step_in_flight() -> None:
     kv = manager(num_blocks=4)
     one, two, other = request("one", 4), request("two", 8), request("other", 4)

@@ -129,6 +129,19 @@ def test_who_joins_a_static_batch_computes_to_its_end_also_past_one_that_does_no
     assert outs[9].joined[0].request_id == "b"
 
 
+@pytest.mark.parametrize(("num_blocks", "max_model_len", "most"), [(65, 128, 31), (9, 24, 23), (7, 128, 24)])
+def test_a_held_row_computes_no_further_than_the_model_and_the_cache_go(
+    num_blocks: int, max_model_len: int, most: int
+) -> None:
+    driver = Driver(batching="static", num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=2)
+    long, short = request("a", 20, max_tokens=2), request("b", 1, max_tokens=12)
+    driver.add(long, short)
+    driver.step()
+    assert (long.limit, short.limit) == (most, 12)
+    driver.run()
+    assert sorted(driver.finished) == ["a", "b"]
+
+
 @pytest.mark.parametrize(("waiting", "joined"), [(1, 0), (2, 2), (3, 2), (4, 4), (5, 4), (8, 8), (9, 8)])
 def test_a_batch_of_a_preferred_size_does_not_wait_to_fill(waiting: int, joined: int) -> None:
     driver = Driver(batching="dynamic", batch_wait_ms=500.0, preferred_sizes=(2, 4))

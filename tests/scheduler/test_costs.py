@@ -19,6 +19,8 @@ def test_a_token_takes_what_steps_took_lately() -> None:
     costs = Costs([64])
     costs.observe(*decode(0.5))
     assert costs.outlook(request("a", 4), 8, 0).per_token == 0.5
+    costs.observe(*decode(0.01))
+    assert costs.outlook(request("a", 4), 8, 0).per_token == pytest.approx(0.9 * 0.5 + 0.1 * 0.01)
     for _ in range(2000):
         costs.observe(*decode(0.01))
     assert costs.outlook(request("a", 4), 8, 0).per_token == pytest.approx(0.01)

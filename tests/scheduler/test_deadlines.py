@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from chairlift.config import EngineConfig
@@ -93,3 +95,40 @@ def test_who_has_no_deadline_costs_nothing() -> None:
     deadlines.add(Request("plain", [1, 2], max_tokens=3))
     deadlines.add(Request("promised", [1, 2], max_tokens=3, service=Service(first_token_by=5.0)))
     assert asked == ["promised"]
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "runs", "num_out", "lost_at"),
+    [
+        (0, False, 0, 1.5),
+        (5, False, 0, 1.1),
+        (0, True, 0, 2.0),
+        (5, True, 0, 1.6),
+        (5, True, 2, 1.7),
+        (5, True, 7, 2.0),
+    ],
+)
+def test_lost_is_what_could_not_be_done_even_alone(min_tokens: int, runs: bool, num_out: int, lost_at: float) -> None:
+    """Half a second to the first token, and a tenth for each that must follow."""
+    one = Request("a", [1, 2], max_tokens=20, min_tokens=min_tokens, service=Service(finish_by=2.0))
+    deadlines = Deadlines(lambda request: Outlook(0.5, 0.5, None, 0.1, 0.1))
+    deadlines.add(one)
+    one.slot = 0 if runs else -1
+    one.token_ids += [7] * num_out
+    assert list(deadlines.lost(lost_at - 0.01)) == []
+    assert list(deadlines.lost(lost_at + 0.01)) == [one]
+
+
+def test_in_doubt_is_what_would_be_late_with_an_answer_as_long_as_usual() -> None:
+    one = Request("a", [1, 2], max_tokens=20, service=Service(finish_by=2.0))
+    deadlines = Deadlines(lambda request: Outlook(0.5, 0.5, 10, 0.1, 0.1))
+    deadlines.add(one)
+    assert one.start_by == pytest.approx(0.6)
+    assert (list(deadlines.lost(0.59)), deadlines.doubtful()) == ([], [])
+    one.slot = 0  # what runs keeps its place, however late
+    assert (list(deadlines.lost(1.2)), deadlines.doubtful()) == ([], [])
+    one.slot = -1
+    deadlines.add(one)
+    assert (list(deadlines.lost(0.61)), deadlines.doubtful()) == ([], [one])
+    assert one.start_by == math.inf
+    assert (list(deadlines.lost(1.51)), deadlines.doubtful()) == ([one], [])

@@ -19,6 +19,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.errors import ConfigError
 from chairlift.metrics.prometheus import render
 from chairlift.metrics.stats import EngineStats, RequestStats
+from chairlift.request import Request
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
 from chairlift.scheduler.governor import (
@@ -35,7 +36,7 @@ from chairlift.scheduler.governor import (
     tokens_for_throughput,
     tokens_in_time,
 )
-from chairlift.scheduler.governor_loop import GovernorLoop
+from chairlift.scheduler.governor_loop import GovernorLoop, Window
 from chairlift.scheduler.guard_rails import GuardRails
 from chairlift.scheduler.learned_governor import FEATURES, MOVES, LearnedGovernor, features, read_weights
 from chairlift.scheduler.population import Population
@@ -222,7 +223,7 @@ def test_rules_lower_when_requests_are_preempted_and_raise_when_memory_is_idle()
     assert wanted(5, preempted=2, preemption_rate=0.01) == 20  # as few as that are healthy
     assert wanted(3, preempted=2, preemption_rate=0.06) < wanted(3, preempted=2, preemption_rate=0.03)
     assert wanted(5, waiting=9) > 20
-    assert wanted(5, waiting=9, kv_use=0.99) == 20
+    assert wanted(5, waiting=9, kv_use=0.99) == wanted(5, waiting=9, preemption_rate=0.015) == 20
     assert wanted(5, waiting=0) == 20
 
 
@@ -357,6 +358,41 @@ def driver_window(loop: GovernorLoop) -> None:
     driver.add(request("ra", 3))
     out = driver.scheduler.schedule(0.0)
     loop.window.saw(out, driver.scheduler.update(out, [7], 0.0), 0.05, 0.0)
+
+
+def test_a_governor_is_told_what_happened_since_it_was_last_asked() -> None:
+    driver = Driver(num_blocks=9, max_num_seqs=1)
+    window = Window(driver.scheduler, 0.0)
+
+    def run(*requests: Request, now: float) -> Observation:
+        driver.add(*requests)
+        while driver.scheduler.has_unfinished:
+            out = driver.scheduler.schedule(now)
+            window.saw(out, driver.scheduler.update(out, [7] * (out.num_decodes + len(out.chunks)), now), 0.5, now)
+        return window.close(now, CONFIGURED)
+
+    first = run(request("ra", 5, max_tokens=3), now=4.0)
+    assert (first.seconds, first.finished, first.preempted, first.kv_use) == (4.0, 1, 0, 0.25)
+    assert (first.ttft, first.tpot, first.step_p50, first.step_p99) == (4.0, 0.5, 0.5, 0.5)
+    assert (first.tokens_per_second, first.prefill_share) == (0.75, 5 / 8)
+    assert (first.prompt_length, first.answer_length) == ((64 + 5) / 2, (4 * 160 + 3) / 5)  # with what is usual
+    assert (run(now=5.0).kv_use, run(now=6.0).tokens_per_second) == (0.0, 0.0)
+    for turn in range(40):
+        later = run(*(request(f"r{turn}-{name}", 5, max_tokens=3) for name in "0123456789"), now=7.0 + turn)
+    assert later.prompt_length == pytest.approx(5, abs=0.5) and later.answer_length == pytest.approx(3, abs=0.5)
+
+
+def test_a_governor_is_told_of_requests_preempted_and_doubts_the_first_few() -> None:
+    driver = Driver(num_blocks=7)
+    window = Window(driver.scheduler, 0.0)
+    driver.add(*(request(name, 8, max_tokens=10) for name in "ab"))
+    while driver.scheduler.has_unfinished:
+        out = driver.scheduler.schedule(0.0)
+        samples = out.num_decodes + sum(chunk.samples for chunk in out.chunks)
+        window.saw(out, driver.scheduler.update(out, [7] * samples, 0.0), 0.5, float(out.step))
+    seen = window.close(1.0, CONFIGURED)
+    assert (seen.finished, seen.preempted, seen.preemption_rate) == (2, 1, 1 / 22)
+    assert seen.ttft == 1.0 and seen.prefill_share > 0.5  # what is computed again is no answer, nor a first token
 
 
 def test_an_engine_without_steps_is_left_alone() -> None:

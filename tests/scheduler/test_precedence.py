@@ -96,6 +96,31 @@ def test_only_a_class_with_reserved_step_tokens_takes_them_from_others(mine: str
     assert policy().outranks(first, second, "tokens", 0.0) is takes
 
 
+def test_blocks_of_a_class_are_counted_anew_when_one_of_it_comes_or_goes() -> None:
+    precedence = Precedence({"vip": ServiceClass(min_blocks=3)}, max_running=4)
+    one, other, new = (
+        request(name, 2, service=Service(of)) for name, of in zip("abc", ("vip", "", "vip"), strict=True)
+    )
+    one.block_ids, running = [[1, 2, 3]], [other]
+    precedence.observe(running, 0.0)
+    assert precedence.outranks(new, other, "blocks", 0.0)
+    running.append(one)
+    precedence.joined(one)
+    assert not precedence.outranks(new, other, "blocks", 0.0)
+    running.remove(one)
+    precedence.left(one)
+    assert precedence.outranks(new, other, "blocks", 0.0)
+
+
+@pytest.mark.parametrize(("priority", "at_once"), [(-1, True), (0, False)])
+def test_a_prompt_under_way_has_the_budget_unless_it_is_outranked(priority: int, at_once: bool) -> None:
+    driver = Driver(policy=Precedence({}, max_running=2), max_num_seqs=2, max_num_batched_tokens=8)
+    driver.add(request("a", 40))
+    driver.step()
+    driver.add(request("b", 4, priority=priority))
+    assert [row.request_id for row in driver.step().joined] == ["b"] * at_once
+
+
 @pytest.mark.parametrize(("weights", "taken"), [({}, 3), ({"b": 3.0}, 4), ({"a": 3.0}, 1)])
 def test_a_tenant_that_asks_for_little_takes_rows_from_one_that_has_all(weights: dict[str, float], taken: int) -> None:
     """Three quarters of its share of eight rows, as far as it has had less service; the rest it waits for."""
@@ -112,6 +137,19 @@ def test_a_tenant_that_asks_for_little_takes_rows_from_one_that_has_all(weights:
         assert rows.count("b") == min(int(n) + 1, taken)
     driver.run()
     assert len(driver.finished) == 16
+
+
+@pytest.mark.parametrize(("served", "takes"), [(3.0, True), (5.0, True), (6.0, False)])
+def test_a_tenant_that_has_had_more_takes_no_row_from_one_that_had_less(served: float, takes: bool) -> None:
+    precedence = Precedence({}, max_running=4)
+    running = [request(name, 2, service=Service(tenant="a")) for name in "abcd"]
+    new = request("n", 2, service=Service(tenant="b"))
+    for one in running:
+        precedence.joined(one)
+    precedence.queued(new, 0.0)
+    precedence.observe(running, 0.0)
+    precedence.counters._counters = {"a": 5.0, "b": served}
+    assert precedence.outranks(new, running[0], "slots", 0.0) is takes
 
 
 def test_a_tenant_is_owed_one_row_however_many_there_are() -> None:

@@ -95,7 +95,7 @@ class Prices:
         return self.block * num_blocks
 
 
-@pytest.mark.parametrize(("block", "room", "swaps"), [(0.1, 8, True), (0.1, 1, False), (100.0, 8, False)])
+@pytest.mark.parametrize(("block", "room", "swaps"), [(0.1, 3, True), (0.1, 1, False), (100.0, 8, False)])
 def test_auto_takes_what_costs_less_of_what_there_is_room_for(block: float, room: int, swaps: bool) -> None:
     mode = PreemptionMode("auto", Prices(1.0, block))
     driver = Driver(num_blocks=7, num_host_blocks=room, preemption=mode)
