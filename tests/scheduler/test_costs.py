@@ -37,6 +37,7 @@ def test_a_prompt_takes_at_least_what_the_shortest_step_of_fewer_tokens_took() -
     assert [least(1), least(2), least(40)] == [0, 0.125, 0.125]
     costs.observe(*prompt(16, 0.25))
     costs.observe(*prompt(20, 0.1875))
+    costs.observe(*prompt(20, 0.5))
     assert [least(16), least(32), least(64)] == [0.125, 0.1875, 0.1875]
     assert [least(64 + 16), least(2 * 64 + 32), least(64 + 16, 64)] == [0.1875 + 0.125, 3 * 0.1875, 0.125]
 
@@ -46,3 +47,11 @@ def test_copies_are_no_proof_of_how_short_a_step_can_be() -> None:
     features, seconds, _ = prompt(16, 0.001)
     costs.observe(features, seconds, 3)
     assert costs.outlook(request("a", 32), 8, 0).to_first_at_least == 0
+
+
+def test_a_copy_takes_what_steps_with_copies_took_longer() -> None:
+    costs = Costs([1 << 20])
+    features, _, _ = decode(0.0)
+    for _ in range(500):
+        costs.observe(features, costs.model.step_seconds(features) + 0.25, 10)
+    assert costs.swap_seconds(10) == pytest.approx(2 * 0.25, rel=0.1)

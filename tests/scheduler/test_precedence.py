@@ -347,6 +347,14 @@ def test_what_has_too_much_left_to_make_it_is_late_at_once() -> None:
     assert driver.scheduler.dropped == [sure, unsure]
 
 
+@pytest.mark.parametrize(("vips", "others", "stays"), [(0, 1, True), (0, 2, False), (2, 1, True), (1, 2, False)])
+def test_rows_are_kept_only_as_far_as_a_class_has_not_taken_them(vips: int, others: int, stays: bool) -> None:
+    precedence = Precedence({"vip": ServiceClass(min_seqs=2)}, max_running=4)
+    for one in [request("v", 2, service=Service("vip"))] * vips + [request("o", 2)] * others:
+        precedence.joined(one)
+    assert precedence.may_stay(request("n", 2)) is stays
+
+
 @pytest.mark.parametrize(("max_preemptions", "rows"), [(1, 3), (8, 2)])
 def test_pinned_work_leaves_reserved_rows_alone(max_preemptions: int, rows: int) -> None:
     precedence = Precedence({"vip": ServiceClass(min_seqs=1)}, max_running=rows)
