@@ -36,6 +36,7 @@ from chairlift.engine.messages import (
     encode,
 )
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
+from chairlift.parent import kill_child
 
 __all__ = ["EngineEvents", "ProcessClient"]
 
@@ -149,8 +150,7 @@ class ProcessClient(EngineClient):
         if self._process is None:
             return
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            kill_child(self._process.pid)
             await self._process.wait()
 
     async def _outcome(self, future: asyncio.Future[Any]) -> Any:

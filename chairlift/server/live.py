@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from chairlift.engine.step_export import to_perfetto
+from chairlift.parent import kill_child
 from chairlift.server.auth import ADMIN, Caller
 from chairlift.server.errors import ApiError
 from chairlift.server.live_feed import LiveFeed
@@ -184,7 +185,7 @@ async def _work(feed: LiveFeed, what: str, lines: bytes) -> bytes:
             raise ApiError(503, "the simulation took too long; record a shorter time", code="too_long") from None
         finally:
             if process.returncode is None:
-                process.kill()
+                kill_child(process.pid)
                 await process.wait()
     if process.returncode:
         reason = error.decode("utf-8", "replace").strip().rpartition("\n")[2] or "the simulation failed"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from chairlift.errors import OverloadedError, RequestError, TemplateError
-from chairlift.parent import die_with_parent
+from chairlift.parent import die_with_parent, has_ended, kill_child
 from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables, normalize_messages
 
 __all__ = ["TemplateWorker"]
@@ -262,13 +262,8 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        if self._process.returncode is not None or self._stdout.at_eof():
-            return False
-        # The event loop may not have heard of its end yet. This looks without taking the news away from the loop.
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        except ChildProcessError:
-            return False
+        # The event loop may not have heard of its end yet.
+        return not (self._process.returncode is not None or self._stdout.at_eof() or has_ended(self.pid))
 
     async def ask(self, frame: bytes, most: int) -> dict[str, Any]:
         """Send a frame and wait for the answer; raises OSError or EOFError when the process dies, else ValueError."""
@@ -283,8 +278,7 @@ class _Process:
         return reply
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        kill_child(self.pid)
 
     async def wait(self) -> None:
         """Until a killed process has ended and its pipes are closed."""
