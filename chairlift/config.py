@@ -117,6 +117,8 @@ class CacheConfig:
     """Exact number of blocks per cache group, instead of a size in bytes."""
     enable_prefix_caching: bool = True
     """Share the KV of equal prompt beginnings between requests."""
+    prefix_offload: bool = False
+    """Keep what the prefix cache evicts in the swap space, as far as preempted requests leave room there."""
     swap_space_bytes: int | None = None
     """Host memory for the KV of preempted requests. None: a tenth of the KV cache; 0: none."""
     swap_directory: str | None = None
@@ -221,6 +223,7 @@ class EngineConfig:
         _true_or_false("skip_tokenizer_init", model.skip_tokenizer_init)
         _true_or_false("batch_invariant", model.batch_invariant)
         _true_or_false("enable_prefix_caching", cache.enable_prefix_caching)
+        _true_or_false("prefix_offload", cache.prefix_offload)
         if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,2}))?", model.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")
         _range("block_size", cache.block_size, 1, 256)
@@ -254,6 +257,7 @@ class EngineConfig:
         plain, ungoverned = scheduler.scheduling_policy == "fcfs", scheduler.governor == "off"
         shadowed = scheduler.shadow_policy == "priority"
         swaps = scheduler.preemption_mode in ("swap", "auto") and self.cache.swap_space_bytes != 0
+        offloads = self.cache.enable_prefix_caching and self.cache.swap_space_bytes != 0
         for_priority = "fcfs looks at no deadlines and priorities; choose scheduling_policy priority"
         for_governor = "the governor is off; choose governor rules, learned or shadow"
         idle = {
@@ -266,7 +270,11 @@ class EngineConfig:
                 scheduler.preemption_mode == "swap" and not swaps,
                 "there is nowhere to swap to, and all is recomputed; raise swap_space_bytes",
             ),
-            "swap_directory": (not swaps, "nothing is swapped"),
+            "swap_directory": (not swaps and not (offloads and self.cache.prefix_offload), "nothing is swapped"),
+            "prefix_offload": (
+                self.cache.prefix_offload and not offloads,
+                "it needs enable_prefix_caching, and swap space",
+            ),
         }
         return [f"{name} has no effect: {why}" for name, (is_idle, why) in idle.items() if is_idle and name in given]
 

@@ -49,7 +49,7 @@ def main() -> None:
             loaded.executor,
             config.scheduler,
             max_model_len=loaded.max_model_len,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
+            cache=config.cache,
             cache_secret=os.urandom(16),
         )
     except (ChairliftError, OSError, MemoryError) as error:

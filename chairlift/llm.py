@@ -51,7 +51,7 @@ class LLM:
             ModelLimits(loaded.vocab_size, loaded.max_model_len, tuple(sorted(eos)), self.config.scheduler.promises),
             self.config.scheduler,
             tokenizer=self.tokenizer,
-            enable_prefix_caching=self.config.cache.enable_prefix_caching,
+            cache=self.config.cache,
             cache_secret=os.urandom(16),
             seed=self.config.model.seed,
         )

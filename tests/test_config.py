@@ -90,7 +90,7 @@ def test_block_size_is_a_power_of_two(block_size: int) -> None:
         EngineConfig.from_flat({"block_size": block_size})
 
 
-@pytest.mark.parametrize("name", ["enable_prefix_caching", "skip_tokenizer_init"])
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "prefix_offload", "skip_tokenizer_init"])
 @pytest.mark.parametrize("value", ["false", 0, 1, None])
 def test_switches_are_true_or_false(name: str, value: Any) -> None:
     """A text like "false" would count as true."""
@@ -166,6 +166,9 @@ def test_devices(device: str, good: int) -> None:
         ({"preemption_mode": "swap", "swap_space_bytes": 0, "swap_directory": "/x"}, ["preemption_mode", "swap_dir"]),
         ({"preemption_mode": "recompute", "swap_directory": "/x"}, ["swap_directory has no effect: nothing"]),
         ({"preemption_mode": "swap", "swap_directory": "/x"}, []),
+        ({"preemption_mode": "recompute", "swap_directory": "/x", "prefix_offload": True}, []),
+        ({"prefix_offload": True, "swap_space_bytes": 0}, ["prefix_offload has no effect: it needs"]),
+        ({"prefix_offload": True, "enable_prefix_caching": False}, ["prefix_offload has no effect: it needs"]),
     ],
 )
 def test_what_has_no_effect_is_told(settings: dict[str, Any], named: list[str]) -> None:

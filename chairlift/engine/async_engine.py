@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from chairlift.config import EngineConfig
 from chairlift.engine.calibration import Calibration
-from chairlift.engine.core import FinishedSequence, check_update
-from chairlift.engine.info import EngineInfo
+from chairlift.engine.core import FinishedSequence
+from chairlift.engine.info import EngineInfo, check_update
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt, unnamed
 from chairlift.engine.intake import Intake, Place
 from chairlift.engine.messages import Refused, Step

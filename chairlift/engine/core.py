@@ -13,9 +13,10 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from chairlift.config import SchedulerConfig
+from chairlift.config import CacheConfig, SchedulerConfig
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
+from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.outlook import outlook_from
 from chairlift.engine.step_log import StepLog
@@ -43,7 +44,7 @@ from chairlift.scheduler.shadow import ShadowPolicy
 if TYPE_CHECKING:
     from chairlift.engine.step_recorder import StepRecorder
 
-__all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Progress", "TokenRecord", "check_update"]
+__all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Progress", "TokenRecord"]
 
 _log = logging.getLogger(__name__)
 _SHARES_SECONDS = 1.0
@@ -127,14 +128,6 @@ class CoreOutputs:
         self.decode_seconds = max(self.decode_seconds, later.decode_seconds)
 
 
-def check_update(version: int, newest: int, in_flight: str) -> None:
-    """Raise ConfigError unless weights of a version may follow those of the newest in this way."""
-    if in_flight not in ("continue", "recompute"):
-        raise ConfigError(f"in_flight must be 'continue' or 'recompute', got {in_flight!r}")
-    if type(version) is not int or not newest <= version < 2**63:
-        raise ConfigError(f"version must be an integer of at least {newest}, the weights' version now, got {version!r}")
-
-
 class EngineClient(Protocol):
     """How the front (text, checks, HTTP) talks to a core, wherever that runs. What steps bring comes another way:
     from :meth:`EngineCore.step` in this process, as frames from another."""
@@ -164,18 +157,20 @@ class EngineCore(EngineClient):
         config: SchedulerConfig,
         *,
         max_model_len: int,
-        enable_prefix_caching: bool = True,
+        cache: CacheConfig | None = None,
         cache_secret: bytes = b"",
         clock: Clock | None = None,
         policy: Policy | None = None,
         kv: KVCacheManager | None = None,
     ) -> None:
         self.clock: Clock = clock or SystemClock()
+        cache = cache or CacheConfig()
         self.kv = kv or KVCacheManager(
             executor.cache_groups,
             executor.block_size,
             max_step_tokens=config.max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            prefix_offload=cache.prefix_offload,
             secret=cache_secret,
         )
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
@@ -331,6 +326,8 @@ class EngineCore(EngineClient):
             preemption_rate=rate.recent(self.clock.now()),
             num_swap_preemptions=scheduler.num_swaps,
             num_tail_preemptions=scheduler.num_tails,
+            num_offloaded_blocks=self.kv.num_offloaded,
+            num_brought_back_blocks=self.kv.num_brought_back,
             num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
             num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,
             rows_by_class=self._rows_by_class,

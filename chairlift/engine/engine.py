@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 
-from chairlift.config import SchedulerConfig
+from chairlift.config import CacheConfig, SchedulerConfig
 from chairlift.engine.clock import Clock
 from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prompt
@@ -35,7 +35,7 @@ class Engine:
         config: SchedulerConfig,
         *,
         tokenizer: Tokenizer | None = None,
-        enable_prefix_caching: bool = True,
+        cache: CacheConfig | None = None,
         cache_secret: bytes = b"",
         seed: int | None = None,
         clock: Clock | None = None,
@@ -46,7 +46,7 @@ class Engine:
             executor,
             config,
             max_model_len=limits.max_model_len,
-            enable_prefix_caching=enable_prefix_caching,
+            cache=cache,
             cache_secret=cache_secret,
             clock=clock,
             policy=policy,

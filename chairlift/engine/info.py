@@ -7,9 +7,10 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from chairlift.errors import ConfigError
 from chairlift.service_class import ServiceClass
 
-__all__ = ["EngineInfo"]
+__all__ = ["EngineInfo", "check_update"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +78,11 @@ class EngineInfo:
             " reservations cannot all hold, and nothing is left for others: lower min_blocks, or raise"
             " kv_cache_memory_bytes"
         )
+
+
+def check_update(version: int, newest: int, in_flight: str) -> None:
+    """Raise ConfigError unless weights of a version may follow those of the newest in this way."""
+    if in_flight not in ("continue", "recompute"):
+        raise ConfigError(f"in_flight must be 'continue' or 'recompute', got {in_flight!r}")
+    if type(version) is not int or not newest <= version < 2**63:
+        raise ConfigError(f"version must be an integer of at least {newest}, the weights' version now, got {version!r}")

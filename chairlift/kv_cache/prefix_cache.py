@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from chairlift.errors import InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from chairlift.kv_cache.swap import SwapPool
 from chairlift.request import Request
 
 __all__ = ["NEVER", "PrefixCache", "PrefixNode", "block_tokens"]
@@ -33,9 +34,10 @@ def block_tokens(token_ids: list[int]) -> bytes:
 
 
 class PrefixNode:
-    """One full block of tokens behind a given prefix. ``blocks`` has the block that holds it, per cache group."""
+    """One full block of tokens behind a given prefix. Per cache group, ``blocks`` has the block that holds it, and
+    ``hosts`` the host block with a copy."""
 
-    __slots__ = ("blocks", "key", "num_children", "owner", "parent", "tokens")
+    __slots__ = ("blocks", "hosts", "key", "num_children", "owner", "parent", "tokens")
 
     def __init__(self, key: bytes, parent: PrefixNode | None, tokens: bytes, num_groups: int) -> None:
         self.key = key
@@ -45,13 +47,19 @@ class PrefixNode:
         self.owner: tuple[int, str] | None = None
         """Adapter and salt, on a root only."""
         self.blocks: list[int | None] = [None] * num_groups
+        self.hosts: list[int | None] = [None] * num_groups
         self.num_children = 0
+
+    @property
+    def holds_nothing(self) -> bool:
+        return all(block is None for block in self.blocks) and all(host is None for host in self.hosts)
 
 
 class PrefixCache:
     """Full blocks by content. Two requests share a block only if salt, adapter and every token up to its end agree.
 
-    ``secret`` makes keys differ between processes; ``hash_function`` is a seam for tests with colliding hashes.
+    ``secret`` makes keys differ between processes; ``hash_function`` is a seam for tests with colliding hashes. Copies
+    in ``host_pool`` last until they are evicted there, or what they copy is forgotten.
     """
 
     def __init__(
@@ -60,8 +68,12 @@ class PrefixCache:
         pools: Sequence[BlockPool],
         secret: bytes = b"",
         hash_function: Callable[[bytes], bytes] = _sha256,
+        host_pool: SwapPool | None = None,
     ) -> None:
         self.block_size = block_size
+        self._host_pool = host_pool
+        if host_pool is not None:
+            host_pool.lost = self.lost_copy
         self._pools = pools
         self._secret = secret
         self._hash = hash_function
@@ -123,12 +135,25 @@ class PrefixCache:
         node.blocks[group] = None
         self._prune(node)
 
+    def lost_copy(self, group: int, node: PrefixNode) -> None:
+        """The same for its host block."""
+        node.hosts[group] = None
+        self._prune(node)
+
+    def drop_copy(self, group: int, node: PrefixNode) -> None:
+        """Give the node's host block back, if it has one."""
+        host = node.hosts[group]
+        if host is not None and self._host_pool is not None:
+            self._host_pool.drop(group, host)
+            self.lost_copy(group, node)
+
     def forget(self, request: Request) -> None:
         """Drop the request's whole path, also where a window has passed: its content is not to be trusted."""
         last = request.last_node
         while last is not None:
             parent = last.parent
             for group, held in enumerate(last.blocks):
+                self.drop_copy(group, last)
                 if held is not None:
                     self._pools[group].detach(held)
                     self.evicted(group, last)
@@ -137,6 +162,7 @@ class PrefixCache:
             for block in table:
                 node = pool.nodes[block]
                 if node is not None:
+                    self.drop_copy(group, node)
                     pool.detach(block)
                     self.evicted(group, node)
         request.num_published = NEVER
@@ -147,6 +173,9 @@ class PrefixCache:
             for block, node in enumerate(pool.nodes):
                 if node is not None:
                     pool.detach(block)
+        for group in range(len(self._pools)):
+            for node in list(self._nodes.values()):
+                self.drop_copy(group, node)
         self._nodes.clear()
 
     def check_invariants(self) -> None:
@@ -168,7 +197,7 @@ class PrefixCache:
         for node in self._nodes.values():
             if node.num_children != children.get(id(node), 0):
                 raise InvariantError("a prefix-cache node miscounts its children")
-            if not node.num_children and all(block is None for block in node.blocks):
+            if not node.num_children and node.holds_nothing:
                 raise InvariantError("a prefix-cache node holds nothing and was not removed")
         for group, pool in enumerate(self._pools):
             for block, held in enumerate(pool.nodes):
@@ -184,7 +213,7 @@ class PrefixCache:
 
     def _prune(self, node: PrefixNode | None) -> None:
         """Remove nodes that hold no block and lead to none, from here up to the root."""
-        while node is not None and not node.num_children and all(block is None for block in node.blocks):
+        while node is not None and not node.num_children and node.holds_nothing:
             if self._nodes.get(node.key) is not node:
                 return
             del self._nodes[node.key]

@@ -263,6 +263,9 @@ def _giving_way(names: _Names, stats: RequestStats, info: CacheInfo | None) -> I
     if info is not None and info.block_bytes:
         moved = {way: count * info.block_bytes for way, count in blocks.items()}
         yield names.counter_of("swapped_bytes", "The same in bytes.", ("direction",), moved.items())
+    blocks = {("out",): engine.num_offloaded_blocks, ("in",): engine.num_brought_back_blocks}
+    text = "Of the swapped blocks, those that the prefix cache evicted, and those it had back."
+    yield names.counter_of("prefix_offload_blocks", text, ("direction",), blocks.items())
 
 
 def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:

@@ -85,6 +85,9 @@ class EngineStats:
     """And those that dropped only its end."""
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    num_offloaded_blocks: int = 0
+    """Of those swapped out, what the prefix cache evicted; of those swapped in, what it wanted back."""
+    num_brought_back_blocks: int = 0
     num_late_dropped: int = 0
     """Sequences that were ended because they could not keep their deadline any more."""
     num_late_downgraded: int = 0

@@ -322,7 +322,7 @@ class Scheduler(GivingWay):
             return
         self.step = out.step
         out.left, self._left = self._left, []
-        out.swap_out, self._swap_out = self._swap_out, []
+        out.swap_out, self._swap_out = self._swap_out + self.kv.scheduled(out.step), []
         if decodes.slots is not self._sent_slots:
             out.decode_slots = self._sent_slots = decodes.slots
         out.decode_rows, out.num_held = decodes.ids, decodes.num_held
@@ -391,6 +391,7 @@ class Scheduler(GivingWay):
         self.kv.step_done(out.step)
         rows = [*(r for r in flight.sampled if r is not None), *(request for request, _ in flight.chunks)]
         finished: list[Request] = []
+        self.kv.copies_lost(out.step)
         for request_id in self.kv.swapped_since(out.step):
             self.kv.drop_swapped(self.requests[request_id])
             self.requests[request_id].move_to(RequestStatus.PREEMPTED)

@@ -297,9 +297,7 @@ def simulated_core(
         block_size=cache.block_size,
         bytes_per_token=deployment.kv_bytes_per_token,
     )
-    core = EngineCore(
-        executor, scheduler, max_model_len=longest, enable_prefix_caching=cache.enable_prefix_caching, clock=clock
-    )
+    core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock)
     return core, ModelLimits(_VOCAB_SIZE, longest, (), scheduler.promises)
 
 

@@ -127,6 +127,7 @@ class Simulation:
             world.block_size,
             max_step_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=world.enable_prefix_caching,
+            prefix_offload=world.prefix_offload,
             hash_function=_weak_hash(world.hash_bits),
         )
         kv.faults = self.faults

@@ -46,6 +46,7 @@ class World:
     """Whether there is a tokenizer, and so text and stop strings."""
     events: tuple[Event, ...]
     num_host_blocks: int = 0
+    prefix_offload: bool = False
 
 
 CLASSES = {
@@ -97,20 +98,29 @@ def make_world(seed: int) -> World:
     count = len(events)
     if rng.random() < 0.5:
         events += _faults(rng, count, max(event.at for event in events) + 20)
+    horizon = max(event.at for event in events) + 20
     if later.random() < 0.3:
-        events += _limits(later, scheduler, max(event.at for event in events) + 20)
+        events += _limits(later, scheduler, horizon)
+    num_blocks, enable_prefix_caching = 1 + maybe(tight, roomy), maybe(True, False)
+    hash_bits = maybe(None, rng.choice([3, 8]))
+    prefix_offload = later.random() < 0.3
+    if prefix_offload:
+        enable_prefix_caching, num_host_blocks = True, later.choice([3, 16, 64])
+        _come_again(later, [event for event in events if event.kind == "arrive"], block_size, max_model_len)
+        events += [Event(later.randrange(horizon), "raise", 0) for _ in range(later.choice([0, 0, 3, 9]))]
     return World(
         seed=seed,
         block_size=block_size,
         windows=windows,
-        num_blocks=1 + maybe(tight, roomy),
+        num_blocks=num_blocks,
         max_model_len=max_model_len,
         scheduler=scheduler,
-        enable_prefix_caching=maybe(True, False),
-        hash_bits=maybe(None, rng.choice([3, 8])),
+        enable_prefix_caching=enable_prefix_caching,
+        hash_bits=hash_bits,
         with_text=with_text,
         events=tuple(sorted(events, key=lambda event: event.at)),
         num_host_blocks=num_host_blocks,
+        prefix_offload=prefix_offload,
     )
 
 
@@ -165,6 +175,16 @@ def _arrivals(rng: random.Random, block_size: int, max_model_len: int, with_text
             args["include_stop_str_in_output"] = rng.random() < 0.3
         events.append(Event(at, "arrive", number, args))
     return events
+
+
+def _come_again(rng: random.Random, arrivals: list[Event], block_size: int, max_model_len: int) -> None:
+    """Prompts of a few blocks; some go on from those of earlier requests, whose blocks others may have needed since."""
+    for number, event in enumerate(arrivals):
+        if number and rng.random() < 0.6:
+            event.args["prompt"] = rng.choice(arrivals[:number]).args["prompt"]
+        added = [rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.choice([0, 1, 2 * block_size, 3 * block_size]))]
+        event.args["prompt"] = prompt = (event.args["prompt"] + added)[: max_model_len - 1]
+        event.args["max_tokens"] = min(event.args["max_tokens"], max_model_len - len(prompt))
 
 
 def _limits(rng: random.Random, scheduler: dict[str, Any], horizon: int) -> list[Event]:

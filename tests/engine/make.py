@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chairlift.config import CacheGroup, SchedulerConfig
+from chairlift.config import CacheConfig, CacheGroup, SchedulerConfig
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits
@@ -44,7 +44,7 @@ def make_engine(
         ModelLimits(VOCAB, LENGTH, eos),
         scheduler,
         tokenizer=byte_tokenizer() if text else None,
-        enable_prefix_caching=caching,
+        cache=CacheConfig(enable_prefix_caching=caching),
         seed=seed,
         clock=VirtualClock(),
     )

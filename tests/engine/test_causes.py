@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.config import CacheGroup, EngineConfig, SchedulerConfig
+from chairlift.config import CacheConfig, CacheGroup, EngineConfig, SchedulerConfig
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.causes import CAUSES, causes_until
 from chairlift.engine.clock import VirtualClock
@@ -57,7 +57,9 @@ class Timeline:
         sizes = {"num_slots": settings.max_num_seqs, "max_model_len": LENGTH, "block_size": BLOCK}
         executor = LocalExecutor(self.model, **sizes)
         limits = ModelLimits(VOCAB, LENGTH, (), settings.promises)
-        self.engine = Engine(executor, limits, settings, clock=self.clock, enable_prefix_caching=False)
+        self.engine = Engine(
+            executor, limits, settings, clock=self.clock, cache=CacheConfig(enable_prefix_caching=False)
+        )
         self.ended: dict[str, RequestMetrics] = {}
 
     def add(self, name: str, num_tokens: int, max_tokens: int, **params: Any) -> None:

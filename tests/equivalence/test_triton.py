@@ -110,6 +110,19 @@ def test_preempted_requests_say_the_same(models: Any, device: torch.device, monk
     assert counts["preemptions"] and counts["cached"]
 
 
+def test_prompts_that_come_back_from_host_memory_say_the_same(
+    models: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chairlift.kernels.triton.program.SMALL_ROWS", 0)
+    model_dir, model = models("qwen2")
+    jobs = [Job(list(range(first, first + 20)), SamplingParams(temperature=0.0, max_tokens=2)) for first in (2, 40, 2)]
+    llm = triton_llm(model_dir, jobs, device, tight=True, prefix_offload=True, swap_space_bytes=1 << 20)
+    answers = [run(llm, [job])[0].outputs[0].token_ids for job in jobs]
+    expected = [transformers_greedy(model, job) for job in jobs]
+    agree(expected, answers, lambda i: check_text(model, jobs[i], answers[i]))
+    assert llm.engine.core.stats().num_brought_back_blocks > 1
+
+
 def test_sampled_text_is_that_of_pytorch(models: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chairlift.kernels.triton.program.SMALL_ROWS", 0)
     model_dir, model = models("qwen3")

@@ -1,4 +1,5 @@
-"""Random operations on the manager, swaps and look-ahead among them, against a model that knows what each block holds.
+"""Random operations on the manager, swaps, kept prefixes and look-ahead among them, against a model that knows what
+each block holds.
 
 A step takes effect when it lands, in the executor's order; one that fails has none.
 """
@@ -71,6 +72,7 @@ class Operations:
             max_step_tokens=MOST_TOKENS,
             num_host_blocks=self.rng.choice([0, 3, 8, 16]),
             enable_prefix_caching=self.rng.random() < 0.7,
+            prefix_offload=self.rng.random() < 0.7,
             **weak,
         )
         self.watermark = self.rng.choice([0.0, 0.0, 0.2])
@@ -140,8 +142,12 @@ class Operations:
             assert self.kv.counts() == before
             assert self.watermark or not self._has_room(one)
             return False
-        assert admission.num_computed_tokens < len(one.token_ids) and not admission.swap_in
+        assert admission.num_computed_tokens < len(one.token_ids)
+        assert self.kv.prefix_offload or not admission.swap_in
         self.next.copies += admission.copies
+        self.next.swap_in += admission.swap_in
+        if admission.swap_in:
+            self.seen.add("bring_back")
         self._join(one, admission.num_computed_tokens)
         return True
 
@@ -218,6 +224,8 @@ class Operations:
         self.step += 1
         flight, self.next = self.next, Step()
         self.flights.append(flight)
+        flight.swap_out += self.kv.scheduled(self.step)
+        assert len({(group, host) for group, _, host in flight.swap_out}) == len(flight.swap_out)
         for each in self.running:
             flight.known.append((each, [list(table) for table in each.block_ids], each.num_computed_tokens))
         for group, table in enumerate(one.block_ids):
@@ -274,6 +282,7 @@ class Operations:
         for one in [one for one in self.running if one in hurt]:
             self.kv.forget(one)
             self._end(one)
+        self.kv.copies_lost(self.done)
         lost = self.kv.swapped_since(self.done)
         for one in [one for one in self.swapped if one.request_id in lost]:
             self.swapped.remove(one)
@@ -312,7 +321,7 @@ def run_seeds(count: int) -> set[str]:
 
 
 def test_books_and_contents_hold() -> None:
-    assert run_seeds(300) == set(WEIGHTS)
+    assert run_seeds(300) == {*WEIGHTS, "bring_back"}
 
 
 # -- it finds bugs -----------------------------------------------------------------------------------------------------
@@ -389,9 +398,30 @@ def everything_protected(patch: Patch) -> None:
     patch(BlockPool, "num_protected", property(lambda self: 0))
 
 
+def kept_block_given_out_while_it_is_read(patch: Patch) -> None:
+    patch(SwapPool, "touch", lambda self, group, host, step: None)
+
+
+def kept_blocks_of_a_failed_step_trusted(patch: Patch) -> None:
+    patch(KVCacheManager, "copies_lost", lambda self, step: None)
+
+
+def kept_blocks_never_free(patch: Patch) -> None:
+    patch(SwapPool, "num_free", lambda self, group: len(self._free[group]))
+
+
+def kept_block_free_while_it_is_written(patch: Patch) -> None:
+    original = SwapPool.keep
+    patch(SwapPool, "keep", lambda self, group, node, step: original(self, group, node, -1))
+
+
 @pytest.mark.parametrize(
     "plant",
     [
+        kept_block_given_out_while_it_is_read,
+        kept_blocks_of_a_failed_step_trusted,
+        kept_blocks_never_free,
+        kept_block_free_while_it_is_written,
         host_blocks_reused_before_they_are_read,
         device_blocks_of_a_dropped_request_kept,
         window_not_looked_at,

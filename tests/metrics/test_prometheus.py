@@ -182,6 +182,8 @@ def test_promises_are_counted_by_class_and_kind() -> None:
             num_tail_preemptions=2,
             num_swapped_out_blocks=7,
             num_swapped_in_blocks=5,
+            num_offloaded_blocks=3,
+            num_brought_back_blocks=2,
             num_late_dropped=4,
             num_late_downgraded=6,
             rows_by_class={"chat": 5, "default": 9},
@@ -229,6 +231,7 @@ def test_promises_are_counted_by_class_and_kind() -> None:
     ]
     assert asked == [5, 4, 2, 1]
     assert (of("swapped_blocks_total", direction="out"), of("swapped_bytes_total", direction="in")) == (7, 5000)
+    assert [of("prefix_offload_blocks_total", direction=way) for way in ("out", "in")] == [3, 2]
     stats.engine_died()
     stats.num_restarts += 1
     stats.step(EngineStats(num_swapped_out_blocks=1))

@@ -17,6 +17,7 @@ from chairlift.kv_cache import prefix_cache
 from chairlift.kv_cache.block_pool import BlockPool
 from chairlift.kv_cache.manager import Admission, KVCacheManager
 from chairlift.kv_cache.prefix_cache import PrefixCache
+from chairlift.kv_cache.swap import SwapPool
 from chairlift.request import Request, RequestStatus
 from chairlift.scheduler import giving_way, prefill_mode
 from chairlift.scheduler.admission import WaitingQueue
@@ -131,6 +132,52 @@ def row_keeps_the_first_block_of_its_last_owner(patch: Patch) -> None:
 
     patch(InputBatch, "_join", join)
     patch(InputBatch, "_clear", lambda self, slot: None)
+
+
+@mutant
+def evicted_block_read_before_its_copy_has_arrived(patch: Patch) -> None:
+    patch(SwapPool, "is_readable", lambda self, group, host: True)
+
+
+@mutant
+def host_block_given_out_while_it_is_brought_back(patch: Patch) -> None:
+    patch(SwapPool, "touch", lambda self, group, host, step: None)
+
+
+@mutant
+def copy_of_a_failed_step_kept(patch: Patch) -> None:
+    patch(KVCacheManager, "copies_lost", lambda self, step: None)
+
+
+@mutant
+def host_copies_of_untrusted_content_kept(patch: Patch) -> None:
+    patch(PrefixCache, "drop_copy", lambda self, group, node: None)
+
+
+@mutant
+def evicted_block_copied_a_step_late(patch: Patch) -> None:
+    original = KVCacheManager.scheduled
+
+    def scheduled(self: KVCacheManager, step: int) -> list[tuple[int, int, int]]:
+        late = waiting.get(id(self), [])
+        waiting[id(self)] = original(self, step)
+        return late
+
+    waiting: dict[int, list[tuple[int, int, int]]] = {}
+    patch(KVCacheManager, "scheduled", scheduled)
+
+
+@mutant
+def what_is_brought_back_counts_as_there(patch: Patch) -> None:
+    original = KVCacheManager.admit
+
+    def admit(self: KVCacheManager, *args: Any, **settings: Any) -> Admission | None:
+        admission = original(self, *args, **settings)
+        if admission is not None:
+            admission.swap_in.clear()
+        return admission
+
+    patch(KVCacheManager, "admit", admit)
 
 
 @mutant
