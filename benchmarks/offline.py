@@ -140,7 +140,7 @@ def main() -> None:
             "commit": commit,
             "chairlift": __version__,
             "torch": torch.__version__,
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "threads": args.threads,
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
@@ -152,7 +152,7 @@ def main() -> None:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             flags = Path("/proc/cpuinfo").read_text()

@@ -399,6 +399,8 @@ class Scheduler(GivingWay):
             if request.slot >= 0 and request.admitted_at_step <= out.step and request.finish_reason is None:
                 self.kv.forget(request)
                 finished += self._end(request, FinishReason.ERROR, None, now)
+        for request in [each for each in self.running.values() if each.admitted_at_step == out.step]:
+            self._put_back(request)  # it had no token in this step, but what it begins with was not copied either
         return StepResult([], finished)
 
     def _accept_some(self, out: SchedulerOutput, flight: InFlight, tokens: Sequence[int]) -> list[Request | None]:

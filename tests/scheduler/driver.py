@@ -38,12 +38,15 @@ class Driver:
         preferred_sizes: tuple[int, ...] = (),
         depth: int = 0,
         caching: bool = False,
+        offload: bool = False,
         tokens: Callable[[str], int] = lambda name: 7,
         **settings: Any,
     ) -> None:
         budget = settings.get("max_num_batched_tokens", 64)
         groups = [CacheGroup(num_blocks, window, num_host_blocks) for window in windows]
-        self.kv = KVCacheManager(groups, BLOCK, max_step_tokens=budget, enable_prefix_caching=caching)
+        self.kv = KVCacheManager(
+            groups, BLOCK, max_step_tokens=budget, enable_prefix_caching=caching, prefix_offload=offload
+        )
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": budget, "max_model_len": 128, "watermark": 0.0}
         membership = membership_from_name(batching, batch_wait_ms, preferred_sizes)
         self.scheduler = Scheduler(self.kv, membership=membership, **{**defaults, **settings})

@@ -325,3 +325,28 @@ def test_what_contradicts_itself_is_noticed() -> None:
     driver.scheduler.free_slots.append(one.slot)
     with pytest.raises(InvariantError, match="are not all rows, once each"):
         driver.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_who_only_joined_in_a_step_that_fails_waits_for_another(depth: int) -> None:
+    driver = Driver(
+        num_blocks=9,
+        num_host_blocks=8,
+        batching="static",
+        caching=True,
+        offload=True,
+        depth=depth,
+        max_num_batched_tokens=2,
+        max_num_seqs=2,
+    )
+    for name in ("a", "b", "c"):  # the third takes the blocks of the other two
+        driver.add(request(name, 30 if name == "c" else 10, max_tokens=1))
+        driver.run()
+    again = [request(f"another {name}", [100 * ord(name) + i for i in range(10)], max_tokens=1) for name in "ab"]
+    driver.add(*again)
+    out = driver.step(fail=True)
+    assert [row.request_id for row in out.joined] == ["another a", "another b"] and len(out.swap_in) == 4
+    assert out.chunk_ids == ["another a"], "there is no budget for the other, which begins with what comes back"
+    outs = driver.run()
+    assert [one.finish_reason for one in again] == [FinishReason.ERROR, FinishReason.LENGTH]
+    assert sum(len(out.swap_in) for out in outs) == 2, "what was to come back for it comes once more"
