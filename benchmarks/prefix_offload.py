@@ -3,10 +3,10 @@
     python benchmarks/make_random_model.py /tmp/smollm --shape smollm-135m
     python benchmarks/prefix_offload.py --model /tmp/smollm --rounds 5 --json benchmarks/results/prefix-offload.json
 
-``--chats`` conversations of ``--turns`` turns take turns; each turn sends all that was said and ``--added`` tokens more. The KV
-cache holds a third of what they have at the end. Engines: without swap space (``off``), with ``--prefix-offload`` to
-memory and to a file, and with all of it in the KV cache (``ample``): what would be possible. Each round has prompts of
-its own, answers of ``--answer`` tokens are greedy, and every engine must give the same ones.
+``--chats`` conversations of ``--turns`` turns take turns; each turn sends all that was said and ``--added`` tokens
+more. The KV cache holds a third of what they have at the end. Engines: without swap space (``off``), with
+``--prefix-offload`` to memory and to a file, and with all of it in the KV cache (``ample``): what would be possible.
+Each round has prompts of its own, answers of ``--answer`` tokens are greedy, and every engine must give the same ones.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=500, help="tokens of a conversation's first prompt")
     parser.add_argument("--added", type=int, default=50, help="tokens that each turn adds")
     parser.add_argument("--answer", type=int, default=20)
-    parser.add_argument("--swap-bytes", type=int, default=4 << 30)
+    parser.add_argument("--swap-bytes", type=int, default=1 << 30)
     parser.add_argument("--directory", help="where the file is; a temporary directory unless given")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
