@@ -48,6 +48,11 @@ class HostMoves:
     hosts: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
 
+    def parts(self, most: int) -> list[HostMoves]:
+        """The same moves, at most ``most`` at a time."""
+        starts = range(0, len(self.hosts), most)
+        return [HostMoves(self.group, self.hosts[i : i + most], self.blocks[i : i + most]) for i in starts]
+
     def runs(self) -> list[tuple[slice, slice]]:
         """The fewest (entries of ``blocks``, host blocks) such that the host blocks of each lie side by side."""
         cuts = [0, *(np.flatnonzero(np.diff(self.hosts) != 1) + 1).tolist(), len(self.hosts)]
@@ -58,7 +63,7 @@ class HostMoves:
 
 
 def host_moves(triples: Iterable[tuple[int, int, int]]) -> list[HostMoves]:
-    """(group, host block, block) in any order, no host block twice -> all moves of a group together."""
+    """(group, host block, block) in any order -> all moves of a group together."""
     ordered = sorted(triples)
     return [
         HostMoves(group, *np.array([entry[1:] for entry in entries], dtype=np.int64).T)
@@ -67,25 +72,23 @@ def host_moves(triples: Iterable[tuple[int, int, int]]) -> list[HostMoves]:
 
 
 class HostBlocks:
-    """Copies between KV in memory and its host blocks. Both: per group, arrays [number of blocks, bytes of a block]."""
+    """Copies between KV in memory and its host blocks. Per group, ``caches`` are arrays [number of blocks, bytes of a
+    block], and ``hosts`` has the same bytes of all of them side by side."""
 
-    def __init__(self, caches: Sequence[Sequence[_Bytes]], hosts: Sequence[Sequence[_Bytes]]) -> None:
-        self._pairs = [list(zip(*arrays, strict=True)) for arrays in zip(caches, hosts, strict=True)]
+    def __init__(self, caches: Sequence[Sequence[_Bytes]], hosts: Sequence[_Bytes]) -> None:
+        self._pairs = [
+            list(zip(arrays, np.split(host, np.cumsum([array.shape[1] for array in arrays])[:-1], axis=1), strict=True))
+            for arrays, host in zip(caches, hosts, strict=True)
+        ]
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
         """(group, block, host block) to save in host memory."""
         for moves in host_moves((group, host, block) for group, block, host in saved):
-            runs = moves.runs()
             for cache, host in self._pairs[moves.group]:
-                if len(runs) == 1:
-                    # mode: "raise" would go through a temporary array. The block ids are the brain's own.
-                    np.take(cache, moves.blocks, axis=0, out=host[runs[0][1]], mode="clip")
-                else:
-                    host[moves.hosts] = cache[moves.blocks]
+                host[moves.hosts] = cache[moves.blocks]
 
     def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
         """(group, host block, block) to bring back."""
         for moves in host_moves(wanted):
-            runs = moves.runs()
             for cache, host in self._pairs[moves.group]:
-                cache[moves.blocks] = host[runs[0][1]] if len(runs) == 1 else host[moves.hosts]
+                cache[moves.blocks] = host[moves.hosts]

@@ -153,21 +153,18 @@ def make_kv_caches(
     return caches
 
 
-def make_host_blocks(
-    spec: list[LayerCache], plan: KVPlan, dtype: torch.dtype, *, together: bool = False
-) -> list[list[npt.NDArray[np.uint8]]]:
-    """Per group, K and V of each of its layers, one by one or ``together``, as uint8 [num_host_blocks, bytes of a
-    block], zero.
+def make_host_blocks(plan: KVPlan) -> list[npt.NDArray[np.uint8]]:
+    """Per group uint8 [num_host_blocks, bytes of a block], zero: what all layers of the group have of a block side by
+    side, so that one copy moves it.
 
     All of it is one piece of memory, or one file. Raises ConfigError when the file cannot be made.
     """
     memory, offset = host_memory(plan.host_bytes, plan.swap_directory), 0
-    hosts: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
-    for layer, group in zip(spec, plan.layer_groups, strict=True):
-        count, both = plan.groups[group].num_host_blocks, plan.block_size * layer.token_bytes(dtype)
-        for size in [both] if together else [both // 2] * 2:
-            hosts[group].append(memory[offset : offset + count * size].reshape(count, size))
-            offset += count * size
+    hosts = []
+    for group, size in zip(plan.groups, plan.block_bytes, strict=True):
+        end = offset + group.num_host_blocks * size
+        hosts.append(memory[offset:end].reshape(group.num_host_blocks, size))
+        offset = end
     return hosts
 
 

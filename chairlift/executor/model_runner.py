@@ -37,7 +37,7 @@ class TorchModelRunner:
         self._layer_groups = plan.layer_groups
         spec = model.kv_cache_spec()
         self._kv_caches = make_kv_caches(spec, plan, dtype, device)
-        self._swap_space = make_swap_space(self._kv_caches, spec, plan)
+        self._swap_space = make_swap_space(self._kv_caches, plan)
         self._sampler = Sampler()
 
     @torch.inference_mode()

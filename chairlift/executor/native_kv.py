@@ -44,7 +44,7 @@ class NativeKV:
                     num_blocks=count,
                 )
             )
-        self.host = HostBlocks(self._caches, make_host_blocks(list(spec), plan, dtype, together=True))
+        self.host = HostBlocks(self._caches, make_host_blocks(plan))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """(group, source, target): all sources of a group are read before any of its targets is written."""

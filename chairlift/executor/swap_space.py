@@ -5,44 +5,34 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chairlift.executor.host_memory import HostBlocks, host_moves
+from chairlift.executor.host_memory import HostBlocks, HostMoves, host_moves
 from chairlift.executor.kv_tensors import KVPlan, make_host_blocks
 from chairlift.executor.step_buffer import to_device
-from chairlift.models.context import LayerCache
 
 __all__ = ["CudaHostBlocks", "make_swap_space"]
 
 _log = logging.getLogger(__name__)
 
 
-def make_swap_space(
-    kv_caches: list[tuple[Tensor, Tensor]], spec: list[LayerCache], plan: KVPlan
-) -> HostBlocks | CudaHostBlocks:
+def make_swap_space(kv_caches: list[tuple[Tensor, Tensor]], plan: KVPlan) -> HostBlocks | CudaHostBlocks:
     """Host memory for ``kv_caches`` as planned, and the copies between them. Raises ConfigError where there is none."""
     caches: list[list[Tensor]] = [[] for _ in plan.groups]
     for pair, group in zip(kv_caches, plan.layer_groups, strict=True):
         caches[group] += pair
-    arrays = make_host_blocks(spec, plan, kv_caches[0][0].dtype)
+    arrays = make_host_blocks(plan)
     device = kv_caches[0][0].device
     if device.type == "cpu":
         held = [[cache.view(torch.uint8).view(len(cache), -1).numpy() for cache in group] for group in caches]
         return HostBlocks(held, arrays)
     if plan.swap_directory is None and plan.host_bytes:
-        _pin(arrays[0][0].base, device)
-    hosts = [
-        [
-            torch.from_numpy(array.reshape(-1)).view(cache.dtype).view(len(array), *cache.shape[1:])
-            for cache, array in zip(*tensors, strict=True)
-        ]
-        for tensors in zip(caches, arrays, strict=True)
-    ]
-    return CudaHostBlocks(caches, hosts)
+        _pin(arrays[0].base, device)
+    return CudaHostBlocks(caches, [torch.from_numpy(array).view(kv_caches[0][0].dtype) for array in arrays])
 
 
 def _pin(memory: Any, device: torch.device) -> None:
@@ -67,56 +57,64 @@ def _unpin(address: int, device: torch.device) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-_MOST_STAGED = 256 << 20
-"""Bytes on their way at once, or one layer's."""
+_MOST_STAGED = 128 << 20
+"""Bytes that are gathered at once, or one block's, and twice that on their way."""
 
 
 class CudaHostBlocks:
-    """Copies between KV on a CUDA device and its host blocks: per group, tensors [number of blocks, ...].
+    """Copies between KV on a CUDA device and its host blocks. Per group, ``caches`` are tensors [number of blocks,
+    ...], and ``hosts`` is [number of blocks, elements of a block in all of them].
 
     They run on a stream of their own. What is saved is gathered on the step's stream, so that the step may overwrite
     the blocks at once; the way to the host runs beside the step. What is brought back, the step waits for. What is
     under way takes memory of the device: the host waits before it becomes much.
     """
 
-    def __init__(self, caches: list[list[Tensor]], hosts: list[list[Tensor]]) -> None:
-        self._pairs = [list(zip(*tensors, strict=True)) for tensors in zip(caches, hosts, strict=True)]
+    def __init__(self, caches: list[list[Tensor]], hosts: list[Tensor]) -> None:
+        self._caches, self._hosts = caches, hosts
         self._device = caches[0][0].device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
         """(group, block, host block) to save, as the steps before this one left them."""
         current, under_way = torch.cuda.current_stream(self._device), 0
-        for moves in host_moves((group, host, block) for group, block, host in saved):
-            blocks = to_device(moves.blocks, self._device)
-            for cache, host in self._pairs[moves.group]:
-                staged = cache.index_select(0, blocks)
-                self._stream.wait_stream(current)
-                with torch.cuda.stream(self._stream):
-                    for entries, hosts in moves.runs():
-                        host[hosts].copy_(staged[entries], non_blocking=True)
-                    staged.record_stream(self._stream)  # its memory is not given out again before the copy is done
-                under_way = _held_back(self._stream, under_way + staged.nbytes)
+        for moves in self._parts((group, host, block) for group, block, host in saved):
+            blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
+            parts = [cache.index_select(0, blocks).flatten(1) for cache in self._caches[moves.group]]
+            staged = torch.cat(parts, dim=1)
+            del parts
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                for entries, hosts in moves.runs():
+                    host[hosts].copy_(staged[entries], non_blocking=True)
+                staged.record_stream(self._stream)  # its memory is not given out again before the copy is done
+            under_way = _held_back(self._stream, under_way + staged.nbytes)
 
     def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
         """(group, host block, block) to bring back before anything of this step is computed."""
         current, under_way = torch.cuda.current_stream(self._device), 0
-        for moves in host_moves(wanted):
-            blocks = to_device(moves.blocks, self._device)
-            for cache, host in self._pairs[moves.group]:
-                with torch.cuda.stream(self._stream):  # behind every save, so that it reads what was saved
-                    staged = torch.empty((len(blocks), *cache.shape[1:]), dtype=cache.dtype, device=self._device)
-                    for entries, hosts in moves.runs():
-                        staged[entries].copy_(host[hosts], non_blocking=True)
-                current.wait_stream(self._stream)
-                cache.index_copy_(0, blocks, staged)
-                staged.record_stream(current)
-                under_way = _held_back(current, under_way + staged.nbytes)
+        for moves in self._parts(wanted):
+            blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
+            with torch.cuda.stream(self._stream):  # behind every save, so that it reads what was saved
+                staged = torch.empty((len(blocks), host.shape[1]), dtype=host.dtype, device=self._device)
+                for entries, hosts in moves.runs():
+                    staged[entries].copy_(host[hosts], non_blocking=True)
+            current.wait_stream(self._stream)
+            end = 0
+            for cache in self._caches[moves.group]:
+                start, end = end, end + cache[0].numel()
+                cache.index_copy_(0, blocks, staged[:, start:end].view(-1, *cache.shape[1:]))
+            staged.record_stream(current)
+            under_way = _held_back(current, under_way + staged.nbytes)
+
+    def _parts(self, triples: Iterable[tuple[int, int, int]]) -> Iterator[HostMoves]:
+        for moves in host_moves(triples):
+            yield from moves.parts(max(1, _MOST_STAGED // self._hosts[moves.group][0].nbytes))
 
 
 def _held_back(stream: torch.cuda.Stream, under_way: int) -> int:
     """How much is under way, after waiting for all of it if it was too much."""
-    if under_way <= _MOST_STAGED:
+    if under_way <= 2 * _MOST_STAGED:
         return under_way
     stream.synchronize()
     return 0

@@ -133,10 +133,9 @@ def test_host_blocks_are_as_planned_zero_and_apart(tmp_path: Path) -> None:
     layers = spec(None, 8, None)
     for directory in (None, str(tmp_path)):
         made = plan(layers, num_blocks=9, swap_bytes=1 << 16, swap_directory=directory)
-        hosts = make_host_blocks(layers, made, torch.float32)
+        arrays = make_host_blocks(made)
         size, count = 2 * 8 * 4 * 16, made.groups[0].num_host_blocks
-        assert [[array.shape for array in group] for group in hosts] == [[(count, size)] * 4, [(count, size)] * 2]
-        arrays = [array for group in hosts for array in group]
+        assert [array.shape for array in arrays] == [(count, 4 * size), (count, 2 * size)]
         assert not any(array.any() for array in arrays)
         for value, array in enumerate(arrays, start=1):
             array[:] = value

@@ -81,15 +81,16 @@ def run_ahead(seed: int) -> simulator.Simulation:
 
 def test_random_worlds_hold(request: pytest.FixtureRequest, late_worlds: None) -> None:
     """Requests join, share, finish, are aborted, preempted and swapped, and steps fail, one or two steps ahead."""
-    counts: Counter[str] = Counter(late=0, preempted=0, swapped=0, tails=0, cached=0)
+    counts: Counter[str] = Counter(late=0, preempted=0, swapped=0, tails=0, cached=0, offloaded=0, brought_back=0)
 
     def check(seed: int) -> None:
         simulation = run_ahead(seed)
-        scheduler = simulation.engine.scheduler
+        scheduler, kv = simulation.engine.scheduler, simulation.engine.kv
         counts.update(late=scheduler.num_late, preempted=scheduler.num_preemptions, swapped=scheduler.num_swaps)
         counts.update(tails=scheduler.num_tails, cached=simulation.num_cached_tokens)
+        counts.update(offloaded=kv.num_offloaded, brought_back=kv.num_brought_back)
 
-    sweep(request, 30, check)
+    sweep(request, 100, check)
     if not request.config.getoption("--seeds"):
         assert min(counts.values()) > 0 and Late.num_ahead > 150 and Late.num_waited > 50, counts
 

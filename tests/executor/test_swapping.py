@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from chairlift.config import CacheGroup
 from chairlift.executor.executor import Executor
 from chairlift.executor.host_memory import host_memory
-from chairlift.executor.kv_tensors import make_kv_caches, plan_kv_cache
+from chairlift.executor.kv_tensors import KVPlan, make_host_blocks, make_kv_caches, plan_kv_cache
 from chairlift.executor.local import LocalExecutor, ModelRunner
 from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.native_kv import NativeKV
@@ -116,21 +117,69 @@ def test_real_models_answer_bit_for_bit_as_if_nothing_had_moved(
 SPEC = [LayerCache(2, 16, None), LayerCache(4, 16, 8), LayerCache(1, 32, None)]
 
 
-@pytest.mark.parametrize("kind", ["torch", pytest.param("native", marks=needs_kernels)])
+class Stream:
+    """Stands for CUDA's: what is queued is done at once, so that it cannot be seen to be late."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_waits = 0
+
+    def wait_stream(self, other: Stream) -> None:
+        assert other is not self
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+def cuda_on_the_cpu(caches: list[list[torch.Tensor]], plan: KVPlan, monkeypatch: pytest.MonkeyPatch) -> CudaHostBlocks:
+    current = Stream(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    dtype = caches[0][0].dtype
+    return CudaHostBlocks(caches, [torch.from_numpy(array).view(dtype) for array in make_host_blocks(plan)])
+
+
+def test_what_is_on_its_way_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_kv_cache(
+        SPEC, dtype=torch.float32, block_size=BLOCK, memory_bytes=0, num_blocks=9, most_tokens=0, swap_bytes=1 << 19
+    )
+    caches: list[list[torch.Tensor]] = [[], []]
+    for group, pair in zip(
+        plan.layer_groups, make_kv_caches(SPEC, plan, torch.float32, torch.device("cpu")), strict=True
+    ):
+        caches[group] += pair
+    space = cuda_on_the_cpu(caches, plan, monkeypatch)
+    moves = [(0, block, block) for block in range(1, 9)]
+    space.swap_out(moves)
+    assert space._stream.num_waits == 0
+    monkeypatch.setattr("chairlift.executor.swap_space._MOST_STAGED", 2 * plan.block_bytes[0])
+    space.swap_out(moves)  # in four parts, of which two may be on their way
+    assert space._stream.num_waits == 1
+
+
+@pytest.mark.parametrize("kind", ["torch", "cuda", pytest.param("native", marks=needs_kernels)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("side_by_side", [True, False])
-def test_every_block_goes_where_it_is_sent(kind: str, dtype: torch.dtype, side_by_side: bool) -> None:
+def test_every_block_goes_where_it_is_sent(
+    kind: str, dtype: torch.dtype, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_kv_cache(
         SPEC, dtype=dtype, block_size=BLOCK, memory_bytes=0, num_blocks=40, most_tokens=0, swap_bytes=1 << 19
     )
     rng = np.random.default_rng(3)
     space: Any
-    if kind == "torch":
+    if kind != "native":
         caches = make_kv_caches(SPEC, plan, dtype, torch.device("cpu"))
-        space = make_swap_space(caches, SPEC, plan)
-        grouped: list[list[Any]] = [[], []]
+        tensors: list[list[torch.Tensor]] = [[], []]
         for group, pair in zip(plan.layer_groups, caches, strict=True):
-            grouped[group] += [cache.view(torch.uint8).numpy() for cache in pair]
+            tensors[group] += pair
+        grouped: list[list[Any]] = [[cache.view(torch.uint8).numpy() for cache in group] for group in tensors]
+        if kind == "cuda":
+            monkeypatch.setattr("chairlift.executor.swap_space._MOST_STAGED", 3 * plan.block_bytes[0])
+            space = cuda_on_the_cpu(tensors, plan, monkeypatch)
+        else:
+            space = make_swap_space(caches, plan)
     else:
         native = NativeKV(SPEC, plan, dtype)
         space, grouped = native.host, native._caches
@@ -143,8 +192,9 @@ def test_every_block_goes_where_it_is_sent(kind: str, dtype: torch.dtype, side_b
     space.swap_out(moves)
     for cache in [cache for group in grouped for cache in group]:
         cache[:] = 0
-    targets = {group: rng.permutation(40)[:20].tolist() for group in (0, 1)}
+    targets = {group: rng.permutation(40)[:30].tolist() for group in (0, 1)}
     wanted = [(group, host, targets[group].pop()) for group, _, host in moves]
+    wanted += [(group, host, targets[group].pop()) for group, _, host in moves[::3]]  # two may want the same
     space.swap_in(wanted)
     sources = {(group, host): block for group, block, host in moves}
     for group in (0, 1):
@@ -194,13 +244,13 @@ def test_what_a_gpu_reads_is_as_large_as_planned_and_given_back(
         SPEC, dtype=torch.bfloat16, block_size=BLOCK, memory_bytes=0, num_blocks=40, most_tokens=0, swap_bytes=1 << 19
     )
     with caplog.at_level(logging.WARNING, "chairlift"):
-        space = make_swap_space(make_kv_caches(SPEC, plan, torch.bfloat16, torch.device("meta")), SPEC, plan)
+        space = make_swap_space(make_kv_caches(SPEC, plan, torch.bfloat16, torch.device("meta")), plan)
     assert isinstance(space, CudaHostBlocks)
-    hosts = [host for group in space._pairs for _, host in group]
-    first = min(host.data_ptr() for host in hosts)
+    hosts = list(space._hosts)
+    first = hosts[0].data_ptr()
     assert cudart.calls == [("register", first, plan.host_bytes, 1)]
     assert sum(host.nbytes for host in hosts) == plan.host_bytes <= 1 << 19
-    assert [host.shape[1:] for host in hosts] == [cache.shape[1:] for group in space._pairs for cache, _ in group]
+    assert [host.shape[1] for host in hosts] == [sum(cache[0].numel() for cache in group) for group in space._caches]
     assert all(host.data_ptr() + host.nbytes <= first + plan.host_bytes for host in hosts)
     assert [f"{plan.host_bytes:,} bytes" in record.message for record in caplog.records] == [True] * bool(status)
     assert "error 2" in caplog.text or not status
@@ -213,4 +263,4 @@ def test_what_a_gpu_reads_is_as_large_as_planned_and_given_back(
 def test_without_host_blocks_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     plan = plan_kv_cache(SPEC, dtype=torch.float32, block_size=BLOCK, memory_bytes=0, num_blocks=4, most_tokens=0)
-    make_swap_space(make_kv_caches(SPEC, plan, torch.float32, torch.device("meta")), SPEC, plan)
+    make_swap_space(make_kv_caches(SPEC, plan, torch.float32, torch.device("meta")), plan)
