@@ -135,11 +135,6 @@ def row_keeps_the_first_block_of_its_last_owner(patch: Patch) -> None:
 
 
 @mutant
-def evicted_block_read_before_its_copy_has_arrived(patch: Patch) -> None:
-    patch(SwapPool, "is_readable", lambda self, group, host: True)
-
-
-@mutant
 def host_block_given_out_while_it_is_brought_back(patch: Patch) -> None:
     patch(SwapPool, "touch", lambda self, group, host, step: None)
 
