@@ -149,11 +149,14 @@ class PrefixCache:
 
     def forget(self, request: Request) -> None:
         """Drop the request's whole path, also where a window has passed: its content is not to be trusted."""
+        # What was brought back and not published yet is known by its tokens only.
+        for known in self.walk(request, request.num_computed_tokens // self.block_size):
+            for group in range(len(self._pools)):
+                self.drop_copy(group, known)
         last = request.last_node
         while last is not None:
             parent = last.parent
             for group, held in enumerate(last.blocks):
-                self.drop_copy(group, last)
                 if held is not None:
                     self._pools[group].detach(held)
                     self.evicted(group, last)
@@ -162,7 +165,6 @@ class PrefixCache:
             for block in table:
                 node = pool.nodes[block]
                 if node is not None:
-                    self.drop_copy(group, node)
                     pool.detach(block)
                     self.evicted(group, node)
         request.num_published = NEVER

@@ -213,6 +213,23 @@ def test_copies_of_what_is_not_to_be_trusted_are_dropped(how: str) -> None:
     leave(kv, again, 3)
 
 
+@pytest.mark.parametrize("landed", [True, False])
+def test_what_a_failed_request_began_with_is_not_brought_back_again(landed: bool) -> None:
+    """It fails in the very step that brings its beginning back, before any of that is offered to others."""
+    kv = offloading()
+    first = filled(kv)
+    again = same(first)
+    assert admit(kv, again).swap_in
+    kv.scheduled(3)
+    if landed:
+        kv.step_done(3)
+    kv.forget(again)
+    assert kv.num_shared(same(first)) == 0
+    kv.check_invariants([again])
+    kv.step_done(3)
+    leave(kv, again, 3)
+
+
 def test_groups_keep_what_they_lose_each_for_itself() -> None:
     kv = offloading(6, None, 5)
     first = request("first", 3 * BLOCK + 1)

@@ -36,7 +36,7 @@ WEIGHTS = {
     "land": 10,
     "fail": 1,
 }
-MOST_SEEDS = 1_000
+MOST_SEEDS = 2_000
 Patch = Callable[[Any, str, Any], None]
 _Moves = list[tuple[int, int, int]]
 _Content = tuple[Any, ...]
