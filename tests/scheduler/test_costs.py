@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from chairlift.scheduler.cost_model import StepFeatures
@@ -55,3 +57,20 @@ def test_a_copy_takes_what_steps_with_copies_took_longer() -> None:
     for _ in range(500):
         costs.observe(features, costs.model.step_seconds(features) + 0.25, 10)
     assert costs.swap_seconds(10) == pytest.approx(2 * 0.25, rel=0.1)
+
+
+def test_few_copies_beside_a_step_are_not_blamed_for_how_much_steps_differ() -> None:
+    """With kept prefixes nearly every step copies a block or two, which takes a hundredth of the step."""
+    costs, rng = Costs([1 << 20]), random.Random(1)
+    for _ in range(1000):
+        features, seconds, _ = decode(0.03 * rng.uniform(0.9, 1.1))
+        costs.observe(features, seconds, 1)
+    assert costs.swap_seconds(100) == pytest.approx(2 * 100 * (1 << 20) / 5e9, rel=0.1), "as was thought before"
+
+
+def test_steps_are_learnt_also_where_each_copies_something() -> None:
+    costs = Costs([1 << 10])
+    for _ in range(1000):
+        features, seconds, _ = prompt(256, 0.7)
+        costs.observe(features, seconds, 16)
+    assert costs.recompute_seconds(256) == pytest.approx(0.7, rel=0.05)
