@@ -286,11 +286,14 @@ class BlockTables:
 
     def _offload(self, group: int, block: int, node: PrefixNode) -> None:
         """A block with what ``node`` stands for is given out again: keep a copy in host memory, if there is room."""
-        if node.hosts[group] is None:
-            host = node.hosts[group] = self.swap_pool.keep(group, node, self._scheduled_step + 1)
-            if host is not None:
-                self.num_offloaded += 1
-                self._offloaded.append((group, block, host))
+        step, host = self._scheduled_step + 1, node.hosts[group]
+        if host is not None:
+            self.swap_pool.touch(group, host, step)  # while the block was there, nobody used the copy
+            return
+        host = node.hosts[group] = self.swap_pool.keep(group, node, step)
+        if host is not None:
+            self.num_offloaded += 1
+            self._offloaded.append((group, block, host))
 
     def _release(self, group: int, blocks: list[int], in_flight: int) -> None:
         if in_flight <= self._done_step:

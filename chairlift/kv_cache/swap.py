@@ -36,7 +36,7 @@ class _Kept:
     saved: int
     """The step that copies it here: it cannot be read before that has run."""
     used: int
-    """The last step that reads or writes it."""
+    """The last step that reads or writes it, or that lost what it copies."""
 
 
 class SwapPool:
@@ -101,7 +101,7 @@ class SwapPool:
         return self._kept[group][host].saved <= self._done_step
 
     def touch(self, group: int, host: int, step: int) -> None:
-        """Step ``step`` reads what is kept in a block."""
+        """Step ``step`` reads what is kept in a block, or loses the block that it copies."""
         self._kept[group][host].used = step
         self._kept[group].move_to_end(host)
 

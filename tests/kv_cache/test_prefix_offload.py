@@ -144,6 +144,31 @@ def test_the_least_recently_used_copy_goes_first() -> None:
     assert [kv.num_shared(same(one)) for one in (a, b)] == [8, 0]
 
 
+def test_a_block_that_was_in_use_until_it_was_evicted_has_the_newest_copy() -> None:
+    kv = offloading(9, num_host_blocks=4)
+
+    def evict_all(step: int) -> None:
+        """Somebody takes all blocks, and offers none."""
+        other = request(f"other {step}", 8 * BLOCK - 1)
+        admit(kv, other)
+        kv.scheduled(step)
+        kv.step_done(step)
+        leave(kv, other, step)
+
+    a, b = request("a", 2 * BLOCK + 1), request("b", 2 * BLOCK + 1)
+    serve(kv, a, 1)
+    serve(kv, b, 2)
+    evict_all(3)
+    serve(kv, same(a), 4)
+    serve(kv, same(b), 5)
+    serve(kv, same(a), 6)
+    assert kv.num_brought_back == 4, "the last one found a's blocks, and touched no copies"
+    evict_all(7)
+    serve(kv, request("c", 2 * BLOCK + 1), 8)
+    evict_all(9)
+    assert [kv.num_shared(same(one)) for one in (a, b)] == [8, 0]
+
+
 def test_preempted_requests_come_first() -> None:
     kv = offloading(num_host_blocks=4)
     first = filled(kv)
