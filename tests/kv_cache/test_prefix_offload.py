@@ -270,6 +270,31 @@ def test_groups_keep_what_they_lose_each_for_itself() -> None:
     kv.check_invariants([again])
 
 
+@pytest.mark.parametrize("how", ["failed step", "forget_all"])
+def test_copies_are_dropped_in_every_group(how: str) -> None:
+    kv = offloading(6, None, 5)
+    serve(kv, request("first", 3 * BLOCK + 1), 1)
+    assert {group for group, _, _ in serve(kv, request("other", 4 * BLOCK), 2)} == {0, 1}
+    if how == "forget_all":
+        kv.forget_all([])
+    else:
+        kv.copies_lost(2)
+    assert kv.swap_pool.num_kept == 0
+    kv.check_invariants([])
+
+
+def test_a_copy_that_is_dropped_while_it_is_made_is_not_given_out_before_that() -> None:
+    kv = offloading(num_host_blocks=4)
+    first, other = request("first", 4 * BLOCK + 1), request("other", 6 * BLOCK - 1)
+    serve(kv, first, 1)
+    admit(kv, other)
+    assert len(kv.scheduled(2)) == 4
+    kv.forget_all([other])
+    assert (kv.swap_pool.num_kept, kv.swap_pool.num_free(0)) == (0, 0)
+    kv.step_done(2)
+    assert kv.swap_pool.num_free(0) == 4
+
+
 def test_the_audit_sees_a_copy_its_node_does_not_know_and_one_out_of_order() -> None:
     kv = offloading()
     first = filled(kv)
