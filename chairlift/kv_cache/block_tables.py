@@ -188,19 +188,10 @@ class BlockTables:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _occupy(
-        self,
-        request: Request,
-        tables: Sequence[Sequence[int | None]],
-        known: int,
-        reserve: int,
-        watermark: float,
-        path: list[PrefixNode] | None,
-    ) -> bool:
-        """Make ``tables`` the request's: their blocks are shared, new ones stand for None and for what is missing.
-
-        False, and nothing changed, when that does not fit. ``path`` None: it offers none of its blocks to others.
-        """
+    def _wants(
+        self, request: Request, tables: Sequence[Sequence[int | None]], known: int, reserve: int, watermark: float
+    ) -> list[int] | None:
+        """How many new blocks of each group the request needs beside those in ``tables``; None if they do not fit."""
         wants: list[int] = []
         for group, (pool, shared) in enumerate(zip(self.pools, tables, strict=True)):
             kept = [block for block in shared if block is not None]
@@ -208,8 +199,20 @@ class BlockTables:
             want = self._admission_blocks(group, known, reserve) - len(kept)
             if pool.num_free - idle - want < watermark * pool.capacity:
                 request.refused_at = (self._num_changes, reserve)
-                return False
+                return None
             wants.append(want)
+        return wants
+
+    def _occupy(
+        self,
+        request: Request,
+        tables: Sequence[Sequence[int | None]],
+        wants: list[int],
+        known: int,
+        path: list[PrefixNode] | None,
+    ) -> None:
+        """Make ``tables`` the request's: their blocks are shared, new ones stand for None and for what is missing. With
+        ``path`` None it offers none of its blocks to others."""
         request.block_ids = []
         for group, (pool, shared, want) in enumerate(zip(self.pools, tables, wants, strict=True)):
             for block in shared:
@@ -225,7 +228,6 @@ class BlockTables:
         request.num_out_of_reach = [self._first_in_reach(group, known) for group in range(len(tables))]
         request.num_published = NEVER if path is None else len(path)
         request.last_node = path[-1] if path else None
-        return True
 
     def _admission_blocks(self, group: int, known: int, reserve: int) -> int:
         """Entries the table has after admission."""

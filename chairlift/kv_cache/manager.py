@@ -45,14 +45,15 @@ class KVCacheManager(BlockTables):
         path = shared.path[: known // self.block_size]
         tables = [self._shared_table(group, shared) for group in range(len(self.pools))]
         absent = [(group, i) for group, table in enumerate(tables) for i, block in enumerate(table) if block is None]
+        if (wants := self._wants(request, tables, known, reserve, watermark)) is None:
+            return None
         hosts = [(group, i, host) for group, i in absent if (host := path[i].hosts[group]) is not None]
         for group, _, host in hosts:
             self.swap_pool.touch(group, host, self._scheduled_step + 1)  # what is evicted now takes another's place
         # What comes back is offered to others once the step that brings it has run: with what the request computes.
         path = path[: min((i for _, i in absent), default=len(path))]
         stale = shared.source is not None and shared.source.num_published == NEVER  # and so is what is forked from it
-        if not self._occupy(request, tables, known, reserve, watermark, path if share and not stale else None):
-            return None
+        self._occupy(request, tables, wants, known, path if share and not stale else None)
         copies: list[tuple[int, int, int]] = []
         if shared.source is not None and known % self.block_size:
             tail = known // self.block_size
@@ -128,8 +129,9 @@ class KVCacheManager(BlockTables):
             end = first + len(hosts)
             cached = [node.blocks[group] for node in path[first:end]]
             tables.append([NULL_BLOCK] * first + cached + [None] * (len(hosts) - len(cached)))
-        if not self._occupy(request, tables, known, reserve, watermark, path if share else None):
+        if (wants := self._wants(request, tables, known, reserve, watermark)) is None:
             return None
+        self._occupy(request, tables, wants, known, path if share else None)
         copies: list[tuple[int, int, int]] = []
         for group, (hosts, before, table) in enumerate(zip(saved.blocks, tables, request.block_ids, strict=True)):
             first = len(before) - len(hosts)

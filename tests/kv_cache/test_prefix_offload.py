@@ -220,6 +220,18 @@ def test_a_failed_step_made_no_copies() -> None:
     kv.check_invariants([other])
 
 
+def test_who_is_refused_holds_no_copies() -> None:
+    """With look-ahead the step is in flight when the next one needs host blocks for somebody who is preempted."""
+    kv = offloading(num_host_blocks=16)
+    first = filled(kv)
+    admit(kv, request("one", 4 * BLOCK))
+    kv.scheduled(3)
+    kv.step_done(3)
+    assert kv.num_shared(same(first)) == 4 * BLOCK
+    assert kv.admit(same(first), 4 * BLOCK + 1) is None
+    assert kv.swap_pool.num_free(0) == 16
+
+
 @pytest.mark.parametrize("how", ["forget", "forget_all"])
 def test_copies_of_what_is_not_to_be_trusted_are_dropped(how: str) -> None:
     kv = offloading()
