@@ -27,7 +27,8 @@ class Costs:
         self._step_seconds = 0.0
         self._most_tokens = max_step_tokens
         self._shortest = [0.0] * 64
-        """Seconds of the shortest step of 2 ** (i - 1) to 2 ** i - 1 prompt tokens; first of one decode row; or 0."""
+        """Seconds of the shortest step of 2 ** (i - 1) to 2 ** i - 1 prompt tokens alone; first that of one decode
+        row; 0 where there was none."""
 
     def wants(self, out: SchedulerOutput) -> bool:
         """Whether there is something to learn from a step."""
@@ -41,7 +42,7 @@ class Costs:
             size = features.prefill_tokens.bit_length()
             self._shortest[size] = min(self._shortest[size] or seconds, seconds)
         copying, alone = self.model.copy_seconds(num_copied * self._bytes), self.model.step_seconds(features)
-        if 16 * copying > alone:  # of less it cannot be told, so much do steps differ
+        if 16 * copying > alone:  # less is lost in how much steps differ
             self.model.observe_copy(num_copied * self._bytes, seconds - alone)
         else:
             self.model.observe(features, seconds - copying)
