@@ -271,10 +271,7 @@ class EngineConfig:
                 "there is nowhere to swap to, and all is recomputed; raise swap_space_bytes",
             ),
             "swap_directory": (not swaps and not (offloads and self.cache.prefix_offload), "nothing is swapped"),
-            "prefix_offload": (
-                self.cache.prefix_offload and not offloads,
-                "it needs enable_prefix_caching, and swap space",
-            ),
+            "prefix_offload": (not offloads, "it needs enable_prefix_caching, and swap space"),
         }
         return [f"{name} has no effect: {why}" for name, (is_idle, why) in idle.items() if is_idle and name in given]
 
