@@ -23,6 +23,7 @@ from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.paged_attention import paged_attention
 from chairlift.kernels.triton.program import SMALL_ROWS
 from chairlift.kernels.triton.sampling import SamplingSettings, sample
+from chairlift.kernels.triton.scaled import scaled_linear
 
 __all__ = ["DeviceKernels"]
 
@@ -34,6 +35,7 @@ _ALIGNED: Final = 1024
 class DeviceKernels:
     """Single kernels of a CUDA device in one dtype; on the CPU, in Triton's interpreter, for tests.
 
+    In fp8 (float8_e4m3fn) there are products only, of weights; activations are bfloat16, in the interpreter float32.
     ``region_bytes`` of normal random numbers, or more where a cache could hold so many, are cycled through; no single
     operation may read more. Raises torch.OutOfMemoryError without so much memory.
     """
@@ -43,18 +45,30 @@ class DeviceKernels:
         if device.index is not None:
             torch.cuda.set_device(device)  # Triton launches where the calling thread is
         cache = torch.cuda.get_device_properties(device).L2_cache_size if cuda else _INTERPRETED_CACHE
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._is_fp8 = device, dtype, dtype == torch.float8_e4m3fn
+        if self._is_fp8:
+            self._dtype = torch.bfloat16 if cuda else torch.float32
         self._graphs: GraphMaker = CudaGraphs(device) if cuda else EagerSteps()
         self._multiprocessors = num_multiprocessors(device)
         self._generator = torch.Generator(device).manual_seed(0)
-        self._region = self._normal(max(region_bytes, 4 * cache) // dtype.itemsize) * WEIGHT_STD
+        self._region = self._normal(max(region_bytes, 4 * cache) // dtype.itemsize)
+        # Numbers of fp8 have their size from the scales of a weight.
+        self._region = self._region.to(dtype) if self._is_fp8 else self._region.mul_(WEIGHT_STD)
         self._other = torch.zeros(2 * cache, dtype=torch.uint8, device=device)
         self._next = 0
 
     def products(self, k: int, n: int, rows: int, count: int) -> dict[str, Prepare]:
-        """``count`` products [rows, k] x [k, n] by each kernel that may run them; the engine's choice comes first."""
+        """``count`` products [rows, k] x [k, n] by each kernel that may run them; the engine's choice comes first.
+
+        In fp8 the library's take the rows rounded first, and k and n must be multiples of 16.
+        """
         x, weights = self._normal(rows, k), self._weights(n, k, count)
-        streamed, library = {"streamed": self._streamed(n, k)}, {"library": reference.linear}
+        streamed: dict[str, Callable[..., Tensor]] = {"streamed": self._streamed(n, k)}
+        library: dict[str, Callable[..., Tensor]] = {"library": reference.linear}
+        if self._is_fp8:
+            scales = torch.full((n,), WEIGHT_STD, device=self._device)
+            streamed["streamed"] = functools.partial(streamed["streamed"], scales=scales)
+            library["library"] = functools.partial(scaled_linear, scales=scales)
         kernels = streamed | library if rows <= SMALL_ROWS else library | (streamed if rows <= 2 * SMALL_ROWS else {})
         return {name: self._timed(functools.partial(kernel, x, bias=None), weights) for name, kernel in kernels.items()}
 

@@ -49,6 +49,7 @@ class KernelSettings:
     isa: str
     """A path of the compiled kernels, or ``gpu`` for the Triton kernels on ``device``, which count as one thread."""
     dtype: torch.dtype
+    """Of all numbers; float8_e4m3fn, on a GPU alone, of the weights of products, and nothing else is measured then."""
     shapes: Shapes
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 256, 1024)
     """Tokens of a product."""
@@ -117,7 +118,9 @@ def measure_kernels(settings: KernelSettings, machine: Machine, limits: Limits) 
     """
     roof = limits.roof(settings.isa, settings.dtype, settings.threads)
     device = torch.device(settings.device)
-    kinds = [list(cases) for cases in (_products(settings), _decodes(settings), _prefills(settings), _heads(settings))]
+    kinds = [list(_products(settings))]
+    if settings.dtype != torch.float8_e4m3fn:
+        kinds += [list(cases) for cases in (_decodes(settings), _prefills(settings), _heads(settings))]
     largest = max((case for cases in kinds for case in cases), key=lambda case: case.taken)
     most = available_memory(device) // 4
     if largest.taken > most:
@@ -149,7 +152,9 @@ def _products(settings: KernelSettings) -> Iterator[_Case]:
             return kernels.products(k, n, rows, count)
 
         labels: dict[str, int | str] = {"shape": shape.name, "k": k, "n": n, "rows": rows}
-        yield _Case("product", labels, k * n * itemsize, 2 * rows * k * n, packed_bytes(n, k, settings.dtype), variants)
+        nbytes = k * n * itemsize
+        taken = nbytes if settings.isa == GPU else packed_bytes(n, k, settings.dtype)
+        yield _Case("product", labels, nbytes, 2 * rows * k * n, taken, variants)
 
 
 def _decodes(settings: KernelSettings) -> Iterator[_Case]:

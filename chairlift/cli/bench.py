@@ -112,7 +112,12 @@ def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", metavar="N", type=_number(1, 256), help="CPU threads (default: one per processor)")
     parser.add_argument("--kernels", choices=paths, default="auto", help="instruction-set path (default: the best)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: bfloat16)")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32", "fp8"),
+        default="bfloat16",
+        help="fp8: products with weights in fp8, on a GPU (default: bfloat16)",
+    )
     parser.add_argument(
         "--shapes",
         metavar="LIST",
@@ -179,20 +184,23 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
     names = ("shapes", "rows", "contexts", "batches")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     asked = {"shapes": _DEFAULT_SHAPES} | (_QUICK if args.quick else {}) | given
-    dtype = getattr(torch, args.dtype)
+    dtype = torch.float8_e4m3fn if args.dtype == "fp8" else getattr(torch, args.dtype)
+    shapes = Shapes.parse(asked["shapes"])
+    if args.dtype == "fp8" and (odd := [each for each in shapes.products if each.k % 16 or each.n % 16]):
+        raise ConfigError(f"{odd[0].k}x{odd[0].n}: the sizes of products in fp8 must be multiples of 16; give others")
     return KernelSettings(
         threads=args.threads or machine.processors if args.device == "cpu" else 1,
         isa=_path(args, machine, dtype),
         dtype=dtype,
         device=args.device,
-        **{**asked, "shapes": Shapes.parse(asked["shapes"])},
+        **{**asked, "shapes": shapes},
     )
 
 
 def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str:
     """Whose kernels to measure. Raises ConfigError where they cannot run."""
     from chairlift.bench.limits import GPU
-    from chairlift.executor.select import why_not_triton
+    from chairlift.executor.select import why_not_fp8, why_not_triton
     from chairlift.kernels.cpu.library import best_isa, why_unavailable
     from chairlift.loading import find_device
 
@@ -200,10 +208,15 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
     if args.device != "cpu":
         if args.kernels != "auto" or args.threads:
             raise ConfigError(f"--kernels and --threads are for the CPU, and device is {args.device}; leave them out")
-        reason = why_not_triton(None, dtype, find_device(args.device))
+        device, is_fp8 = find_device(args.device), args.dtype == "fp8"
+        reason = why_not_triton(None, torch.bfloat16 if is_fp8 else dtype, device)
+        if is_fp8 and not reason:
+            reason = why_not_fp8("triton", torch.bfloat16, device)
         if reason:
             raise ConfigError(f"there are no kernels to measure: {reason}")
         return GPU
+    if args.dtype == "fp8":
+        raise ConfigError("dtype is fp8, and weights in fp8 are for GPUs; use --device cuda, or another dtype")
     best = best_isa()
     if best is None:
         raise ConfigError(f"there are no kernels to measure: {why_unavailable()}")

@@ -129,6 +129,11 @@ def test_wrong_usage_is_one_line_and_exit_code_2(chairlift: Run, argv: list[str]
     ("flags", "complaint"),
     [
         (["--shapes", "gpt-5"], "unknown shape 'gpt-5'; give qwen2.5-0.5b"),
+        (["--dtype", "fp8"], "dtype is fp8, and weights in fp8 are for GPUs; use --device cuda, or another dtype"),
+        (
+            ["--dtype", "fp8", "--shapes", "40x64"],
+            "40x64: the sizes of products in fp8 must be multiples of 16; give others",
+        ),
         *([] if "amx" in supported_isas() else [(["--kernels", "amx"], "this processor runs avx2")]),
     ],
 )

@@ -88,7 +88,7 @@ def test_many_rows_are_rounded_too_where_the_library_multiplies(
     plain_dir, reference = models(family, intermediate_size=48 if scaled else 40)
     calls = []
     multiply = program.scaled_linear
-    monkeypatch.setattr(program, "scaled_linear", lambda *args: calls.append(1) or multiply(*args))
+    monkeypatch.setattr(program, "scaled_linear", lambda *args, **given: calls.append(1) or multiply(*args, **given))
     monkeypatch.setattr(program, "SMALL_ROWS", 0)
     monkeypatch.setattr(cases, "NEAR_TIE", AFTER_A_FLIP)
     for name, module in reference.named_modules():

@@ -197,7 +197,7 @@ class TritonProgram:
             if isinstance(weight, Tensor):
                 return reference.linear(x, weight, bias)
             if not any(size % 16 for size in weight.values.shape):  # the library takes no others
-                return scaled_linear(x, weight, bias)
+                return scaled_linear(x, weight.values, bias, scales=weight.scales)
             any_rows = True
         values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
         num_out, num_in = values.shape

@@ -42,13 +42,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def scaled_linear(x: Tensor, weight: fp8.Fp8Weight, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` with x rounded to fp8 row by row, for a weight whose sizes are multiples of 16.
+def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, scales: Tensor) -> Tensor:
+    """``x @ weight.T + bias`` with x rounded to fp8 row by row, for a weight in fp8 whose sizes are multiples of 16 and
+    whose rows are multiplied by ``scales``, float32 [N].
 
     On a GPU x is bfloat16, the only dtype of the library's products. On the CPU PyTorch rounds the rows, for Triton's
     interpreter does it wrongly.
     """
-    values, scales = quantize_rows(x) if x.is_cuda else fp8.quantize(x)
+    rows, factors = quantize_rows(x) if x.is_cuda else fp8.quantize(x)
     return torch._scaled_mm(
-        values, weight.values.t(), scale_a=scales[:, None], scale_b=weight.scales[None], bias=bias, out_dtype=x.dtype
+        rows, weight.t(), scale_a=factors[:, None], scale_b=scales[None], bias=bias, out_dtype=x.dtype
     )

@@ -13,9 +13,10 @@ from chairlift.bench.device_programs import DeviceKernels
 from chairlift.bench.kernels import KernelSettings, measure_kernels
 from chairlift.bench.limits import GPU, Limits, Peak, Rate
 from chairlift.bench.machine import describe_machine
-from chairlift.bench.programs import Prepare
+from chairlift.bench.programs import WEIGHT_STD, Prepare
 from chairlift.bench.report import kernel_tables
 from chairlift.bench.shapes import ModelShape, Product, Shapes
+from chairlift.kernels.fp8 import quantize
 
 TINY = ModelShape("tiny", hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab_size=60)
 PAGE = 1024
@@ -59,6 +60,25 @@ def test_a_timed_product_is_the_product(kernels: DeviceKernels, rows: int, names
     x, last = normal(twin, rows, 64).cpu().double(), operand(kernels, 2 * 3, 40, 64)  # the third weight: 2,560 numbers
     for prepare in variants.values():
         torch.testing.assert_close(result(prepare).double(), x @ last.T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"), [(3, ["streamed", "library"]), (40, ["library", "streamed"]), (70, ["library"])]
+)
+def test_a_timed_product_in_fp8_is_the_product(rows: int, names: list[str], device: torch.device) -> None:
+    kernels = DeviceKernels(device, torch.float8_e4m3fn, 1 << 20)
+    twin = drawn_next(kernels)
+    variants = kernels.products(64, 48, rows, count=2)
+    assert list(variants) == names
+    x = torch.empty(rows, 64, dtype=kernels._dtype, device=device).normal_(generator=twin)
+    start = 3 * PAGE  # the second weight: 3,072 numbers
+    last = kernels._region[start : start + 48 * 64].view(48, 64).double() * WEIGHT_STD
+    values, scales = quantize(x)
+    rounded = values.double() * scales.double()[:, None]
+    assert last.std() == pytest.approx(WEIGHT_STD, rel=0.1)
+    for name, prepare in variants.items():
+        truth = (rounded if name == "library" else x.double()) @ last.T
+        torch.testing.assert_close(result(prepare).double(), truth.cpu(), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("queries", [1, 20])
@@ -116,3 +136,13 @@ def test_all_kinds_are_measured_and_printed(device: torch.device) -> None:
     for table in lines:
         assert len({len(line) for line in table[2:]}) == 1
         assert max(map(len, table)) <= 100
+
+
+def test_of_fp8_the_products_are_measured(device: torch.device) -> None:
+    rate = Rate(1e10, 1e10)
+    limits = Limits(1, {1: rate}, (Peak(GPU, "fp8", 1, rate),))
+    shapes = Shapes((Product("even", 48, 64),), (TINY,))
+    settings = KernelSettings(1, GPU, torch.float8_e4m3fn, shapes, (1, 70), repeats=1, device=str(device), seconds=1e-9)
+    (products,) = measure_kernels(settings, describe_machine(), limits)
+    assert [list(each.timings) for each in products] == [["streamed", "library"], ["library"]]
+    assert [(each.nbytes, each.operations) for each in products] == [(48 * 64, 2 * 48 * 64), (48 * 64, 140 * 48 * 64)]

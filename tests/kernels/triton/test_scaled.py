@@ -55,7 +55,7 @@ def test_the_product_is_that_of_what_the_operands_stand_for(
     values, scales = quantize(x)
     truth = (values.double() * scales.double()[:, None]) @ weight.unpack(torch.float64).T
     truth += 0 if added is None else added.double()
-    ours = scaled_linear(x, weight, added)
+    ours = scaled_linear(x, weight.values, added, scales=weight.scales)
     assert ours.dtype == dtype
     numbers = [each / factors[0][:, None] / factors[1] for each in (ours.double(), truth)]  # all of one size
     torch.testing.assert_close(*numbers, rtol=torch.finfo(dtype).eps, atol=1e-4)
