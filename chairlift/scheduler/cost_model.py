@@ -178,8 +178,8 @@ class CostModel:
             self._set(self._solve(self._coefficients, 40 * _SWEEPS))
 
     def errors(self, steps: Iterable[tuple[StepFeatures, float]]) -> list[float]:
-        """Relative errors of the predictions, smallest first."""
-        return sorted(abs(self.step_seconds(step) / seconds - 1) for step, seconds in steps)
+        """Relative errors of the predictions, smallest first; like :meth:`fit`, of steps that took any time."""
+        return sorted(abs(self.step_seconds(step) / seconds - 1) for step, seconds in steps if seconds > 0)
 
     # -- inside: coefficients are [base, rise per stretch, row, prompt token, context, pair] --------------------------
 

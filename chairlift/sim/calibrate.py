@@ -77,8 +77,9 @@ def fit_steps(steps: list[tuple[StepFeatures, float]], shape: ModelShape | None 
 
     Raises ConfigError when there are too few.
     """
-    if len(steps) < 16:
-        raise ConfigError(f"a cost model needs at least 16 steps, and there are {len(steps)}; record more")
+    count = sum(seconds > 0 for _, seconds in steps)
+    if count < 16:
+        raise ConfigError(f"a cost model needs at least 16 steps that took time, and there are {count}; record more")
     model = CostModel(None if shape is None else shape.on(MACHINES[_USUAL]))
     model.fit(steps)
     return model
@@ -88,7 +89,7 @@ def describe_fit(model: CostModel, steps: list[tuple[StepFeatures, float]]) -> s
     """What the model is worth, in a few words."""
     errors = model.errors(steps)
     half, most = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
-    return f"fitted on {len(steps):,} real steps, half of them within {half:.0%} and nine of ten within {most:.0%}"
+    return f"fitted on {len(errors):,} real steps, half of them within {half:.0%} and nine of ten within {most:.0%}"
 
 
 def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelShape) -> tuple[Deployment, StepTimes]:

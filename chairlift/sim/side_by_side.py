@@ -79,8 +79,7 @@ def recorded_config(recording: Recording, **changes: Any) -> EngineConfig:
 
 def recorded_deployment(recording: Recording) -> Deployment:
     """The machine that the steps were recorded on. Raises ConfigError when there are too few of them."""
-    steps = [(features, seconds) for features, seconds in recording.steps if seconds > 0]
-    cost = fit_steps(steps)
+    cost = fit_steps(recording.steps)
     about = recording.about
     return Deployment(
         machine="the recorded machine",
@@ -89,7 +88,7 @@ def recorded_deployment(recording: Recording) -> Deployment:
         kv_bytes_per_token=max(1, about["block_bytes"] // about["block_size"]),
         kv_memory_bytes=1 << 40,
         max_model_len=about["max_model_len"],
-        validity=describe_fit(cost, steps),
+        validity=describe_fit(cost, recording.steps),
     )
 
 

@@ -173,6 +173,21 @@ def test_a_step_log_needs_a_memory_and_enough_steps(chairlift: Run, tmp_path: Pa
     assert "at least 16 steps" in chairlift("sim", "--step-log", tmp_path / "s.jsonl", "--num-kv-blocks", "9")[2][0]
 
 
+@pytest.mark.parametrize("last", [{"start": 38, "end": 39.5}, {"start": 0, "end": 0.5}])
+def test_steps_that_took_no_time_teach_nothing(chairlift: Run, tmp_path: Path, last: dict[str, float]) -> None:
+    """Two that ended at once, and the first step of another log behind this one."""
+    step = {"num_decodes": 1, "context_tokens": 1, "prefill_tokens": 0, "prefill_context": 0}
+    steps = [step | times for times in (*({"start": i, "end": i + 0.5} for i in range(40)), last)]
+    log, flags = tmp_path / "s.jsonl", ("--num-kv-blocks", "99", "--num-prompts", "2")
+    log.write_text("\n".join(map(json.dumps, steps)))
+    code, out, err = chairlift("sim", "--step-log", log, *flags)
+    assert (code, err) == (0, [])
+    assert "fitted on 40 real steps" in out[1]
+    log.write_text("\n".join(map(json.dumps, [*steps[:15], step | {"start": 1, "end": 14.5}])))
+    code, _, err = chairlift("sim", "--step-log", log, *flags)
+    assert (code, "at least 16 steps" in err[0]) == (2, True)
+
+
 def test_seeds(chairlift: Run) -> None:
     code, out, err = chairlift("sim", "seeds", "--seeds", "3", "--first", "40")
     assert (code, err) == (0, [])
