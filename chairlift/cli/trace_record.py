@@ -250,12 +250,16 @@ class _Feed(threading.Thread):
         parts = []
         if self._num_lost:
             parts.append(f"{self._num_lost:,} requests were lost on the way")
+        gone = time.monotonic() - self._away_since if self._away_since else 0.0
         if self._num_restarts:
             times = f"{self._num_restarts} time{'s' * (self._num_restarts > 1)}"
             parts.append(
-                f"the server forgot the recording {times}, and what ended meanwhile (about {self._seconds_away:.0f} s)"
-                " is missing; prompts before and after that are not known to be alike"
+                f"the server forgot the recording {times}, and what ended meanwhile"
+                f" (about {self._seconds_away + gone:.0f} s) is missing; prompts before and after that are not known"
+                " to be alike"
             )
+        elif gone and self._left != 0:
+            parts.append(f"the server was gone in the last {gone:.0f} s, and what ended then is missing")
         return "".join(f"; {part}" for part in parts)
 
     def _listen(self) -> bool:

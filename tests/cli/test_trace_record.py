@@ -182,6 +182,22 @@ def test_a_server_that_was_started_again_begins_another_recording(telling: Tell,
     )
 
 
+def test_a_server_that_does_not_come_back_is_told(
+    telling: Tell, command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_record, "_KEPT_SECONDS", 0.0)
+    fake = telling([start(), record(1)])
+    code, out, _ = command(fake.url, "-o", tmp_path / "t.jsonl", "--duration", "0.1s")
+    assert code == 0 and len(read_trace(tmp_path / "t.jsonl")) == 1
+    assert re.fullmatch(r"  not complete; the server was gone in the last \d+ s, and what ended .*", out[1])
+    fake = telling([start()])
+    code, _, err = command(fake.url, "-o", tmp_path / "u.jsonl", "--duration", "0.1s")
+    assert code == 1 and "no request came and ended; the server was gone" in err[0]
+    fake = telling([start(), record(1)])
+    assert len(command(fake.url, "-o", tmp_path / "v.jsonl", "--requests", 1)[1]) == 1, "that was all"
+    assert len(fake.queries) == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_well(telling: Tell, tmp_path: Path, number: int) -> None:
     file = tmp_path / "t.jsonl"
