@@ -3,13 +3,18 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from chairlift import LLM, SamplingParams
+from chairlift.cli import check
+from chairlift.errors import ModelLoadError
 from chairlift.executor.local import LocalExecutor
 from chairlift.kernels.cpu.library import best_isa
 from chairlift.models.flat_batch import FlatBatch
+from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
 from chairlift.scheduler.output import SchedulerOutput
 from tests.cli.conftest import Run
 from tests.native import needs_kernels
@@ -87,3 +92,22 @@ def test_a_batch_that_changes_answers_is_found(
     assert code == 2
     assert len(err) == 1
     assert "self-test: the answer to" in err[0]
+
+
+class Undecided:
+    """A model that finds two tokens nearly equally likely, and takes the other one where prompts come together."""
+
+    tokenizer, max_model_len = None, 64
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        tokens = [0] * 7 + [1 if len(prompts) > 1 else 2]
+        logprobs = [{0: Logprob(-0.1)}] * 7 + [{1: Logprob(-0.75), 2: Logprob(-0.7)}]
+        answers = [CompletionOutput(0, "", tokens, logprobs=logprobs)]
+        return [RequestOutput("", None, prompt, answers, True) for prompt in prompts]
+
+
+def test_only_what_is_nearly_equally_likely_may_change_places() -> None:
+    said = check._self_test(cast(LLM, Undecided()), 9, tie=0.1)
+    assert said == "4 prompts give the same 8 greedy tokens alone and in a batch, but for near ties in 4"
+    with pytest.raises(ModelLoadError, match="'The' differs at token 8 between running alone and in a batch"):
+        check._self_test(cast(LLM, Undecided()), 9, tie=0.01)

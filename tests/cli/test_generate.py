@@ -50,6 +50,8 @@ def test_raw_prompts_several_answers_and_text_headers(chairlift: Run, model_dir:
     assert (code, err) == (0, [])
     heads = ["> Hi (1 of 2)", "> Hi (2 of 2)", "> the lift (1 of 2)", "> the lift (2 of 2)"]
     assert [line for line in out if line.startswith("> ")] == heads
+    code, one, _ = chairlift(*argv[:2], *argv[3:])
+    assert ([line for line in one if line.startswith("> ")], one[-1]) == (heads[:2], "")
     code, out, _ = chairlift(*argv, "--jsonl", "--temperature", "1", "--seed", "3")
     records = [json.loads(line) for line in out]
     again = [json.loads(line) for line in chairlift(*argv, "--jsonl", "--temperature", "1", "--seed", "3")[1]]
@@ -214,6 +216,7 @@ def test_unusable_input(chairlift: Run, tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "empty.jsonl").write_text("\n\n")
     stdin(monkeypatch, b"")
     for argv, words in (
+        (["Hi", "you", "--temperature", "-1", "--model", "/nowhere"], "temperature must be"),
         (["--prompts-file", tmp_path / "none.jsonl"], "cannot read the prompts file"),
         (["--prompts-file", tmp_path], "cannot read the prompts file"),
         (["--prompts-file", tmp_path / "empty.jsonl"], "holds no prompts"),

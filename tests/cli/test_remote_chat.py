@@ -135,6 +135,13 @@ def test_a_file_without_a_key_is_refused(chairlift: Run, tmp_path: Path, content
     assert code == 2 and "must have a key" in err[0] and len(err) == 1
 
 
+def test_a_key_file_that_cannot_be_read(chairlift: Run, tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"\xff")
+    for name, why in (("none", "No such file or directory"), ("key", "it is not UTF-8 text")):
+        code, _, err = chairlift("chat", "--url", "http://127.0.0.1:1", "--api-key-file", tmp_path / name)
+        assert (code, err) == (2, [f"chairlift: error: cannot read the API key file {tmp_path / name}: {why}"])
+
+
 def test_a_server_that_is_not_there(chairlift: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]

@@ -88,6 +88,12 @@ def test_a_dry_run_prints_what_config_reads(tmp_path: Path, capsys: pytest.Captu
     assert server == ServerConfig(served_model_name=("x",))
 
 
+@pytest.mark.parametrize("arguments", [("hashlm",), ("--model", "hashlm"), ("hashlm", "--model", "hashlm")])
+def test_the_model_is_an_argument_or_a_flag(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *arguments, "--dry-run"]) == 0
+    assert 'model: "hashlm"' in capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from chairlift.sim.side_by_side import demo
 from tests.cli.conftest import Run
 
 MODELLED = "modelled, unvalidated"
@@ -115,7 +116,9 @@ def test_fit_on_this_machine_then_use_what_was_saved(chairlift: Run, tmp_path: P
         (("--trace", "/nowhere.jsonl", "--machine", "l4"), "cannot read the trace"),
         (("--trace", "t.jsonl", "--machine", "l4", "--arrivals", "all"), "--arrivals is for a workload"),
         (("--machine", "l4", "--threads"), "unknown flag '--threads'"),
-        (("seeds", "--seedz", "2"), "unknown flag '--seedz'; did you mean --seed"),
+        (("gate", "my:Policy", "--frist", "2"), "unknown flag '--frist'; did you mean --first"),
+        (("seeds", "--seeds", "0"), "--seeds must be at least 1, got 0"),
+        (("seeds", "--frist", "2"), "unknown flag '--frist'; did you mean --first"),
     ],
 )
 def test_wrong_usage_is_one_line(chairlift: Run, argv: tuple[str, ...], complaint: str) -> None:
@@ -123,6 +126,22 @@ def test_wrong_usage_is_one_line(chairlift: Run, argv: tuple[str, ...], complain
     assert (code, out) == (2, [])
     assert len(err) == 1
     assert complaint in err[0]
+
+
+@pytest.mark.parametrize("command", [("sim", "--machine", "l4"), ("trace", "replay", "FILE")])
+@pytest.mark.parametrize(
+    ("setting", "why"), [("threads", "threads in FILE means nothing"), ("top_k", "unknown setting 'top_k' in FILE")]
+)
+def test_settings_of_no_simulation_are_refused_in_a_file_too(
+    chairlift: Run, tmp_path: Path, command: tuple[str, ...], setting: str, why: str
+) -> None:
+    config, recording = tmp_path / "c.json", tmp_path / "steps.jsonl"
+    config.write_text(json.dumps({"max-num-seqs": 4, setting: 2}))
+    recording.write_bytes(demo())
+    argv = (recording if word == "FILE" else word for word in command)
+    code, out, err = chairlift(*argv, "--config", config)
+    assert (code, out) == (2, [])
+    assert len(err) == 1 and err[0].startswith(f"chairlift: error: {why.replace('FILE', str(config))}")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -94,6 +94,11 @@ def test_what_is_wrong_is_said_whole_in_a_narrow_window() -> None:
     assert all(len(text) <= 40 and style == "bad" for text, style in said)
 
 
+def test_an_idle_server_has_nothing_to_list() -> None:
+    assert shown(view(at(0.0, 1, []), None, width=80, height=24)).endswith("\nnothing runs or waits")
+    assert "nothing runs" not in shown(view(at(0.0, 1, [], state="it is loading"), None, width=80, height=24))
+
+
 def test_before_its_first_step_a_server_knows_no_limit() -> None:
     idle = Metrics("vllm:num_requests_running 0\nchairlift:running_limit 0\n")
     lines = shown(view(Snapshot(0.0, "http://here", metrics=idle), None, width=80, height=24))
@@ -103,6 +108,8 @@ def test_before_its_first_step_a_server_knows_no_limit() -> None:
 def test_without_a_moment_before_there_are_no_rates() -> None:
     text = shown(view(at(12.0, 3), None, width=110, height=30))
     assert "prompt -  output -" in text and "TTFT  p50 -  p99 -" in text
+    idle = shown(view(at(12.0, 3), at(10.0, 3), width=110, height=30))
+    assert "prompt 0  output 0" in idle and "TTFT  p50 -  p99 -" in idle
     restarted = shown(view(at(12.0, 1), at(10.0, 3), width=110, height=30))
     assert "prompt -  output -" in restarted and "ITL   p50 -  p99 -" in restarted
 
@@ -185,6 +192,7 @@ def test_times_are_short(seconds: float) -> None:
     assert re.fullmatch(r"\d+ms|[1-5]?\d\.\ds|[1-5]?\dm[0-5]\ds|[12]?\dh[0-5]\dm|\d+d[012]\dh", span(seconds))
 
 
+@example([3], [0, 1, 0, 0, 0, 0])
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.lists(st.integers(0, 9), min_size=6, max_size=6))
 def test_quantiles_lie_where_the_observations_are(old: list[int], new: list[int]) -> None:
     bounds = [0.1, 0.2, 0.5, 1.0, 2.0, float("inf")]
@@ -275,6 +283,28 @@ def test_once_is_plain_text(chairlift: Run, fake: FakeWatched) -> None:
     assert out[0].startswith(f"chairlift top  tiny at {fake.url}  version 9.9  up ")
     assert [line.split()[0] for line in out[8:]] == ["first", "second", "third", "fourth"]
     assert int(re.findall(r"output ([\d,]+)", out[2])[0].replace(",", "")) > 0
+
+
+@pytest.mark.parametrize(
+    ("health", "metrics", "shown"),
+    [
+        (PlainTextResponse(""), "vllm:num_requests_running 2\nvllm:kv_cache_usage_perc 0.5", ["serving", "2", "50%"]),
+        (PlainTextResponse(""), "llamacpp:requests_processing 1\n", ["serving", "0", "-"]),
+        (PlainTextResponse("hm", 503), "sglang:num_running_reqs 1\n", ["it says that it is not healthy", "0", "-"]),
+    ],
+)
+def test_another_kind_of_server_is_watched_too(
+    chairlift: Run, health: Response, metrics: str, shown: list[str]
+) -> None:
+    """It may have nothing but these two."""
+    fake = FakeServer()
+    fake.app = Starlette(routes=[Route("/health", lambda _: health)])
+    fake.app.add_route("/metrics", lambda _: PlainTextResponse(metrics))
+    with serve_fake(fake):
+        code, out, err = chairlift("top", fake.url, "--once", "--interval", "0.1")
+    assert (code, err, out[0], out[1]) == (0, [], f"chairlift top  {fake.url}", shown[0])
+    assert [line.partition("]")[2].split()[0] for line in out[2:4]] == shown[1:]
+    assert out[-1] == "this server does not list its requests"
 
 
 def test_a_server_that_wants_a_key(chairlift: Run, fake: FakeWatched, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from chairlift.cli.main import main
 from chairlift.cli.trace_picture import fact_lines
 from chairlift.workload.arrivals import Gamma
-from chairlift.workload.trace import draw_trace, read_trace
+from chairlift.workload.trace import TracedRequest, draw_trace, read_trace
 from tests.cli.conftest import Run
 from tests.tokenizer import tiny
 
@@ -183,6 +184,8 @@ def test_sharegpt_with_a_tokenizer(chairlift: Run, tmp_path: Path) -> None:
         (("draw", "-o", "OUT", "--shared-prefix", "512:1:1:1:1"), "--shared-prefix must be TOKENS[:SHARE"),
         (("draw", "-o", "OUT", "--shared-prefix", "100"), "blocks of 512 tokens"),
         (("draw", "-o", "OUT", "--class", "colour=red"), "--class must be FIELD=VALUE,... with weight, tenant"),
+        (("draw", "-o", "OUT", "--class", "tenant"), "--class must be FIELD=VALUE"),
+        (("draw", "-o", "OUT", "--class", "priority=1,priority=2"), "each once"),
         (("draw", "-o", "OUT", "--class", "priority=high"), "priority of --class must be a whole number, got 'high'"),
         (("draw", "-o", "OUT", "--class", "ttft_ms=-1"), "ttft_ms must be a number from 0"),
         (("draw", "-o", "OUT", "--seed", "-1"), "must be a whole number from 0"),
@@ -199,6 +202,16 @@ def test_wrong_usage_is_one_line_and_writes_nothing(
     assert complaint in err[0]
     assert trace.read_bytes() == before
     assert os.listdir(tmp_path) == [trace.name]
+
+
+def test_the_most_frequent_classes_are_named() -> None:
+    plain = TracedRequest(arrival=0.0, prompt_tokens=3, output_tokens=2)
+    assert not any("class" in line for line in fact_lines([plain]))
+    tenants = [dataclasses.replace(plain, tenant=name) for name in "abcdefghi" for _ in range(2)]
+    lines = fact_lines([plain] * 7 + tenants)[-9:]
+    assert lines[0] == "classes       7 (28.0%): no class"
+    assert [line.split(":")[-1] for line in lines[1:8]] == [f" tenant {name}" for name in "abcdefg"]
+    assert lines[8].strip() == "and 2 more"
 
 
 def test_of_few_requests_chance_is_not_called_a_burst() -> None:

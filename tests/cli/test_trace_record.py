@@ -262,6 +262,16 @@ def test_a_server_that_cannot_be_recorded(
     assert not list(tmp_path.iterdir())
 
 
+def test_what_came_before_an_unknown_record_is_kept(telling: Tell, command: Run, tmp_path: Path) -> None:
+    fake = telling([start(), record(1), "id: 2\ndata: {}\n\n", FOREVER])
+    code, out, err = command(fake.url, "-o", tmp_path / "t.jsonl")
+    growing = tmp_path / "t.jsonl.recording"
+    assert (code, out) == (2, []) and f"the requests until then are kept in {growing}, in the order" in err[0]
+    assert len(read_trace(growing)) == 1
+    fake = telling([start(), "id: 1\ndata: {}\n\n", FOREVER])
+    assert command(fake.url, "-o", tmp_path / "u.jsonl")[2][0].endswith("; nothing was recorded")
+
+
 def test_no_server(command: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         url = f"127.0.0.1:{held.getsockname()[1]}"

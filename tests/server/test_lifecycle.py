@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import resource
@@ -443,7 +444,7 @@ BODY = (
 
 
 def test_a_stream_is_finished_before_the_exit() -> None:
-    process, port = started("hashlm:5ms")
+    process, port = started("hashlm:5ms", "--log-format", "json")
 
     async def test() -> None:
         connection = await Connection.open(port)
@@ -458,7 +459,9 @@ def test_a_stream_is_finished_before_the_exit() -> None:
         assert text.endswith(b"data: [DONE]\n\n")
 
     run(test())
-    assert ended(process)[0] == 0
+    code, log = ended(process)
+    assert code == 0
+    assert all(json.loads(line)["message"] for line in log.splitlines()) and log
 
 
 @pytest.mark.parametrize("how", ["timeout", "second signal"])

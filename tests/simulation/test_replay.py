@@ -341,6 +341,7 @@ def test_calibration_finds_the_machine_it_runs_on() -> None:
     times = calibrate(core, limits, 64)
     assert 150 < len(times.steps) < 400
     assert len(times.lines) == len(times.steps)
+    assert {1, 2, 4, 8, 16, 32, 64} <= {step.num_decodes for step, _ in times.steps}
     assert core.step_log.listener is None
     assert not any(record.preempted for record in core.step_log)
     truth, fitted = CostModel(STEP), fit_steps(times.steps, MODELS["qwen2.5-0.5b"])
