@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     engine, server = read_server_settings(args)
     if None not in (args.model, args.model_flag) and args.model != args.model_flag:
         raise ConfigError(f"two models are given, {args.model!r} and {args.model_flag!r}; give one")
-    if (model := args.model or args.model_flag) is not None:
+    if (model := args.model_flag if args.model is None else args.model) is not None:
         engine["model"] = model
     config = EngineConfig.from_flat(engine)
     if args.dry_run:

@@ -94,6 +94,14 @@ def test_the_model_is_an_argument_or_a_flag(arguments: tuple[str, ...], capsys: 
     assert 'model: "hashlm"' in capsys.readouterr().out.splitlines()
 
 
+def test_an_empty_name_is_not_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is a variable that nobody has set."""
+    assert main(["serve", "", "--dry-run"]) == 0
+    assert 'model: ""' in capsys.readouterr().out.splitlines()
+    assert main(["serve", "", "--model", "two"]) == 2
+    assert "two models are given" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
