@@ -93,6 +93,8 @@ class _Parser(argparse.ArgumentParser):
     def unknown(self, word: str) -> str:
         """What to say of a word that the command does not know."""
         near = difflib.get_close_matches(word.partition("=")[0], self._flags(), n=1)
+        if near == [word.partition("=")[0]]:
+            return f"flag {word!r} must come after {self.prog!r}"
         kind = "unknown flag" if word.startswith("-") else "unexpected argument"
         return f"{kind} {word!r}" + (f"; did you mean {near[0]}?" if near else "")
 

@@ -42,6 +42,8 @@ def test_version(chairlift: Run) -> None:
         (["generat"], "invalid choice: 'generat'"),
         (["generate", "Hi", "--max-num-seq", "4"], "unknown flag '--max-num-seq'; did you mean --max-num-seqs?"),
         (["check", "--temperature", "1"], "unknown flag '--temperature'"),
+        (["--verbose", "check"], "flag '--verbose' must come after 'chairlift check'; see chairlift check --help"),
+        (["trace", "--seed=3", "draw", "-o", "x"], "flag '--seed=3' must come after 'chairlift trace draw'"),
         (["sim", "--max-num-seq", "8"], "unknown flag '--max-num-seq'; did you mean --max-num-seqs?"),
         (["bench", "--foo", "3", "offline"], "unknown flag '--foo'; see chairlift bench --help"),
         (["trace", "--foo=3", "shows"], "unknown flag '--foo=3'"),
