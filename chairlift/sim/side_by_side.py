@@ -73,7 +73,6 @@ def recorded_config(recording: Recording, **changes: Any) -> EngineConfig:
     if (settings | changes).get("batching", "continuous") == "continuous":
         settings.pop("preferred_batch_sizes", None)  # of an engine that is compared with this one
     settings |= {name: about[name] for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")}
-    settings["num_kv_blocks"] = about["pools"][0]
     return EngineConfig.from_flat(settings | changes)
 
 
@@ -81,12 +80,13 @@ def recorded_deployment(recording: Recording) -> Deployment:
     """The machine that the steps were recorded on. Raises ConfigError when there are too few of them."""
     cost = fit_steps(recording.steps)
     about = recording.about
+    bytes_per_token = max(1, about["block_bytes"] // about["block_size"])
     return Deployment(
         machine="the recorded machine",
         model="the recorded model",
         cost=cost,
-        kv_bytes_per_token=max(1, about["block_bytes"] // about["block_size"]),
-        kv_memory_bytes=1 << 40,
+        kv_bytes_per_token=bytes_per_token,
+        kv_memory_bytes=about["pools"][0] * about["block_size"] * bytes_per_token,
         max_model_len=about["max_model_len"],
         validity=describe_fit(cost, recording.steps),
     )

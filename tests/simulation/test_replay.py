@@ -196,6 +196,22 @@ def test_a_recording_of_batches_is_replayed_in_batches(settings: dict[str, Any])
     assert figures["continuous"]["tokens_per_second"] > 1.2 * figures["static"]["tokens_per_second"]
 
 
+def test_a_replay_has_the_memory_of_the_recorded_engine_unless_told_otherwise() -> None:
+    core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 8, "num_kv_blocks": 40}))
+    core.recorder = recorder = StepRecorder(core, most_bytes=1 << 24)
+    serve_trace(core, [one(0.1 * place, output=20) for place in range(9)], limits)
+    recording = read_recording(recorder.take())
+
+    def blocks(**changes: Any) -> int:
+        core, _ = simulated_core(recorded_deployment(recording), recorded_config(recording, **changes))
+        return core.kv.pools[0].num_blocks
+
+    assert blocks() == 40
+    assert blocks(block_size=32) == 20
+    assert blocks(kv_cache_memory_bytes=10 * 16 * 1000) == 10
+    assert blocks(num_kv_blocks=7) == 7
+
+
 def test_where_memory_is_so_short_that_static_batches_win_that_is_said() -> None:
     settings = {"max_num_seqs": 32, "max_num_batched_tokens": 256, "num_kv_blocks": 60}
     tokens = dataclasses.replace(STEP, weight_seconds=0.001, token_seconds=0.002)  # so that recomputing is dear
