@@ -196,6 +196,17 @@ def test_a_recording_of_batches_is_replayed_in_batches(settings: dict[str, Any])
     assert figures["continuous"]["tokens_per_second"] > 1.2 * figures["static"]["tokens_per_second"]
 
 
+@pytest.mark.parametrize(("long", "short", "held"), [(11, 1, 0.5), (11, 6, 0.25), (3, 3, 0.0)])
+def test_what_a_static_batch_computes_for_rows_that_have_ended(long: int, short: int, held: float) -> None:
+    """A first token comes with the prompt; after it a batch of two computes two rows until its longer answer ends."""
+    core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 2}))
+    core.recorder = recorder = StepRecorder(core, most_bytes=1 << 24)
+    serve_trace(core, [one(0.0, output=output) for output in (long, short) * 12], limits)
+    figures, _ = compare_sides(read_recording(recorder.take()))
+    assert figures["static"]["held_share"] == pytest.approx(held)
+    assert figures["words"][-1].startswith(f"Of what the static batches computed for answers, {held:.0%} was")
+
+
 def test_a_replay_has_the_memory_of_the_recorded_engine_unless_told_otherwise() -> None:
     core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 8, "num_kv_blocks": 40}))
     core.recorder = recorder = StepRecorder(core, most_bytes=1 << 24)
