@@ -174,6 +174,7 @@ def test_sharegpt_with_a_tokenizer(chairlift: Run, tmp_path: Path) -> None:
         (("sample", "TRACE", "--rate", "1", "--keep-rate", "-o", "OUT"), "not allowed with argument"),
         (("sample", "TRACE", "--rate", "-1", "-o", "OUT"), "rate must be above 0"),
         (("sample", "TRACE", "-o", "/nowhere/x"), "cannot write /nowhere/x: No such file"),
+        (("draw", "-n", "5"), "the following arguments are required: -o/--output"),
         (("draw", "-o", "OUT", "--workload", "chats"), "workload must be one of chat, assistant"),
         (("draw", "-o", "OUT", "--arrivals", "poison:1"), "arrivals must be one of all, constant:RATE"),
         (("draw", "-o", "OUT", "--input-len", "9"), "lengths must be one of lognormal:MU:SIGMA"),

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -342,6 +343,16 @@ def test_the_shapes_are_those_of_the_models() -> None:
         shape = MODELS[name]
         assert shape.weight_bytes / 2e9 == pytest.approx(billions, rel=0.01), name
         assert shape.kv_bytes == kv_bytes, name
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_a_model_of_ones_own_has_the_shape_that_its_config_says(tmp_path: Path, dtype: str, size: int) -> None:
+    config = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    config |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True}
+    config |= {"max_position_embeddings": 2048, "torch_dtype": dtype}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    known = dataclasses.replace(MODELS["smollm-135m"], name=str(tmp_path), itemsize=size)
+    assert shape_from_name(str(tmp_path)) == known
 
 
 def test_a_floor_of_the_table_by_hand() -> None:
