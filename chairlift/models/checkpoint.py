@@ -66,7 +66,5 @@ def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for part in checkpoint_layout(model):
         whole = parameters[part.parameter].detach()
-        rows = whole[part.start : part.start + part.shape[0]]
-        # A file must not hold two views of one memory.
-        tensors[part.name] = rows.contiguous() if rows.shape == whole.shape else rows.clone()
+        tensors[part.name] = whole[part.start : part.start + part.shape[0]].contiguous()
     return tensors

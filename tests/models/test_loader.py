@@ -95,9 +95,12 @@ def test_progress_rises_to_one(model_dir: Path) -> None:
 def test_state_dict_is_the_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
     model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=tied)
     stored = load_file(model_dir / "model.safetensors")
-    exported = hf_state_dict(load(model_dir, layout=WeightLayout.PLAIN))
+    model = load(model_dir, layout=WeightLayout.PLAIN)
+    exported = hf_state_dict(model)
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], stored[name]) for name in stored)
+    ours = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    assert {each.untyped_storage().data_ptr() for each in exported.values()} == ours, "saving takes room for another"
     save_file(exported, tmp_path / "again.safetensors")
 
 
