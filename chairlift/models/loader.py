@@ -53,7 +53,7 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name and path.is_dir():
         return path
-    if path.exists() or not _HUB_ID.fullmatch(name) or ".." in name:
+    if path.exists() or not _HUB_ID.fullmatch(name):
         raise ModelLoadError(
             f"{name!r} is not a directory; give the directory that holds config.json and *.safetensors, "
             "or a Hugging Face model id such as Qwen/Qwen2.5-0.5B-Instruct"
