@@ -272,6 +272,20 @@ def test_a_slot_keeps_nothing_of_its_last_owner(pair: Pair) -> None:
         same(pair.step(out))
 
 
+def test_the_first_and_the_last_token_are_tokens_like_others(pair: Pair) -> None:
+    both, high = [0, VOCAB - 1], {0: 50.0, VOCAB - 1: 50.0}
+    settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"allowed_token_ids": both}, {}),
+        ({"logit_bias": high}, {}),
+        ({"logit_bias": {**high, 7: 40.0}}, {"bad_word_ids": ((0,), (VOCAB - 1,))}),
+    ]
+    joined = [pair.join(i, [4, 8], row([4, 8], i, more, **params)) for i, (params, more) in enumerate(settings)]
+    chunks = [Chunk(slot, 0, 2, True, "prefill") for slot in range(3)]
+    seen = [same(pair.step(SchedulerOutput(1, joined=joined, chunks=chunks))).token_ids]
+    seen += [same(pair.step(SchedulerOutput(2 + i, decode_slots=(0, 1, 2)))).token_ids for i in range(12)]
+    assert [set(column) for column in zip(*seen, strict=True)] == [set(both), set(both), {7}]
+
+
 @pytest.mark.parametrize("form", ["bool", "bits"])
 def test_grammar_masks(pair: Pair, form: str) -> None:
     rng = random.Random(4)
@@ -329,10 +343,13 @@ def test_a_step_that_samples_nothing(pair: Pair) -> None:
 
 
 def test_prompt_logprobs_of_a_long_chunk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind another row, and in pieces."""
     monkeypatch.setattr(native_runner, "_SCRATCH_BYTES", 10 * 160 * 4)
+    monkeypatch.setattr(TorchModelRunner, "_prompt_rows", 40)
     prompt = tokens(random.Random(5), 90)
-    joined = [pair.join(0, prompt, row(prompt, prompt_logprobs=20, temperature=0))]
-    truth = same(pair.step(SchedulerOutput(1, joined=joined, chunks=[Chunk(0, 0, 90, True, "prefill")])))
+    joined = [pair.join(0, prompt, row(prompt, prompt_logprobs=20, temperature=0)), pair.join(1, [4, 8], row([4, 8]))]
+    chunks = [Chunk(1, 0, 2, True, "prefill"), Chunk(0, 0, 90, True, "prefill")]
+    truth = same(pair.step(SchedulerOutput(1, joined=joined, chunks=chunks)))
     assert [len(report.entries) for report in truth.prompt_logprobs] == [89]
 
 

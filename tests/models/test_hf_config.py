@@ -98,6 +98,9 @@ def test_longest_sequence_counts_rotary_scaling_in() -> None:
     assert longest(type="linear", factor=4.0) == longest(type="dynamic", factor=4.0) == 131072
     assert longest(type="yarn", factor=4.0, original_max_position_embeddings=32768) == 131072
     assert parse_config(QWEN2).max_model_len == 32768
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    beside = parse_config({**QWEN2, "rope_scaling": rope, "original_max_position_embeddings": 16384})
+    assert (beside.rope.original_max_position_embeddings, beside.max_model_len) == (16384, 65536)
 
 
 def test_of_dual_chunk_attention_only_the_first_chunk_is_served() -> None:

@@ -122,6 +122,14 @@ def test_a_sum_takes_the_product_on_either_side(recorder: Recorder) -> None:
     assert kinds(lower(recorder.nodes, z)) == ["EMBED", "LINEAR", "LINEAR"]
 
 
+def test_a_sum_of_a_product_and_what_it_reads_is_not_written_where_that_lies(recorder: Recorder) -> None:
+    layer, table = native_linear(256, 256), torch.randn(50, 256, generator=torch.Generator().manual_seed(1))
+    x = embedded(recorder, 256)
+    program = compiled(recorder, product(layer, x) + x)
+    rows = table[:48]
+    torch.testing.assert_close(program.run(arrays([*range(48)])), product(layer, rows) + rows, rtol=1e-4, atol=1e-4)
+
+
 def test_a_sum_of_two_products_takes_one(recorder: Recorder) -> None:
     x = embedded(recorder, 32)
     y = product(native_linear(32, 32), x) + product(native_linear(32, 32), x)
