@@ -249,7 +249,7 @@ def _refill(
             owner.prepack()
         elif isinstance(owner, Linear) and attribute == "bias" and owner.native is not None:
             owner.native.set_bias(value)
-    if model.config.tie_word_embeddings and model.lm_head.packed is not None:
+    if model.lm_head.packed is not None:
         model.tie_weights()
         model.lm_head.prepack()
 
