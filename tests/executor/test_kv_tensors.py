@@ -127,6 +127,10 @@ def test_the_plan_says_where_preempted_requests_go() -> None:
     assert made.describe(512).endswith("swap space for 12,288 tokens of preempted requests: 0.00 GiB of host memory")
     made = plan(spec(None), num_blocks=513, swap_bytes=3 << 19, swap_directory="/fast")
     assert made.describe(512).endswith("0.00 GiB of a file in /fast")
+    assert plan(spec(None), num_blocks=3 << 19, swap_bytes=5 << 29).describe(4096) == (
+        "KV cache: 3.00 GiB, 25,165,808 tokens in blocks of 16; room for about 12,287 chats of 2,048 tokens at once; "
+        "swap space for 20,971,520 tokens of preempted requests: 2.50 GiB of host memory"
+    )
 
 
 def test_host_blocks_are_as_planned_zero_and_apart(tmp_path: Path) -> None:

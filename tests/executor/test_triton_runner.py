@@ -125,7 +125,7 @@ def test_what_the_kernels_know_of_a_row() -> None:
 
 
 def test_failures_in_words() -> None:
-    numbers = [(3, 1.0, 1.0), (-1, float("nan"), float("nan")), (-1, float("-inf"), 0.0), (-1, 1e30, float("inf"))]
+    numbers = [(0, 1.0, 1.0), (-1, float("nan"), float("nan")), (-1, float("-inf"), 0.0), (-1, 1e30, float("inf"))]
     drawn = np.array([[token, *np.array(pair, dtype=np.float32).view(np.int32)] for token, *pair in numbers], np.int32)
     errors = failures(drawn)
     assert sorted(errors) == [1, 2, 3]
