@@ -104,6 +104,17 @@ def test_state_dict_is_the_checkpoint(family: str, tied: bool, tmp_path: Path) -
     save_file(exported, tmp_path / "again.safetensors")
 
 
+def test_plain_layouts_are_loaded_without_the_compiled_kernels(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chairlift.kernels.cpu.packing.load", lambda: None)
+    exported, stored = (
+        hf_state_dict(load(model_dir, layout=WeightLayout.PLAIN)),
+        load_file(model_dir / "model.safetensors"),
+    )
+    assert all(torch.equal(exported[name], stored[name]) for name in stored)
+
+
 @pytest.mark.parametrize("layout", [WeightLayout.ONEDNN, pytest.param(WeightLayout.NATIVE, marks=needs_kernels)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_packed_for_serving_cannot_be_exported(tied: bool, tmp_path: Path, layout: WeightLayout) -> None:
