@@ -209,6 +209,10 @@ class HFPatch:
                     f"layer {index} of {name} is of kind {kind}, whose state would run on from one sequence into the "
                     f"next; only {' and '.join(sorted(_KINDS))} can be packed: train it unpacked"
                 )
+        if getattr(model, "_is_stateful", False):  # not every version of transformers names the kinds of its layers
+            raise ConfigError(
+                f"{name} has a state that would run on from one sequence into the next; train it unpacked"
+            )
 
     def remove(self) -> None:
         """Put everything back as it was. Safe to call twice."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -137,10 +138,13 @@ def test_who_cancels_closes_the_connection() -> None:
         exchange.head()
         exchange.chunk(event({"choices": [{"text": "x"}]}))
         await exchange.until_left()
+        seen.release()
 
+    seen = threading.Semaphore(0)
     with serving(ScriptedServer(after(1, never_end))) as server:
         run = one_run(server, at(0.0, 0.0, cancel_ms=60.0))
         figures = figures_of(run, {"e2el": 1.0})
+        assert seen.acquire(timeout=PATIENCE) and seen.acquire(timeout=PATIENCE)
     assert [exchange.left for exchange in server.exchanges[1:]] == [True, True]
     assert (figures.completed, figures.failed, figures.cancelled, figures.output_tokens) == (0, 0, 2, 0)
     assert all(0.05 < outcome.e2el < PATIENCE / 2 for outcome in run.outcomes)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from chairlift.models.random_weights import write_random_model
 from tests.native import needs_kernels
@@ -31,6 +32,7 @@ print(next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if l
 
 
 @needs_kernels
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="PyTorch's libraries for CUDA take hundreds of megabytes")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_weights_are_in_memory_once(dtype: str, tmp_path: Path) -> None:
     model_dir = write_random_model(tmp_path / "model", SHAPE, dtype=dtype)

@@ -307,10 +307,13 @@ def test_calls_that_would_leak_are_refused() -> None:
         ("bloom", "does not let others attend"),
         ("mpt", "does not let others attend"),
         ("qwen3_next", "layer 0 of Qwen3NextForCausalLM is of kind linear_attention"),
-        ("mamba", "layer 0 of MambaForCausalLM is of kind linear_attention"),
-        ("mamba2", "layer 0 of Mamba2ForCausalLM is of kind linear_attention"),
+        ("mamba", "layer 0 of MambaForCausalLM is of kind linear_attention|MambaForCausalLM has a state"),
+        ("mamba2", "layer 0 of Mamba2ForCausalLM is of kind linear_attention|Mamba2ForCausalLM has a state"),
         ("lfm2", "layer 0 of Lfm2ForCausalLM is of kind conv"),
-        ("recurrent_gemma", "layer 0 of RecurrentGemmaForCausalLM"),
+        (
+            "recurrent_gemma",
+            "layer 0 of RecurrentGemmaForCausalLM|RecurrentGemmaForCausalLM does not let others attend",
+        ),
     ],
 )
 def test_families_that_cannot_be_packed_are_refused(family: str, message: str) -> None:
@@ -319,6 +322,13 @@ def test_families_that_cannot_be_packed_are_refused(family: str, message: str) -
     with pytest.raises(ConfigError, match=message):
         patch_hf(model)
     assert model.config._attn_implementation == chosen
+
+
+def test_a_model_with_a_state_is_refused_also_where_its_layers_have_no_kinds() -> None:
+    model = tiny("llama")
+    model._is_stateful = True
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has a state that would run on"):
+        patch_hf(model)
 
 
 def tiny_like(kind: str, **settings: Any) -> Any:

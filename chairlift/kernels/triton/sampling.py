@@ -239,7 +239,7 @@ def _rough_noise(words: tl.tensor) -> tl.tensor:
     ``-log(u)`` for u near 1 is a series in ``v = 1 - u``: there the rounding of u itself would be the error.
     """
     u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    v = ((~words).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    v = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
     return -tl.log(tl.where(v < 0.0625, series, -tl.log(tl.minimum(u, 0.99))))
 
