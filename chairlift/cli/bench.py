@@ -199,6 +199,8 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
 
 def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str:
     """Whose kernels to measure. Raises ConfigError where they cannot run."""
+    import torch
+
     from chairlift.bench.limits import GPU
     from chairlift.executor.select import why_not_fp8, why_not_triton
     from chairlift.kernels.cpu.library import best_isa, why_unavailable
@@ -208,11 +210,9 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
     if args.device != "cpu":
         if args.kernels != "auto" or args.threads:
             raise ConfigError(f"--kernels and --threads are for the CPU, and device is {args.device}; leave them out")
-        device, is_fp8 = find_device(args.device), args.dtype == "fp8"
-        reason = why_not_triton(None, torch.bfloat16 if is_fp8 else dtype, device)
-        if is_fp8 and not reason:
-            reason = why_not_fp8("triton", torch.bfloat16, device)
-        if reason:
+        device = find_device(args.device)
+        too_old = why_not_fp8("triton", torch.bfloat16, device) if args.dtype == "fp8" else ""
+        if reason := why_not_triton(None, dtype, device) or too_old:
             raise ConfigError(f"there are no kernels to measure: {reason}")
         return GPU
     if args.dtype == "fp8":

@@ -145,6 +145,16 @@ def test_what_cannot_be_measured_is_refused(chairlift: Run, tmp_path: Path, flag
     assert not path.exists()
 
 
+def test_a_gpu_without_fp8_is_refused(chairlift: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr("chairlift.executor.select.why_not_triton", lambda *given: "")
+    code, out, err = chairlift("bench", "kernels", "--device", "cuda", "--dtype", "fp8")
+    assert (code, out) == (2, [])
+    assert "there are no kernels to measure: it needs a GPU of compute capability 8.9 or higher" in err[0]
+
+
 def test_without_kernels_it_says_what_to_do(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from chairlift.kernels.cpu import library;"
