@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -217,12 +218,11 @@ class TritonModelRunner(TorchModelRunner):
             # Recording runs the step, more than once. With nobody in the rows it advances nothing.
             self._state.note("slots", np.arange(size), np.full(size, -1))
             self._state.flush()
-            inputs = self._state.inputs(size)
-            step = functools.partial(self._decode_step, inputs, self._launch(size, True), truncates, keep)
+            inputs, launch = self._state.inputs(size), self._launch(size, True)
             if keep and not len(self._kept_logits):  # all sizes share them, for only one runs at a time
-                shape = self._sizes[-1], self._model.config.vocab_size
-                self._kept_logits = self._kept_logits.new_empty(shape)
-            self._decodes[key] = inputs, self._record(step, f"{size} rows")
+                self._kept_logits = self._kept_logits.new_empty((self._sizes[-1], self._model.config.vocab_size))
+            step = TritonModelRunner._decode_step
+            self._decodes[key] = inputs, self._record(f"{size} rows", step, inputs, launch, truncates, keep)
         return self._decodes[key][1]
 
     def _decode_step(self, inputs: DecodeInputs, launch: AttentionLaunch, truncates: bool, keep: bool) -> _Outputs:
@@ -266,12 +266,13 @@ class TritonModelRunner(TorchModelRunner):
             nobody = FlatBatch(none, none, none, none, none, [], mapping, [], none, none, [], [], [], [])
             buffer, most = StepBuffer(self._device), np.zeros(self._state.num_slots, dtype=np.int64)
             step, _ = self._send(buffer, nobody, size, [most] * 5)  # as much as it will ever hold, so it stays there
-            body = functools.partial(self._run_body, step, self._launch(self._state.num_slots, False))
-            self._bodies[size] = buffer, self._record(body, f"{size} tokens")
+            launch = self._launch(self._state.num_slots, False)
+            self._bodies[size] = buffer, self._record(f"{size} tokens", TritonModelRunner._run_body, step, launch)
         return self._bodies[size]
 
-    def _record(self, step: Callable[[], _T], size: str) -> Graph[_T]:
-        """``step`` as a graph; where there is no memory for one, what computes the same without."""
+    def _record(self, size: str, method: Callable[..., _T], *given: Any) -> Graph[_T]:
+        """``method`` with ``given`` as a graph; where there is no memory for one, what computes the same without."""
+        step = functools.partial(method, weakref.proxy(self), *given)  # a cycle would keep the GPU's memory
         try:
             return self.graphs.record(step)
         except torch.cuda.OutOfMemoryError:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 import logging
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -148,6 +150,21 @@ def tensors(result: Any) -> dict[str, torch.Tensor]:
         return {"hidden": result}
     found = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+@pytest.mark.parametrize("graphs", ["lazy", "off"])
+def test_an_engine_that_nobody_holds_frees_its_memory_at_once(
+    graphs: str, model_dir: Path, device: torch.device
+) -> None:
+    llm = load(model_dir, device, cuda_graphs=graphs)
+    answers(llm)
+    runner = weakref.ref(runner_of(llm))
+    gc.disable()
+    try:
+        del llm
+        assert runner() is None
+    finally:
+        gc.enable()
 
 
 class OverwritingGraphs(EagerSteps):
