@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -103,11 +105,28 @@ class CudaGraphs:
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         # Beginning a capture writes to tensors that the first one made; PyTorch 2.11 demands one mode for both.
-        with torch.inference_mode(False), torch.cuda.graph(graph, self._pool, self._stream), torch.inference_mode():
+        with (
+            _without_collecting(),
+            torch.inference_mode(False),
+            torch.cuda.graph(graph, self._pool, self._stream),
+            torch.inference_mode(),
+        ):
             result = step()
         self.num_graphs += 1
         self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return _CudaGraph(graph, result)
+
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Garbage may be an engine, whose end waits for the device: while a graph is captured nothing may."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def graph_sizes(most_rows: int) -> list[int]:

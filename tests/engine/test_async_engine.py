@@ -353,7 +353,13 @@ def test_no_process_is_left_when_the_loop_is_cancelled() -> None:
         os.kill(pids[0], 0)
 
 
-def test_an_engine_that_is_stopped_before_it_has_connected_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_is_stopped_before_it_has_connected_says_nothing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # or tokenizers says that it was forked, if it has worked here
+
     async def test() -> None:
         engine = AsyncEngine.start(config(), read_tokenizer=read_tokenizer)
         while engine.engine_pid is None:

@@ -41,6 +41,7 @@ from tests.equivalence.test_triton import (
     triton_llm,
 )
 from tests.models.tiny import FAMILIES, hf_model, tiny_hf_model
+from tests.rowwise import needs_rowwise_products
 
 if conftest.MISSING:
     pytest.skip(conftest.MISSING, allow_module_level=True)
@@ -85,6 +86,7 @@ def test_many_rows_are_rounded_too_where_the_library_multiplies(
     family: str, scaled: bool, models: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which it does for sizes that are multiples of 16; others are streamed, and rows are as they are."""
+    needs_rowwise_products(device)
     plain_dir, reference = models(family, intermediate_size=48 if scaled else 40)
     calls = []
     multiply = program.scaled_linear

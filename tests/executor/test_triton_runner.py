@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -444,6 +445,31 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="'cuda', but this torch finds no CUDA device; use device='cpu'"):
         loading.find_device("cuda")
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_a_graph_is_captured(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage may be an engine, whose end waits for the device, and that would end the capture."""
+
+    def nothing(*_: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    for name in ("graph_pool_handle", "synchronize", "empty_cache", "CUDAGraph", "graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    for name, value in (("Stream", stream), ("current_stream", stream), ("memory_reserved", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    seen: list[bool] = []
+    (gc.enable if collects else gc.disable)()
+    try:
+        CudaGraphs(torch.device("cuda")).record(lambda: seen.append(gc.isenabled()))
+        assert seen == [collects, False]
+        assert gc.isenabled() == collects
+        with pytest.raises(IndexError):
+            CudaGraphs(torch.device("cuda")).record(lambda: seen.pop(2 - len(seen)))  # the second time it fails
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from chairlift.bench.programs import WEIGHT_STD, Prepare
 from chairlift.bench.report import kernel_tables
 from chairlift.bench.shapes import ModelShape, Product, Shapes
 from chairlift.kernels.fp8 import quantize
+from tests.rowwise import needs_rowwise_products
 
 TINY = ModelShape("tiny", hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab_size=60)
 PAGE = 1024
@@ -66,6 +67,7 @@ def test_a_timed_product_is_the_product(kernels: DeviceKernels, rows: int, names
     ("rows", "names"), [(3, ["streamed", "library"]), (40, ["library", "streamed"]), (70, ["library"])]
 )
 def test_a_timed_product_in_fp8_is_the_product(rows: int, names: list[str], device: torch.device) -> None:
+    needs_rowwise_products(device)
     kernels = DeviceKernels(device, torch.float8_e4m3fn, 1 << 20)
     twin = drawn_next(kernels)
     variants = kernels.products(64, 48, rows, count=2)
@@ -139,6 +141,7 @@ def test_all_kinds_are_measured_and_printed(device: torch.device) -> None:
 
 
 def test_of_fp8_the_products_are_measured(device: torch.device) -> None:
+    needs_rowwise_products(device)
     rate = Rate(1e10, 1e10)
     limits = Limits(1, {1: rate}, (Peak(GPU, "fp8", 1, rate),))
     shapes = Shapes((Product("even", 48, 64),), (TINY,))

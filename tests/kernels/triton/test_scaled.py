@@ -10,6 +10,7 @@ import torch
 from chairlift.kernels.fp8 import Fp8Weight, quantize
 from chairlift.kernels.triton.scaled import quantize_rows, scaled_linear
 from tests.kernels.triton.probes import TOLERANCE, needs_fp8, normal, seeds
+from tests.rowwise import needs_rowwise_products
 from tests.sweep import sweep
 
 pytestmark = needs_fp8
@@ -47,6 +48,7 @@ def test_the_product_is_that_of_what_the_operands_stand_for(
 ) -> None:
     if device.type == "cuda" and dtype != torch.bfloat16:
         pytest.skip("products in fp8 come in bfloat16")
+    needs_rowwise_products(device)
     factors = [torch.arange(1, size + 1, dtype=torch.float64, device=device) for size in (40, 48)]
     weight = Fp8Weight(48, 64, device)
     weight.pack_rows(normal(48, 64, dtype=torch.float32, seed=1, device=device) * factors[1][:, None])
