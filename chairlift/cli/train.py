@@ -99,7 +99,7 @@ def _tell(outcome: Outcome, args: argparse.Namespace) -> None:
     loss = "" if outcome.last is None else f", loss {outcome.last.loss:.4f}"
     before = "nothing is left to do: " if outcome.last is None else ""
     print(f"{before}trained {outcome.steps:,} steps{loss}; the model is in {outcome.directory}")
-    print(f"serve it with: chairlift serve {outcome.directory}")
+    print(f"serve it with: chairlift serve {shlex.quote(str(outcome.directory))}")
 
 
 class _Progress:

@@ -46,12 +46,12 @@ def test_a_run_ends_with_a_model_that_serves(chairlift: Run, model_dir: Path, tm
         training: {{steps: 30, warmup_steps: 2, learning_rate: 1e-2, weight_decay: 0}}
         """
     )
-    code, out, err = chairlift("train", tmp_path / "run.yaml", "--output", tmp_path / "out", "--quiet")
-    folder = tmp_path / "out" / "step-00000030"
+    code, out, err = chairlift("train", tmp_path / "run.yaml", "--output", tmp_path / "of today", "--quiet")
+    folder = tmp_path / "of today" / "step-00000030"
     assert (code, err) == (0, [])
     assert out[0].startswith("trained 30 steps, loss ")
     assert out[0].endswith(f"the model is in {folder}")
-    assert out[1] == f"serve it with: chairlift serve {folder}"
+    assert out[1] == f"serve it with: chairlift serve '{folder}'"
     llm = LLM(str(folder))
     assert llm.chat(turns[:1], SamplingParams(temperature=0.0, max_tokens=16))[0].outputs[0].text == "Hello."
 
