@@ -307,8 +307,8 @@ def test_calls_that_would_leak_are_refused() -> None:
         ("bloom", "does not let others attend"),
         ("mpt", "does not let others attend"),
         ("qwen3_next", "layer 0 of Qwen3NextForCausalLM is of kind linear_attention"),
-        ("mamba", "layer 0 of MambaForCausalLM is of kind linear_attention|MambaForCausalLM has a state"),
-        ("mamba2", "layer 0 of Mamba2ForCausalLM is of kind linear_attention|Mamba2ForCausalLM has a state"),
+        ("mamba", "layer 0 of MambaForCausalLM is of kind (linear_attention|mamba),|MambaForCausalLM has a state"),
+        ("mamba2", "layer 0 of Mamba2ForCausalLM is of kind (linear_attention|mamba),|Mamba2ForCausalLM has a state"),
         ("lfm2", "layer 0 of Lfm2ForCausalLM is of kind conv"),
         (
             "recurrent_gemma",
