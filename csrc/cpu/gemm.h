@@ -1,5 +1,6 @@
 // Activations times a packed weight, with whatever is to be done with the result while it is still in the cache.
 #pragma once
+#include "kv_ahead.h"
 #include "pool.h"
 #include "product.h"
 #if defined(CL_USE_AMX)
@@ -63,18 +64,19 @@ static const Ahead NOTHING = {nullptr, 0};
 
 template <typename T>
 static void panel_product(int rows, const Left<T>* a, int64_t a_stride, const T* panel, int64_t k, float* out,
-                          int64_t out_stride, bool accumulate, Ahead fetched) {
+                          int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<T>* kv) {
   const int steps = int(k / Pairs<T>::P), groups = groups_at_once(rows, CL_PANEL / LANES);
   const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups), calls = CL_PANEL / LANES / groups * blocks;
   const int64_t bytes = (fetched.bytes / steps + calls - 1) / calls;
   const char* ahead[2] = {fetched.at};
-  const Prefetch share{ahead, bytes > 64 ? 2 : bytes > 0, bytes};
+  Prefetch share{ahead, bytes > 64 ? 2 : bytes > 0, bytes};
   for (int v = 0; v < CL_PANEL / LANES; v += groups) {
     const T* column[2] = {panel + v * LANES * Pairs<T>::P, panel + (v + groups - 1) * LANES * Pairs<T>::P};
     const Columns<T> columns{column, 1, steps, steps, CL_PANEL * Pairs<T>::P};
     for (int block = 0; block < blocks; block++, ahead[0] += steps * bytes) {
       const int row = rows * block / blocks, here = rows * (block + 1) / blocks - row;
       ahead[1] = ahead[0] + 64;
+      if (kv) kv->join(share, here, groups, steps, bytes);
       const auto* a_here = a + row * a_stride;
       float* out_here = out + row * out_stride + v * LANES;
       if (groups == 1)
@@ -87,7 +89,7 @@ static void panel_product(int rows, const Left<T>* a, int64_t a_stride, const T*
 #if defined(CL_USE_AMX)
 template <>
 void panel_product<bf16>(int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k, float* out,
-                         int64_t out_stride, bool accumulate, Ahead fetched) {
+                         int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<bf16>*) {
   tile_product(rows, a, a_stride, panel, k, out, out_stride, accumulate, fetched.at, fetched.bytes);
 }
 #endif
@@ -130,9 +132,10 @@ static int chunk_panels(const Weight<T>& weight, int unit, int m, int threads) {
 // Every thread of the pool calls this; chunks of `chunk_panels` panels go to whoever is free. `epilogue(first row, rows,
 // first panel, panels, tile, tile_stride)` gets each finished piece of a @ weight.T once, as float32. k is never divided
 // among threads. `a` has readable memory for MAX_ROW_BLOCK rows behind row m. `then`: what this thread reads after that.
+// `kv`, or null: what to fetch where memory has time to spare; AMX leaves it none.
 template <typename T, typename Epilogue>
 static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m, const Weight<T>& weight,
-                 int chunk_panels, GemmScratch<T>& scratch, const Epilogue& epilogue, Ahead then) {
+                 int chunk_panels, GemmScratch<T>& scratch, const Epilogue& epilogue, Ahead then, KVAhead<T>* kv) {
   typedef Blocking<T> B;
   const int chunks = (weight.panels + chunk_panels - 1) / chunk_panels, supers = (m + B::SUPER - 1) / B::SUPER;
   // Rows of the tile are a line longer than they need be: 1 KiB apart they would meet in few sets of L1.
@@ -156,6 +159,7 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
     const int fetched = following < items && next_panel != first_panel ? weight.panels - next_panel : 0;
     const int blocks = (rows_here + B::ROW_BLOCK - 1) / B::ROW_BLOCK;
     const int fetching = B::fetching(blocks);
+    KVAhead<T>* also = kv && kv->due((items - item) * chunk_panels * CL_PANEL * weight.k * int64_t(sizeof(T))) ? kv : nullptr;
     // A piece of k for all rows, then the next: what is multiplied with it stays in L2 meanwhile, and the sums wait there.
     for (int64_t piece = 0; piece < pieces; piece++) {
       const int64_t k = units * piece / pieces * CL_K_MULTIPLE;
@@ -191,7 +195,7 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
             const bool same = p + 1 < panels;
             ahead = Ahead{same ? (const char*)(here + weight.k * CL_PANEL) : next, same ? bytes_here : next_bytes};
           }
-          panel_product(rows, left, left_stride, here, k_here, sums + p * CL_PANEL, tile_stride, k > 0, ahead);
+          panel_product(rows, left, left_stride, here, k_here, sums + p * CL_PANEL, tile_stride, k > 0, ahead, also);
         }
         if (last_piece) epilogue(begin, rows, first_panel, panels, sums, tile_stride);
       }

@@ -96,7 +96,7 @@ static void head_of(cl_pool& pool, int thread, const HeadCall& call) {
   GemmScratch<T>& scratch = *static_cast<GemmScratch<T>*>(pool.scratch(thread, sizeof(GemmScratch<T>)));
   pool.barrier();
   gemm(pool, thread, shared.rows, shared.stride, call.num_rows, packed_weight<T>(call.weight, call.vocab, call.k), 4, scratch,
-       ChooseOrStore<T>{call, shared, best}, NOTHING);
+       ChooseOrStore<T>{call, shared, best}, NOTHING, static_cast<KVAhead<T>*>(nullptr));
   pool.barrier();
   choose(pool, thread, call, shared.best, shared.stored, threads);
 }

@@ -35,6 +35,8 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
                    int first_op, int end_op) {
   Scratch<T>& scratch = *static_cast<Scratch<T>*>(pool.scratch(thread, sizeof(Scratch<T>)));
   const Share share = share_of(batch.num_tokens, thread, pool.num_threads());
+  KVAhead<T> kv(program, batch, plan, thread);
+  kv.look(first_op, end_op);
   for (int i = first_op; i < end_op; i++) {
     const cl_op& op = program.ops[i];
     switch (op.kind) {
@@ -42,10 +44,13 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_ROTARY: rotary_table(op, program, batch, share); break;
       case CL_OP_RMS_NORM: rms_norm<T>(op, program, share); break;
       case CL_OP_ADD: add<T>(op, program, share); break;
-      case CL_OP_ATTENTION: attention<T>(pool, thread, op, program, batch, plan, scratch.attention); break;
+      case CL_OP_ATTENTION:
+        attention<T>(pool, thread, op, program, batch, plan, scratch.attention);
+        kv.look(i + 1, end_op);
+        break;
       default:
         linear<T>(pool, thread, op, program, batch, scratch.gemm,
-                  first_weights<T>(program, i, end_op, batch.num_tokens, thread, pool.num_threads()));
+                  first_weights<T>(program, i, end_op, batch.num_tokens, thread, pool.num_threads()), kv);
     }
     pool.barrier();
   }

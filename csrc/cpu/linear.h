@@ -171,7 +171,8 @@ static Ahead first_weights(const cl_program& program, int at, int end, int m, in
 
 template <typename T>
 static void linear(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
-                   GemmScratch<T>& scratch, Ahead then) {
+                   GemmScratch<T>& scratch, Ahead then, KVAhead<T>& kv) {
+  kv.begin(op);
   const T* in = static_cast<const T*>(program.buffers[op.in]);
   T* out = static_cast<T*>(program.buffers[op.out]);
   const int64_t in_stride = program.strides[op.in], out_stride = program.strides[op.out];
@@ -180,13 +181,13 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const cl_program&
   if (op.kind == CL_OP_LINEAR) {
     const T* residual = op.aux >= 0 ? static_cast<const T*>(program.buffers[op.aux]) : nullptr;
     StoreResult<T> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n};
-    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then);
+    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
   } else if (op.kind == CL_OP_LINEAR_SILU) {
-    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<T>{out, out_stride, op.bias}, then);
+    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<T>{out, out_stride, op.bias}, then, &kv);
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
     StoreHeads<T> store{op, batch, program.kv_layers[op.layer], rotary, out, out_stride};
-    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then);
+    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
   }
 }
 

@@ -46,6 +46,9 @@ struct Prefetch {
   const char* const* at;
   int lines;
   int64_t stride;
+  // Where columns are one piece and there are MANY_ROWS, also a line at every `gap` steps, of `pieces` pieces of so many lines.
+  const char* const* piece = nullptr;
+  int pieces = 0, piece_lines = 0, gap = 0;
 };
 static const Prefetch NO_PREFETCH = {nullptr, 0, 0};
 
@@ -69,6 +72,8 @@ enum { ROWS = 12, GROUPS = 2, MAX_GROUPS = 4, GROUPS_AT_ONCE = 4 };  // at most 
 #else
 enum { ROWS = 6, GROUPS = 1, MAX_GROUPS = 2, GROUPS_AT_ONCE = 1 };  // at most 6 pairs of accumulators of 16 registers
 #endif
+
+enum { MANY_ROWS = ROWS / 2 + 1 };  // fewer have no time to fetch more than is used next; their loops are without it
 
 // One part of a step: of sixteen columns, and of a row for all of them.
 template <int V>
@@ -136,13 +141,13 @@ CL_INLINE void load_anew() { __asm__ volatile("" ::: "memory"); }
 #endif
 
 // One step: the lines behind `behind` fetched, R x V sums brought forward by the products of one element or pair of k.
-template <typename T, int R, int V, bool PIECES>
+template <typename T, int R, int V, bool PIECES, bool FOUR>
 CL_INLINE void product_step(const Left<T>* const (&a)[(R + 2) / 3], int64_t a_stride, const T* const (&column)[V],
                             const char* const (&ahead)[4], int lines, int64_t behind, vf (&sum)[R][V]) {
   if (lines > 0) {
     fetch_line<PIECES>(ahead[0] + behind);
     if (lines > 1) fetch_line<PIECES>(ahead[1] + behind);
-    if (lines > 2) {
+    if (FOUR && lines > 2) {
       fetch_line<PIECES>(ahead[2] + behind);
       fetch_line<PIECES>(ahead[3] + behind);
     }
@@ -190,6 +195,10 @@ CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>
   const char* ahead[4] = {};
   first_lines(prefetch, 0, ahead);
   int64_t behind = 0;
+  constexpr bool MORE = !PIECES && R >= MANY_ROWS;
+  const char* const* piece = prefetch.piece;
+  const char* more = MORE && prefetch.pieces ? *piece : nullptr;
+  int until = more ? prefetch.gap : 0, lines_left = prefetch.piece_lines, pieces_left = prefetch.pieces;
   const int total = (b.segments - 1) * b.steps + b.last_steps;
   // One loop over the steps of all pieces: compilers keep the sums in registers only across a single loop.
   for (int i = 0, left = b.steps, s = 0; i < total; i++) {
@@ -201,7 +210,19 @@ CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>
       for (int v = 0; v < V; v++) column[v] = b.column[v * b.segments + s];
       first_lines(prefetch, s, ahead);
     }
-    product_step<T, R, V, PIECES>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
+    if (MORE && --until == 0) {
+      fetch_line<false>(more);
+      more += 64;
+      until = prefetch.gap;
+      if (--lines_left == 0) {
+        lines_left = prefetch.piece_lines;
+        if (--pieces_left > 0)
+          more = *++piece;
+        else
+          until = 0;
+      }
+    }
+    product_step<T, R, V, PIECES, !MORE>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
     behind += prefetch.stride;
 #pragma GCC unroll 4
     for (int i = 0; i < (R + 2) / 3; i++) rows[i] += P;

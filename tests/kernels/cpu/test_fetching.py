@@ -1,4 +1,5 @@
-"""What a product fetches ahead: all that comes next, and the beginning of what is read behind it, once.
+"""What a product fetches ahead: all that comes next, and the beginning of what is read behind it, once. And the KV of
+the next attention, where arithmetic leaves memory the time.
 
 Twice would cost half of the memory's rate, and show nowhere but in the time.
 """
@@ -25,6 +26,7 @@ static void fetched(const void* at);
 #include "gemm.h"
 using namespace CL_NS;
 
+static KVAhead<bf16>* const no_kv = nullptr;
 static const char* begin;
 static int64_t size, outside, again, now;
 static bool watching;
@@ -42,11 +44,70 @@ static void fetched(const void* at) {
   before = now;
 }
 
+// A product before attention by two threads, one after the other: of `rows` sequences all but one decode behind 30, 37
+// .. tokens, and the last is a chunk of 20 behind 100. Prints lines of KV that attention reads of earlier steps, those
+// that were never fetched, fetches that came again, and lines fetched that nobody reads.
+static void fetch_kv(int rows, int window) {
+  enum { BLOCK = 32, HEADS = 2, DIM = 64, K = 576, PANELS = 96, THREADS = 2, WIDTH = 24 };
+  const int tokens = rows + 19, blocks = rows * WIDTH;
+  const int64_t block_lines = 2 * BLOCK * HEADS * DIM * sizeof(bf16) / 64;
+  size = blocks * block_lines * 64;
+  void* memory = aligned_alloc(64, size);
+  begin = (const char*)memory, outside = again = now = 0, latest.assign(size / 64, 0);
+  std::vector<int32_t> table(blocks, -1), starts, lengths;
+  std::vector<AttentionSpan> spans;
+  std::vector<bool> read(blocks);
+  for (int row = 0; row < rows; row++) {
+    const int known = row + 1 < rows ? 30 + 7 * row % 400 : 100;
+    starts.push_back(row), lengths.push_back(known + (row + 1 < rows ? 1 : 20));
+    spans.push_back({row, row, row + 1 < rows ? 1 : 16, 0});
+    for (int b = (window && known >= window ? known + 1 - window : 0) / BLOCK; b <= known / BLOCK; b++) {
+      table[row * WIDTH + b] = (row * WIDTH + b) * 17 % blocks;
+      read[table[row * WIDTH + b]] = true;
+    }
+  }
+  starts.push_back(tokens), spans.push_back({rows - 1, rows + 15, 4, 0});
+  const int32_t* tables[] = {table.data()};
+  const int64_t strides[] = {WIDTH};
+  cl_batch batch{};
+  batch.cu_seqlens = starts.data(), batch.seq_lens = lengths.data(), batch.block_tables = tables;
+  batch.table_strides = strides, batch.num_tokens = tokens, batch.num_rows = rows;
+  cl_op ops[2] = {};
+  ops[0].kind = CL_OP_LINEAR, ops[0].n = PANELS * CL_PANEL, ops[0].k = K;
+  ops[1].kind = CL_OP_ATTENTION, ops[1].window = window;
+  const cl_kv_layer layer{memory, 0, HEADS, DIM, BLOCK, blocks};
+  cl_program program{};
+  program.ops = ops, program.kv_layers = &layer;
+  const StepPlan plan{spans.data(), int(spans.size()), 1, 16, THREADS, nullptr};
+  std::vector<bf16> a(int64_t(tokens + MAX_ROW_BLOCK) * K), weight(PANELS * CL_PANEL * K);
+  static GemmScratch<bf16> scratch;
+  cl_pool pool(1, false);
+  for (int thread = 0; thread < THREADS; thread++) {
+    KVAhead<bf16> kv(program, batch, plan, thread);
+    kv.look(0, 2);
+    kv.begin(ops[0]);
+    watching = true;
+    gemm(pool, 0, a.data(), K, tokens, Weight<bf16>{weight.data(), PANELS, K}, 2, scratch,
+         [](int, int, int, int, float*, int64_t) {}, NOTHING, &kv);
+    watching = false;
+    pool.barrier();
+  }
+  int64_t lines = 0, never = 0, unread = 0;
+  for (int64_t line = 0; line < size / 64; line++) {
+    const bool wanted = read[line / block_lines];
+    lines += wanted, never += wanted && !latest[line], unread += !wanted && latest[line];
+  }
+  printf("%ld %ld %ld %ld\n", long(lines), long(never), long(again), long(unread));
+  free(memory);
+}
+
 // For each line of standard input (rows, panels, k, unit of panels): lines of the weight and of what is read behind it,
-// those behind the first item that are never fetched, fetches that come again, and fetches outside.
-int main() {
+// those behind the first item that are never fetched, fetches that come again, and fetches outside. Given rows and a
+// window instead, what is fetched of KV.
+int main(int argc, char** argv) {
   int m, panels, k, unit;
-  while (scanf("%d %d %d %d", &m, &panels, &k, &unit) == 4) {
+  if (argc == 3) fetch_kv(atoi(argv[1]), atoi(argv[2]));
+  while (argc == 1 && scanf("%d %d %d %d", &m, &panels, &k, &unit) == 4) {
     cl_pool pool(1, false);
     const int chunk = chunk_panels(Weight<bf16>{nullptr, panels, k}, unit, m, 1);
     const int64_t own = int64_t(panels) * k * 64, last = Blocking<bf16>::FLOAT32 ? 1 : (panels - 1) % chunk + 1;
@@ -60,13 +121,14 @@ int main() {
     const Weight<bf16> packed{weight, panels, k};
     const auto ignore = [](int, int, int, int, float*, int64_t) {};
     watching = true;
-    gemm(pool, 0, a.data(), k, m, packed, chunk, scratch, ignore, {begin + own, then});
+    gemm(pool, 0, a.data(), k, m, packed, chunk, scratch, ignore, {begin + own, then}, no_kv);
     watching = false;
     int64_t never = 0;
     for (int64_t line = int64_t(chunk) * k; line < size / 64; line++) never += latest[line] == 0;
     printf("%ld %ld %ld %ld\n", long(size / 64), long(never), long(again), long(outside));
     free(weight);
   }
+  if (argc > 1) return 0;
   // With one item for each of two threads, both get one.
   struct Two {
     cl_pool pool{2, false};
@@ -77,7 +139,7 @@ int main() {
   static Two two;
   two.pool.run([](void*, int thread) {
     gemm(two.pool, thread, two.a.data(), 64, 80, Weight<bf16>{two.weight.data(), 2, 64}, 1, two.scratch[thread],
-         [thread](int, int rows, int, int, float*, int64_t) { two.calls[thread] += rows; }, NOTHING);
+         [thread](int, int rows, int, int, float*, int64_t) { two.calls[thread] += rows; }, NOTHING, no_kv);
   }, nullptr);
   printf("%d %d\n", two.calls[0], two.calls[1]);
 }
@@ -113,14 +175,14 @@ def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         sources.append(TRAP)
     done = subprocess.run([*command, *map(str, sources), "-o", str(folder / "watched")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [str(folder / "watched")]
+    return [str(folder / "watched"), *(["tiles"] if request.param == "amx" else [])]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 33, 64, 65, 96, 128])
 def test_what_comes_next_is_fetched_once(rows: int, watched: list[str]) -> None:
     cases = [(rows, panels, k, unit) for panels, unit in ((12, 2), (17, 1)) for k in (576, 896, 1536, 4864)]
     text = "\n".join(" ".join(map(str, case)) for case in cases)
-    done = subprocess.run(watched, input=text, capture_output=True, text=True, check=True)
+    done = subprocess.run(watched[:1], input=text, capture_output=True, text=True, check=True)
     *counts, rows_of_threads = done.stdout.splitlines()
     assert rows_of_threads == "80 80"
     for case, line in zip(cases, counts, strict=True):
@@ -128,3 +190,13 @@ def test_what_comes_next_is_fetched_once(rows: int, watched: list[str]) -> None:
         # Pieces of k are not quite equally long, nor quite evenly fetched.
         assert found.lines > case[1] * case[2]
         assert found.never + found.again + found.outside <= found.lines / 20, f"{case}: {found}"
+
+
+@pytest.mark.parametrize("window", [0, 64])
+@pytest.mark.parametrize("rows", [1, 4, 32, 48, 64])
+def test_kv_is_fetched_once_where_memory_has_time(rows: int, window: int, watched: list[str]) -> None:
+    program, *tiles = watched
+    done = subprocess.run([program, str(rows), str(window)], capture_output=True, text=True, check=True)
+    found = Fetched(*map(int, done.stdout.split()))
+    assert found.again == found.outside == 0
+    assert found.never == (found.lines if tiles else 0)

@@ -1,0 +1,118 @@
+// Keys and values that the next attention reads, fetched while products compute: with some twenty rows and more products
+// wait for arithmetic and attention for memory, so each can do without what the other needs. (PRESERVE, Yüzügüler et al.,
+// 2025, hides the same reads behind a network.)
+#pragma once
+#include "plan.h"
+#include "product.h"
+
+namespace CL_NS {
+
+// Bytes that a core fetches per product of a row with two groups of columns, for weights and KV together: more, and products
+// wait for places to put lines in.
+enum { KV_AHEAD_RATE = 6 };
+// Of the cache that a thread may count on, and of what is read between: KV that is fetched earlier is evicted by weights.
+static const int64_t KV_AHEAD_MOST = 4 << 20, KV_AHEAD_NEAR = 8 << 20;
+
+// One thread's share. Every thread calls everything, in the order of operations.
+template <typename T>
+class KVAhead {
+ public:
+  KVAhead(const cl_program& program, const cl_batch& batch, const StepPlan& plan, int thread)
+      : program_(program), batch_(batch), plan_(plan), thread_(thread) {}
+
+  // The attention among operations `at` to `end` is the next, and nothing of its KV has been fetched.
+  void look(int at, int end) {
+    weights_ = left_ = 0;
+    for (; at < end && program_.ops[at].kind != CL_OP_ATTENTION; at++) weights_ += weight_bytes(program_.ops[at]);
+    if (at == end) return;
+    op_ = &program_.ops[at];
+    kv_ = &program_.kv_layers[op_->layer];
+    for (span_ = 0; span_ < plan_.num_spans; span_++) left_ += find_blocks() * pieces_per_block();
+    left_ = left_ < KV_AHEAD_MOST / piece_bytes() ? left_ : KV_AHEAD_MOST / piece_bytes();
+    span_ = -1, block_ = end_ = 0, piece_ = pieces_per_block(), credit_ = 0.0;
+  }
+
+  // The product `op` begins; weights_ are those behind it.
+  void begin(const cl_op& op) { weights_ -= weight_bytes(op); }
+
+  // Whether what is fetched now will still be there. `bytes` of the product's weight are not used yet.
+  bool due(int64_t bytes) {
+    if (left_ == 0 || weights_ + bytes > KV_AHEAD_NEAR) return false;
+    pace_ = double(left_) * plan_.num_threads / (double(weights_ + bytes) * batch_.num_tokens);
+    return true;
+  }
+
+  // Lets a product of `rows` rows and `groups` groups of columns, which fetches `bytes` at each of `steps` steps, fetch KV
+  // too: evenly over all products that are left, and never a line of it more often than every step.
+  void join(Prefetch& prefetch, int rows, int groups, int steps, int64_t bytes) {
+    enum { MOST = sizeof pieces_ / sizeof *pieces_, SAVED = 8 };
+    prefetch.pieces = 0;
+    // What could not be fetched when it was due is not all fetched at the next chance: that would be a burst.
+    credit_ = (credit_ < SAVED ? credit_ : double(SAVED)) + pace_ * rows * steps * groups * LANES * Pairs<T>::P * sizeof(T);
+    const int64_t rate = int64_t(KV_AHEAD_RATE) * Pairs<T>::PARTS * rows - bytes;
+    if (rate <= 0 || rows < MANY_ROWS) return;
+    int64_t count = (rate < 64 ? rate : 64) * steps / piece_bytes();
+    count = count < int64_t(credit_) ? count : int64_t(credit_);
+    count = count < MOST ? count : int64_t(MOST);
+    for (; prefetch.pieces < count && left_ > 0; left_--) {
+      if (piece_ == pieces_per_block()) next_block();
+      const int64_t block = table_[block_];
+      CL_ASSERT(block >= 0 && block < kv_->num_blocks);
+      pieces_[prefetch.pieces++] =
+          static_cast<const char*>(kv_->kv) + (block * pieces_per_block() + piece_++) * piece_bytes();
+    }
+    if (prefetch.pieces == 0) return;
+    credit_ -= prefetch.pieces;
+    prefetch.piece = pieces_;
+    prefetch.piece_lines = int(piece_bytes() / 64);
+    prefetch.gap = steps / (prefetch.pieces * prefetch.piece_lines);
+  }
+
+ private:
+  // K or V of sixteen tokens and one head.
+  int64_t piece_bytes() const { return int64_t(CL_KV_TOKENS) * kv_->head_dim * int64_t(sizeof(T)); }
+  int pieces_per_block() const { return 2 * kv_->kv_heads * (kv_->block_size / CL_KV_TOKENS); }
+
+  static int64_t weight_bytes(const cl_op& op) {
+    const bool product = op.kind == CL_OP_LINEAR || op.kind == CL_OP_LINEAR_SILU || op.kind == CL_OP_QKV;
+    return product ? int64_t(op.n) * op.k * int64_t(sizeof(T)) : 0;
+  }
+
+  // What the first new token of this span's sequence sees, and where it is written: blocks from block_ to end_. One
+  // in num_threads is this thread's, and where a span before has met the sequence, none. Returns how many.
+  int find_blocks() {
+    const AttentionSpan& span = plan_.spans[span_];
+    const int first = batch_.cu_seqlens[span.row], size = kv_->block_size, threads = plan_.num_threads;
+    const int known = batch_.seq_lens[span.row] - (batch_.cu_seqlens[span.row + 1] - first);
+    const int low = op_->window > 0 && known >= op_->window ? known + 1 - op_->window : 0;
+    block_ = low / size + (thread_ + span_) % threads;
+    end_ = span.first_token == first && known > 0 ? known / size + 1 : 0;
+    table_ = batch_.block_tables[kv_->group] + span.row * batch_.table_strides[kv_->group];
+    return block_ < end_ ? (end_ - block_ + threads - 1) / threads : 0;
+  }
+
+  // There is one, or nothing would be left.
+  void next_block() {
+    piece_ = 0;
+    block_ += plan_.num_threads;
+    while (block_ >= end_) {
+      span_++;
+      CL_ASSERT(span_ < plan_.num_spans);
+      find_blocks();
+    }
+  }
+
+  const cl_program& program_;
+  const cl_batch& batch_;
+  const StepPlan& plan_;
+  const int thread_;
+  const cl_op* op_ = nullptr;
+  const cl_kv_layer* kv_ = nullptr;
+  const int32_t* table_ = nullptr;
+  int span_ = 0, block_ = 0, end_ = 0, piece_ = 0;
+  int64_t weights_ = 0, left_ = 0;     // bytes of weights before attention; pieces to fetch
+  double pace_ = 0.0, credit_ = 0.0;   // pieces per row and byte of weight; and what of them is due
+  const char* pieces_[32];
+};
+
+}  // namespace CL_NS
