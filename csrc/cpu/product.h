@@ -140,6 +140,7 @@ CL_INLINE void load_anew() {}
 CL_INLINE void load_anew() { __asm__ volatile("" ::: "memory"); }
 #endif
 
+// FOUR: there may be four lines at a step, as for attention; where there are not, their addresses take registers from many rows.
 // One step: the lines behind `behind` fetched, R x V sums brought forward by the products of one element or pair of k.
 template <typename T, int R, int V, bool PIECES, bool FOUR>
 CL_INLINE void product_step(const Left<T>* const (&a)[(R + 2) / 3], int64_t a_stride, const T* const (&column)[V],
@@ -222,6 +223,7 @@ CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>
           until = 0;
       }
     }
+    // Only attention has four lines. But few rows are up to 1.05 times faster as GCC compiles them with that case.
     product_step<T, R, V, PIECES, !MORE>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
     behind += prefetch.stride;
 #pragma GCC unroll 4
