@@ -253,9 +253,9 @@ static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_progr
   const auto table_of = [&](const AttentionSpan& span) {
     return batch.block_tables[kv.group] + span.row * batch.table_strides[kv.group];
   };
-  for (int64_t item = thread, following; item < items; item = following < items ? following : pool.next()) {
-    // While many are left, the item after the one at hand is taken early, so that its first keys can be fetched meanwhile.
-    following = items - item > 4 * pool.num_threads() ? pool.next() : items;
+  Turns turns(pool, thread, items, Turns::SPREAD);
+  for (int64_t item = turns.take(); item < items; item = turns.take()) {
+    const int64_t following = turns.peek();  // so that its first keys can be fetched meanwhile
     const AttentionSpan& span = span_of(item);
     const int kv_head = int(item / splits % op.kv_heads), split = int(item % splits);
     const int32_t* table = table_of(span);
@@ -290,8 +290,10 @@ static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_progr
     }
   }
   if (splits == 1) return;
-  pool.barrier();
-  for (int64_t item = thread; item < int64_t(plan.num_spans) * op.kv_heads; item = pool.next()) {
+  pool.barrier(thread);
+  const int64_t tasks = int64_t(plan.num_spans) * op.kv_heads;
+  Turns merges(pool, thread, tasks, Turns::SPREAD);
+  for (int64_t item = merges.take(); item < tasks; item = merges.take()) {
     const AttentionSpan& span = plan.spans[item / op.kv_heads];
     AttentionPiece<T> piece{op, batch, span, int(item % op.kv_heads), 0, span.num_tokens * group};
     load_queries(piece, q, q_stride, s);

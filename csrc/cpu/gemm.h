@@ -9,7 +9,7 @@
 
 namespace CL_NS {
 
-enum { TILE_COLUMNS = 512, TILE_PAD = 16, MAX_ROW_BLOCK = 32, ROW_UNIT = 16 };
+enum { STREAM_AHEAD = 8192, TILE_COLUMNS = 512, TILE_PAD = 16, MAX_ROW_BLOCK = 32, ROW_UNIT = 16 };
 
 // Some of the rows, where they are divided evenly.
 struct Share {
@@ -22,7 +22,7 @@ CL_INLINE Share share_of(int rows, int share, int shares) {
 // How rows and k are blocked per dtype. SUPER rows at a time share one pass over the weight.
 template <typename T>
 struct Blocking {
-  static constexpr bool FLOAT32 = sizeof(Left<T>) == sizeof(float), WIDENED = sizeof(T) < sizeof(Left<T>);
+  static constexpr bool FLOAT32 = sizeof(Left<T>) == sizeof(float), WIDENED = sizeof(T) < sizeof(Left<T>), STREAMS = true;
   // Float32 products are so slow that one block of rows outlasts the fetching of what it is multiplied with. Pieces of k
   // and the rows that use them stay in L2; rows that were widened serve several panels.
   static constexpr int ROW_BLOCK = FLOAT32 ? MAX_ROW_BLOCK / ROWS * ROWS : int(ROWS), K_BLOCK = FLOAT32 ? 1024 : 4096;
@@ -38,7 +38,7 @@ struct Blocking {
 // 128 KiB apart meet in the same sets of L2, where there is room for some of them only.
 template <>
 struct Blocking<bf16> {
-  static constexpr bool FLOAT32 = false, WIDENED = false;
+  static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = false;
   static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 256, SUPER = 256;
   // Tiles outpace memory: all blocks must fetch. And half a tile of rows costs as much as a whole one.
   static int fetching(int blocks) { return blocks; }
@@ -94,6 +94,26 @@ void panel_product<bf16>(int rows, const bf16* a, int64_t a_stride, const bf16* 
 }
 #endif
 
+// Whether so many rows are done with a line of the weight at once.
+CL_INLINE bool one_pass(int rows) {
+  const int groups = groups_at_once(rows, CL_PANEL / LANES);
+  return groups == CL_PANEL / LANES && rows <= most_rows(groups);
+}
+
+// The same for all rows there are, in one pass. Nothing is read twice, so what is fetched lies only a little ahead; at the end
+// of what this thread reads, that is the beginning of `then`.
+template <typename T>
+static void stream_product(int rows, const Left<T>* a, int64_t a_stride, const T* panel, int64_t k, float* out,
+                           int64_t out_stride, bool accumulate, bool last, Ahead then, KVAhead<T>* kv) {
+  const int64_t row_bytes = CL_PANEL * int64_t(sizeof(T)), most = STREAM_AHEAD / row_bytes;
+  const int64_t tail = !last ? 0 : k < most ? k : most, body = k - tail, bytes = tail * row_bytes;
+  const Ahead own{(const char*)panel + STREAM_AHEAD, body * row_bytes};
+  if (body > 0) panel_product(rows, a, a_stride, panel, body, out, out_stride, accumulate, own, kv);
+  if (tail == 0) return;
+  panel_product(rows, a + body, a_stride, panel + body * CL_PANEL, tail, out, out_stride, accumulate || body > 0,
+                Ahead{then.at, then.bytes < bytes ? then.bytes : bytes}, kv);
+}
+
 // Rows in float32, k and a line apart: a power of two apart they would meet in one set of L1.
 template <typename T>
 static const float* widened(const T* a, int64_t a_stride, int rows, int64_t k, float* to) {
@@ -129,6 +149,17 @@ static int chunk_panels(const Weight<T>& weight, int unit, int m, int threads) {
   return unit;
 }
 
+// A product is divided into chunks of panels and, where there are many, blocks of rows: item i is chunk i % chunks of block
+// i / chunks.
+template <typename T>
+struct GemmItems {
+  int chunks, supers;
+
+  GemmItems(const Weight<T>& weight, int chunk_panels, int m)
+      : chunks((weight.panels + chunk_panels - 1) / chunk_panels), supers((m + Blocking<T>::SUPER - 1) / Blocking<T>::SUPER) {}
+  int64_t count() const { return int64_t(chunks) * supers; }
+};
+
 // Every thread of the pool calls this; chunks of `chunk_panels` panels go to whoever is free. `epilogue(first row, rows,
 // first panel, panels, tile, tile_stride)` gets each finished piece of a @ weight.T once, as float32. k is never divided
 // among threads. `a` has readable memory for MAX_ROW_BLOCK rows behind row m. `then`: what this thread reads after that.
@@ -137,9 +168,10 @@ template <typename T, typename Epilogue>
 static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m, const Weight<T>& weight,
                  int chunk_panels, GemmScratch<T>& scratch, const Epilogue& epilogue, Ahead then, KVAhead<T>* kv) {
   typedef Blocking<T> B;
-  const int chunks = (weight.panels + chunk_panels - 1) / chunk_panels, supers = (m + B::SUPER - 1) / B::SUPER;
+  const GemmItems<T> all(weight, chunk_panels, m);
+  const int chunks = all.chunks, supers = all.supers;
   // Rows of the tile are a line longer than they need be: 1 KiB apart they would meet in few sets of L1.
-  const int64_t items = int64_t(chunks) * supers, tile_stride = int64_t(chunk_panels) * CL_PANEL + TILE_PAD;
+  const int64_t items = all.count(), tile_stride = int64_t(chunk_panels) * CL_PANEL + TILE_PAD;
   // Pieces of k are about equally long, because while one is used, as much of what comes next is fetched.
   const int64_t pieces = (weight.k + B::K_BLOCK - 1) / B::K_BLOCK, units = weight.k / CL_K_MULTIPLE;
   float* tile = scratch.tile;
@@ -147,9 +179,9 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
   tiles_begin(TILE_K, m);
 #endif
   CL_ASSERT(chunk_panels * CL_PANEL <= TILE_COLUMNS && a_stride >= weight.k);
-  // The item after the one at hand is taken early, so that its weights can be fetched meanwhile; unless others want it.
-  for (int64_t item = thread, following; item < items; item = following) {
-    following = items > pool.num_threads() ? pool.next() : items;
+  Turns turns(pool, thread, items, Turns::CONTIGUOUS);
+  for (int64_t item = turns.take(); item < items; item = turns.take()) {
+    const int64_t following = turns.peek();  // so that its weights can be fetched meanwhile
     // Rows are divided in units of what AMX computes at once.
     const Share share = share_of((m + ROW_UNIT - 1) / ROW_UNIT, int(item / chunks), supers);
     const int first_panel = int(item % chunks) * chunk_panels, super = share.begin * ROW_UNIT;
@@ -159,7 +191,8 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
     const int fetched = following < items && next_panel != first_panel ? weight.panels - next_panel : 0;
     const int blocks = (rows_here + B::ROW_BLOCK - 1) / B::ROW_BLOCK;
     const int fetching = B::fetching(blocks);
-    KVAhead<T>* also = kv && kv->due((items - item) * chunk_panels * CL_PANEL * weight.k * int64_t(sizeof(T))) ? kv : nullptr;
+    const bool streams = B::STREAMS && blocks == 1 && one_pass(rows_here);
+    KVAhead<T>* also = kv && kv->due(turns.left(item) * chunk_panels * CL_PANEL * weight.k * int64_t(sizeof(T))) ? kv : nullptr;
     // A piece of k for all rows, then the next: what is multiplied with it stays in L2 meanwhile, and the sums wait there.
     for (int64_t piece = 0; piece < pieces; piece++) {
       const int64_t k = units * piece / pieces * CL_K_MULTIPLE;
@@ -195,7 +228,11 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
             const bool same = p + 1 < panels;
             ahead = Ahead{same ? (const char*)(here + weight.k * CL_PANEL) : next, same ? bytes_here : next_bytes};
           }
-          panel_product(rows, left, left_stride, here, k_here, sums + p * CL_PANEL, tile_stride, k > 0, ahead, also);
+          float* out = sums + p * CL_PANEL;
+          if (streams)
+            stream_product(rows, left, left_stride, here, k_here, out, tile_stride, k > 0, last && p + 1 == panels, then, also);
+          else
+            panel_product(rows, left, left_stride, here, k_here, out, tile_stride, k > 0, ahead, also);
         }
         if (last_piece) epilogue(begin, rows, first_panel, panels, sums, tile_stride);
       }

@@ -68,7 +68,8 @@ struct ChooseOrStore {
 static void choose(cl_pool& pool, int thread, const HeadCall& call, const Best* best, const int32_t* stored,
                    int num_best) {
   void* scratch = pool.scratch(thread, sample_scratch_bytes(call.vocab));
-  for (int64_t row = thread; row < call.num_rows; row = pool.next()) {
+  Turns turns(pool, thread, call.num_rows, Turns::SPREAD);
+  for (int64_t row = turns.take(); row < call.num_rows; row = turns.take()) {
     if (stored[row] >= 0) {
       sample_row(call.logits + stored[row] * call.logits_stride, call.vocab, call.rows[row], scratch);
       continue;
@@ -94,10 +95,10 @@ static void head_of(cl_pool& pool, int thread, const HeadCall& call) {
   if (thread == 0)
     for (int row = 0, next = 0; row < call.num_rows; row++) shared.stored[row] = needs_logits(call.rows[row]) ? next++ : -1;
   GemmScratch<T>& scratch = *static_cast<GemmScratch<T>*>(pool.scratch(thread, sizeof(GemmScratch<T>)));
-  pool.barrier();
+  pool.barrier(thread);
   gemm(pool, thread, shared.rows, shared.stride, call.num_rows, packed_weight<T>(call.weight, call.vocab, call.k), 4, scratch,
        ChooseOrStore<T>{call, shared, best}, NOTHING, static_cast<KVAhead<T>*>(nullptr));
-  pool.barrier();
+  pool.barrier(thread);
   choose(pool, thread, call, shared.best, shared.stored, threads);
 }
 
@@ -111,7 +112,8 @@ static void head(cl_pool& pool, int thread, const HeadCall& call) {
 // Rows of given logits. What `head` fuses is done here in pieces of the same kind.
 static void sample(cl_pool& pool, int thread, const HeadCall& call) {
   void* scratch = pool.scratch(thread, sample_scratch_bytes(call.vocab));
-  for (int64_t row = thread; row < call.num_rows; row = pool.next()) {
+  Turns turns(pool, thread, call.num_rows, Turns::SPREAD);
+  for (int64_t row = turns.take(); row < call.num_rows; row = turns.take()) {
     const float* logits = call.logits + row * call.logits_stride;
     if (needs_logits(call.rows[row])) {
       sample_row(logits, call.vocab, call.rows[row], scratch);

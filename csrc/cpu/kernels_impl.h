@@ -52,7 +52,7 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
         linear<T>(pool, thread, op, program, batch, scratch.gemm,
                   first_weights<T>(program, i, end_op, batch.num_tokens, thread, pool.num_threads()), kv);
     }
-    pool.barrier();
+    pool.barrier(thread);
   }
 }
 

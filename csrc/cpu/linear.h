@@ -164,8 +164,9 @@ static Ahead first_weights(const cl_program& program, int at, int end, int m, in
   const cl_op& op = program.ops[at];
   if (op.kind != CL_OP_LINEAR && op.kind != CL_OP_LINEAR_SILU && op.kind != CL_OP_QKV) return NOTHING;
   const Weight<T> weight = packed_weight<T>(op.weight, op.n, op.k);
-  const int chunk = chunk_of(op, weight, m, threads), first = chunk * thread, left = weight.panels - first;
-  if (left <= 0) return NOTHING;
+  const int chunk = chunk_of(op, weight, m, threads);
+  const GemmItems<T> items(weight, chunk, m);
+  const int first = int(Turns::begin(items.count(), thread, threads) % items.chunks) * chunk, left = weight.panels - first;
   return Ahead{(const char*)weight.panel(first), (chunk < left ? chunk : left) * weight.k * CL_PANEL * int64_t(sizeof(T))};
 }
 

@@ -90,7 +90,7 @@ void cl_pool::work(int thread) {
     wait_for_change(epoch_, asleep_, epoch);
     if (stop_) return;
     task_(argument_, thread);
-    barrier();
+    barrier(thread);
   }
 }
 
@@ -102,23 +102,18 @@ void cl_pool::run(void (*task)(void*, int), void* argument) {
   if (pinned) pin_to(processors_[0]);
   task_ = task;
   argument_ = argument;
-  next_.store(num_threads_);
   epoch_.fetch_add(1);
   if (asleep_.load() > 0) wake_all(epoch_);
   task(argument, 0);
-  barrier();
+  barrier(0);
   if (pinned) before.pin();
 }
 
-void cl_pool::barrier() {
-  if (num_threads_ == 1) {
-    next_.store(num_threads_, std::memory_order_relaxed);
-    return;
-  }
-  uint32_t generation = generation_.load(std::memory_order_relaxed);
+void cl_pool::barrier(int thread) {
+  const uint32_t generation = generation_.load(std::memory_order_relaxed);
+  shares_[thread].taken[(generation + 1) & 1].store(0, std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
-    next_.store(num_threads_, std::memory_order_relaxed);
     generation_.store(generation + 1);
     if (waiting_.load() > 0) wake_all(generation_);
   } else {

@@ -19,6 +19,8 @@ WATCHED = r"""
 #include <immintrin.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
+#include <atomic>
 #include <vector>
 static void fetched(const void* at);
 #undef _mm_prefetch
@@ -90,7 +92,7 @@ static void fetch_kv(int rows, int window) {
     gemm(pool, 0, a.data(), K, tokens, Weight<bf16>{weight.data(), PANELS, K}, 2, scratch,
          [](int, int, int, int, float*, int64_t) {}, NOTHING, &kv);
     watching = false;
-    pool.barrier();
+    pool.barrier(0);
   }
   int64_t lines = 0, never = 0, unread = 0;
   for (int64_t line = 0; line < size / 64; line++) {
@@ -102,8 +104,8 @@ static void fetch_kv(int rows, int window) {
 }
 
 // For each line of standard input (rows, panels, k, unit of panels): lines of the weight and of what is read behind it,
-// those behind the first item that are never fetched, fetches that come again, and fetches outside. Given rows and a
-// window instead, what is fetched of KV.
+// those behind the first item, or the first few, that are never fetched, fetches that come again, and fetches outside.
+// Given rows and a window instead, what is fetched of KV.
 int main(int argc, char** argv) {
   int m, panels, k, unit;
   if (argc == 3) fetch_kv(atoi(argv[1]), atoi(argv[2]));
@@ -111,7 +113,9 @@ int main(int argc, char** argv) {
     cl_pool pool(1, false);
     const int chunk = chunk_panels(Weight<bf16>{nullptr, panels, k}, unit, m, 1);
     const int64_t own = int64_t(panels) * k * 64, last = Blocking<bf16>::FLOAT32 ? 1 : (panels - 1) % chunk + 1;
-    const int64_t then = last * 256 * 64;  // at most as much as the last item reads at a time
+    const bool streams = Blocking<bf16>::STREAMS && one_pass(m);
+    // At most as much as the last item reads at a time, or as is fetched ahead.
+    const int64_t then = streams ? int64_t(STREAM_AHEAD) : last * 256 * 64;
     size = own + then;
     bf16* weight = (bf16*)aligned_alloc(64, size);
     std::vector<bf16> a(int64_t(m + MAX_ROW_BLOCK) * k);
@@ -124,24 +128,28 @@ int main(int argc, char** argv) {
     gemm(pool, 0, a.data(), k, m, packed, chunk, scratch, ignore, {begin + own, then}, no_kv);
     watching = false;
     int64_t never = 0;
-    for (int64_t line = int64_t(chunk) * k; line < size / 64; line++) never += latest[line] == 0;
+    const int64_t first = streams ? STREAM_AHEAD / 64 : int64_t(chunk) * k;
+    for (int64_t line = first; line < size / 64; line++) never += latest[line] == 0;
     printf("%ld %ld %ld %ld\n", long(size / 64), long(never), long(again), long(outside));
     free(weight);
   }
   if (argc > 1) return 0;
-  // With one item for each of two threads, both get one.
+  // With one item for each of two threads, both get one: none takes the other's while it is busy with its own.
   struct Two {
     cl_pool pool{2, false};
     GemmScratch<bf16> scratch[2];
     std::vector<bf16> a = std::vector<bf16>(160 * 64), weight = std::vector<bf16>(2 * CL_PANEL * 64);
-    int calls[2] = {};
+    std::atomic<int> calls[2] = {};
   };
   static Two two;
   two.pool.run([](void*, int thread) {
     gemm(two.pool, thread, two.a.data(), 64, 80, Weight<bf16>{two.weight.data(), 2, 64}, 1, two.scratch[thread],
-         [thread](int, int rows, int, int, float*, int64_t) { two.calls[thread] += rows; }, NOTHING, no_kv);
+         [thread](int, int rows, int, int, float*, int64_t) {
+           two.calls[thread] += rows;
+           for (int look = 0; look < 10000 && two.calls[1 - thread] == 0; look++) usleep(1000);
+         }, NOTHING, no_kv);
   }, nullptr);
-  printf("%d %d\n", two.calls[0], two.calls[1]);
+  printf("%d %d\n", two.calls[0].load(), two.calls[1].load());
 }
 """
 
