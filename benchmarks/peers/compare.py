@@ -5,17 +5,20 @@ interleaved rounds.
     python benchmarks/make_random_model.py /tmp/q05
     python benchmarks/peers/compare.py --model /tmp/q05 --vllm /tmp/vllm --openvino /tmp/openvino \\
         --llama-cpp /tmp/llama --transformers /tmp/transformers \\
-        --bandwidth 45e9 --peak 1.05e12 --rounds 3 --json benchmarks/results/peers.json
+        --limits --rounds 3 --json benchmarks/results/peers.json
 
 All 64 requests of ``workload.py`` arrive at once; greedy; end of sequence ignored; 16-bit weights, activations and KV
 cache of 2 GiB; no prefix caching. Each engine is a child process with its model loaded and warm, and is stopped while
-another computes. ``--bandwidth`` and ``--peak`` are the machine's measured limits, from which the floor is computed.
+another computes. The floor is computed from the machine's limits: with ``--limits`` those measured before and after
+each turn, for a virtual machine's cores may share a link to memory at one time and have one each at another; or given
+by ``--bandwidth`` and ``--peak``.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -26,9 +29,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from protocol import Child, Requests
 
 HERE = Path(__file__).resolve().parent
@@ -36,6 +41,9 @@ sys.path.insert(0, str(HERE.parent))
 
 from floor import floor_seconds, model_cost  # noqa: E402
 from workload import draw, totals  # noqa: E402
+
+from chairlift.bench.limits import Roof, measure_limits  # noqa: E402
+from chairlift.bench.machine import describe_machine  # noqa: E402
 
 ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
@@ -89,7 +97,16 @@ def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
     return engines
 
 
-def measure(engines: dict[str, list[str]], requests: Path, rounds: int, work: Path) -> tuple[dict[str, Any], ...]:
+def limits() -> Roof:
+    """Bytes per second that all cores read, and FLOP per second with 16-bit operands, now."""
+    machine = describe_machine()
+    found = measure_limits(machine, machine.processors, quick=True)
+    return found.roof(machine.isas[-1], torch.bfloat16, machine.processors)
+
+
+def measure(
+    engines: dict[str, list[str]], requests: Path, rounds: int, work: Path, with_limits: bool
+) -> tuple[dict[str, Any], ...]:
     """What each engine says about itself, and the result of each of its rounds."""
     children: list[Child] = []
     results: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
@@ -97,9 +114,15 @@ def measure(engines: dict[str, list[str]], requests: Path, rounds: int, work: Pa
         for name, command in engines.items():
             print(f"starting {name} ...", flush=True)
             children.append(Child(name, command, work / f"{name}.log"))
+        before = limits() if with_limits else None
         for number in range(rounds):
             for child in children:
                 result = child.run(requests) | {"load_before": os.getloadavg()[0]}
+                if before is not None:
+                    after = limits()
+                    result["bandwidth"] = (before.bandwidth + after.bandwidth) / 2
+                    result["peak"] = (before.peak + after.peak) / 2
+                    before = after
                 results[child.name].append(result)
                 times = f"{result['seconds']:7.2f} s, processor {result['cpu_seconds']:7.2f} s"
                 print(f"round {number + 1}  {child.name:13s} {times}", flush=True)
@@ -109,21 +132,26 @@ def measure(engines: dict[str, list[str]], requests: Path, rounds: int, work: Pa
             child.kill()
 
 
-def summarise(results: dict[str, list[dict[str, float]]], tokens: int, floor: float | None) -> dict[str, Any]:
-    """Per engine: median and range of the seconds, rate, share of the floor, and how many times as long as Chairlift it
-    takes (of the medians, and least and most within a round)."""
+def summarise(
+    results: dict[str, list[dict[str, float]]], tokens: int, floor: Callable[[float, float], float]
+) -> dict[str, Any]:
+    """Per engine: median and range of the seconds, rate, share of the ``floor`` (seconds, from bytes and FLOP per
+    second; the median of its rounds), and how many times as long as Chairlift it takes (of the medians, and least and
+    most within a round)."""
     summary: dict[str, Any] = {}
     ours = [result["seconds"] for result in results["chairlift"]]
     for name, rounds in results.items():
         seconds = [result["seconds"] for result in rounds]
         median = statistics.median(seconds)
         ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=False)]
+        shares = [floor(turn["bandwidth"], turn["peak"]) / turn["seconds"] for turn in rounds if "bandwidth" in turn]
         summary[name] = {
             "median_seconds": round(median, 2),
             "least_seconds": round(min(seconds), 2),
             "most_seconds": round(max(seconds), 2),
             "output_tokens_per_second": round(tokens / median, 1),
-            "percent_of_floor": None if floor is None else round(100 * floor / median, 1),
+            "percent_of_floor": round(100 * statistics.median(shares), 1) if shares else None,
+            "percent_of_floor_range": [round(100 * min(shares), 1), round(100 * max(shares), 1)] if shares else None,
             "times_chairlift": round(median / statistics.median(ours), 2),
             "times_chairlift_range": [round(min(ratios), 2), round(max(ratios), 2)],
         }
@@ -196,6 +224,7 @@ def parse_args() -> argparse.Namespace:
         parser.add_argument(f"--{name}-args", default="", help=f"more options for run_{script}.py, in one string")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limits", action="store_true", help="measure the machine's limits between the turns")
     parser.add_argument("--bandwidth", type=float, help="bytes per second that memory can be read with")
     parser.add_argument("--peak", type=float, help="FLOP per second with 16-bit operands")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "chairlift-peers", help="for logs")
@@ -203,6 +232,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if (args.bandwidth is None) != (args.peak is None):
         parser.error("the floor needs both --bandwidth and --peak; give both or neither")
+    if args.limits and args.bandwidth is not None:
+        parser.error("--limits measures what --bandwidth and --peak give; take one or the other")
     if args.rounds < 1 or args.requests < 1:
         parser.error(f"--rounds and --requests must be at least 1, got {args.rounds} and {args.requests}")
     return args
@@ -217,19 +248,26 @@ def main() -> None:
     prompt_tokens, output_tokens = totals(requests)
     workload = args.work.resolve() / "workload.json"
     workload.write_text(json.dumps(requests))
-    floor = None
+    cost = model_cost(json.loads((args.model / "config.json").read_text()))
+
+    def floor(bandwidth: float, peak: float) -> float:
+        return floor_seconds(requests, *cost, bandwidth, peak)
+
+    about, results = measure(commands(args, args.work), workload, args.rounds, args.work, args.limits)
     if args.bandwidth is not None:
-        cost = model_cost(json.loads((args.model / "config.json").read_text()))
-        floor = floor_seconds(requests, *cost, args.bandwidth, args.peak)
-    about, results = measure(commands(args, args.work), workload, args.rounds, args.work)
+        for turn in itertools.chain.from_iterable(results.values()):
+            turn |= {"bandwidth": args.bandwidth, "peak": args.peak}
     summary = summarise(results, output_tokens, floor)
     print_table(summary, about)
-    floor_text = "" if floor is None else f"; the floor is {floor:.2f} s"
-    print(f"{len(requests)} requests, {prompt_tokens} prompt tokens, {output_tokens} output tokens{floor_text}")
+    print(f"{len(requests)} requests, {prompt_tokens} prompt tokens, {output_tokens} output tokens")
+    turns = [turn for turn in itertools.chain.from_iterable(results.values()) if "bandwidth" in turn]
+    if turns:
+        for name, unit, factor in (("bandwidth", "GB/s", 1e9), ("peak", "TFLOP/s", 1e12)):
+            values = [turn[name] / factor for turn in turns]
+            print(f"{name}: median {statistics.median(values):.3g} {unit}, {min(values):.3g} to {max(values):.3g}")
     if args.json:
-        limits = hardware() | {"bandwidth": args.bandwidth, "peak": args.peak}
-        record = {"summary": summary, "engines": about, "rounds": results}
-        save(args.json, args.model, requests, {"hardware": limits, "floor_seconds": floor} | record)
+        record = {"hardware": hardware(), "summary": summary, "engines": about, "rounds": results}
+        save(args.json, args.model, requests, record)
 
 
 if __name__ == "__main__":

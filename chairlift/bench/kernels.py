@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import torch
 
-from chairlift.bench.limits import GPU, Limits, Roof, beyond_cache
+from chairlift.bench.limits import GPU, Limits, LimitsNow, Roof, beyond_cache
 from chairlift.bench.machine import Machine
 from chairlift.bench.programs import Kernels, Prepare, kv_bytes
 from chairlift.bench.shapes import ModelShape, Shapes
@@ -71,7 +71,7 @@ class Timing:
     best: float
     worst: float
     share: float
-    """The least time that the limits allow, divided by the median."""
+    """The least time that the limits around a run allow, divided by the time it took: the median."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,10 +111,15 @@ class _Case:
     """How to run so many of it."""
 
 
-def measure_kernels(settings: KernelSettings, machine: Machine, limits: Limits) -> Iterator[list[Measurement]]:
-    """All cases, kind by kind. Raises ConfigError when one of them reads more at once than a quarter of the memory, and
-    OSError without the compiled kernels, or when the system does not start so many threads; on a GPU that others have
-    filled, torch.OutOfMemoryError.
+def measure_kernels(
+    settings: KernelSettings, machine: Machine, limits: Limits, now: Callable[[], Roof] | None = None
+) -> Iterator[list[Measurement]]:
+    """All cases, kind by kind.
+
+    ``limits`` say how long to run, and on a GPU what the shares are of; on a CPU these are of the limits ``now``,
+    measured between the runs unless given. Raises ConfigError when a case reads more at once than a quarter of the
+    memory, and OSError without the compiled kernels, or when the system does not start so many threads; on a GPU that
+    others have filled, torch.OutOfMemoryError.
     """
     roof = limits.roof(settings.isa, settings.dtype, settings.threads)
     device = torch.device(settings.device)
@@ -135,12 +140,14 @@ def measure_kernels(settings: KernelSettings, machine: Machine, limits: Limits) 
             from chairlift.bench.device_programs import DeviceKernels  # Triton may not be installed
 
             kernels = DeviceKernels(device, settings.dtype, largest.taken)
+            now = now or (lambda: roof)
         else:
             pool = Pool(settings.threads)
             stack.callback(pool.close)
             kernels = Kernels(pool, settings.isa, settings.dtype, max(beyond_cache(machine), largest.taken))
+            now = now or LimitsNow(pool, machine, settings.isa, settings.dtype)
         for cases in kinds:
-            yield _measure(cases, kernels, roof, settings)
+            yield _measure(cases, kernels, roof, settings, now)
 
 
 def _products(settings: KernelSettings) -> Iterator[_Case]:
@@ -201,21 +208,28 @@ def _heads(settings: KernelSettings) -> Iterator[_Case]:
         yield _Case("head", labels, k * vocab * settings.dtype.itemsize, 2 * rows * k * vocab, taken, variants)
 
 
-def _measure(cases: Sequence[_Case], kernels: AnyKernels, roof: Roof, settings: KernelSettings) -> list[Measurement]:
+def _measure(
+    cases: Sequence[_Case], kernels: AnyKernels, roof: Roof, settings: KernelSettings, now: Callable[[], Roof]
+) -> list[Measurement]:
     """Every variant of every case once per round; the first round only warms up."""
-    floors = [roof.seconds(case.nbytes, case.operations) for case in cases]
-    counts = [int(min(max(settings.seconds / floor, 1), _MOST_COUNT)) for floor in floors]
+    bounds = [(case.nbytes, case.operations) for case in cases]
+    counts = [int(min(max(settings.seconds / roof.seconds(*bound), 1), _MOST_COUNT)) for bound in bounds]
     prepares = [case.variants(kernels, count) for case, count in zip(cases, counts, strict=True)]
     times = [{name: list[float]() for name in variants} for variants in prepares]
+    shares = [{name: list[float]() for name in variants} for variants in prepares]
+    before = now()
     for round_number in range(1 + settings.repeats):
-        for variants, count, taken in zip(prepares, counts, times, strict=True):
+        for bound, variants, count, taken, of in zip(bounds, prepares, counts, times, shares, strict=True):
             for name, prepare in variants.items():
                 run = prepare()
                 begin = time.perf_counter()
                 run()
                 seconds = (time.perf_counter() - begin) / count
+                after = now()
                 if round_number > 0:
                     taken[name].append(seconds)
+                    of[name].append((before.seconds(*bound) + after.seconds(*bound)) / 2 / seconds)
+                before = after
     return [
         Measurement(
             case.kind,
@@ -223,16 +237,15 @@ def _measure(cases: Sequence[_Case], kernels: AnyKernels, roof: Roof, settings: 
             case.nbytes,
             case.operations,
             count,
-            {name: _timing(each, floor) for name, each in taken.items()},
+            {name: _timing(each, of[name]) for name, each in taken.items()},
             _extra_cost(taken),
         )
-        for case, count, floor, taken in zip(cases, counts, floors, times, strict=True)
+        for case, count, taken, of in zip(cases, counts, times, shares, strict=True)
     ]
 
 
-def _timing(times: Sequence[float], floor: float) -> Timing:
-    median = statistics.median(times)
-    return Timing(median, min(times), max(times), floor / median)
+def _timing(times: Sequence[float], shares: Sequence[float]) -> Timing:
+    return Timing(statistics.median(times), min(times), max(times), statistics.median(shares))
 
 
 def _extra_cost(taken: Mapping[str, Sequence[float]]) -> float | None:

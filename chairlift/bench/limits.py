@@ -23,12 +23,13 @@ from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
 
 __all__ = [
     *("GPU", "Limits", "Peak", "Rate", "Roof"),
-    *("beyond_cache", "measure_device", "measure_limits", "product_isa", "thread_counts"),
+    *("LimitsNow", "beyond_cache", "measure_device", "measure_limits", "product_isa", "thread_counts"),
 ]
 
 GPU: Final = "gpu"
 """What stands for a path where the limits are those of a device; it counts as one thread."""
 
+_MOMENT: Final = 0.001
 _LEAST_BUFFER: Final = 256 << 20
 _CACHES: Final = 4
 """A buffer this many times the last-level cache leaves nothing of one pass for the next."""
@@ -127,6 +128,23 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
                 peaks.append(Peak(isa, name, count, rate))
         pool.close()
     return Limits(nbytes, read, tuple(peaks))
+
+
+class LimitsNow:
+    """What bounds kernels of a path in a dtype at this moment, within a few milliseconds.
+
+    Processors of a virtual machine are moved about: now they share a link to memory, and now each has its own.
+    """
+
+    def __init__(self, pool: Pool, machine: Machine, isa: str, dtype: torch.dtype) -> None:
+        self._pool, self._path = pool, ISA_NAMES.index(product_isa(isa, dtype))
+        self._memory = Memory(max(2 * machine.l3_bytes, _LEAST_BUFFER // 4))
+        self._memory.tensor(torch.uint8, (self._memory.nbytes,)).fill_(1)
+
+    def __call__(self) -> Roof:
+        library, pool = require(), self._pool.handle
+        bandwidth = library.cl_measure_read(pool, self._memory.address, self._memory.nbytes)
+        return Roof(bandwidth, library.cl_measure_peak(pool, self._path, 0, _MOMENT))
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Limits:

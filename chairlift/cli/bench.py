@@ -164,7 +164,7 @@ def _run_kernels(args: argparse.Namespace) -> dict[str, Any]:
     except (OSError, torch.OutOfMemoryError) as error:  # the threads; what else uses the GPU
         raise ConfigError(str(error)) from None
     roofs = [each.roof(settings.isa, settings.dtype, settings.threads) for each in (limits, after)]
-    _print("", *doubts(machine, *roofs))
+    _print("", *doubts(machine, *roofs, followed=device.type == "cpu"))
     return {
         "benchmark": "kernels",
         "machine": dataclasses.asdict(machine),

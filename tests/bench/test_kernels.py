@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chairlift.bench.kernels import KernelSettings, Measurement, measure_kernels
-from chairlift.bench.limits import Limits, Peak, Rate
+from chairlift.bench.limits import Limits, LimitsNow, Peak, Rate, Roof
 from chairlift.bench.machine import Machine, describe_machine
 from chairlift.bench.programs import BLOCK_SIZE, Kernels, kv_bytes
 from chairlift.bench.report import kernel_tables
@@ -40,7 +40,7 @@ def limits(bandwidth: float = 1e10, peak: float = 1e11) -> Limits:
 @pytest.fixture(scope="module", params=DTYPES)
 def measured(request: pytest.FixtureRequest, machine: Machine) -> tuple[int, list[list[Measurement]]]:
     dtype = DTYPES[request.param]
-    return dtype.itemsize, list(measure_kernels(settings(dtype), machine, limits()))
+    return dtype.itemsize, list(measure_kernels(settings(dtype), machine, limits(), lambda: Roof(1e10, 1e11)))
 
 
 def test_bytes_and_operations_by_hand(measured: tuple[int, list[list[Measurement]]]) -> None:
@@ -77,6 +77,24 @@ def test_times_and_shares(measured: tuple[int, list[list[Measurement]]]) -> None
         assert (each.extra_cost is None) == (each.kind == "product")
     names = [list(kind[0].timings) for kind in kinds]
     assert names == [["all"], ["paged", "in order"], ["paged", "in order"], ["greedy", "drawn"]]
+
+
+def test_shares_are_of_the_limits_around_each_run(machine: Machine) -> None:
+    """Memory gets slower and slower: before the first run, then after each; floors are the means of two."""
+    bandwidths = iter([4e10, 3e10, *(2e10, 1e10) * 100])
+    shapes = dataclasses.replace(SHAPES, models=())
+    once = settings(shapes=shapes, rows=(1,), repeats=1)
+    [[product], *_] = list(measure_kernels(once, machine, limits(), lambda: Roof(next(bandwidths), 1e20)))
+    floor = (product.nbytes / 3e10 + product.nbytes / 2e10) / 2  # the first round, before which it is 4e10, warms up
+    assert product.main.share == pytest.approx(floor / product.main.median)
+
+
+def test_the_limits_of_a_moment(machine: Machine) -> None:
+    pool = Pool(1)
+    roof = LimitsNow(pool, machine, "avx2", torch.float32)()
+    pool.close()
+    assert 1e8 < roof.bandwidth < 1e13
+    assert 1e8 < roof.peak < 1e13
 
 
 def test_results_are_plain_data_and_tables_fit_a_terminal(measured: tuple[int, list[list[Measurement]]]) -> None:
