@@ -68,12 +68,13 @@ struct cl_pool {
   Share shares_[kMaxThreads];
 };
 
-// Numbers 0 to items - 1, each given to one thread only. A thread has a share of its own, most of which nobody else may take;
-// whoever is done takes what slower threads have left (work stealing: Blumofe and Leiserson, 1999). Every thread makes its own
-// of these, once between two barriers.
+// Numbers 0 to items - 1, each given to one thread only. A thread has a share of its own; whoever is done takes what slower
+// threads have left of theirs (work stealing: Blumofe and Leiserson, 1999). Every thread makes its own of these, once between
+// two barriers.
 class Turns {
  public:
-  // CONTIGUOUS shares make one long read of what lies in order; SPREAD ones suit work sorted by what it costs.
+  // CONTIGUOUS shares make one long read of what lies in order. Half of one nobody else may take: no need to ask then, and
+  // of two threads none waits until the other is three times as slow. SPREAD ones suit work sorted by what it costs.
   enum Shares { CONTIGUOUS, SPREAD };
 
   Turns(cl_pool& pool, int thread, int64_t items, Shares shares)
@@ -120,7 +121,7 @@ class Turns {
     first_ = shares_ == CONTIGUOUS ? begin(items_, share_, threads_) : share_;
     step_ = shares_ == CONTIGUOUS ? 1 : threads_;
     size_ = shares_ == CONTIGUOUS ? begin(items_, share_ + 1, threads_) - first_ : (items_ - share_ + threads_ - 1) / threads_;
-    kept_ = size_ * 3 / 4;
+    kept_ = shares_ == CONTIGUOUS ? size_ / 2 : 0;
   }
 
   cl_pool& pool_;

@@ -1,4 +1,4 @@
-"""Work handed out to threads: every number once, whoever is late, and most of a share to its own thread."""
+"""Work handed out to threads: every number once, whoever is late, and half of a share to its own thread."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_every_number_is_given_once_in_every_round(printed: list[str]) -> None:
 
 
 def test_what_a_late_thread_has_left_goes_to_the_other_but_for_its_own(printed: list[str]) -> None:
-    """Three quarters of its half are its own, of which it has one."""
-    assert printed[4] == "25 15"
+    """A half of its half is its own, of which it has one."""
+    assert printed[4] == "30 10"
 
 
 def test_what_is_left_is_judged_by_ones_own_share(printed: list[str]) -> None:
