@@ -25,7 +25,7 @@ WATCHED = r"""
 static void fetched(const void* at);
 #undef _mm_prefetch
 #define _mm_prefetch(at, hint) fetched(at)
-#include "gemm.h"
+#include "linear.h"
 using namespace CL_NS;
 
 static KVAhead<bf16>* const no_kv = nullptr;
@@ -103,12 +103,43 @@ static void fetch_kv(int rows, int window) {
   free(memory);
 }
 
+// Whether each thread's first item of a product is what the operation before it fetches the beginning of. Prints how
+// many were looked at, and how many differ.
+static void first_items() {
+  enum { K = 64 };
+  int looked = 0, wrong = 0;
+  for (int threads : {1, 2, 3, 7})
+    for (int m : {1, 40, 800})
+      for (int panels : {1, 5, 12, 37}) {
+        cl_pool pool(threads, false);
+        std::vector<bf16> memory(panels * CL_PANEL * K);
+        cl_op ops[2] = {};
+        ops[0].kind = CL_OP_RMS_NORM, ops[1].kind = CL_OP_LINEAR;
+        ops[1].n = panels * CL_PANEL, ops[1].k = K, ops[1].weight = memory.data();
+        cl_program program{};
+        program.ops = ops, program.num_ops = 2;
+        const Weight<bf16> weight = packed_weight<bf16>(memory.data(), ops[1].n, K);
+        const int chunk = chunk_of(ops[1], weight, m, threads);
+        const GemmItems<bf16> items(weight, chunk, m);
+        for (int thread = 0; thread < threads; thread++) {
+          const int64_t count = items.count();
+          if (Turns::begin(count, thread, threads) == Turns::begin(count, thread + 1, threads)) continue;
+          const int64_t first = Turns(pool, thread, count, Turns::CONTIGUOUS).take();
+          looked++;
+          wrong += first_weights<bf16>(program, -1, 2, m, thread, threads).at !=
+                   (const char*)weight.panel(first % items.chunks * chunk);
+        }
+      }
+  printf("%d %d\n", looked, wrong);
+}
+
 // For each line of standard input (rows, panels, k, unit of panels): lines of the weight and of what is read behind it,
 // those behind the first item, or the first few, that are never fetched, fetches that come again, and fetches outside.
 // Given rows and a window instead, what is fetched of KV.
 int main(int argc, char** argv) {
   int m, panels, k, unit;
   if (argc == 3) fetch_kv(atoi(argv[1]), atoi(argv[2]));
+  if (argc == 2) first_items();
   while (argc == 1 && scanf("%d %d %d %d", &m, &panels, &k, &unit) == 4) {
     cl_pool pool(1, false);
     const int chunk = chunk_panels(Weight<bf16>{nullptr, panels, k}, unit, m, 1);
@@ -198,6 +229,13 @@ def test_what_comes_next_is_fetched_once(rows: int, watched: list[str]) -> None:
         # Pieces of k are not quite equally long, nor quite evenly fetched.
         assert found.lines > case[1] * case[2]
         assert found.never + found.again + found.outside <= found.lines / 20, f"{case}: {found}"
+
+
+def test_a_product_begins_with_what_was_fetched_for_it(watched: list[str]) -> None:
+    done = subprocess.run([watched[0], "first"], capture_output=True, text=True, check=True)
+    looked, wrong = map(int, done.stdout.split())
+    assert looked > 100
+    assert wrong == 0
 
 
 @pytest.mark.parametrize("window", [0, 64])
