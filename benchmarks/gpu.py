@@ -129,7 +129,7 @@ def main() -> None:
     results: dict[str, list[dict[str, float]]] = {}
 
     def keep(floor: float | None, limits: dict[str, Any]) -> dict[str, Any]:
-        summary = summarise(results, output_tokens, floor)
+        summary = summarise(results, output_tokens, lambda turn: floor)
         if args.json:
             record = {"summary": summary, "engines": about, "rounds": results}
             device = {"device": args.device, "limits": limits, "floor_seconds": floor}

@@ -133,10 +133,10 @@ def measure(
 
 
 def summarise(
-    results: dict[str, list[dict[str, float]]], tokens: int, floor: Callable[[float, float], float]
+    results: dict[str, list[dict[str, float]]], tokens: int, floor: Callable[[dict[str, float]], float | None]
 ) -> dict[str, Any]:
-    """Per engine: median and range of the seconds, rate, share of the ``floor`` (seconds, from bytes and FLOP per
-    second; the median of its rounds), and how many times as long as Chairlift it takes (of the medians, and least and
+    """Per engine: median and range of the seconds, rate, share of the ``floor`` (seconds, of a turn; the median of
+    its rounds), and how many times as long as Chairlift it takes (of the medians, and least and
     most within a round)."""
     summary: dict[str, Any] = {}
     ours = [result["seconds"] for result in results["chairlift"]]
@@ -144,7 +144,8 @@ def summarise(
         seconds = [result["seconds"] for result in rounds]
         median = statistics.median(seconds)
         ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=False)]
-        shares = [floor(turn["bandwidth"], turn["peak"]) / turn["seconds"] for turn in rounds if "bandwidth" in turn]
+        floors = [(floor(turn), turn["seconds"]) for turn in rounds]
+        shares = [least / taken for least, taken in floors if least is not None]
         summary[name] = {
             "median_seconds": round(median, 2),
             "least_seconds": round(min(seconds), 2),
@@ -250,8 +251,8 @@ def main() -> None:
     workload.write_text(json.dumps(requests))
     cost = model_cost(json.loads((args.model / "config.json").read_text()))
 
-    def floor(bandwidth: float, peak: float) -> float:
-        return floor_seconds(requests, *cost, bandwidth, peak)
+    def floor(turn: dict[str, float]) -> float | None:
+        return floor_seconds(requests, *cost, turn["bandwidth"], turn["peak"]) if "bandwidth" in turn else None
 
     about, results = measure(commands(args, args.work), workload, args.rounds, args.work, args.limits)
     if args.bandwidth is not None:

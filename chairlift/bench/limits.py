@@ -138,13 +138,13 @@ class LimitsNow:
 
     def __init__(self, pool: Pool, machine: Machine, isa: str, dtype: torch.dtype) -> None:
         self._pool, self._path = pool, ISA_NAMES.index(product_isa(isa, dtype))
-        self._memory = Memory(max(2 * machine.l3_bytes, _LEAST_BUFFER // 4))
+        self._memory = Memory(min(max(2 * machine.l3_bytes, _LEAST_BUFFER // 4), beyond_cache(machine)))
         self._memory.tensor(torch.uint8, (self._memory.nbytes,)).fill_(1)
 
     def __call__(self) -> Roof:
         library, pool = require(), self._pool.handle
-        bandwidth = library.cl_measure_read(pool, self._memory.address, self._memory.nbytes)
-        return Roof(bandwidth, library.cl_measure_peak(pool, self._path, 0, _MOMENT))
+        read = partial(library.cl_measure_read, pool, self._memory.address, self._memory.nbytes)
+        return Roof(_rate(read, 2).best, _rate(partial(library.cl_measure_peak, pool, self._path, 0, _MOMENT), 2).best)
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Limits:

@@ -36,7 +36,8 @@ DESCRIPTION: Final = (
 _KERNELS: Final = """Time the compiled CPU kernels, and say how near they come to the limits of this machine.
 
 The limits are measured first: how fast memory can be read, and how fast the product instructions run. The floor
-of a kernel is the longer of the two times it takes to read its weights (or K and V) and to compute with them.
+of a kernel is the longer of the two times it takes to read its weights (or K and V) and to compute with them, at the
+limits measured just before and after it: those of a virtual machine change from one second to the next.
 Everything it reads comes from memory that no cache holds. Attention is timed over blocks in shuffled order, as a
 paged cache has them, and in order. Run it on an otherwise idle machine.
 

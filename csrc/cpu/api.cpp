@@ -226,7 +226,9 @@ double cl_measure_peak(cl_pool* pool, int32_t isa, int32_t int8, double wanted_s
   if (!kernels || kernels->operations_per_round[int8 != 0] == 0.0) return 0.0;
   const int64_t trial = 20000;
   const double rate = trial / kernels->peak(trial, int8 != 0);
-  Peak peak{*kernels, int8 != 0, std::max<int64_t>(trial, int64_t(rate * wanted_seconds))};
+  Peak peak{*kernels, int8 != 0, trial};
+  pool->run(peak_on_thread, &peak);  // by now the threads may sleep, and waking them is not what is measured
+  peak.rounds = std::max<int64_t>(trial, int64_t(rate * wanted_seconds));
   const double start = seconds();
   pool->run(peak_on_thread, &peak);
   return double(peak.rounds) * kernels->operations_per_round[int8 != 0] * pool->num_threads() / (seconds() - start);

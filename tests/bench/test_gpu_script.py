@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ANSWERS = """
 import sys
-print("READY {}", flush=True)
+print("READY {\\"version\\": \\"1\\"}", flush=True)
 for _ in sys.stdin:
     print('DONE {"seconds": 1.0, "output_tokens": 4, "cpu_seconds": 1.0}', flush=True)
 """
@@ -45,3 +46,18 @@ def test_an_engine_that_fails_is_left_out_and_the_others_go_on(
 def test_without_chairlift_there_is_nothing_to_compare(script: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="chairlift said"):
         list(script.measure(engines(chairlift=FAILS, turns=ANSWERS), tmp_path / "w", 1, tmp_path))
+
+
+def test_shares_are_of_the_floor_that_was_measured(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(script, "commands", lambda args: engines(chairlift=ANSWERS))
+    monkeypatch.setattr(script, "floor_of", lambda model, requests: (0.25, {}))
+    report = tmp_path / "report.json"
+    flags = ["--model", str(tmp_path), "--rounds", "1", "--work", str(tmp_path), "--json", str(report)]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *flags])
+    monkeypatch.setattr(script.signal, "signal", lambda *_: None)
+    script.main()
+    assert json.loads(report.read_text())["summary"]["chairlift"]["percent_of_floor"] == 25.0
+    assert "25.0" in capsys.readouterr().out
