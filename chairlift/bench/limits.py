@@ -138,7 +138,7 @@ class LimitsNow:
 
     def __init__(self, pool: Pool, machine: Machine, isa: str, dtype: torch.dtype) -> None:
         self._pool, self._path = pool, ISA_NAMES.index(product_isa(isa, dtype))
-        self._memory = Memory(min(max(2 * machine.l3_bytes, _LEAST_BUFFER // 4), beyond_cache(machine)))
+        self._memory = Memory(min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER // 4), beyond_cache(machine)))
         self._memory.tensor(torch.uint8, (self._memory.nbytes,)).fill_(1)
 
     def __call__(self) -> Roof:
