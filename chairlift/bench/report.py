@@ -58,12 +58,12 @@ def doubts(machine: Machine, before: Roof, after: Roof, *, followed: bool) -> It
     ``followed``: shares are of the limits around each run. Arithmetic only slows down when others use the processors.
     """
     yield f"limits at the end: memory read {after.bandwidth / 1e9:.1f} GB/s, products {after.peak / 1e12:.2f} TFLOP/s"
-    pairs = (before.bandwidth, after.bandwidth), (before.peak, after.peak)
-    memory, products = (1 - min(pair) / max(pair) for pair in pairs)
+    memory, products = (1 - min(p) / max(p) for p in ((before.bandwidth, after.bandwidth), (before.peak, after.peak)))
     change = max(memory, products)
-    if followed and memory > _MOST_CHANGE and max(products, machine.busy) <= _MOST_CHANGE:
+    trusted = products <= _MOST_CHANGE and machine.busy <= _MOST_BUSY
+    if trusted and followed and memory > _MOST_CHANGE:
         yield f"Memory's limit changed by {memory:.0%}: shares are of what it was at the time; times are as they were."
-    elif change > _MOST_CHANGE or machine.busy > _MOST_BUSY:
+    elif not trusted or memory > _MOST_CHANGE:
         yield f"The machine was not idle: {machine.busy:.0%} busy at the start, and a limit changed by {change:.0%}."
         yield "The shares cannot be trusted; run this again when nothing else runs."
 
