@@ -161,8 +161,9 @@ struct GemmItems {
 };
 
 // Every thread of the pool calls this; chunks of `chunk_panels` panels go to whoever is free. `epilogue(first row, rows,
-// first panel, panels, tile, tile_stride)` gets each finished piece of a @ weight.T once, as float32. k is never divided
-// among threads. `a` has readable memory for MAX_ROW_BLOCK rows behind row m. `then`: what this thread reads after that.
+// first panel, panels, tile, tile_stride)` gets each finished piece of a @ weight.T once, as float32; before that,
+// `epilogue.fetch(first row, rows, panel)` may fetch what it will write, while the product takes its time. k is never
+// divided among threads. `a` has readable memory for MAX_ROW_BLOCK rows behind row m. `then`: what this thread reads after that.
 // `kv`, or null: what to fetch where memory has time to spare; AMX leaves it none.
 template <typename T, typename Epilogue>
 static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m, const Weight<T>& weight,
@@ -229,6 +230,7 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
             ahead = Ahead{same ? (const char*)(here + weight.k * CL_PANEL) : next, same ? bytes_here : next_bytes};
           }
           float* out = sums + p * CL_PANEL;
+          if (last_piece && !streams) epilogue.fetch(begin, rows, first_panel + p);
           if (streams)
             stream_product(rows, left, left_stride, here, k_here, out, tile_stride, k > 0, last && p + 1 == panels, then, also);
           else

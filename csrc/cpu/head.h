@@ -46,6 +46,8 @@ struct ChooseOrStore {
   const HeadShared<T>& shared;
   Best* best;  // of this thread
 
+  void fetch(int, int, int) const {}
+
   void operator()(int row0, int rows, int panel0, int panels, float* tile, int64_t tile_stride) const {
     const int first_id = panel0 * CL_PANEL;
     int count = panels * CL_PANEL;

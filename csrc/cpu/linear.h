@@ -5,6 +5,12 @@
 
 namespace CL_NS {
 
+// The line of each row that a panel's results go to.
+template <typename T>
+CL_INLINE void fetch_to_write(T* at, int64_t stride, int rows) {
+  for (int r = 0; r < rows; r++) _mm_prefetch((const char*)(at + r * stride), _MM_HINT_T0);
+}
+
 // out = tile + bias (+ residual). Columns beyond n are cleared: zero weights alone leave a broken row's NaN there.
 template <typename T>
 struct StoreResult {
@@ -14,6 +20,10 @@ struct StoreResult {
   int64_t residual_stride;
   const float* bias;
   int n;
+
+  void fetch(int row0, int rows, int panel) const {
+    fetch_to_write(out + row0 * stride + int64_t(panel) * CL_PANEL, stride, rows);
+  }
 
   void operator()(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride) const {
     const int64_t column0 = int64_t(panel0) * CL_PANEL;
@@ -35,6 +45,10 @@ struct StoreGated {
   T* out;
   int64_t stride;
   const float* bias;
+
+  void fetch(int row0, int rows, int panel) const {
+    if (panel % 2 == 0) fetch_to_write(out + row0 * stride + panel / 2 * CL_PANEL, stride, rows);
+  }
 
   void operator()(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride) const {
     for (int r = 0; r < rows; r++)
@@ -61,6 +75,10 @@ struct StoreHeads {
   const float* rotary;  // [T, head_dim] or null
   T* q;
   int64_t q_stride;
+
+  void fetch(int row0, int rows, int panel) const {
+    if (panel * CL_PANEL < op.heads * op.head_dim) fetch_to_write(q + row0 * q_stride + panel * CL_PANEL, q_stride, rows);
+  }
 
   void operator()(int row0, int rows, int panel0, int panels, float* tile, int64_t tile_stride) const {
     const int dim = op.head_dim, first_head = panel0 * CL_PANEL / dim;

@@ -223,13 +223,18 @@ CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>
           until = 0;
       }
     }
+    if (MORE) {  // one address each, or the loop's end is kept in a vector register, at 1.04 times the time on Zen 4
+#pragma GCC unroll 4
+      for (int v = 1; v < V; v++) column[v] = column[0] + v * LANES * P;
+      ahead[1] = ahead[0] + 64;
+    }
     // Only attention has four lines. But few rows are up to 1.05 times faster as GCC compiles them with that case.
     product_step<T, R, V, PIECES, !MORE>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
     behind += prefetch.stride;
 #pragma GCC unroll 4
     for (int i = 0; i < (R + 2) / 3; i++) rows[i] += P;
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) column[v] += b.stride;
+    for (int v = 0; v < V; v++) column[v] += MORE ? CL_PANEL * P : b.stride;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -245,7 +250,7 @@ template <typename T, int V, bool PIECES>
 static void product(int rows, const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out, int64_t out_stride,
                     bool accumulate, Prefetch prefetch) {
   CL_ASSERT(rows >= 1 && rows <= most_rows(V));
-  CL_ASSERT(PIECES || b.segments == 1);
+  CL_ASSERT(PIECES || (b.segments == 1 && b.stride == CL_PANEL * Pairs<T>::P));
 #define CL_CASE(R) \
   case R:          \
     return product_of<T, (R <= most_rows(V) ? R : 1), V, PIECES>(a, a_stride, b, out, out_stride, accumulate, prefetch);

@@ -29,6 +29,10 @@ static void fetched(const void* at);
 using namespace CL_NS;
 
 static KVAhead<bf16>* const no_kv = nullptr;
+struct Ignore {
+  void fetch(int, int, int) const {}
+  void operator()(int, int, int, int, float*, int64_t) const {}
+};
 static const char* begin;
 static int64_t size, outside, again, now;
 static bool watching;
@@ -90,7 +94,7 @@ static void fetch_kv(int rows, int window) {
     kv.begin(ops[0]);
     watching = true;
     gemm(pool, 0, a.data(), K, tokens, Weight<bf16>{weight.data(), PANELS, K}, 2, scratch,
-         [](int, int, int, int, float*, int64_t) {}, NOTHING, &kv);
+         Ignore{}, NOTHING, &kv);
     watching = false;
     pool.barrier(0);
   }
@@ -133,12 +137,56 @@ static void first_items() {
   printf("%d %d\n", looked, wrong);
 }
 
+// What products of `rows` rows write: q of heads, sums, and gated sums. Prints lines of results, those never fetched
+// before they are written, and fetches that came again.
+static void fetch_results(int rows) {
+  enum { BLOCK = 32, HEADS = 3, KV_HEADS = 1, DIM = 64, K = 576, N = 320 };
+  for (int kind : {CL_OP_QKV, CL_OP_LINEAR, CL_OP_LINEAR_SILU}) {
+    const int n = kind == CL_OP_LINEAR_SILU ? 2 * N : N, width = kind == CL_OP_QKV ? HEADS * DIM : N;
+    std::vector<int64_t> slots(rows);
+    for (int row = 0; row < rows; row++) slots[row] = row;
+    const int64_t* mappings[] = {slots.data()};
+    std::vector<bf16> in(int64_t(rows + MAX_ROW_BLOCK) * K), weight(int64_t(n) * K);
+    std::vector<bf16> kv((rows + BLOCK) * 2 * KV_HEADS * DIM);
+    size = int64_t(rows) * width * sizeof(bf16);
+    const int64_t guard = 1 << 20;  // what is fetched a little beyond a weight must not count
+    char* memory = (char*)aligned_alloc(64, size + 2 * guard);
+    void* out = memory + guard;
+    void* buffers[] = {in.data(), out};
+    const int64_t strides[] = {K, width};
+    cl_op op{};
+    op.kind = kind, op.in = 0, op.out = 1, op.aux = op.rotary = -1, op.n = n, op.k = K, op.weight = weight.data();
+    op.heads = HEADS, op.kv_heads = KV_HEADS, op.head_dim = DIM;
+    const cl_kv_layer layer{kv.data(), 0, KV_HEADS, DIM, BLOCK, rows / BLOCK + 1};
+    cl_program program{};
+    program.ops = &op, program.num_ops = 1, program.kv_layers = &layer;
+    program.buffers = buffers, program.strides = strides;
+    cl_batch batch{};
+    batch.num_tokens = rows, batch.slot_mapping = mappings;
+    const StepPlan plan{};
+    cl_pool pool(1, false);
+    static GemmScratch<bf16> scratch;
+    KVAhead<bf16> ahead(program, batch, plan, 0);
+    begin = (const char*)out, outside = again = now = 0, latest.assign(size / 64, 0);
+    watching = true;
+    linear(pool, 0, op, program, batch, scratch, NOTHING, ahead);
+    watching = false;
+    int64_t never = 0;
+    for (int64_t line = 0; line < size / 64; line++) never += latest[line] == 0;
+    printf("%ld %ld %ld\n", long(size / 64), long(never), long(again));
+    free(memory);
+  }
+}
+
 // For each line of standard input (rows, panels, k, unit of panels): lines of the weight and of what is read behind it,
 // those behind the first item, or the first few, that are never fetched, fetches that come again, and fetches outside.
-// Given rows and a window instead, what is fetched of KV.
+// Given rows and a window instead, what is fetched of KV; given "results" and rows, of what is written.
 int main(int argc, char** argv) {
   int m, panels, k, unit;
-  if (argc == 3) fetch_kv(atoi(argv[1]), atoi(argv[2]));
+  if (argc == 3 && !strcmp(argv[1], "results"))
+    fetch_results(atoi(argv[2]));
+  else if (argc == 3)
+    fetch_kv(atoi(argv[1]), atoi(argv[2]));
   if (argc == 2) first_items();
   while (argc == 1 && scanf("%d %d %d %d", &m, &panels, &k, &unit) == 4) {
     cl_pool pool(1, false);
@@ -154,9 +202,8 @@ int main(int argc, char** argv) {
     begin = (const char*)weight, outside = again = now = 0, latest.assign(size / 64, 0);
     static GemmScratch<bf16> scratch;
     const Weight<bf16> packed{weight, panels, k};
-    const auto ignore = [](int, int, int, int, float*, int64_t) {};
     watching = true;
-    gemm(pool, 0, a.data(), k, m, packed, chunk, scratch, ignore, {begin + own, then}, no_kv);
+    gemm(pool, 0, a.data(), k, m, packed, chunk, scratch, Ignore{}, {begin + own, then}, no_kv);
     watching = false;
     int64_t never = 0;
     const int64_t first = streams ? STREAM_AHEAD / 64 : int64_t(chunk) * k;
@@ -172,13 +219,18 @@ int main(int argc, char** argv) {
     std::vector<bf16> a = std::vector<bf16>(160 * 64), weight = std::vector<bf16>(2 * CL_PANEL * 64);
     std::atomic<int> calls[2] = {};
   };
+  struct Wait : Ignore {
+    std::atomic<int>* calls;
+    int thread;
+    void operator()(int, int rows, int, int, float*, int64_t) const {
+      calls[thread] += rows;
+      for (int look = 0; look < 10000 && calls[1 - thread] == 0; look++) usleep(1000);
+    }
+  };
   static Two two;
   two.pool.run([](void*, int thread) {
     gemm(two.pool, thread, two.a.data(), 64, 80, Weight<bf16>{two.weight.data(), 2, 64}, 1, two.scratch[thread],
-         [thread](int, int rows, int, int, float*, int64_t) {
-           two.calls[thread] += rows;
-           for (int look = 0; look < 10000 && two.calls[1 - thread] == 0; look++) usleep(1000);
-         }, NOTHING, no_kv);
+         Wait{{}, two.calls, thread}, NOTHING, no_kv);
   }, nullptr);
   printf("%d %d\n", two.calls[0].load(), two.calls[1].load());
 }
@@ -246,3 +298,14 @@ def test_kv_is_fetched_once_where_memory_has_time(rows: int, window: int, watche
     found = Fetched(*map(int, done.stdout.split()))
     assert found.again == found.outside == 0
     assert found.never == (found.lines if tiles else 0)
+
+
+@pytest.mark.parametrize("rows", [1, 12, 13, 64, 400])
+def test_results_are_fetched_before_they_are_written(rows: int, watched: list[str]) -> None:
+    program, *tiles = watched
+    done = subprocess.run([program, "results", str(rows)], capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        lines, never, again = map(int, line.split())
+        assert again == 0
+        # What few rows write is still in the cache.
+        assert never in ([0] if tiles or rows > 12 else [0, lines])
