@@ -40,7 +40,14 @@ struct AttentionTask {
   const int32_t* block_table;  // of this sequence
   int kv_head;
   int rows;
+  bool far;  // keys and values are fetched into L2
+
+  // How many sixteens of tokens: further ahead, lines are evicted from L1 before they are used.
+  int fetch_ahead() const { return far ? 8 : 4; }
 };
+
+// Up to Zen 4 (family 19h), cores of this kind wait for fewer lines of L1 at once than it takes to be busy all the time.
+static bool fetches_far() { return __builtin_cpu_is("amdfam19h"); }
 
 // Where the sixteens of tokens of one KV tile lie: `count` of them from number `first` on. K of sixteen tokens of one KV head
 // lies together, and V behind it.
@@ -67,22 +74,39 @@ struct Sixteens {
   }
 };
 
-enum { FETCH_AHEAD = 4 };  // sixteens; further ahead, lines are evicted before they are used
+// Sixteens that are read one after the other: those at hand, those that come next, and those after them. Of each, pieces
+// are read in order: all keys, then all values.
+template <typename T>
+struct Reading {
+  const Sixteens<T>&at, &next, &after;
+
+  // The piece so many places behind the first one at hand, or null. Each is fetched once, when the one fetch_ahead() places
+  // before it is used; or never, where less than that lies between: behind a short sequence, or a split's short rest.
+  const T* piece(int place) const {
+    for (const Sixteens<T>* here : {&at, &next, &after}) {
+      if (place < here->count) return here->keys[place];
+      if ((place -= here->count) < here->count) return here->values[place];
+      place -= here->count;
+    }
+    return nullptr;
+  }
+};
 
 // Scores of all rows with the tokens at hand, from column `column0` of the scratch on.
 template <typename T>
-static void score(const AttentionTask<T>& task, AttentionScratch<T>& s, const Sixteens<T>& at, int column0) {
+static void score(const AttentionTask<T>& task, AttentionScratch<T>& s, const Reading<T>& reading, int column0) {
+  const Sixteens<T>& at = reading.at;
   const int dim = task.kv.head_dim, steps = dim / Pairs<T>::P;
   for (int i = 0, groups; i < at.count; i += groups) {
     groups = groups_at_once(task.rows, at.count - i);
     const char* ahead[MAX_GROUPS];
     for (int g = 0; g < groups; g++) {
-      const int then = i + FETCH_AHEAD + g;
-      ahead[g] = (const char*)(then < at.count ? at.keys[then] : at.values[then - at.count < at.count ? then - at.count : 0]);
+      const T* piece = reading.piece(i + task.fetch_ahead() + g);
+      ahead[g] = piece ? (const char*)piece : (const char*)s.q;  // nothing is left; these are at hand
     }
     Columns<T> keys{at.keys + i, 1, steps, steps, CL_KV_TOKENS * Pairs<T>::P};
-    product_rows<T>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, SCORES_STRIDE, false,
-                 Prefetch{ahead, groups, 64});
+    product_rows<KEYS>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, SCORES_STRIDE, false,
+                       Prefetch{ahead, groups, 64, task.far});
   }
 }
 
@@ -116,11 +140,12 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
   state.highest[row] = highest;
 }
 
-// state.values = state.values * factor + weights @ values at hand. The first keys of what comes next are fetched meanwhile.
+// state.values = state.values * factor + weights @ values at hand.
 template <typename T>
 static void add_values(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state,
-                       const Sixteens<T>& at, const Sixteens<T>& next, int last_tokens, int column0) {
+                       const Reading<T>& reading, int last_tokens, int column0) {
   enum { P = Pairs<T>::P, MOST = Sixteens<T>::MOST };
+  const Sixteens<T>& at = reading.at;
   const int dim = task.kv.head_dim;
   for (int row = 0; row < task.rows; row++) {
     if (s.factor[row] == 1.0f) continue;
@@ -134,14 +159,14 @@ static void add_values(const AttentionTask<T>& task, AttentionScratch<T>& s, Sof
     const int lines = groups == 1 ? 1 : groups == 2 ? 2 : 4;
     for (int i = 0; i < at.count; i++) {
       for (int g = 0; g < groups; g++) column[g * at.count + i] = at.values[i] + (d + g * LANES) * P;
-      const int then = i + FETCH_AHEAD;
-      const T* tile = then < at.count ? at.values[then] : then - at.count < next.count ? next.keys[then - at.count] : at.values[i];
-      for (int line = 0; line < lines; line++) ahead[i * lines + line] = (const char*)(tile + d * P) + 64 * line;
+      const T* piece = reading.piece(at.count + i + task.fetch_ahead());
+      const char* tile = piece ? (const char*)(piece + d * P) : (const char*)s.q;
+      for (int line = 0; line < lines; line++) ahead[i * lines + line] = tile + 64 * line;
     }
     // Tokens behind the end of the sequence are stale: their weights are zero, but they themselves may be NaN.
     Columns<T> values{column, at.count, CL_KV_TOKENS / P, (last_tokens + P - 1) / P, int64_t(dim) * P};
-    product_rows<T>(task.rows, groups, s.weights + column0, SCORES_STRIDE, values, state.values + d, dim, true,
-                 Prefetch{ahead, lines, int64_t(dim * P * sizeof(T))});
+    product_rows<VALUES>(task.rows, groups, s.weights + column0, SCORES_STRIDE, values, state.values + d, dim, true,
+                         Prefetch{ahead, lines, int64_t(dim * P * sizeof(T)), task.far});
   }
 }
 
@@ -164,12 +189,13 @@ static void attend_split(const AttentionTask<T>& task, AttentionScratch<T>& s, S
     Sixteens<T>&at = tiles[i], &next = tiles[i ^ 1];
     const int end = at.first + at.count, start = at.first / per_tile * KV_TILE;
     next.locate(task, end, limit);
+    const Reading<T> reading{at, next, after};
     const int begin_column = at.first * CL_KV_TOKENS - start, end_column = end * CL_KV_TOKENS - start;
-    score(task, s, at, begin_column);
+    score(task, s, reading, begin_column);
     for (int row = 0; row < task.rows; row++)
       weigh_row(s, state, row, begin_column, end_column, start, scale);
     const int last_tokens = to < end * CL_KV_TOKENS ? to - (end - 1) * CL_KV_TOKENS : int(CL_KV_TOKENS);
-    add_values(task, s, state, at, next.count > 0 ? next : after, last_tokens, begin_column);
+    add_values(task, s, state, reading, last_tokens, begin_column);
   }
 }
 
@@ -209,7 +235,7 @@ static Sixteens<T> first_keys(const AttentionPiece<T>& piece, const AttentionTas
   const int from = begin > low ? begin : low, to = end < high ? end : high;
   const int first = from / CL_KV_TOKENS, limit = from < to ? (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS : first;
   Sixteens<T> found;
-  found.locate(task, first, limit < first + FETCH_AHEAD ? limit : first + FETCH_AHEAD);
+  found.locate(task, first, limit < first + task.fetch_ahead() ? limit : first + task.fetch_ahead());
   return found;
 }
 
@@ -237,7 +263,7 @@ static void store_outputs(const AttentionPiece<T>& piece, const SoftmaxState& st
 
 template <typename T>
 static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
-                      const StepPlan& plan, AttentionScratch<T>& s) {
+                      const StepPlan& plan, AttentionScratch<T>& s, bool far) {
   const cl_kv_layer& kv = program.kv_layers[op.layer];
   const T* q = static_cast<const T*>(program.buffers[op.in]);
   T* out = static_cast<T*>(program.buffers[op.out]);
@@ -263,14 +289,14 @@ static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_progr
     if (following < items) {
       const AttentionSpan& then = span_of(following);
       const int head = int(following / splits % op.kv_heads), begin = int(following % splits) * KV_SPLIT;
-      after = first_keys(AttentionPiece<T>{op, batch, then, head, 0, 1}, AttentionTask<T>{op, kv, table_of(then), head, 1},
+      after = first_keys(AttentionPiece<T>{op, batch, then, head, 0, 1}, AttentionTask<T>{op, kv, table_of(then), head, 1, far},
                          begin, splits > 1 ? begin + KV_SPLIT : INT32_MAX);
     }
     for (int first = 0; first < span.num_tokens * group; first += MAX_ATTENTION_ROWS) {
       int rows = span.num_tokens * group - first;
       rows = rows < MAX_ATTENTION_ROWS ? rows : MAX_ATTENTION_ROWS;
       AttentionPiece<T> piece{op, batch, span, kv_head, first, rows};
-      AttentionTask<T> task{op, kv, table, kv_head, rows};
+      AttentionTask<T> task{op, kv, table, kv_head, rows, far};
       load_queries(piece, q, q_stride, s);
       const int from = s.low[0], to = s.high[rows - 1];  // rows are in order of position
       if (splits > 1) {

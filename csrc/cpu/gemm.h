@@ -80,9 +80,9 @@ static void panel_product(int rows, const Left<T>* a, int64_t a_stride, const T*
       const auto* a_here = a + row * a_stride;
       float* out_here = out + row * out_stride + v * LANES;
       if (groups == 1)
-        product<T, 1, false>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
+        product<T, 1, PANEL, true>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
       else
-        product<T, 2, false>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
+        product<T, 2, PANEL, true>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
     }
   }
 }

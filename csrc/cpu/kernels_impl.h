@@ -45,7 +45,7 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_RMS_NORM: rms_norm<T>(op, program, share); break;
       case CL_OP_ADD: add<T>(op, program, share); break;
       case CL_OP_ATTENTION:
-        attention<T>(pool, thread, op, program, batch, plan, scratch.attention);
+        attention<T>(pool, thread, op, program, batch, plan, scratch.attention, fetches_far());
         kv.look(i + 1, end_op);
         break;
       default:

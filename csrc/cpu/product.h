@@ -39,18 +39,22 @@ struct Columns {
   int64_t stride;
 };
 
+// Groups of columns: of a weight's panel, side by side; of keys, sixteen of them after another, wherever they are; or of
+// values, side by side, in pieces. Only values come in pieces.
+enum Layout { PANEL, KEYS, VALUES };
+
 // What to fetch while computing: at every step of piece s, for each of `lines` (0, 1, 2 or 4), the cache line at
-// at[s * lines + line] + step * stride, into L1 for attention's vectors, whose columns are used soon, else into L2. One at a
-// time, because a burst stalls the product until memory has answered.
+// at[s * lines + line] + step * stride. One at a time, because a burst stalls the product until memory has answered. All but
+// keys' lines are one behind the other. Of keys and values there is none or one for each group, with the stride of columns.
 struct Prefetch {
   const char* const* at;
   int lines;
   int64_t stride;
-  // Where columns are one piece and there are MANY_ROWS, also a line at every `gap` steps, of `pieces` pieces of so many lines.
+  bool far = true;  // into L2, not L1
+  // Where columns are a panel's and there are MANY_ROWS, also a line at every `gap` steps, of `pieces` pieces of so many lines.
   const char* const* piece = nullptr;
   int pieces = 0, piece_lines = 0, gap = 0;
 };
-static const Prefetch NO_PREFETCH = {nullptr, 0, 0};
 
 CL_INLINE void first_lines(const Prefetch& prefetch, int piece, const char* (&ahead)[4]) {
   const char* const* at = prefetch.at + piece * prefetch.lines;
@@ -142,15 +146,15 @@ CL_INLINE void load_anew() { __asm__ volatile("" ::: "memory"); }
 
 // FOUR: there may be four lines at a step, as for attention; where there are not, their addresses take registers from many rows.
 // One step: the lines behind `behind` fetched, R x V sums brought forward by the products of one element or pair of k.
-template <typename T, int R, int V, bool PIECES, bool FOUR>
+template <typename T, int R, int V, bool NEAR, bool FOUR>
 CL_INLINE void product_step(const Left<T>* const (&a)[(R + 2) / 3], int64_t a_stride, const T* const (&column)[V],
                             const char* const (&ahead)[4], int lines, int64_t behind, vf (&sum)[R][V]) {
   if (lines > 0) {
-    fetch_line<PIECES>(ahead[0] + behind);
-    if (lines > 1) fetch_line<PIECES>(ahead[1] + behind);
+    fetch_line<NEAR>(ahead[0] + behind);
+    if (lines > 1) fetch_line<NEAR>(ahead[1] + behind);
     if (FOUR && lines > 2) {
-      fetch_line<PIECES>(ahead[2] + behind);
-      fetch_line<PIECES>(ahead[3] + behind);
+      fetch_line<NEAR>(ahead[2] + behind);
+      fetch_line<NEAR>(ahead[3] + behind);
     }
   }
 #pragma GCC unroll 2
@@ -174,10 +178,11 @@ CL_INLINE void product_step(const Left<T>* const (&a)[(R + 2) / 3], int64_t a_st
 
 // out[R, 16 V] = (accumulate ? out : 0) + a[R, k] @ columns. Rows of a are a_stride elements apart, of out out_stride floats.
 // A function of its own, because among a caller's variables compilers keep sums in memory.
-template <typename T, int R, int V, bool PIECES>
+template <typename T, int R, int V, Layout LAYOUT, bool FAR>
 CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out, int64_t out_stride,
                             bool accumulate, Prefetch prefetch) {
   enum { P = Pairs<T>::P };
+  constexpr bool PIECES = LAYOUT == VALUES, MORE = LAYOUT == PANEL && R >= MANY_ROWS;
   vf sum[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -196,7 +201,6 @@ CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>
   const char* ahead[4] = {};
   first_lines(prefetch, 0, ahead);
   int64_t behind = 0;
-  constexpr bool MORE = !PIECES && R >= MANY_ROWS;
   const char* const* piece = prefetch.piece;
   const char* more = MORE && prefetch.pieces ? *piece : nullptr;
   int until = more ? prefetch.gap : 0, lines_left = prefetch.piece_lines, pieces_left = prefetch.pieces;
@@ -223,18 +227,20 @@ CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>
           until = 0;
       }
     }
-    if (MORE) {  // one address each, or the loop's end is kept in a vector register, at 1.04 times the time on Zen 4
+    // One address for what lies side by side: else addresses wait in vector registers, and many rows take 1.04 times as long.
+    if (LAYOUT == VALUES || MORE) {
 #pragma GCC unroll 4
       for (int v = 1; v < V; v++) column[v] = column[0] + v * LANES * P;
-      ahead[1] = ahead[0] + 64;
+#pragma GCC unroll 4
+      for (int line = 1; line < 4; line++) ahead[line] = ahead[0] + 64 * line;
     }
     // Only attention has four lines. But few rows are up to 1.05 times faster as GCC compiles them with that case.
-    product_step<T, R, V, PIECES, !MORE>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
-    behind += prefetch.stride;
+    product_step<T, R, V, !FAR, !MORE>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
+    behind += LAYOUT == KEYS ? 64 : prefetch.stride;
 #pragma GCC unroll 4
     for (int i = 0; i < (R + 2) / 3; i++) rows[i] += P;
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) column[v] += MORE ? CL_PANEL * P : b.stride;
+    for (int v = 0; v < V; v++) column[v] += MORE ? CL_PANEL * P : LAYOUT == KEYS ? CL_KV_TOKENS * P : b.stride;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -245,15 +251,14 @@ CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>
 // The most rows that V groups of columns leave registers for.
 CL_INLINE constexpr int most_rows(int groups) { return groups <= GROUPS ? int(ROWS) : ROWS * GROUPS / groups; }
 
-// PIECES: the columns may come in pieces, as attention's do.
-template <typename T, int V, bool PIECES>
+template <typename T, int V, Layout LAYOUT, bool FAR>
 static void product(int rows, const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out, int64_t out_stride,
                     bool accumulate, Prefetch prefetch) {
   CL_ASSERT(rows >= 1 && rows <= most_rows(V));
-  CL_ASSERT(PIECES || (b.segments == 1 && b.stride == CL_PANEL * Pairs<T>::P));
+  CL_ASSERT(LAYOUT == VALUES || (b.segments == 1 && b.stride == (LAYOUT == KEYS ? CL_KV_TOKENS : CL_PANEL) * Pairs<T>::P));
 #define CL_CASE(R) \
   case R:          \
-    return product_of<T, (R <= most_rows(V) ? R : 1), V, PIECES>(a, a_stride, b, out, out_stride, accumulate, prefetch);
+    return product_of<T, (R <= most_rows(V) ? R : 1), V, LAYOUT, FAR>(a, a_stride, b, out, out_stride, accumulate, prefetch);
   switch (rows) {
     CL_CASE(1) CL_CASE(2) CL_CASE(3) CL_CASE(4) CL_CASE(5) CL_CASE(6)
     CL_CASE(7) CL_CASE(8) CL_CASE(9) CL_CASE(10) CL_CASE(11) CL_CASE(12)
@@ -268,8 +273,20 @@ CL_INLINE int groups_at_once(int rows, int left) {
   return left >= GROUPS ? int(GROUPS) : 1;
 }
 
-// Attention's rows in blocks of nearly equal size, with as many groups of columns at a time as the registers hold: 1, 2 or 4.
-template <typename T>
+// As many groups of columns at a time as the registers hold: 1, 2 or 4.
+template <typename T, Layout LAYOUT, bool FAR>
+static void product_of_groups(int groups, int rows, const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out,
+                              int64_t out_stride, bool accumulate, Prefetch prefetch) {
+  if (groups == 1)
+    product<T, 1, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
+  else if (groups == 2)
+    product<T, 2, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
+  else
+    product<T, MAX_GROUPS, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
+}
+
+// Attention's rows in blocks of nearly equal size.
+template <Layout LAYOUT, typename T>
 static void product_rows(int rows, int groups, const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out,
                          int64_t out_stride, bool accumulate, Prefetch prefetch) {
   const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups);
@@ -277,13 +294,11 @@ static void product_rows(int rows, int groups, const Left<T>* a, int64_t a_strid
     const int row = rows * block / blocks, here = rows * (block + 1) / blocks - row;
     const Left<T>* a_here = a + row * a_stride;
     float* out_here = out + row * out_stride;
-    const Prefetch once = block == 0 ? prefetch : NO_PREFETCH;
-    if (groups == 1)
-      product<T, 1, true>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
-    else if (groups == 2)
-      product<T, 2, true>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
+    if (block > 0) prefetch.lines = 0;
+    if (prefetch.far)
+      product_of_groups<T, LAYOUT, true>(groups, here, a_here, a_stride, b, out_here, out_stride, accumulate, prefetch);
     else
-      product<T, MAX_GROUPS, true>(here, a_here, a_stride, b, out_here, out_stride, accumulate, once);
+      product_of_groups<T, LAYOUT, false>(groups, here, a_here, a_stride, b, out_here, out_stride, accumulate, prefetch);
   }
 }
 

@@ -89,9 +89,9 @@ static void tile_product(int rows, const bf16* a, int64_t a_stride, const bf16* 
 
 // Attention's product, whose columns come in pieces. Reads and writes 16 rows where `rows` says fewer, as above. What comes
 // next is fetched into L2: tiles ask for more lines than L1 can wait for at once.
-template <>
-void product_rows<bf16>(int rows, int groups, const bf16* a, int64_t a_stride, const Columns<bf16>& b, float* out,
-                        int64_t out_stride, bool accumulate, Prefetch prefetch) {
+template <Layout LAYOUT>
+static void product_rows(int rows, int groups, const bf16* a, int64_t a_stride, const Columns<bf16>& b, float* out,
+                         int64_t out_stride, bool accumulate, Prefetch prefetch) {
   enum { STEPS = ATTENTION_K / 2, STEP = 2 * LANES };  // elements of a step: a pair of k of 16 columns
   const int whole = b.last_steps / STEPS * STEPS, rest = b.last_steps - whole;
   alignas(64) bf16 filled[2][STEPS * STEP];  // what is left of the last piece, and zeros: what lies behind may be NaN

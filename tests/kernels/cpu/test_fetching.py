@@ -25,6 +25,7 @@ WATCHED = r"""
 static void fetched(const void* at);
 #undef _mm_prefetch
 #define _mm_prefetch(at, hint) fetched(at)
+#include "attention.h"
 #include "linear.h"
 using namespace CL_NS;
 
@@ -137,6 +138,55 @@ static void first_items() {
   printf("%d %d\n", looked, wrong);
 }
 
+// Attention of one thread over sequences of 64 to 16 * `most` tokens, or one less each, that decode: prints lines of KV
+// of the pieces (K or V of sixteen tokens and a head), those never fetched, fetches that came again, lines of a piece.
+static void fetch_attended(int most, int less, bool far) {
+  enum { BLOCK = 32, KV_HEADS = 2, GROUP = 3, DIM = 64, ROWS_HERE = 9 };
+  const int width = (most + 1) / 2, blocks = ROWS_HERE * width;
+  const int64_t piece_bytes = int64_t(CL_KV_TOKENS) * DIM * sizeof(bf16);
+  size = blocks * (BLOCK / CL_KV_TOKENS) * KV_HEADS * 2 * piece_bytes;
+  const int64_t guard = 1 << 16;
+  char* memory = (char*)aligned_alloc(64, size + 2 * guard);
+  memset(memory, 0, size + 2 * guard);
+  begin = memory + guard, outside = again = now = 0, latest.assign(size / 64, 0);
+  std::vector<int32_t> table(blocks), starts, lengths;
+  std::vector<AttentionSpan> spans;
+  int64_t pieces = 0;
+  for (int b = 0; b < blocks; b++) table[b] = (b * 17 + 5) % blocks;
+  for (int row = 0; row < ROWS_HERE; row++) {
+    const int sixteens = 4 + row * (most - 4) / (ROWS_HERE - 1);
+    pieces += 2 * KV_HEADS * sixteens;
+    starts.push_back(row), lengths.push_back(16 * sixteens - less), spans.push_back({row, row, 1, 0});
+  }
+  starts.push_back(ROWS_HERE);
+  const int32_t* tables[] = {table.data()};
+  const int64_t table_strides[] = {width};
+  cl_batch batch{};
+  batch.cu_seqlens = starts.data(), batch.seq_lens = lengths.data(), batch.block_tables = tables;
+  batch.table_strides = table_strides, batch.num_tokens = batch.num_rows = ROWS_HERE;
+  cl_op op{};
+  op.kind = CL_OP_ATTENTION, op.in = 0, op.out = 1, op.scale = 0.125f;
+  op.heads = KV_HEADS * GROUP, op.kv_heads = KV_HEADS, op.head_dim = DIM;
+  const cl_kv_layer layer{(void*)begin, 0, KV_HEADS, DIM, BLOCK, blocks};
+  std::vector<bf16> q(64 * KV_HEADS * GROUP * DIM), out(64 * KV_HEADS * GROUP * DIM);
+  void* buffers[] = {q.data(), out.data()};
+  const int64_t strides[] = {KV_HEADS * GROUP * DIM, KV_HEADS * GROUP * DIM};
+  cl_program program{};
+  program.ops = &op, program.num_ops = 1, program.kv_layers = &layer;
+  program.buffers = buffers, program.strides = strides;
+  const StepPlan plan{spans.data(), int(spans.size()), 1, 16, 1, nullptr};
+  static AttentionScratch<bf16> scratch;
+  cl_pool pool(1, false);
+  watching = true;
+  attention<bf16>(pool, 0, op, program, batch, plan, scratch, far);
+  watching = false;
+  int64_t lines = 0;
+  for (int64_t line = 0; line < size / 64; line++) lines += latest[line] != 0;
+  const int64_t all = pieces * piece_bytes / 64;
+  printf("%ld %ld %ld %ld\n", long(all), long(all - lines), long(again), long(piece_bytes / 64));
+  free(memory);
+}
+
 // What products of `rows` rows write: q of heads, sums, and gated sums. Prints lines of results, those never fetched
 // before they are written, and fetches that came again.
 static void fetch_results(int rows) {
@@ -180,9 +230,11 @@ static void fetch_results(int rows) {
 
 // For each line of standard input (rows, panels, k, unit of panels): lines of the weight and of what is read behind it,
 // those behind the first item, or the first few, that are never fetched, fetches that come again, and fetches outside.
-// Given rows and a window instead, what is fetched of KV; given "results" and rows, of what is written.
+// Given rows and a window instead, what is fetched of KV; given "results" and rows, of what is written; given three
+// numbers, of KV by attention itself.
 int main(int argc, char** argv) {
   int m, panels, k, unit;
+  if (argc == 4) fetch_attended(atoi(argv[1]), atoi(argv[2]), atoi(argv[3]));
   if (argc == 3 && !strcmp(argv[1], "results"))
     fetch_results(atoi(argv[2]));
   else if (argc == 3)
@@ -309,3 +361,15 @@ def test_results_are_fetched_before_they_are_written(rows: int, watched: list[st
         assert again == 0
         # What few rows write is still in the cache.
         assert never in ([0] if tiles or rows > 12 else [0, lines])
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("less", [0, 1])
+@pytest.mark.parametrize("sixteens", [4, 9, 16, 17, 40, 140])
+def test_attention_fetches_what_it_reads_once(sixteens: int, less: int, far: bool, watched: list[str]) -> None:
+    command = [watched[0], str(sixteens), str(less), str(int(far))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines, never, again, of_a_piece = map(int, done.stdout.split())
+    assert lines > 0
+    assert again == 0
+    assert never == (8 if far else 4) * of_a_piece  # the first have nothing before them
