@@ -31,6 +31,7 @@ class InputBatch:
         self.sampling: list[SamplingRow | None] = [None] * num_slots
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
         self._decodes = np.zeros(0, dtype=np.int32)
+        self._steady: FlatBatch | None = None
         self._ticket = 0
 
     def apply(self, out: SchedulerOutput) -> FlatBatch:
@@ -44,7 +45,10 @@ class InputBatch:
             self.block_tables[blocks.group][slot, blocks.first : end] = blocks.block_ids
         if out.decode_slots is not None:
             self._decodes = np.array(out.decode_slots, dtype=np.int32)
-        return self._flatten(out)
+        changed = out.left or out.joined or out.chunks or out.decode_slots is not None
+        batch = self._flatten(out) if changed or self._steady is None else self._advance(self._steady, out)
+        self._steady = None if out.chunks else batch
+        return batch
 
     def expect(self, batch: FlatBatch) -> int:
         """Tokens for the rows that sample are on their way. Returns the placeholder that stands for them: below 0."""
@@ -81,6 +85,31 @@ class InputBatch:
         for table in self.block_tables:
             table[slot] = 0
         self.sampling[slot] = None
+
+    def _advance(self, last: FlatBatch, out: SchedulerOutput) -> FlatBatch:
+        """What :meth:`_flatten` returns where exactly the rows of ``last`` decode again, from it alone."""
+        slots, positions = last.slots, last.seq_lens
+        seq_lens = positions + 1
+        self.num_computed[slots] = seq_lens
+        tables, mappings = last.block_tables, [mapping + 1 for mapping in last.slot_mapping]
+        if not (positions % self.block_size).all():  # a row begins a block
+            tables, mappings = self._tables(slots, seq_lens), self._slot_mapping(slots, positions)
+        return FlatBatch(
+            token_ids=self.tokens[slots, positions],
+            positions=positions,
+            cu_seqlens=last.cu_seqlens,
+            seq_lens=seq_lens,
+            slots=slots,
+            block_tables=tables,
+            slot_mapping=mappings,
+            sampling=last.sampling,
+            sample_rows=last.sample_rows,
+            tokens=self.tokens,
+            swap_out=out.swap_out,
+            copies=out.copies,
+            swap_in=out.swap_in,
+            prompt_rows=[],
+        )
 
     def _flatten(self, out: SchedulerOutput) -> FlatBatch:
         decodes = self._decodes

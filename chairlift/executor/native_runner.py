@@ -70,11 +70,15 @@ class NativeModelRunner:
 
     def sample(self, hidden: Tensor, batch: FlatBatch, masks: Any) -> SampledTokens:
         """Project the rows that sample to logits, and draw, in one call."""
-        at = np.searchsorted(_kept(batch), batch.cu_seqlens).astype(np.int32)  # where each row's hidden states begin
+        # Where each row's hidden states begin, and those of the rows that sample.
+        at, hidden_rows = batch.cu_seqlens, batch.sample_rows
+        if (kept := _kept(batch)) is not None:
+            at = np.searchsorted(kept, at).astype(np.int32)
+            hidden_rows = at[hidden_rows + 1] - 1
         tokens = SampledTokens([])
         if len(batch.sample_rows):
             rows = self._templates.fill(batch, masks)
-            self._head(hidden, at[batch.sample_rows + 1] - 1, rows)
+            self._head(hidden, hidden_rows, rows)
             tokens = rows.sampled()
         for row, first, known in batch.prompt_rows:
             start, count = int(at[row]), min(int(at[row + 1] - at[row]), len(known) - 1 - first)
@@ -91,7 +95,7 @@ class NativeModelRunner:
 
     def _head(self, hidden: Tensor, token_rows: npt.NDArray[np.int32], rows: NativeRows) -> None:
         """Sample rows ``token_rows`` of ``hidden``; where not all logits fit into the scratch memory, in turns."""
-        stored = np.flatnonzero(rows.needs_logits)
+        stored = rows.storing
         if not len(stored):
             self.program.head(self._head_weight, hidden, token_rows, rows.records, None)
             return
@@ -117,8 +121,11 @@ class NativeModelRunner:
         return self._logits
 
 
-def _kept(batch: FlatBatch) -> npt.NDArray[np.intp]:
-    """The last tokens of rows that sample, and all of chunks whose log-probabilities are asked for; in order."""
+def _kept(batch: FlatBatch) -> npt.NDArray[np.intp] | None:
+    """The last tokens of rows that sample, and all of chunks whose log-probabilities are asked for, in order; or None
+    where no token is left out, as when all rows decode."""
+    if len(batch.sample_rows) == len(batch.token_ids):
+        return None
     starts, kept = batch.cu_seqlens, np.zeros(len(batch.token_ids), dtype=bool)
     kept[starts[batch.sample_rows + 1] - 1] = True
     for row, *_ in batch.prompt_rows:

@@ -8,6 +8,7 @@ generated (bad words, ``min_tokens``) are looked at one by one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,7 @@ _Records = np.ndarray[Any, np.dtype[np.void]]
 _Int32 = npt.NDArray[np.int32]
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass
 class NativeRows:
     """R rows for ``cl_head``, and what they point to."""
 
@@ -50,6 +51,16 @@ class NativeRows:
     top_logprobs: npt.NDArray[np.float32] | None = None
     kept: list[Any] = dataclasses.field(default_factory=list)
     """Other arrays that the records point to."""
+
+    @functools.cached_property
+    def storing(self) -> npt.NDArray[np.intp]:
+        """The rows whose logits must be stored."""
+        return np.flatnonzero(self.needs_logits)
+
+    @functools.cached_property
+    def columns(self) -> dict[str, _Int32]:
+        """Views of what differs from step to step."""
+        return {name: self.records[name] for name in ("position", "history_len", "status", "token")}
 
     @classmethod
     def for_targets(cls, targets: _Int32, num_logprobs: int, vocab_size: int) -> NativeRows:
@@ -78,13 +89,13 @@ class NativeRows:
 
     def sampled(self) -> SampledTokens:
         """The tokens, errors and log-probabilities that the kernels have filled in."""
-        statuses = self.records["status"]
+        statuses = self.columns["status"]
         errors = {int(i): _REASONS[int(statuses[i])] for i in np.flatnonzero(statuses)} if statuses.any() else {}
         entries: list[TokenLogprobs | None] | None = None
         if self.top_ids is not None:
             entries = [None if i in errors else entry for i, entry in enumerate(self.logprobs())]
             entries = entries if any(entry is not None for entry in entries) else None
-        return SampledTokens(self.records["token"].tolist(), entries, errors)
+        return SampledTokens(self.columns["token"].tolist(), entries, errors)
 
     def logprobs(self) -> list[TokenLogprobs | None]:
         """Per row what it asked for, or None."""
@@ -110,20 +121,28 @@ class RowTemplates:
         self._changing = np.zeros(0, dtype=np.bool_)
         """Slots whose masked ids depend on what was generated."""
         self._kept: list[list[Any]] = []
+        self._filled: tuple[list[Any], NativeRows] | None = None
+        """The rows of a step of which only positions differ in the next, if that has the same rows."""
 
     def fill(self, batch: FlatBatch, masks: Tensor | None) -> NativeRows:
         """Records for the rows of ``batch`` that sample. ``masks`` as in :class:`~chairlift.sampling.sampler.Sampler`.
 
         The records point into ``batch.tokens``, which must not change until the kernels have run.
         """
+        lengths = batch.seq_lens[batch.sample_rows]
+        if self._filled is not None and self._filled[0] is batch.sampling and masks is None:
+            rows = self._filled[1]
+            rows.columns["position"][:] = rows.columns["history_len"][:] = lengths
+            return rows
         slots = batch.slots[batch.sample_rows]
         self._admit(batch, slots)
         rows = NativeRows(self._records[slots], self._needs_logits[slots])
-        lengths = batch.seq_lens[batch.sample_rows]
         rows.records["position"] = rows.records["history_len"] = lengths
         rows.records["history"] = batch.tokens.ctypes.data + slots.astype(np.uintp) * batch.tokens.strides[0]
         rows.make_room()
         changing = self._changing[slots]
+        fixed = masks is None and rows.top_ids is None and not changing.any()
+        self._filled = (batch.sampling, rows) if fixed else None
         if changing.any():
             for i in np.flatnonzero(changing).tolist():
                 self._mask(rows, i, self._owners[slots[i]], batch.tokens[slots[i], : lengths[i]])

@@ -16,7 +16,10 @@ _Int32 = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(slots=True)
 class FlatBatch:
-    """N rows, each the newest tokens of one sequence, T tokens in all; no padding anywhere. R of the rows sample."""
+    """N rows, each the newest tokens of one sequence, T tokens in all; no padding anywhere. R of the rows sample.
+
+    Steps share arrays that are the same in both, so nobody writes into one.
+    """
 
     token_ids: _Int32
     """[T]; negative where the token is still on its way from the device: the newest that was drawn for its row, and
@@ -34,7 +37,8 @@ class FlatBatch:
     slot_mapping: list[npt.NDArray[np.int64]]
     """Per cache group, [T]: ``block * block_size + offset``, where each token's KV goes."""
     sampling: list[Any]
-    """[N] how each row samples, as given at admission."""
+    """[N] how each row samples, as given at admission. The same list as in the step before where both decode the same
+    rows, and nothing else."""
     sample_rows: _Int32
     """[R] rows that sample, in the order in which their tokens are returned."""
     tokens: _Int32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from typing import Any
 
 import numpy as np
@@ -74,6 +76,87 @@ def test_decode_rows_stay_until_they_are_replaced() -> None:
     blocks = [(1, NewBlocks(0, 1, [9]))]
     fourth = rows.apply(SchedulerOutput(4, left=[0], new_blocks=blocks, decode_slots=(1,)))
     assert (fourth.token_ids.tolist(), fourth.slot_mapping[0].tolist()) == ([31], [36])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_of_the_same_decodes_is_as_if_they_were_named_again(seed: int) -> None:
+    rng, length = random.Random(seed), 28
+    named, silent = batch(num_groups=2), batch(num_groups=2)
+    free = rng.sample(range(100), 60)
+    tables: dict[int, list[list[int]]] = {}
+    joined, chunks = [], []
+    for slot in rng.sample(range(4), rng.randint(1, 4)):
+        prompt = [rng.randrange(100) for _ in range(rng.randint(1, 9))]
+        # What a row will need is there from the start, or comes block by block, per group.
+        tables[slot] = [[free.pop() for _ in range(rng.choice((-(-len(prompt) // BLOCK), 7)))] for _ in range(2)]
+        joined.append(row(slot, prompt, *([*table] for table in tables[slot])))
+        chunks.append(chunk(slot, 0, len(prompt)))
+    step = SchedulerOutput(0, joined=joined, chunks=chunks)
+    kept: list[bool] = []
+    last, order = None, tuple(tables)
+    for number in range(1, length - 9):
+        one, other = (
+            named.apply(step),
+            silent.apply(step if number < 3 else dataclasses.replace(step, decode_slots=None)),
+        )
+        for field in dataclasses.fields(one):
+            if field.name != "sampling":
+                assert_equal(getattr(one, field.name), getattr(other, field.name))
+        assert one.sampling == other.sampling
+        kept.append(last is not None and other.sampling is last.sampling)
+        token_ids = [rng.randrange(100) for _ in order]
+        for rows, done in ((named, one), (silent, other)):
+            rows.store(done, token_ids)
+        new = []
+        for slot, length_now in zip(other.slots.tolist(), other.seq_lens.tolist(), strict=True):
+            for group, table in enumerate(tables[slot]):
+                if length_now // BLOCK >= len(table):
+                    table.append(free.pop())
+                    new.append((slot, NewBlocks(group, len(table) - 1, table[-1:])))
+        copies = [(0, 1, 2)] if rng.random() < 0.3 else []
+        last, step = other, SchedulerOutput(number, new_blocks=new, copies=copies, decode_slots=order)
+    assert kept == [False, False] + [True] * (len(kept) - 2)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        assert one.tolist() == other.tolist()
+    elif isinstance(one, list) and one and isinstance(one[0], np.ndarray):
+        for each, like in zip(one, other, strict=True):
+            assert_equal(each, like)
+    else:
+        assert one == other
+
+
+def test_a_step_behind_chunks_or_departures_is_laid_out_anew() -> None:
+    rows = batch()
+    both = [row(0, [1, 2, 3], [1]), row(1, [4, 5], [2])]
+    rows.store(rows.apply(SchedulerOutput(1, joined=both, chunks=[chunk(0, 0, 3), chunk(1, 0, 2)])), [6, 7])
+    rows.store(rows.apply(SchedulerOutput(2, decode_slots=(0, 1))), [8, 9])
+    alone = rows.apply(SchedulerOutput(3, left=[1], decode_slots=(0,)))
+    assert (alone.slots.tolist(), alone.positions.tolist()) == ([0], [4])
+    rows.store(alone, [10])
+    joined = rows.apply(SchedulerOutput(4, joined=[row(1, [11, 12], [3])], chunks=[chunk(1, 0, 1, samples=False)]))
+    assert (joined.slots.tolist(), joined.token_ids.tolist()) == ([0, 1], [10, 11])
+    rows.store(joined, [13])
+    behind = rows.apply(SchedulerOutput(5))
+    assert (behind.slots.tolist(), behind.token_ids.tolist(), behind.positions.tolist()) == ([0], [13], [6])
+    rows.store(behind, [14])
+    again = rows.apply(SchedulerOutput(6, chunks=[chunk(1, 1, 1)]))
+    assert (again.slots.tolist(), again.token_ids.tolist(), again.positions.tolist()) == ([0, 1], [14, 12], [7, 1])
+    rows.store(again, [15, 16])
+    rows.store(rows.apply(SchedulerOutput(7)), [17])
+    other = rows.apply(SchedulerOutput(8, left=[0], joined=[row(0, [20, 21], [4], computed=1)]))
+    assert (other.slots.tolist(), other.token_ids.tolist(), other.positions.tolist()) == ([0], [21], [1])
+
+
+def test_a_step_of_the_same_decodes_has_its_own_copies() -> None:
+    rows = batch()
+    rows.store(rows.apply(SchedulerOutput(1, joined=[row(0, [1, 2], [1])], chunks=[chunk(0, 0, 2)])), [3])
+    rows.store(rows.apply(SchedulerOutput(2, decode_slots=(0,), copies=[(0, 1, 2)])), [4])
+    step = rows.apply(SchedulerOutput(3, swap_out=[(0, 3, 4)], copies=[(0, 5, 6)], swap_in=[(0, 7, 8)]))
+    assert (step.swap_out, step.copies, step.swap_in) == ([(0, 3, 4)], [(0, 5, 6)], [(0, 7, 8)])
 
 
 def test_a_row_keeps_nothing_of_its_last_owner() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.kv_tensors import KVPlan, plan_kv_cache
 from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.native_runner import NativeModelRunner
+from chairlift.executor.sampling_rows import RowTemplates
 from chairlift.kernels.cpu.library import Pool, supported_isas
 from chairlift.kernels.cpu.program import StepArrays
 from chairlift.models.causal_lm import CausalLM
@@ -118,6 +120,55 @@ def chunks_of(slot: int, length: int, sizes: Sequence[int]) -> list[Chunk]:
     return pieces
 
 
+ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0.0}, {}),
+    ({"temperature": 0.9, "top_k": 5, "presence_penalty": 0.3}, {}),
+    ({"temperature": 0.7, "logprobs": 2}, {}),
+    ({"temperature": 0.8, "min_tokens": 3}, {"stop_token_ids": (4, 5)}),
+]
+
+
+@pytest.mark.parametrize("asked", [(0, 1), (0, 1, 2), (0, 3), (1, 2, 3)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_records_of_the_same_decodes_are_as_if_filled_in_anew(
+    asked: Sequence[int], masked: bool, tmp_path: Path
+) -> None:
+    pair, rng = Pair(tiny_model(tmp_path, "llama")), random.Random(str(asked))
+    prompts = [tokens(rng, 3) for _ in asked]
+    sampling = [row(prompt, i, ASKED[i][1], **ASKED[i][0]) for i, prompt in zip(asked, prompts, strict=True)]
+    joined = [pair.join(slot, prompt, sampling[slot]) for slot, prompt in enumerate(prompts)]
+    chunks = [Chunk(slot, 0, 3, True, "prefill") for slot in range(len(prompts))]
+    same(pair.step(SchedulerOutput(0, joined=joined, chunks=chunks)))
+    slots: tuple[int, ...] | None = tuple(range(len(prompts)))
+    templates, again = RowTemplates(VOCAB), []
+    for number in range(6):
+        batch = pair.input.apply(SchedulerOutput(1 + number, decode_slots=slots))
+        masks = torch.rand(len(prompts), VOCAB) < 0.9 if masked and number == 3 else None
+        rows, anew = templates.fill(batch, masks), RowTemplates(VOCAB).fill(batch, masks)
+        for name in (
+            "seed",
+            "history",
+            "history_len",
+            "position",
+            "temperature",
+            "top_k",
+            "num_logprobs",
+            "num_masked",
+        ):
+            assert rows.records[name].tolist() == anew.records[name].tolist()
+        assert rows.storing.tolist() == anew.storing.tolist()
+        again.append(rows)
+        hidden = pair.native.forward(batch)
+        for each in (rows, anew):
+            pair.native._head(hidden, batch.sample_rows, each)
+        assert rows.sampled().token_ids == anew.sampled().token_ids
+        pair.input.store(batch, rows.sampled().token_ids)
+        slots = None
+    reused = [one is other for one, other in itertools.pairwise(again)]
+    fixed = set(asked) <= {0, 1}
+    assert reused == ([True, True, not masked, not masked, True] if fixed else [False] * 5)
+
+
 # -- the body ----------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +189,8 @@ def test_leaving_out_tokens_that_nobody_asks_for_changes_no_bit(
         new = [each[number] for each in chunks if number < len(each)]
         done = tuple(slot for slot, each in enumerate(chunks) if number >= len(each))
         batch = pair.input.apply(SchedulerOutput(number, joined=joined, decode_slots=done, chunks=new))
-        few, kept = pair.native.forward(batch).clone(), native_runner._kept(batch)
+        few, found = pair.native.forward(batch).clone(), native_runner._kept(batch)
+        kept = np.arange(len(batch.token_ids)) if found is None else found
         arrays = batch.token_ids, batch.positions, batch.cu_seqlens, batch.seq_lens
         whole = pair.native.program.run(StepArrays(*arrays, batch.block_tables, batch.slot_mapping))
         assert torch.equal(few, whole[kept])

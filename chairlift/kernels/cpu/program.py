@@ -75,6 +75,7 @@ class StepProgram:
         self._library = lib.require()
         self._pool = pool
         self._max_tokens = max_tokens
+        self._batch = _Batch(max_tokens)
         self._recorder = recorder
         self.plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
@@ -105,11 +106,11 @@ class StepProgram:
             capacity=capacity,
         )
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
+        self._num_rows, self._rows = -1, self._output
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
         # As bytes to numpy: torch would wake threads of its own, which spin on the pool's cores.
         self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
 
-    @torch.inference_mode()
     def run(self, step: StepArrays, kept: npt.NDArray[np.intp] | None = None) -> Tensor:
         """Compute one step; returns ``output`` [T, width], a view of a buffer that the next run overwrites.
 
@@ -121,19 +122,26 @@ class StepProgram:
             raise InvariantError(f"a step of {num_tokens} tokens where 1 to {self._max_tokens} were agreed on")
         if kept is None or len(kept) == num_tokens:
             self._run(step, 0, end)
-            return self._output[:num_tokens]
+            return self._rows_of_output(num_tokens)
         self._run(step, 0, self._narrow_at)
         for buffer in self._narrowed:
             buffer[: len(kept)] = buffer[kept]
         if len(kept):
             self._run(step.only(kept), self._narrow_at, end)
-        return self._output[: len(kept)]
+        return self._rows_of_output(len(kept))
+
+    def _rows_of_output(self, count: int) -> Tensor:
+        """A view that is made anew only where it has another length: behind a step all that torch needs for it, code
+        and data, comes from memory."""
+        if self._num_rows != count:
+            self._num_rows, self._rows = count, self._output[:count]
+        return self._rows
 
     def _run(self, step: StepArrays, at: int, end: int) -> None:
         """Operations from ``at`` to ``end``."""
-        batch = _Batch(step)
+        batch = self._batch.fill(step)
         self._program.num_ops = end
-        while (at := self._library.cl_run(self._pool.handle, self._program, batch.struct, at)) != end:
+        while (at := self._library.cl_run(self._pool.handle, self._program, batch, at)) != end:
             if not 0 <= at < end:
                 raise InvariantError(f"the native kernels refused a step of {len(step.token_ids)} tokens ({at})")
             self._call_out(self.plan.ops[at], step)
@@ -219,7 +227,8 @@ class StepProgram:
             raise InvariantError(f"the native kernels stopped at {op.kind.name}, which is theirs")
         num_tokens = len(step.token_ids)
         given = [self._argument(value, step) for value in op.inputs]
-        result = op.call.function(*given)
+        with torch.inference_mode():
+            result = op.call.function(*given)
         if not isinstance(result, Tensor) or result.shape != (num_tokens, op.out.width):
             shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise InvariantError(
@@ -237,27 +246,39 @@ class StepProgram:
 
 
 class _Batch:
-    """``cl_batch`` of a step, and the arrays it points to."""
+    """``cl_batch``, and the arrays it points to: those with an element per token or row always lie in the same places,
+    for numpy copies a few numbers in less time than it takes to say where they are."""
 
-    def __init__(self, step: StepArrays) -> None:
-        plain = [
-            np.ascontiguousarray(array, dtype=np.int32)
-            for array in (step.token_ids, step.positions, step.cu_seqlens, step.seq_lens)
-        ]
-        tables = [np.ascontiguousarray(table, dtype=np.int32) for table in step.block_tables]
-        mappings = [np.ascontiguousarray(mapping, dtype=np.int64) for mapping in step.slot_mapping]
-        lists = [np.array([array.ctypes.data for array in group], dtype=np.uintp) for group in (tables, mappings)]
+    def __init__(self, max_tokens: int) -> None:
+        self._size = max_tokens + 1
+        self._spans = [np.zeros(self._size, dtype=np.int32) for _ in range(4)]
+        self._mappings: list[npt.NDArray[np.int64]] = []
+        self._tables: Sequence[npt.NDArray[np.int32]] | None = None
+        self._pointers: list[Any] = []
+        self.struct = lib.Batch(*(array.ctypes.data for array in self._spans))
+
+    def fill(self, step: StepArrays) -> lib.Batch:
+        """The step, until the next is filled in."""
+        spans = step.token_ids, step.positions, step.cu_seqlens, step.seq_lens
+        if step.block_tables is not self._tables:
+            self._point_to(step.block_tables)
+        for span, array in zip(self._spans, spans, strict=True):
+            span[: len(array)] = array
+        for mapping, slots in zip(self._mappings, step.slot_mapping, strict=True):
+            mapping[: len(slots)] = slots
+        self.struct.num_tokens, self.struct.num_rows = len(step.token_ids), len(step.seq_lens)
+        return self.struct
+
+    def _point_to(self, block_tables: Sequence[npt.NDArray[np.int32]]) -> None:
+        tables = [np.ascontiguousarray(table, dtype=np.int32) for table in block_tables]
+        while len(self._mappings) < len(tables):
+            self._mappings.append(np.zeros(self._size, dtype=np.int64))
+        lists = [np.array([each.ctypes.data for each in group], dtype=np.uintp) for group in (tables, self._mappings)]
         strides = np.array([table.shape[1] for table in tables], dtype=np.int64)
-        self._kept = plain, tables, mappings, lists, strides
-        self.struct = lib.Batch(
-            *(array.ctypes.data for array in plain),
-            lists[0].ctypes.data,
-            strides.ctypes.data,
-            lists[1].ctypes.data,
-            len(plain[0]),
-            len(plain[3]),
-            len(tables),
-        )
+        self._tables, self._pointers = block_tables, [tables, lists, strides]
+        struct = self.struct
+        struct.block_tables, struct.slot_mapping = (each.ctypes.data for each in lists)
+        struct.table_strides, struct.num_groups = strides.ctypes.data, len(tables)
 
 
 def _stride(width: int, itemsize: int) -> int:
