@@ -117,7 +117,7 @@ class Program(ctypes.Structure):
 
 
 class Batch(ctypes.Structure):
-    """``cl_batch``: the rows and tokens of one step. Pointers are plain addresses, set anew at every step."""
+    """``cl_batch``: the rows and tokens of one step. Pointers are plain addresses."""
 
     _fields_ = [
         ("token_ids", c_void_p),
