@@ -351,8 +351,7 @@ def _layout_of(given: Mapping[str, Any]) -> Layout | None:
     """Where the sequences of this call lie; None when it is not a packed row. Raises ConfigError when in doubt."""
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
-    cache = given.get("past_key_values")
-    cache = given.get("cache") if cache is None else cache  # its name since transformers 5.24
+    cache = given.get("cache") or given.get("past_key_values")  # until transformers 5.24
     if tokens is None or (cache is not None and cache.get_seq_length() > 0):
         return None
     rows, length = tokens.shape[:2]

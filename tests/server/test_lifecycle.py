@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -341,6 +341,16 @@ def test_files_for_all_connections() -> None:
 # --- signals, and peace ----------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def hangups(action: signal.Handlers) -> Iterator[None]:
+    """What SIGHUP does to this process, however it was started."""
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGHUP] * 2], ids=str)
 def test_signals_reach_the_server(numbers: list[signal.Signals]) -> None:
     async def test() -> None:
@@ -355,9 +365,10 @@ def test_signals_reach_the_server(numbers: list[signal.Signals]) -> None:
         assert (await client.reply()).body == b"done"
         assert await asyncio.wait_for(task, PATIENCE) == 0
 
-    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
-    run(test())
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == handlers
+    with hangups(signal.SIG_DFL):
+        handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+        run(test())
+        assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == handlers
 
 
 def test_a_server_outlives_its_terminal_where_it_is_told_to() -> None:
@@ -373,11 +384,8 @@ def test_a_server_outlives_its_terminal_where_it_is_told_to() -> None:
         assert (await client.reply()).body == b"done"
         assert await asyncio.wait_for(task, PATIENCE) == 0
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with hangups(signal.SIG_IGN):
         run(test())
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 class RecordingSelector(selectors.DefaultSelector):
