@@ -32,6 +32,8 @@ class DecodeRows:
         self._block_size = block_size
         self._beat = Beat()
         self._wheel: dict[int, list[Request]] = {}
+        self.retiring: list[Request] = []
+        """Rows whose last step is in flight; they are due at no beat."""
         self.stale = False
         """Somebody came or went: :meth:`rebuild` before the lists are used."""
         self.count = 0
@@ -69,8 +71,8 @@ class DecodeRows:
     def stop(self, request: Request) -> None:
         request.leave()
         self.count -= 1
-        bucket = self._wheel.get(request.due_at)
-        if bucket is not None:
+        bucket = self._wheel.get(request.due_at, self.retiring)
+        if request in bucket:  # else it is being attended to
             bucket.remove(request)
         request.due_at = -1
         self.stale = True
@@ -83,7 +85,7 @@ class DecodeRows:
         self._wheel.setdefault(request.due_at, []).append(request)
 
     def watched(self) -> list[Request]:
-        return [request for bucket in self._wheel.values() for request in bucket]
+        return [request for bucket in [self.retiring, *self._wheel.values()] for request in bucket]
 
     def rebuild(self) -> None:
         self.requests = list(filter(attrgetter("decoding"), self.requests))

@@ -93,8 +93,6 @@ class Scheduler(GivingWay):
         """Requests that could not keep their deadline any more."""
         self.dropped: list[Request] = []
         """Those among them that were ended for it; whoever runs the steps takes them from here."""
-        self.retiring: list[Request] = []
-        """Decode rows whose last step is in flight."""
         self._no_decodes = DecodeRows(kv.block_size)
         self._sent_slots: tuple[int, ...] = ()
         self._flights: dict[int, InFlight] = {}
@@ -136,10 +134,8 @@ class Scheduler(GivingWay):
     def schedule(self, now: float) -> SchedulerOutput:
         """The next step. An output with ``num_tokens == 0`` must not be executed or updated."""
         self.now = now
-        for request in self.retiring:
-            if request.decoding:
-                self.decodes.stop(request)
-        self.retiring.clear()
+        for request in list(self.decodes.retiring):
+            self.decodes.stop(request)
         for request in self.policy.late(now):
             self._is_late(request)
         for request in self.policy.moved():
@@ -213,7 +209,7 @@ class Scheduler(GivingWay):
         if position == request.max_total_tokens - 2:
             flight.finals.append(request)
         if position == request.limit - 1:
-            self.retiring.append(request)
+            self.decodes.retiring.append(request)
         else:
             self.decodes.watch(request, position + 1, 1)
         return True

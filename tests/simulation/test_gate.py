@@ -56,6 +56,12 @@ def test_good_policy_passes_in_many_worlds(name: str, pytestconfig: pytest.Confi
     assert report.passed, str(report)
 
 
+def test_who_gives_way_before_its_last_token_may_come_back_in_the_same_step() -> None:
+    """It was still listed as one whose last step is in flight, so the next step stopped it, and it never ended."""
+    report = check_policy(SeededRandom, [1374])
+    assert report.passed, str(report)
+
+
 @pytest.mark.parametrize(("policy", "promise"), BROKEN.items(), ids=[policy.__name__ for policy in BROKEN])
 def test_broken_policy_fails_for_its_own_reason(policy: type[FirstComeFirstServed], promise: str) -> None:
     report = check_policy(policy, range(200))
