@@ -32,9 +32,10 @@ class Precedence(FirstComeFirstServed):
     * Lower ``priority`` displaces running work of higher number. Waiting lowers it by one per ``ageing_seconds`` in
       which nobody of the same lane was let in, for the order of the line only: age takes nobody's row away. Nor does
       priority from one let in after eight times as long: else it would be displaced at once, and starve.
-    * Between tenants of one priority, virtual token counters decide; then the order of arrival. A tenant with less
-      service that wants, running and waiting, no more than three quarters of its share of the rows, or one, takes them
-      from one that has more than its share and more than one: who asks for little does not wait for who asks for all.
+    * Between tenants of one priority, virtual token counters decide; then who holds fewer rows for its weight; then
+      arrival. A tenant with less service that wants, running and waiting, no more than three quarters of its share of
+      the rows, or one, takes them from one that has more than its share and more than one: who asks for little does
+      not wait for who asks for all.
 
     What it comes to in steps, for R rows, budget T and requests of at most L positions, with continuous batching and
     mixed steps. Prompts under way are computed after ``P = ceil(R * L / (T - R + 1))`` steps, and what may not be
@@ -112,14 +113,16 @@ class Precedence(FirstComeFirstServed):
             self.counters.settle(self._running)
             self._settled = True
         periods = int(waited / self._ageing)
-        fair = self.counters[head.service.tenant]
+        tenant = head.service.tenant
+        fair = self.counters[tenant]
         claim = not (self._claims(head, "slots") or self._claims(head, "blocks"))
         if periods >= _STARVING:
             self._starving.add(head.request_id)
             return (claim, 0, -periods, head.priority, fair, head.sequence)
         if head.start_by < math.inf:
             return (claim, 1, head.start_by, head.priority, fair, head.sequence)
-        return (claim, 2, 0.0, head.priority - periods, fair, head.sequence)
+        rows = self._tenant_rows[tenant] / self.counters.weight(tenant)  # who is owed a row is asked first
+        return (claim, 2, 0.0, head.priority - periods, fair, rows, head.sequence)
 
     def outranks(self, request: Request, running: Request, resource: Resource, now: float) -> bool:
         if request.service.service_class != running.service.service_class:

@@ -473,6 +473,11 @@ def test_promise_holds(name: str, pytestconfig: pytest.Config) -> None:
     run_worlds(name, pytestconfig, 50)
 
 
+def test_who_is_owed_a_row_is_asked_first_when_service_is_equal() -> None:
+    """Else one of the others is, for its age, and the full batch is not asked again for four steps."""
+    assert owes(4291)["owed"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", WORLDS)
 def test_promise_holds_in_many_worlds(name: str, pytestconfig: pytest.Config) -> None:
