@@ -102,8 +102,8 @@ class Child:
 
     def kill(self) -> None:
         """End the whole group, also one that is stopped."""
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+        with self._process:
+            self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

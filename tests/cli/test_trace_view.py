@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -106,19 +106,19 @@ def test_a_recording_is_shown_on_this_machine_until_ctrl_c(steps: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         found = re.match(r"http://127\.0\.0\.1:(\d+)/live ", process.stdout.readline())
         assert found is not None, process.stderr.read()
-        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
-        for path, kind in (("/live", "text/html"), ("/live/export?format=jsonl", "application/x-ndjson")):
-            connection.request("GET", path)
+        with closing(http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)) as connection:
+            for path, kind in (("/live", "text/html"), ("/live/export?format=jsonl", "application/x-ndjson")):
+                connection.request("GET", path)
+                reply = connection.getresponse()
+                body = reply.read()
+                assert (reply.status, reply.headers["content-type"].partition(";")[0]) == (200, kind)
+            assert body == steps.read_bytes()
+            connection.request("GET", "/")
             reply = connection.getresponse()
-            body = reply.read()
-            assert (reply.status, reply.headers["content-type"].partition(";")[0]) == (200, kind)
-        assert body == steps.read_bytes()
-        connection.request("GET", "/")
-        reply = connection.getresponse()
-        reply.read()
-        assert (reply.status, reply.headers["location"]) == (307, "/live")
-        connection.request("GET", "/live", headers={"Host": "evil.example"})
-        assert connection.getresponse().status == 421
+            reply.read()
+            assert (reply.status, reply.headers["location"]) == (307, "/live")
+            connection.request("GET", "/live", headers={"Host": "evil.example"})
+            assert connection.getresponse().status == 421
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert process.stderr.read() == ""

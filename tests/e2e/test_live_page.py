@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -414,9 +415,9 @@ def test_a_real_server_under_load(chromium: Chromium, dies: bool) -> None:
             spent = request["ended"] - request["arrival"]
             assert sum(request["causes"].values()) == pytest.approx(spent, rel=0.01, abs=2e-3)
         assert any(request["preemptions"] for request in page["requests"])
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("GET", "/live/export?format=jsonl")
-        lines = connection.getresponse().read()
+        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+            connection.request("GET", "/live/export?format=jsonl")
+            lines = connection.getresponse().read()
         assert b"secret" not in lines and b"caller-3" in lines
         recorded = {each.request_id: each for each in read_recording(lines).requests.values()}
         assert all(recorded[request["id"]].output_tokens == request["tokens"] for request in page["requests"])

@@ -143,6 +143,7 @@ def test_new_weights_are_rounded_where_the_old_ones_lay(models: Any, device: tor
     assert (layer.fp8.values.data_ptr(), layer.fp8.scales.data_ptr()) == places
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's
 def test_a_weight_that_is_no_number_fails_the_request(models: Any, device: torch.device) -> None:
     model_dir, _ = models("llama")
     weights = load_file(model_dir / "model.safetensors")

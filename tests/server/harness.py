@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any
 
 import uvloop
@@ -162,15 +163,22 @@ class Reply:
         return error
 
 
+_opened: ContextVar[contextlib.AsyncExitStack] = ContextVar("_opened")
+"""Closes what a test of :func:`run` opens."""
+
+
 class Connection:
-    """A client's end of a connection."""
+    """A client's end of a connection, which is closed with the test at the latest."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     @classmethod
     async def open(cls, port: int) -> Connection:
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
+        connection = cls(*await asyncio.open_connection("127.0.0.1", port))
+        if opened := _opened.get(None):
+            opened.push_async_callback(connection.close)
+        return connection
 
     def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -269,7 +277,9 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     """Run a test's coroutine on the loop that the command uses, with an end to it."""
 
     async def limited() -> None:
-        await asyncio.wait_for(test, 6 * PATIENCE)
+        async with contextlib.AsyncExitStack() as opened:
+            _opened.set(opened)
+            await asyncio.wait_for(test, 6 * PATIENCE)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(limited())
