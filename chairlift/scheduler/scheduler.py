@@ -216,20 +216,24 @@ class Scheduler(GivingWay):
 
     def _run_chunks(self, out: SchedulerOutput, flight: InFlight, budget: int, turn: Turn) -> int:
         """Divide the budget between the running requests that have more than one token to compute."""
-        needs = [
-            (request, request.num_tokens - request.num_computed_tokens)
-            for request in self._catching_up
-            if turn is not Turn.DECODE or request.num_computed_tokens >= request.progress_mark  # a decode that stalled
-        ]
-        for request, num_tokens in list(self.policy.share(needs, budget)) if needs else ():
-            num_tokens = min(num_tokens, budget)
-            if num_tokens <= 0 or request.slot < 0:  # preempted a moment ago, for the one before it
-                continue
-            # Who gave blocks away resumes with all it will need, as if it joined anew.
-            upto = request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
-            if self._make_room(request, upto, out, flight):
-                budget -= num_tokens
-                self._take_chunk(request, num_tokens, out, flight)
+        # In a turn of decodes, those that stalled.
+        rows = [r for r in self._catching_up if turn is not Turn.DECODE or r.num_computed_tokens >= r.progress_mark]
+        short = True
+        while rows and budget > 0 and short:
+            short, needs = False, [(r, r.num_tokens - r.num_computed_tokens) for r in rows]
+            for request, num_tokens in list(self.policy.share(needs, budget)):
+                num_tokens = min(num_tokens, budget)
+                if num_tokens <= 0 or request.slot < 0:  # preempted a moment ago, for the one before it
+                    continue
+                rows.remove(request)
+                # Who gave blocks away resumes with all it will need, as if it joined anew.
+                upto = request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
+                if self._make_room(request, upto, out, flight):
+                    budget -= num_tokens
+                    self._take_chunk(request, num_tokens, out, flight)
+                else:  # its share is for who got nothing: only that may bring blocks back
+                    short = True
+            rows = [r for r in rows if r.slot >= 0]
         return budget
 
     def _admit_ahead(self, out: SchedulerOutput, flight: InFlight, budget: int) -> None:

@@ -14,8 +14,9 @@ from chairlift.sim.simulator import run_world
 from chairlift.sim.world import make_world
 from tests.simulation.mutants import MUTANTS
 
-FAILED_ONCE = (15549, 56820, 65585)
-"""Seeds that found a bug: a failed step whose prompt KV was already offered to others (look-ahead, window); an id taken
+FAILED_ONCE = (15549, 42650, 56820, 65585)
+"""Seeds that found a bug: a failed step whose prompt KV was already offered to others (look-ahead, window); a
+row short of blocks that held the whole budget, and so up the row whose window would have given them back; an id taken
 again before the answer under it was delivered (static batch, abort); an answer delivered after its request's abort."""
 
 
