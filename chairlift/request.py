@@ -89,6 +89,7 @@ class Request:
         "cache_salt",
         "due_at",
         "finish_reason",
+        "is_guaranteed",
         "last_node",
         "limit",
         "max_total_tokens",
@@ -102,6 +103,7 @@ class Request:
         "num_prompt_tokens",
         "num_published",
         "params",
+        "pledged",
         "priority",
         "progress_mark",
         "refused_at",
@@ -183,6 +185,10 @@ class Request:
         """The block table, one list per cache group."""
         self.num_out_of_reach: list[int] = []
         """Per cache group: leading table entries that a sliding window has left behind and given back."""
+        self.is_guaranteed = False
+        """Whether it can always go on: it keeps a right to the most blocks that it will ever hold at once."""
+        self.pledged: list[int] = []
+        """Per cache group: blocks that it does not hold now, and has a right to."""
         self.num_published = 0
         """Leading full blocks already offered to the prefix cache."""
         self.last_node: PrefixNode | None = None
@@ -229,6 +235,11 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens known, plus the placeholder of one that a scheduled step is about to sample."""
         return max(len(self.token_ids), self.num_computed_tokens + 1)
+
+    @property
+    def reserve(self) -> int:
+        """Positions that must have blocks before it may run: all that it may ever need, or what is known."""
+        return self.limit if self.is_guaranteed else len(self.token_ids)
 
     @property
     def has_given_way(self) -> bool:

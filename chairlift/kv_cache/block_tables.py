@@ -66,6 +66,8 @@ class BlockTables:
         """Table entries of all requests, shared ones counted once per table."""
         self._deferred: deque[tuple[int, int, list[int]]] = deque()  # (last step that reads them, group, blocks)
         self._num_deferred = [0] * len(self.pools)
+        self._entitled = [0] * len(self.pools)  # the most that guaranteed requests hold in a window group, all at once
+        self._pledged = [0] * len(self.pools)  # of that, what they do not hold now, and nobody else may take
         self._done_step = 0  # steps count from 1
         self.journal: list[TableChange] | None = None  # every change of a table, while somebody watches
         self._num_changes = 0  # counts what may let a request in that did not fit: blocks given back, blocks published
@@ -107,12 +109,13 @@ class BlockTables:
         ``in_flight`` is the last step that was scheduled before this one. None when a pool is short; nothing is
         taken then.
         """
+        for group, cache_group in enumerate(self.groups):
+            if cache_group.window is not None:
+                self._leave_behind(group, request, in_flight)
         wants: list[int] = []
         for group, pool in enumerate(self.pools):
-            if self.groups[group].window is not None:
-                self._leave_behind(group, request, in_flight)
             want = max(0, -(-num_tokens // self.block_size) - len(request.block_ids[group]))
-            if want > pool.num_free:
+            if want and want > pool.num_free - self._withheld(group, request):
                 return None
             wants.append(want)
         grown = []
@@ -122,6 +125,7 @@ class BlockTables:
                 first = len(table)
                 table.extend(self._take(group, want))
                 self.held_blocks += want
+                self._pledge(group, request)
                 grown.append(NewBlocks(group, first, table[first:]))
                 if self.journal is not None:
                     self.journal.append((request.request_id, group, first, table[first:], []))
@@ -132,8 +136,8 @@ class BlockTables:
         has happened; 0 when it will not."""
         want = -(-num_tokens // self.block_size)
         gaps = [
-            want - len(request.block_ids[group]) - pool.num_free - self._num_deferred[group]
-            for group, pool in enumerate(self.pools)
+            want - len(table) - max(0, pool.num_free + self._num_deferred[group] - self._withheld(group, request))
+            for group, (pool, table) in enumerate(zip(self.pools, request.block_ids, strict=True))
         ]
         return max(0, *gaps)
 
@@ -144,6 +148,8 @@ class BlockTables:
         """
         for group in range(len(request.block_ids)):
             self._cut(group, request, 0, in_flight)
+            self._entitled[group] -= self._most(group, request)
+            self._pledged[group] -= request.pledged[group]
         request.block_ids = []
         request.num_out_of_reach = []
         request.num_published = 0
@@ -197,11 +203,38 @@ class BlockTables:
             kept = [block for block in shared if block is not None]
             idle = sum(1 for block in kept if block != NULL_BLOCK and pool.ref_counts[block] == 0)
             want = self._admission_blocks(group, known, reserve) - len(kept)
-            if pool.num_free - idle - want < watermark * pool.capacity:
+            if not self._fits(group, request, pool.num_free - idle, want, watermark):
                 request.refused_at = (self._num_changes, reserve)
                 return None
             wants.append(want)
         return wants
+
+    def _fits(self, group: int, request: Request, free: int, want: int, watermark: float) -> bool:
+        """Whether a request that joins may take ``want`` of ``free`` blocks: what others have a right to stays theirs.
+
+        Blocks that guaranteed requests share count for each of them: when one leaves them behind, nothing comes free.
+        """
+        capacity = self.pools[group].capacity
+        spare = min(free - want - self._pledged[group], capacity - self._entitled[group] - self._most(group, request))
+        return spare >= watermark * capacity
+
+    def _most(self, group: int, request: Request) -> int:
+        """Blocks of a window group that a guaranteed request keeps a right to; elsewhere it has them all from the
+        beginning."""
+        guaranteed = request.is_guaranteed and self.groups[group].window is not None
+        return self.blocks_for(group, request.limit) if guaranteed else 0
+
+    def _withheld(self, group: int, request: Request) -> int:
+        """Free blocks that a request that runs may not take."""
+        return 0 if request.is_guaranteed else self._pledged[group]
+
+    def _pledge(self, group: int, request: Request) -> None:
+        """Its table has changed: so has what the request has a right to beyond it."""
+        size, passed = len(request.block_ids[group]), request.num_out_of_reach[group]
+        left = -(-request.limit // self.block_size) - size
+        pledged = max(0, min(left, self._most(group, request) - (size - passed)))
+        self._pledged[group] += pledged - request.pledged[group]
+        request.pledged[group] = pledged
 
     def _occupy(
         self,
@@ -213,7 +246,8 @@ class BlockTables:
     ) -> None:
         """Make ``tables`` the request's: their blocks are shared, new ones stand for None and for what is missing. With
         ``path`` None it offers none of its blocks to others."""
-        request.block_ids = []
+        request.block_ids, request.pledged = [], [0] * len(tables)
+        request.num_out_of_reach = [self._first_in_reach(group, known) for group in range(len(tables))]
         for group, (pool, shared, want) in enumerate(zip(self.pools, tables, wants, strict=True)):
             for block in shared:
                 if block:  # neither missing nor the null block
@@ -223,9 +257,10 @@ class BlockTables:
             table.extend(new)
             request.block_ids.append(table)
             self.held_blocks += len(table)
+            self._entitled[group] += self._most(group, request)
+            self._pledge(group, request)
             if self.journal is not None:
                 self.journal.append((request.request_id, group, 0, list(table), []))
-        request.num_out_of_reach = [self._first_in_reach(group, known) for group in range(len(tables))]
         request.num_published = NEVER if path is None else len(path)
         request.last_node = path[-1] if path else None
 
@@ -250,6 +285,7 @@ class BlockTables:
             for i in passed:
                 table[i] = NULL_BLOCK
         request.num_out_of_reach[group] = max(first, request.num_out_of_reach[group])
+        self._pledge(group, request)
 
     def _resumable(self, request: Request, position: int) -> bool:
         """Whether every block that the token at ``position`` attends to is still the request's."""

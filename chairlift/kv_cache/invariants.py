@@ -18,12 +18,14 @@ __all__ = ["check_manager"]
 def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
     """Compare every count with the tables of the live requests; raises InvariantError on the first that differs."""
     references: list[dict[int, int]] = [{} for _ in kv.pools]
-    held = 0
+    held, entitled, pledged = 0, [0] * len(kv.pools), [0] * len(kv.pools)
     for request in requests:
         if request.request_id in kv.swapped and request.block_ids:
             raise InvariantError(f"{request!r} holds blocks, and is swapped out")
         for group, table in enumerate(request.block_ids):
             held += len(table)
+            entitled[group] += kv._most(group, request)
+            pledged[group] += request.pledged[group]
             _check_table(kv, group, request)
             for block in table:
                 if block != NULL_BLOCK:
@@ -36,6 +38,8 @@ def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
     kv.swap_pool.check_invariants(kv.swapped.values())
     if held != kv.held_blocks:
         raise InvariantError(f"block tables hold {held} entries, but {kv.held_blocks} are counted")
+    if (entitled, pledged) != (kv._entitled, kv._pledged):
+        raise InvariantError(f"{entitled} blocks are promised, {pledged} of them not held; the cache counts otherwise")
     if kv.prefix_cache is not None:
         kv.prefix_cache.check_invariants()
 

@@ -72,7 +72,8 @@ class KVCacheManager(BlockTables):
         tables = [each.block_ids for each in leaving]
         for group, pool in enumerate(self.pools):
             gain = self._num_deferred[group] + sum(pool.ref_counts[b] == 1 for table in tables for b in table[group])
-            if pool.num_free + gain - self._admission_blocks(group, 0, reserve) < watermark * pool.capacity:
+            want = self._admission_blocks(group, 0, reserve)
+            if not self._fits(group, request, pool.num_free + gain, want, watermark):
                 return True
         return False
 

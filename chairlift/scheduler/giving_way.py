@@ -47,7 +47,7 @@ class GivingWay(Population):
             evicted = self.policy.victim(able("slots"))
             if evicted is None:
                 return False
-        reserve, leaving = self._reserve(head), able("blocks")
+        reserve, leaving = head.reserve, able("blocks")
         if evicted is not None and evicted not in leaving:
             leaving.append(evicted)  # its blocks come free with its row
         if self.kv.lacks(head, reserve, self.watermark, leaving):

@@ -74,10 +74,6 @@ class Membership:
                 own = request.max_total_tokens - 1
                 request.limit = max(own, min(request.num_prompt_tokens + longest - 1, most))
 
-    def reserve(self, request: Request) -> int:
-        """Positions that must have blocks before the request may join: all it may ever need, or what is known."""
-        return request.limit if self.closed else len(request.token_ids)
-
 
 def membership_from_name(name: str, batch_wait_ms: float = 0.0, preferred_sizes: tuple[int, ...] = ()) -> Membership:
     """``continuous``, ``static`` or ``dynamic``; raises ConfigError for anything else."""

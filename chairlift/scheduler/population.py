@@ -138,6 +138,7 @@ class Population:
         return min(total, most)
 
     def _wait(self, request: Request, now: float) -> None:
+        request.is_guaranteed = self.membership.closed or is_pinned(request, self.max_preemptions)
         self.policy.queued(request, now)
         self.waiting.add(request)
 
@@ -148,11 +149,11 @@ class Population:
             out.held_up_by = out.held_up_by or "reservation"
             return False
         watermark = self.watermark if self.running else 0.0
-        reserve, share = self._reserve(request), not pinned or self.preemption.never
+        share = not pinned or self.preemption.never
         if request.status is RequestStatus.SWAPPED:
-            admission = self.kv.swap_in(request, reserve, watermark, out.step, share=share)
+            admission = self.kv.swap_in(request, request.reserve, watermark, out.step, share=share)
         else:
-            admission = self.kv.admit(request, reserve, watermark, share=share)
+            admission = self.kv.admit(request, request.reserve, watermark, share=share)
         if admission is None:
             return False
         self.waiting.remove(request, self.now)
@@ -173,12 +174,8 @@ class Population:
         out.copies += admission.copies
         out.swap_in += admission.swap_in
         tokens, tables = list(request.token_ids), [list(table) for table in request.block_ids]
-        computed = admission.num_computed_tokens
-        out.joined.append(
-            NewRow(
-                request.slot, request.request_id, tokens, request.num_prompt_tokens, computed, tables, request.sampling
-            )
-        )
+        computed, prompt = admission.num_computed_tokens, request.num_prompt_tokens
+        out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, request.sampling))
         return True
 
     def adopt(self, request: Request, original: Request, begins: int | None, now: float) -> None:
@@ -197,10 +194,6 @@ class Population:
             if decodes:
                 self._catching_up.remove(request)
                 self.decodes.start([request])
-
-    def _reserve(self, request: Request) -> int:
-        """Positions that must have blocks before the request may join."""
-        return request.limit if is_pinned(request, self.max_preemptions) else self.membership.reserve(request)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 

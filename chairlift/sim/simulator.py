@@ -399,6 +399,8 @@ class Simulation:
             raise Violation("the scheduler still has requests after all of them ended")
         if len(self.engine.core.causes):
             raise Violation(f"{len(self.engine.core.causes)} requests that have ended are still charged for time")
+        if scheduler.num_preemptions and (scheduler.preemption.never or scheduler.membership.held):
+            raise Violation(f"{scheduler.num_preemptions} requests were preempted where nobody may be")
         if kv.counts().used or kv.held_blocks:
             raise Violation(f"{kv.counts().used} blocks are still in use after all requests ended")
 

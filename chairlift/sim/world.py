@@ -108,6 +108,9 @@ def make_world(seed: int) -> World:
         enable_prefix_caching, num_host_blocks = True, later.choice([3, 16, 64])
         _come_again(later, [event for event in events if event.kind == "arrive"], block_size, max_model_len)
         events += [Event(later.randrange(horizon), "raise", 0) for _ in range(later.choice([0, 0, 3, 9]))]
+    if seed % 10 == 8:
+        _come_again(later, [event for event in events if event.kind == "arrive"], block_size, max_model_len)
+        windows, num_blocks = _cramped(later, scheduler, block_size, max_model_len)
     return World(
         seed=seed,
         block_size=block_size,
@@ -122,6 +125,17 @@ def make_world(seed: int) -> World:
         num_host_blocks=num_host_blocks,
         prefix_offload=prefix_offload,
     )
+
+
+def _cramped(
+    rng: random.Random, scheduler: dict[str, Any], block_size: int, max_model_len: int
+) -> tuple[tuple[int, ...], int]:
+    """Windows over little more memory than one request needs, where few can be made to give way, or nobody."""
+    window, step = rng.choice([1, 3, 7, 16]), scheduler["max_num_batched_tokens"]
+    scheduler["preemption_mode"] = rng.choice(["none", scheduler["preemption_mode"]])
+    scheduler["batching"] = rng.choice(["static", scheduler["batching"]])
+    most = min(-(-(window + 4 + step) // block_size) + 1, -(-max_model_len // block_size))
+    return rng.choice([(window,), (window, window + 5), (window + 5, window)]), 1 + most + rng.randint(0, 2 * most)
 
 
 def _service(rng: random.Random, scheduler: dict[str, Any]) -> dict[str, Any]:

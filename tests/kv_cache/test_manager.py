@@ -9,6 +9,7 @@ from chairlift.errors import ConfigError, InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK
 from chairlift.kv_cache.manager import KVCacheManager, NewBlocks
 from chairlift.kv_cache.prefix_cache import block_tokens
+from chairlift.request import Request
 from tests.kv_cache.make import BLOCK, admit, compute, manager, request
 
 
@@ -194,6 +195,73 @@ def test_a_step_in_flight_keeps_what_the_window_leaves_behind() -> None:
     kv.check_invariants([one])
     kv.step_done(5)
     assert kv.counts().used == used + 1 - 2
+
+
+def test_every_group_gives_back_what_its_window_left_behind_though_one_is_short() -> None:
+    """Or who asks is said to lack what it need not take from anybody."""
+    kv = manager(3, 4, 7)
+    one = request("one", 8)
+    admit(kv, one)
+    one.num_computed_tokens = 8
+    assert kv.extend(one, 9, 5) is None, "step 5 still reads what is given back"
+    assert kv.num_missing(one, 9) == 1
+    one.num_computed_tokens = 10
+    assert kv.extend(one, 11, 6) is None
+    assert kv.num_missing(one, 11) == 0
+    kv.step_done(6)
+    assert kv.extend(one, 11, 6)
+
+
+def guaranteed(name: str, tokens: int | list[int]) -> Request:
+    one = request(name, tokens, max_tokens=60)
+    one.is_guaranteed = True
+    return one
+
+
+def test_what_a_guaranteed_request_left_behind_is_not_given_to_others() -> None:
+    kv = manager(8, 8)  # a window and a step of 8 tokens are 5 blocks at most
+    one, two, pushy = guaranteed("one", 13), request("two", 4), request("pushy", 12)
+    admit(kv, one, one.reserve)
+    one.num_computed_tokens = 16
+    assert kv.extend(one, 17, -1) == []
+    assert one.block_ids[0].count(NULL_BLOCK) == 2
+    assert kv.counts().free == 4
+    assert kv.lacks(pushy, 12, 0.0)
+    assert kv.admit(pushy, 12) is None, "two of the four are promised"
+    admit(kv, two)
+    assert kv.extend(two, 8, -1)
+    assert kv.extend(two, 12, -1) is None
+    assert kv.num_missing(two, 12) == 1
+    kv.check_invariants([one, two])
+    for position in range(17, one.limit + 1):
+        one.num_computed_tokens = position - 1
+        assert kv.extend(one, position, -1) is not None
+        kv.check_invariants([one, two])
+    assert kv.extend(two, 12, -1), "its table is complete: it has a right to no more"
+    kv.free(one, -1)
+    kv.free(two, -1)
+    admit(kv, guaranteed("three", 13), 5 * BLOCK)
+
+
+def test_guaranteed_requests_that_share_are_promised_what_they_need_apart() -> None:
+    """What one leaves behind does not come free while the other reads it."""
+    kv = manager(10, 8)
+    one = guaranteed("one", 13)
+    admit(kv, one, one.reserve)
+    compute(kv, one)
+    same = guaranteed("two", one.token_ids[:13])
+    assert kv.lacks(same, same.reserve, 0.0)
+    assert kv.admit(same, same.reserve) is None, "ten blocks apart, and there are nine"
+    assert kv.admit(request("three", same.token_ids), 13) is not None
+
+
+def test_the_audit_counts_promises() -> None:
+    kv = manager(8, 8)
+    one = guaranteed("one", 13)
+    admit(kv, one, one.reserve)
+    one.pledged[0] += 1
+    with pytest.raises(InvariantError, match="the cache counts otherwise"):
+        kv.check_invariants([one])
 
 
 def test_a_hybrid_shares_only_what_every_group_still_has() -> None:

@@ -77,6 +77,8 @@ class Operations:
         )
         self.watermark = self.rng.choice([0.0, 0.0, 0.2])
         self.depth = self.rng.choice([1, 2])
+        self.guaranteed = self.rng.choice(["nobody", "some", "all"])
+        """Who can always go on; some, then those share nothing."""
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.step = self.done = self.names = 0
@@ -132,12 +134,16 @@ class Operations:
 
     def fork(self) -> bool:
         source = self.rng.choice(self.running)
+        if source.is_guaranteed and self.guaranteed == "some":
+            return False
         prompt = source.token_ids[: source.num_prompt_tokens]
         return self._admit(request(self._name(), prompt, 20, cache_salt=source.cache_salt, source=source))
 
     def _admit(self, one: Request) -> bool:
         before = self.kv.counts()
-        admission = self.kv.admit(one, len(one.token_ids), self.watermark, share=self.rng.random() < 0.8)
+        one.is_guaranteed = self.guaranteed == "all" or (self.guaranteed == "some" and self.rng.random() < 0.4)
+        share = self.rng.random() < 0.8 and not (one.is_guaranteed and self.guaranteed == "some")
+        admission = self.kv.admit(one, one.reserve, self.watermark, share=share)
         if admission is None:
             assert self.kv.counts() == before
             assert self.watermark or not self._has_room(one)
@@ -158,8 +164,10 @@ class Operations:
         self.next.joined.append(one)
 
     def _has_room(self, one: Request) -> bool:
-        """Whether the request fits even if it shares nothing."""
-        return all(pool.num_free >= -(-len(one.token_ids) // BLOCK) for pool in self.kv.pools)
+        """Whether the request fits even if it shares nothing, and nobody has a right to any of it."""
+        need, right = -(-one.reserve // BLOCK), -(-one.limit // BLOCK)
+        rights = sum(each.is_guaranteed for each in [*self.running, one]) * right
+        return all(pool.num_free >= need and (not rights or pool.num_free >= rights) for pool in self.kv.pools)
 
     def swap_out(self) -> bool:
         one = self.rng.choice(self.running)
@@ -182,7 +190,8 @@ class Operations:
         one = self.rng.choice(self.swapped)
         before, saved = self.kv.counts(), self.kv.swapped[one.request_id]
         share = self.rng.random() < 0.5
-        admission = self.kv.swap_in(one, len(one.token_ids), self.watermark, self.step + 1, share=share)
+        share = share and not (one.is_guaranteed and self.guaranteed == "some")
+        admission = self.kv.swap_in(one, one.reserve, self.watermark, self.step + 1, share=share)
         if admission is None:
             assert self.kv.counts() == before and self.kv.swapped[one.request_id] is saved
             assert self.watermark or self.flights or not self._has_room(one)
@@ -202,7 +211,7 @@ class Operations:
 
     def shrink(self) -> bool:
         one = self.rng.choice(self.running)
-        if one in self.next.joined:
+        if one in self.next.joined or one.is_guaranteed:
             return False
         end = self.rng.randint(0, min(one.num_computed_tokens, len(one.token_ids) - 1) // BLOCK)
         tables, kept = [list(table) for table in one.block_ids], [table[:end] for table in one.block_ids]
@@ -219,7 +228,10 @@ class Operations:
         """Launch a step that computes some tokens of one request, writing their blocks."""
         one = self.rng.choice(self.running)
         end = min(one.num_computed_tokens + self.rng.randint(1, MOST_TOKENS), len(one.token_ids))
-        if end == one.num_computed_tokens or self.kv.extend(one, end, self.step) is None:
+        if end == one.num_computed_tokens:
+            return False
+        if self.kv.extend(one, end, self.step) is None:
+            assert not one.is_guaranteed or self.flights, f"{one} cannot go on"
             return False
         self.step += 1
         flight, self.next = self.next, Step()
@@ -415,9 +427,31 @@ def kept_block_free_while_it_is_written(patch: Patch) -> None:
     patch(SwapPool, "keep", lambda self, group, node, step: original(self, group, node, -1))
 
 
+def promised_blocks_taken_by_those_who_run(patch: Patch) -> None:
+    patch(KVCacheManager, "_withheld", lambda self, group, request: 0)
+
+
+def promised_blocks_taken_by_those_who_join(patch: Patch) -> None:
+    def fits(self: KVCacheManager, group: int, request: Request, free: int, want: int, watermark: float) -> bool:
+        room = self.pools[group].capacity - self._entitled[group] - self._most(group, request)
+        return min(free - want, room) >= watermark * self.pools[group].capacity
+
+    patch(KVCacheManager, "_fits", fits)
+
+
+def shared_blocks_promised_once(patch: Patch) -> None:
+    def fits(self: KVCacheManager, group: int, request: Request, free: int, want: int, watermark: float) -> bool:
+        return free - want - self._pledged[group] >= watermark * self.pools[group].capacity
+
+    patch(KVCacheManager, "_fits", fits)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
+        promised_blocks_taken_by_those_who_run,
+        promised_blocks_taken_by_those_who_join,
+        shared_blocks_promised_once,
         kept_block_given_out_while_it_is_read,
         kept_blocks_of_a_failed_step_trusted,
         kept_blocks_never_free,
