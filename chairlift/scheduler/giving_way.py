@@ -21,8 +21,8 @@ class GivingWay(Population):
             if grown is not None:
                 out.new_blocks += [(request.slot, blocks) for blocks in grown]
                 return True
-            if not self.kv.num_missing(request, num_tokens):
-                return False  # steps in flight still hold what was freed; it is there in the next step
+            if self.membership.closed or not self.kv.num_missing(request, num_tokens):
+                return False  # steps in flight still hold what it has a right to; it is there in the next step
             victims = candidates(self.running.values(), request, self.policy, self.max_preemptions, out.step)
             victim = self.policy.victim(victims)
             if victim is None or victim is request:  # the last in line waits, and keeps what it has
