@@ -257,7 +257,8 @@ class InputProcessor:
         """Each word as it is written at the start of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
-            for text in (word, " " + word.lstrip()):
+            bare = word.lstrip() or word
+            for text in (bare, " " + bare):
                 ids = tuple(self._tokenizer.encode(text, add_special_tokens=False)) if self._tokenizer else ()
                 if ids:
                     found[ids] = None

@@ -220,7 +220,8 @@ def _logprobs(entries: Sequence[Mapping[int, Logprob]], top: int, texts: TokenTe
         ]
         chosen = written[0][1]
         best = sorted((pair for pair in written if pair[0] <= top), key=lambda pair: pair[0])
-        content.append(ChosenLogprob(chosen.token, chosen.logprob, chosen.bytes, [each for _, each in best]))
+        # The chosen one may tie with the last of them; it comes first of those that tie.
+        content.append(ChosenLogprob(chosen.token, chosen.logprob, chosen.bytes, [each for _, each in best[:top]]))
     return ChoiceLogprobs(content)
 
 

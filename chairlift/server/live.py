@@ -76,6 +76,8 @@ async def _events(request: Request) -> Response:
     """The step stream as server-sent events, from the beginning of the ring on."""
     state: ServerState = request.app.state.server
     feed = _feed(request)
+    if request.method == "HEAD":
+        return Response(media_type=_EventStream.media_type)
     if feed.num_viewers >= _MOST_VIEWERS:
         raise ApiError(503, f"{_MOST_VIEWERS} viewers look already; close one of them", headers={"retry-after": "30"})
     headers = {"x-recording": "1"} if feed.is_recording else {}

@@ -176,18 +176,16 @@ def abort_all(streams: Sequence[OutputStream]) -> None:
 
 async def collect(streams: Sequence[OutputStream]) -> list[RequestOutput]:
     """The whole answers, in the order of the prompts. However this ends, no request is left in the engine."""
-    outputs: list[RequestOutput] = []
+    outputs: dict[int, RequestOutput] = {}
     try:
-        for stream in streams:
-            last = None
-            async for output in stream:
-                last = output
-            outputs.append(_whole(last))
-            for answer in outputs[-1].outputs:
-                _check_end(outputs[-1], answer)
+        async with contextlib.aclosing(merge(streams)) as news:
+            async for index, output in news:  # as they end: who waits need not wait for others to hear of a failure
+                outputs[index] = output
+                for answer in output.outputs:
+                    _check_end(output, answer)
     finally:
         abort_all(streams)
-    return outputs
+    return [_whole(outputs.get(index)) for index in range(len(streams))]
 
 
 async def merge(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -125,7 +125,7 @@ class _Probe:
         self.attention_mask = attention_mask
         self.collate = collate
         self.forward = forward
-        parameters = inspect.signature(model.forward).parameters
+        parameters = _parameters(model)
         self.accepted = set(parameters)
         self.takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self.extra: Batch = {}
@@ -232,6 +232,18 @@ class _Probe:
         base, after = self._logits(self.tokens), self._logits(self._with_change(leaks[0].source))
         self.extra = {}
         return _distance(base[leaks[0].victim], after[leaks[0].victim]) <= threshold
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What the model takes; of one that passes on what it does not name (PEFT, DDP, torch.compile), what is inside."""
+    taken = inspect.signature(model.forward).parameters
+    own: Any = model
+    inside = own.get_base_model() if hasattr(own, "get_base_model") else None
+    inside = inside or getattr(own, "module", None) or getattr(own, "_orig_mod", None)
+    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
+    if "position_ids" in taken or not passes_on or inside is model or not isinstance(inside, nn.Module):
+        return taken
+    return _parameters(inside)
 
 
 def _vocabulary(model: nn.Module) -> int:

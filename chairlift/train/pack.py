@@ -95,6 +95,7 @@ class LookaheadPacker:
         which pending sequence opens a pack; ``longest`` (of the oldest's key) bounds no delay and suits a whole data
         set. Raises ConfigError for numbers below 1 and a capacity that is no multiple of ``align``.
         """
+        capacity, pool, align = operator.index(capacity), operator.index(pool), operator.index(align)  # also NumPy's
         least = min(capacity, pool, align, 1 if max_sequences is None else max_sequences)
         if least < 1 or capacity % align:
             raise ConfigError(
@@ -175,9 +176,9 @@ def pack_indices(
     ConfigError for numbers below 1 and a length outside 1 to ``capacity`` or that is no whole number.
     """
     try:
-        lengths = [operator.index(length) for length in lengths]
+        lengths, capacity = [operator.index(length) for length in lengths], operator.index(capacity)
     except TypeError as error:
-        raise ConfigError(f"lengths must be whole numbers of tokens: {error}") from None
+        raise ConfigError(f"lengths and capacity must be whole numbers of tokens: {error}") from None
     if pool is not None:
         return _in_order(lengths, LookaheadPacker(capacity, pool, align=align, max_sequences=max_sequences))
     best: list[list[int]] | None = None
@@ -194,8 +195,8 @@ def pack_indices(
 
 def lower_bound(lengths: Sequence[int], capacity: int, *, align: int = 1) -> int:
     """Packs that any packer needs at least: by tokens, and by sequences of which no two fit together."""
-    sizes = [-(-length // align) for length in lengths]
-    room = capacity // align
+    sizes = [-(-operator.index(length) // align) for length in lengths]
+    room = operator.index(capacity) // align
     return max(-(-sum(sizes) // room), sum(size + size > room for size in sizes))
 
 

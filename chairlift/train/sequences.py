@@ -275,7 +275,7 @@ class SourceCursor:
             state["length"] = len(self.source)
         elif self._iterator is not None and hasattr(self._iterator, "get_state"):
             state["own"] = self._iterator.get_state()
-        elif hasattr(self.source, "load_state_dict") and (self._iterator is not None or not self.epoch):
+        elif _has_own_state(self.source) and (self._iterator is not None or not self.epoch):
             state["own"] = self.source.state_dict()  # not between two epochs: the next one begins anew
         return state
 
@@ -328,6 +328,18 @@ class SourceCursor:
                 f"sequence {position} of the source is not what it was when the state was taken; resume with the "
                 "same data in the same order, or start a new stream"
             )
+
+
+def _has_own_state(source: Any) -> bool:
+    """Whether the source can say where it is. A Hugging Face stream that shuffles leaves out what its buffer holds: its
+    place is found again by reading on from the beginning."""
+    parts = [getattr(source, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return False
+        parts += filter(None, [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())])
+    return hasattr(source, "load_state_dict")
 
 
 def _rows_of_tables(dataset: Any) -> Iterator[dict[str, Any]]:

@@ -174,15 +174,15 @@ class PackStream:
         queue, clock = self._cursor.source, asyncio.get_running_loop().time
         if self._cursor.kind != "queue":
             raise ConfigError("only an asyncio queue is read with 'async for'; use 'for pack in stream'")
-        deadline: float | None = None
+        came = deque([(position, clock()) for position in sorted(self._waiting())])  # what waits, the oldest first
         while not self._ended or self._ready:
-            handed_out = bool(self._ready)
-            while self._ready:
-                yield self._make_pack(self._take_row())
-            if self._flush_after is None or not (self._pending or self._window or self._open):
-                deadline = None
-            elif deadline is None or handed_out:
-                deadline = clock() + self._flush_after
+            if self._ready:
+                while self._ready:
+                    yield self._make_pack(self._take_row())
+                waiting = self._waiting() if came else ()
+                while came and came[0][0] not in waiting:
+                    came.popleft()
+            deadline = came[0][1] + self._flush_after if came and self._flush_after is not None else None
             if self._ended:
                 return
             try:
@@ -193,7 +193,15 @@ class PackStream:
             if item is None:
                 self._finish()
             else:
-                self._push(self._cursor.take(item))
+                sample, serial = self._cursor.take(item), self._serial
+                self._push(sample)
+                if self._flush_after is not None and self._serial > serial:
+                    came.append((sample.id, clock()))
+
+    def _waiting(self) -> set[int]:
+        """Positions in the source of what was read and not handed out."""
+        plans = itertools.chain(self._window, *self._open)
+        return {sample.id for sample in itertools.chain(self._pending.values(), *(plan.samples for plan in plans))}
 
     def steps(self) -> Iterator[list[Pack]]:
         """This rank's packs of one optimiser step at a time."""

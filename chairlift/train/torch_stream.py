@@ -32,10 +32,18 @@ class TorchPackStream(IterableDataset[Pack]):
     def __iter__(self) -> Iterator[Pack]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        # A state of as many processes comes back into each of them; any other begins the round anew.
-        before = self._passed if self._resumes and self._workers == workers else 0
-        self._resumes, self._workers = False, workers
-        for number, pack in self.stream.every(workers, (worker - before) % workers):
+        resumes, self._resumes = self._resumes, False
+        if resumes and workers > 1 and self.stream.ended:
+            return iter(())  # the pass has ended; the other processes do not know, but have no more of it either
+        # What as many processes had handed out counts in the round; any other number begins it anew.
+        if self.stream.ended or self._workers != workers:
+            self._passed = 0
+        self._workers = workers
+        iter(self.stream)  # a pass that has ended begins again here, so that a state before its first pack says so
+        return self._packs(workers, (worker - self._passed) % workers, self._passed)
+
+    def _packs(self, workers: int, first: int, before: int) -> Iterator[Pack]:
+        for number, pack in self.stream.every(workers, first):
             self._passed = before + number + 1
             yield pack
 

@@ -159,7 +159,8 @@ class VarlenContext:
 class HFPatch:
     """A Hugging Face model whose packed rows run through :func:`attend`; made by :func:`patch_hf`.
 
-    A context manager: leaving it undoes the patch, as :meth:`remove` does.
+    A context manager: leaving it undoes the patch, as :meth:`remove` does. A deep copy of the model (an average of its
+    weights, a reference) is patched too, and stays so.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:
@@ -173,6 +174,7 @@ class HFPatch:
         self.layout: Layout | None = None
         """Of the forward pass that runs now; None when it is not packed."""
         self._running = False
+        self._copied = False
         self._calls = 0
         self._windows: set[int | None] = set()
         self._mask_windows: set[int] = set()
@@ -223,9 +225,15 @@ class HFPatch:
             hook.remove()
         for config, before in self._before:
             config._attn_implementation_internal = before
-        AttentionInterface._global_mapping.pop(self.name, None)
-        AttentionMaskInterface._global_mapping.pop(self.name, None)
+        if not self._copied:
+            AttentionInterface._global_mapping.pop(self.name, None)
+            AttentionMaskInterface._global_mapping.pop(self.name, None)
         self._hooks, self._before = [], []
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """A copied model's hooks come here as well: what is kept is of one forward pass, whoever's it is."""
+        self._copied = True
+        return self
 
     def __enter__(self) -> Self:
         return self
@@ -377,6 +385,11 @@ def _layout_of(given: Mapping[str, Any]) -> Layout | None:
     starts = [0, *(np.flatnonzero(jumps[0]) + 1).tolist()]
     if len(starts) == 1:
         return None if padded else Layout.of([length])
+    mask = given.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.all():
+        kept = ids[0, mask[0, -length:].bool().cpu().numpy()] if mask.shape[1] >= length else ids[0]
+        if (np.diff(kept) == 1).all():  # one sequence, and padding
+            return None
     if ids[0, starts].any():
         raise ConfigError(f"positions jump at tokens {starts[1:9]} without restarting at 0; every sequence starts at 0")
     if padded:

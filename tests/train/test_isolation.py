@@ -27,6 +27,22 @@ def test_no_false_alarm(family: str, dtype: torch.dtype) -> None:
     assert "are isolated" in str(report)
 
 
+class _PassesOn(torch.nn.Module):
+    """As DistributedDataParallel, whose signature names nothing that the model takes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+
+def test_a_model_inside_another_is_given_what_it_takes() -> None:
+    assert check_isolation(_PassesOn(_PassesOn(tiny("llama"))), strict=True)
+    assert not check_isolation(_PassesOn(tiny(LEAKING[0])))
+
+
 @pytest.mark.parametrize("family", LEAKING)
 def test_leaking_families_are_caught(family: str) -> None:
     started = time.process_time()

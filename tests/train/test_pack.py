@@ -197,3 +197,12 @@ def test_lengths_are_any_whole_numbers(make: Callable[[list[int]], Any]) -> None
 def test_other_lengths_are_refused(wrong: list[Any]) -> None:
     with pytest.raises(ConfigError, match="whole numbers of tokens"):
         pack_indices(wrong, 6)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
+def test_numbers_of_numpy_are_numbers(kind: type[np.integer[Any]]) -> None:
+    lengths = np.array([200, 100, 50, 7, 200, 93] * 20, kind)
+    expected = pack_indices(lengths.tolist(), 200)
+    assert pack_indices(lengths, lengths.max()) == expected
+    assert pack_indices(lengths, kind(200), pool=4) == pack_indices(lengths.tolist(), 200, pool=4)
+    assert lower_bound(lengths, 256) == lower_bound(lengths.tolist(), 256)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from chairlift.errors import ConfigError
+import chairlift
+from chairlift.errors import ChairliftError, ConfigError
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.train.encoder import Encoder, fitting
 from chairlift.train.sources import FollowedLines, LineFile, RecordSource, TableFile
@@ -403,3 +404,15 @@ def test_a_record_that_no_pack_takes_is_named_with_its_line(tmp_path: Path) -> N
     assert next(source)["input_ids"].tolist() == [1, 2]
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: it has 9 tokens, but a pack takes 8"):
         next(source)
+
+
+def test_null_in_a_message_is_nothing() -> None:
+    """Parquet gives every message the fields of all others."""
+    encode = Encoder(Path(chairlift.__file__).parent / "assets")
+    plain = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    nulls = [{**message, "name": None, "tool_calls": None} for message in plain]
+    found, expected = encode({"messages": nulls}), encode({"messages": plain})
+    assert found.keys() == expected.keys()
+    assert all(list(found[key]) == list(expected[key]) for key in found)
+    with pytest.raises(ChairliftError, match=r"messages\[0\]"):
+        encode({"messages": [{"role": None, "content": "hi"}]})

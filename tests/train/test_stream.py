@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import random
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -750,6 +751,27 @@ def test_what_waits_in_a_queue_for_too_long_is_handed_out() -> None:
     assert all(pack.last_of_step for pack in packs)
 
 
+def test_who_waits_longest_in_a_queue_says_when_all_is_handed_out() -> None:
+    """And not the last pack that others filled meanwhile."""
+
+    async def run() -> list[Pack]:
+        loop, now, queue = asyncio.get_running_loop(), 0.0, asyncio.Queue[Any]()
+        loop.time = lambda: now  # type: ignore[method-assign]
+        stream = PackStream(queue, CAPACITY, pool=8, flush_after=1.0)
+        packs: list[Pack] = []
+        queue.put_nowait([7])
+        for number in range(40):
+            queue.put_nowait([number] * CAPACITY)
+        queue.put_nowait(None)
+        async for pack in stream:
+            packs.append(pack)
+            now += 0.3
+        return packs
+
+    packs = asyncio.run(asyncio.wait_for(run(), 60))
+    assert 0 in [position for pack in packs[:12] for position in pack.ids]
+
+
 def test_a_queue_and_a_list_are_read_each_in_its_own_way() -> None:
     with pytest.raises(ConfigError, match="async for"):
         next(PackStream(asyncio.Queue()))
@@ -819,6 +841,57 @@ def test_a_stateful_data_loader_resumes(workers: int) -> None:
         state, loader = loader.state_dict(), make()
         loader.load_state_dict(state)
         assert all_same(head + list(loader), expected)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_stateful_data_loader_resumes_where_a_pass_ends_and_where_the_next_begins(workers: int) -> None:
+    """What the processes say before their first pack is of the new pass; at the end, only one of them has ended."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        stream = PackStream([[i] * 8 for i in range(10)], 8, pool=1)
+        return loaders.StatefulDataLoader(
+            stream.as_torch(), batch_size=None, num_workers=workers, persistent_workers=True
+        )
+
+    def ids(packs: Iterable[Pack]) -> list[int]:
+        return [pack.ids[0] for pack in packs]
+
+    for cut in (0, 1, workers, 10):
+        loader = make()
+        assert ids(loader) == list(range(10))
+        packs = iter(loader)
+        head = [next(packs) for _ in range(cut)]
+        state, loader = copy.deepcopy(loader.state_dict()), make()
+        loader.load_state_dict(state)
+        assert ids(head) + ids(loader) == list(range(10))
+        assert ids(loader) == list(range(10))
+
+
+def test_loader_processes_that_live_on_go_on_where_they_were_left() -> None:
+    loader = torch.utils.data.DataLoader(
+        PackStream([[i] * 8 for i in range(40)], 8, pool=1).as_torch(),
+        batch_size=None,
+        num_workers=2,
+        persistent_workers=True,
+    )
+    found = [pack.ids[0] for _ in range(3) for pack in itertools.islice(loader, 7)]
+    assert len(set(found)) == 21, "a pack came twice"
+
+
+def test_a_shuffled_hugging_face_stream_loses_nothing() -> None:
+    """Its own state leaves out what its buffer holds."""
+    datasets = pytest.importorskip("datasets")
+    items = [{"input_ids": [i, i]} for i in range(200)]
+
+    def make() -> Any:
+        return datasets.Dataset.from_list(items).to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=50)
+
+    expected = list(PackStream(make(), CAPACITY, pool=4))
+    stream, resumed = PackStream(make(), CAPACITY, pool=4), PackStream(make(), CAPACITY, pool=4)
+    head = list(itertools.islice(stream, 5))
+    resumed.load_state_dict(stream.state_dict())
+    assert all_same(head + list(resumed), expected)
 
 
 def test_a_hugging_face_dataset_is_a_source() -> None:

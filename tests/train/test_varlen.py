@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -227,6 +228,12 @@ def test_what_is_not_packed_runs_as_before() -> None:
         {"input_ids": ids},
         {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)},
         {"input_ids": ids[:1], "attention_mask": mask[1:2]},
+        {
+            "input_ids": ids[:1],
+            "attention_mask": mask[1:2],
+            "position_ids": (mask[1:2].cumsum(1) - 1).clamp(min=0),
+            "use_cache": False,
+        },
         {"input_ids": ids, "position_ids": torch.arange(12)[None]},
         {"input_ids": ids, "position_ids": torch.arange(12).expand(3, -1)},
     ]
@@ -235,6 +242,18 @@ def test_what_is_not_packed_runs_as_before() -> None:
     with patch_hf(model):
         assert all(torch.equal(model(**call).logits, x) for call, x in zip(calls, before, strict=True))
         assert torch.equal(model.generate(ids[:1], max_new_tokens=6, do_sample=False, use_cache=True), generated)
+
+
+def test_a_copy_of_a_patched_model_is_patched_too() -> None:
+    model = tiny("llama")
+    ids = torch.arange(1, 13)[None]
+    row = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]), "use_cache": False}
+    with patch_hf(model):
+        expected = model(**row).logits
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(**row).logits, expected)
+    assert torch.equal(copied(**row).logits, expected)
+    assert not torch.equal(copied(input_ids=ids).logits, expected)
 
 
 def test_a_cache_does_not_make_a_patched_model_forget_the_boundaries() -> None:
