@@ -337,9 +337,7 @@ async def stream_traffic(request: Request) -> Response:
             message = f"there is no recording {wanted!r:.80}; it has ended, or the server was started again"
             raise ApiError(404, message, code="recording_not_found", param="recording")
         return _Traffic(state, recording)
-    if (
-        sum(isinstance(each, Recording) for each in watchers.values()) >= _MOST_RECORDINGS
-    ):  # traces are made of one, too
+    if sum(isinstance(each, Recording) for each in watchers.values()) >= _MOST_RECORDINGS:
         message = f"{_MOST_RECORDINGS} recordings run already; end one of them, and wait {_KEPT_SECONDS:.0f} s"
         raise ApiError(429, message, code="too_many_recordings", headers={"retry-after": f"{_KEPT_SECONDS:.0f}"})
     recording = Recording(

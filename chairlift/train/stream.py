@@ -128,8 +128,7 @@ class PackStream:
         )
         if not 0 <= rank < ranks or (flush_after is not None and ranks > 1):
             raise ConfigError(
-                f"rank must be 0 to ranks - 1, and flush_after is for one rank; got rank {rank} of {ranks} ranks, "
-                f"flush_after {flush_after}"
+                f"rank must be 0 to ranks - 1, and flush_after needs one rank; got {rank} of {ranks}, and {flush_after}"
             )
         self.rank = rank
         self._flush_after = flush_after
@@ -179,9 +178,8 @@ class PackStream:
             if self._ready:
                 while self._ready:
                     yield self._make_pack(self._take_row())
-                waiting = self._waiting() if came else ()
-                while came and came[0][0] not in waiting:
-                    came.popleft()
+                waiting = self._waiting() if came else set()
+                came = deque(entry for entry in came if entry[0] in waiting)
             deadline = came[0][1] + self._flush_after if came and self._flush_after is not None else None
             if self._ended:
                 return

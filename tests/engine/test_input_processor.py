@@ -219,8 +219,9 @@ def test_end_of_sequence_stops_unless_ignored(ignore_eos: bool, stops: set[int])
 
 
 def test_bad_words_are_masked_at_the_start_and_after_a_space() -> None:
-    row = prepare(door(text=True), bad_words=["ab"]).make_sequences()[0].sampling
-    assert row.bad_word_ids == ((0, 1), (18, 0, 1))
+    for word in ("ab", " ab"):
+        row = prepare(door(text=True), bad_words=[word]).make_sequences()[0].sampling
+        assert row.bad_word_ids == ((0, 1), (18, 0, 1))
 
 
 def test_bad_words_do_not_begin_as_texts_do() -> None:

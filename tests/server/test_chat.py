@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -10,8 +11,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from chairlift.engine.async_engine import EngineState
+from chairlift.outputs import Logprob
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.app import make_app
+from chairlift.server.chat import _logprobs
 from tests.server.fake_engine import FakeEngine, make_state
 
 PATH = "/v1/chat/completions"
@@ -75,6 +78,14 @@ def test_the_official_client_reads_an_answer(client: openai.OpenAI, engine: Fake
             assert len(written.top_logprobs) == 2
             values = [each.rank for each in entry.values() if each.rank is not None and each.rank <= 2]
             assert sorted(values) == [1, 2]
+
+
+def test_top_logprobs_are_as_many_as_asked_for_where_the_chosen_one_ties() -> None:
+    tied = {7: Logprob(-0.7, rank=1), 3: Logprob(-0.7, rank=1), 5: Logprob(-2.0, rank=3)}
+    texts: Any = SimpleNamespace(text=lambda token, _: str(token), bytes=lambda token, _: str(token).encode())
+    for top, expected in ((1, ["7"]), (2, ["7", "3"]), (0, [])):
+        (written,) = _logprobs([tied], top, texts).content
+        assert (written.token, [each.token for each in written.top_logprobs]) == ("7", expected)
 
 
 def test_bytes_put_split_characters_together(client: openai.OpenAI) -> None:

@@ -124,6 +124,17 @@ def test_one_key_or_none_is_enough_where_keys_do_not_tell_tenants_apart() -> Non
     run(test())
 
 
+def test_only_the_headers_are_asked_for() -> None:
+    """The connection is free for what comes next, and nobody is counted as looking."""
+
+    async def test() -> None:
+        async with serving(make_app(make_state(WatchedEngine()))) as client:
+            reply = await client.get("/live/events", method="HEAD")
+            assert (reply.status, reply.headers["content-type"].partition(";")[0]) == (200, "text/event-stream")
+
+    run(test())
+
+
 # --- the stream ------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from chairlift.errors import EngineDeadError, OverloadedError, QueueTimeoutError
 from chairlift.sampling_params import SHAPED_REASONS
 from chairlift.server.app import make_app
-from chairlift.server.streaming import merge
+from chairlift.server.streaming import collect, merge
 from tests.server.fake_engine import FakeEngine, FakeStream, make_state
 from tests.server.harness import PATIENCE
 
@@ -394,6 +394,23 @@ def test_merging_gives_each_stream_its_turn() -> None:
         assert abs(order[15:55].count(0) - order[15:55].count(1)) <= 1
 
     asyncio.run(main())
+
+
+def test_of_several_prompts_the_first_that_fails_ends_the_reply() -> None:
+    class Failing(FakeStream):
+        async def __anext__(self) -> Any:
+            raise QueueTimeoutError("it waited too long")
+
+    async def main() -> None:
+        engine = FakeEngine()
+        engine.gate = asyncio.Event()  # the first prompt's answer never comes
+        engine.gate_after = 0
+        streams: Any = [FakeStream(engine, [1], []), Failing(engine, [1], [])]
+        with pytest.raises(QueueTimeoutError):
+            await collect(streams)
+        assert streams[0].aborted
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
 class _Output:

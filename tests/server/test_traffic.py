@@ -410,8 +410,11 @@ def test_a_recording_belongs_to_who_began_it(tmp_path: Path) -> None:
 @asynchronous
 async def test_so_many_recordings_and_no_more() -> None:
     async with served() as server:
+        tracer: Any = object()
+        server.engine.watchers["traces"] = tracer  # takes nobody's place
         for _ in range(8):
             await (await server.record()).next()
+        del server.engine.watchers["traces"]
         reply = await server.client.get("/v1/traffic")
         assert (reply.status, reply.error["code"]) == (429, "too_many_recordings")
         assert reply.headers["retry-after"] == "60"
