@@ -103,9 +103,9 @@ class Request:
         "num_prompt_tokens",
         "num_published",
         "params",
-        "pledged",
         "priority",
         "progress_mark",
+        "promised",
         "refused_at",
         "request_id",
         "resumed_at_step",
@@ -187,8 +187,8 @@ class Request:
         """Per cache group: leading table entries that a sliding window has left behind and given back."""
         self.is_guaranteed = False
         """Whether it can always go on: it keeps a right to the most blocks that it will ever hold at once."""
-        self.pledged: list[int] = []
-        """Per cache group: blocks that it does not hold now, and has a right to."""
+        self.promised: list[tuple[int, int]] = []
+        """Per cache group: blocks that it has a right to, and how many of them it does not hold now."""
         self.num_published = 0
         """Leading full blocks already offered to the prefix cache."""
         self.last_node: PrefixNode | None = None

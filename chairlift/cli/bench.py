@@ -80,8 +80,9 @@ def run(args: argparse.Namespace) -> int:
     """Run one benchmark; 0, or another exit code of the benchmark's own. What keeps it from running raises
     ChairliftError.
     """
-    for flag in ("json", "html"):
-        check_writable(getattr(args, flag, None), flag)
+    for flag, other in (("json", "html"), ("html", "json")):
+        others = [getattr(args, each, None) for each in (other, "trace", "config")]
+        check_writable(getattr(args, flag, None), flag, *others)
     if getattr(args, "html", None) is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--html draws its charts with matplotlib, which is not installed; leave it out")
     code, page = 0, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import io
 import logging
@@ -48,13 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _CUT_PIPE
     except ChairliftError as error:
         return _fail(str(error))
+    except MemoryError as error:
+        return _fail(str(error) or "the memory does not suffice for this; ask for less, or free some")
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         return _fail(f"{name}{error.strerror or error}")
 
 
 def _fail(message: str) -> int:
-    print(f"chairlift: error: {plain(' '.join(message.split()))}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # a full disk there changes nothing about the exit code
+        print(f"chairlift: error: {plain(' '.join(message.split()))}", file=sys.stderr, flush=True)
     return 2
 
 

@@ -107,8 +107,10 @@ def run(args: argparse.Namespace) -> int:
         if not chosen:
             raise ConfigError(f"--seeds must be at least 1, got {args.seeds}")
         return run_gate(args.policy, chosen) if args.simulation == "gate" else run_seeds(chosen)
-    for flag in ("save", "save_steps", "json"):
-        check_writable(getattr(args, flag), flag.replace("_", "-"))
+    read, written = ("trace", "cost_model", "step_log", "config"), ("save", "save_steps", "json")
+    for flag in written:
+        others = [getattr(args, other, None) for other in (*read, *written) if other != flag]
+        check_writable(getattr(args, flag), flag.replace("_", "-"), *others)
     settings, _ = read_settings(args, sampling=False)
     refused = sorted(_NOT_SIMULATED & settings.keys())
     if refused:

@@ -137,7 +137,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
 def _show(args: argparse.Namespace) -> int:
     from chairlift.cli.trace_picture import fact_lines, histogram_lines, write_picture
 
-    check_writable(args.png, "png")
+    check_writable(args.png, "png", args.file)
     loaded = _load(args)
     print("\n".join([f"{args.file}, read as {loaded.format}", *fact_lines(loaded.requests)]))
     for note in loaded.notes:

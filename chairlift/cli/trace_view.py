@@ -97,7 +97,7 @@ def replay(args: argparse.Namespace) -> int:
     from chairlift.sim.replay import replay as simulate
     from chairlift.sim.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace
 
-    check_writable(args.json, "json")
+    check_writable(args.json, "json", args.file, args.config)
     _, recording = _read(args.file)
     settings, _ = read_settings(args, sampling=False)
     if refused := sorted(_NOT_CHANGED & settings.keys()):

@@ -48,6 +48,7 @@ __all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Pro
 
 _log = logging.getLogger(__name__)
 _SHARES_SECONDS = 1.0
+_FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 _TOO_LATE = "the request could not be answered by its deadline"
 _NO_ERRORS: Mapping[str, str] = {}
 
@@ -470,7 +471,8 @@ class EngineCore(EngineClient):
     def _finished(
         self, ended: Sequence[Request], now: float, error: str | None = None, errors: Mapping[str, str] = _NO_ERRORS
     ) -> list[FinishedSequence]:
-        """For requests that left at ``now``; ``error`` holds for all of them, ``errors`` for those it names."""
+        """For requests that left at ``now``; ``error`` holds for all that failed (mates of a static batch that had
+        ended well leave with them), ``errors`` for those it names."""
         for request in ended:
             self.answer_lengths.add(request)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
@@ -483,7 +485,7 @@ class EngineCore(EngineClient):
                 request.finish_reason or FinishReason.ABORT,
                 request.stop_reason,
                 request.num_preemptions,
-                errors.get(request.request_id, error),
+                errors.get(request.request_id, error if request.finish_reason in _FAILED else None),
                 causes,
                 preempted_by,
                 preempted_during,

@@ -127,8 +127,10 @@ class _Reader:
         self.rows.update(dict(line.get("on", ())))
         start, end = line["t"]
         chunks = [Chunk(slot, at, count, samples, why) for _, slot, at, count, samples, why in line.get("chunks", ())]
-        count = 0 if line.get("rest") else len(self.rows)
-        features = StepFeatures.of(count, line.get("ctx", 0), chunks)
+        count, context = 0 if line.get("rest") else len(self.rows), line.get("ctx", 0)
+        if type(context) is not int or context < 0:
+            raise ValueError(context)
+        features = StepFeatures.of(count, context, chunks)
         self.steps.append((features, float(end - max(start, self._step_end))))
         self._step_end, self.end = end, max(self.end, end)
         for number in () if line.get("rest") else self.rows.values():

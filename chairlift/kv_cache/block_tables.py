@@ -148,8 +148,7 @@ class BlockTables:
         """
         for group in range(len(request.block_ids)):
             self._cut(group, request, 0, in_flight)
-            self._entitled[group] -= self._most(group, request)
-            self._pledged[group] -= request.pledged[group]
+            self._promise(group, request, 0, 0)
         request.block_ids = []
         request.num_out_of_reach = []
         request.num_published = 0
@@ -219,8 +218,8 @@ class BlockTables:
         return spare >= watermark * capacity
 
     def _most(self, group: int, request: Request) -> int:
-        """Blocks of a window group that a guaranteed request keeps a right to; elsewhere it has them all from the
-        beginning."""
+        """The most blocks of a window group that a guaranteed request ever has a right to; elsewhere it has them all
+        from the beginning."""
         guaranteed = request.is_guaranteed and self.groups[group].window is not None
         return self.blocks_for(group, request.limit) if guaranteed else 0
 
@@ -229,12 +228,25 @@ class BlockTables:
         return 0 if request.is_guaranteed else self._pledged[group]
 
     def _pledge(self, group: int, request: Request) -> None:
-        """Its table has changed: so has what the request has a right to beyond it."""
-        size, passed = len(request.block_ids[group]), request.num_out_of_reach[group]
-        left = -(-request.limit // self.block_size) - size
-        pledged = max(0, min(left, self._most(group, request) - (size - passed)))
-        self._pledged[group] += pledged - request.pledged[group]
-        request.pledged[group] = pledged
+        """Its table has changed, or what it has left to compute: so has what a guaranteed request has a right to.
+
+        That is what it holds, and as much more as its window and its next step need: of what is known, then a token.
+        """
+        window = self.groups[group].window
+        if window is None or not request.is_guaranteed:
+            return
+        held = len(request.block_ids[group]) - request.num_out_of_reach[group]
+        step = min(self.max_step_tokens, request.num_tokens - request.num_computed_tokens)
+        left = -(-request.limit // self.block_size) - len(request.block_ids[group])
+        pledged = max(0, min(left, -(-(window - 1 + step) // self.block_size) + 1 - held))
+        self._promise(group, request, held + pledged, pledged)
+
+    def _promise(self, group: int, request: Request, entitled: int, pledged: int) -> None:
+        before = request.promised[group]
+        self._num_changes += entitled < before[0] or pledged < before[1]
+        self._entitled[group] += entitled - before[0]
+        self._pledged[group] += pledged - before[1]
+        request.promised[group] = entitled, pledged
 
     def _occupy(
         self,
@@ -246,7 +258,7 @@ class BlockTables:
     ) -> None:
         """Make ``tables`` the request's: their blocks are shared, new ones stand for None and for what is missing. With
         ``path`` None it offers none of its blocks to others."""
-        request.block_ids, request.pledged = [], [0] * len(tables)
+        request.block_ids, request.promised = [], [(0, 0)] * len(tables)
         request.num_out_of_reach = [self._first_in_reach(group, known) for group in range(len(tables))]
         for group, (pool, shared, want) in enumerate(zip(self.pools, tables, wants, strict=True)):
             for block in shared:
@@ -257,7 +269,6 @@ class BlockTables:
             table.extend(new)
             request.block_ids.append(table)
             self.held_blocks += len(table)
-            self._entitled[group] += self._most(group, request)
             self._pledge(group, request)
             if self.journal is not None:
                 self.journal.append((request.request_id, group, 0, list(table), []))

@@ -24,8 +24,8 @@ def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
             raise InvariantError(f"{request!r} holds blocks, and is swapped out")
         for group, table in enumerate(request.block_ids):
             held += len(table)
-            entitled[group] += kv._most(group, request)
-            pledged[group] += request.pledged[group]
+            entitled[group] += request.promised[group][0]
+            pledged[group] += request.promised[group][1]
             _check_table(kv, group, request)
             for block in table:
                 if block != NULL_BLOCK:

@@ -351,6 +351,9 @@ class Simulation:
             self.num_cached_tokens += output.num_cached_tokens
             self.num_dropped += any(answer.finish_reason is FinishReason.DEADLINE for answer in output.outputs)
             self.num_failed += any(answer.finish_reason is FinishReason.ERROR for answer in output.outputs)
+            failed = {FinishReason.ERROR, FinishReason.DEADLINE} & {answer.finish_reason for answer in output.outputs}
+            if output.error and not failed:
+                raise Violation(f"{output.request_id} ended well, but is said to have failed: {output.error}")
             if any(answer.finish_reason is None for answer in output.outputs):
                 raise Violation(f"{output.request_id} is finished, but one of its answers is not")
             self._check_causes(output)

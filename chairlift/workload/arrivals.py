@@ -55,8 +55,8 @@ class ClosedLoop:
     users: int
 
     def __post_init__(self) -> None:
-        if self.users < 1:
-            raise ConfigError(f"users of arrivals must be at least 1, got {self.users!r}")
+        if not 1 <= self.users <= 1_000_000:
+            raise ConfigError(f"users of arrivals must be 1 to 1,000,000, got {self.users!r}")
 
     def times(self, count: int, seed: int = 0) -> list[float]:
         return [0.0] * count

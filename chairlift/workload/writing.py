@@ -14,10 +14,14 @@ from chairlift.errors import ConfigError
 __all__ = ["check_writable", "replacing"]
 
 
-def check_writable(path: Path | None, flag: str) -> None:
-    """Raise ConfigError for a path that cannot be written: before anything is measured. What a file holds stays."""
+def check_writable(path: Path | None, flag: str, *others: Path | str | None) -> None:
+    """Raise ConfigError for a path that cannot be written, or is one of ``others``, which are read or written, too:
+    before anything is measured. What a file holds stays."""
     if path is None:
         return
+    same = [other for other in others if other is not None and os.path.realpath(other) == os.path.realpath(path)]
+    if same and (path.is_file() or not path.exists()):
+        raise ConfigError(f"--{flag} {path} is read or written for something else, too; give another --{flag}")
     try:
         existed = path.exists()
         if not path.is_fifo():  # its reader would take this for the end

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -96,6 +97,7 @@ class Stop:
         (KeyboardInterrupt(), 130, None),
         (package.RequestError("no\ngood"), 2, "no good"),
         (OSError(28, "No space left on device", "out.jsonl"), 2, "out.jsonl: No space left on device"),
+        (MemoryError(), 2, "the memory does not suffice for this; ask for less, or free some"),
     ],
 )
 def test_every_way_to_end(
@@ -104,6 +106,13 @@ def test_every_way_to_end(
     monkeypatch.setattr(cli, "generate", Stop(error))
     expected = ["chairlift: error: one line"] + ([] if message is None else [f"chairlift: error: {message}"])
     assert chairlift("stop") == (code, [], expected)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_wrong_usage_is_exit_code_2_where_nobody_can_be_told() -> None:
+    command = [sys.executable, "-m", "chairlift", "serve", "--port", "abc"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stderr=full).returncode == 2
 
 
 def test_ctrl_c_ends_quietly_with_130(model_dir: Path, tmp_path: Path) -> None:

@@ -33,6 +33,23 @@ def test_a_workload_on_a_machine_of_the_table(chairlift: Run, tmp_path: Path) ->
     assert chairlift(*ON_A_GPU, "--arrivals", "poisson:2", "--seed", "1")[1] != out
 
 
+def test_no_output_takes_the_place_of_an_input(chairlift: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 6, "output_length": 4}')
+    before = trace.read_text()
+    for command in (
+        ("sim", "--machine", "l4", "--model", "llama-3-8b", "--trace", trace, "--json", trace),
+        ("bench", "offline", "--trace", trace, "--html", trace),
+        ("trace", "show", trace, "--png", trace),
+        (*ON_A_GPU, "--save", tmp_path / "x", "--json", tmp_path / "x"),
+    ):
+        code, out, err = chairlift(*command)
+        assert (code, out) == (2, [])
+        assert "is read or written for something else, too" in err[0]
+    assert trace.read_text() == before
+    assert not (tmp_path / "x").exists()
+
+
 def test_what_a_shadow_policy_would_have_done(chairlift: Run, tmp_path: Path) -> None:
     trace, record = tmp_path / "t.jsonl", tmp_path / "r.json"
     lines = [{"timestamp": i, "input_length": 600, "output_length": 40, "priority": -i} for i in range(9)]

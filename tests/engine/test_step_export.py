@@ -320,6 +320,9 @@ def test_a_recording_knows_its_requests() -> None:
         (HEAD + b'\n{"do":[["end"]]}', "line 2 of the recording cannot be read"),
         (HEAD + b'\n{"do":5}', "line 2 of the recording cannot be read"),
         (HEAD + b'\n{"step":1,"t":["a","b"]}', "line 2 of the recording cannot be read"),
+        (HEAD + b'\n{"step":1,"t":[0,1],"ctx":null}', "line 2 of the recording cannot be read"),
+        (HEAD + b'\n{"step":1,"t":[0,1],"ctx":1e400}', "line 2 of the recording cannot be read"),
+        (HEAD + b'\n{"step":1,"t":[0,1],"ctx":-5}', "line 2 of the recording cannot be read"),
     ],
 )
 def test_what_is_no_recording_is_refused(data: bytes, message: str) -> None:

@@ -281,3 +281,11 @@ def test_nothing_follows_the_end() -> None:
     assert all(
         RequestStatus.FINISHED in after for status, after in LEGAL_TRANSITIONS.items() if status.value != "finished"
     )
+
+
+def test_where_nobody_is_preempted_a_window_is_all_that_answers_keep() -> None:
+    """What a whole step of a prompt needs is nobody's right once the prompt is computed."""
+    window = Driver(windows=(32,), num_blocks=201, preemption=PreemptionMode("none"), max_num_batched_tokens=256)
+    for name in "abcdef":
+        window.add(request(name, 40, max_tokens=300))
+    assert max(len(out.decode_rows) for out in window.run(2000)) >= 5

@@ -134,7 +134,7 @@ def test_rates_must_be_positive(value: float) -> None:
 
 
 def test_a_closed_loop_needs_users_and_a_peak_is_no_trough() -> None:
-    with pytest.raises(ConfigError, match="users of arrivals must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="users of arrivals must be 1 to 1,000,000, got 0"):
         parse_arrivals("closed:0")
     with pytest.raises(ConfigError, match=r"peak_to_trough of arrivals must be 1 or more, got 0\.5"):
         parse_arrivals("diurnal:1:0.5:60")

@@ -137,3 +137,15 @@ def test_a_look_changes_nothing(tmp_path: Path) -> None:
     for path, words in ((tmp_path, "Is a directory"), (tmp_path / "a" / "b", "No such file"), (file / "x", "Not a")):
         with pytest.raises(ConfigError, match=f"cannot write {path}: {words}.*; give another --save-steps"):
             check_writable(path, "save-steps")
+
+
+def test_what_is_read_or_written_for_something_else_is_not_written_over(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("an hour of traffic")
+    link.symlink_to(file)
+    for path, other in ((file, file), (link, str(file)), (tmp_path / "new", tmp_path / "new")):
+        with pytest.raises(ConfigError, match="is read or written for something else, too; give another --json"):
+            check_writable(path, "json", None, other)
+    check_writable(Path(os.devnull), "json", os.devnull)
+    check_writable(file, "json", tmp_path / "other")
+    assert file.read_text() == "an hour of traffic"
