@@ -66,7 +66,7 @@ class BlockTables:
         """Table entries of all requests, shared ones counted once per table."""
         self._deferred: deque[tuple[int, int, list[int]]] = deque()  # (last step that reads them, group, blocks)
         self._num_deferred = [0] * len(self.pools)
-        self._entitled = [0] * len(self.pools)  # the most that guaranteed requests hold in a window group, all at once
+        self._entitled = [0] * len(self.pools)  # of window groups: what guaranteed requests hold or have a right to
         self._pledged = [0] * len(self.pools)  # of that, what they do not hold now, and nobody else may take
         self._done_step = 0  # steps count from 1
         self.journal: list[TableChange] | None = None  # every change of a table, while somebody watches
