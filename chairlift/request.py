@@ -186,7 +186,7 @@ class Request:
         self.num_out_of_reach: list[int] = []
         """Per cache group: leading table entries that a sliding window has left behind and given back."""
         self.is_guaranteed = False
-        """Whether it can always go on: of what its windows give back it keeps a right to as much as it will need again."""
+        """Whether it can always go on: of what its windows give back it may take again as much as it needs."""
         self.promised: list[tuple[int, int]] = []
         """Per cache group: blocks that it has a right to, and how many of them it does not hold now."""
         self.num_published = 0
