@@ -10,7 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -345,6 +345,24 @@ def test_a_model_with_broken_weights_fails_its_requests_and_says_why(tmp_path: P
     assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
     assert "NaN" in (output.error or "")
     assert drained(llm)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_whoever_shares_the_beginning_of_a_broken_prompt_is_well(
+    tmp_path: Path, kernels: Literal["auto", "torch"], window: int | None
+) -> None:
+    """The token that breaks is computed in one chunk with the end of what the prefix cache keeps."""
+    model_dir = tiny_hf_model(tmp_path, "mistral", sliding_window=window)
+    weights = load_file(model_dir / "model.safetensors")
+    weights["model.embed_tokens.weight"][99] = float("nan")
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    prompts = [[*PROMPT[:16], 5, 99, *PROMPT], [*PROMPT[:16], 7, 8, 9]]
+    expected = make(model_dir, kernels=kernels).generate(prompts[1:], greedy())
+    llm = make(model_dir, kernels=kernels, max_num_batched_tokens=12)
+    broken, sound = llm.generate(prompts, greedy())
+    assert broken.error is not None and sound.num_cached_tokens == 16
+    assert tokens([sound]) == tokens(expected)
 
 
 def test_an_interrupted_generate_leaves_an_llm_that_goes_on(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

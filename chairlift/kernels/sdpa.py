@@ -91,8 +91,16 @@ def paged_attention(
             outputs.append(scaled_dot_product_attention(decode_rows[row.start], keys, values, scale=scale))
         else:
             queries = q[row.start : row.start + row.num_queries]
-            chunk = _attend_chunk(queries, keys, values, scale=scale, window=window)
-            outputs.append(chunk.view(-1, num_kv_heads, group, head_dim))
+            chunk = _attend_chunk(queries, keys, values, scale=scale, window=window).view(-1, *decode_rows.shape[2:])
+            # A weight of zero does not silence a value that is NaN or infinite. Where a result is not finite, the fault
+            # may lie where its row must not look, so each row is computed again over the keys that it sees.
+            if not chunk.isfinite().all():
+                for i in range(row.num_queries):
+                    high = row.num_keys - row.num_queries + i + 1
+                    seen = slice(0 if window is None else max(0, high - window), high)
+                    alone = decode_rows[row.start + i]
+                    chunk[i] = scaled_dot_product_attention(alone, keys[:, :, seen], values[:, :, seen], scale=scale)[0]
+            outputs.append(chunk)
     return torch.cat(outputs).view(-1, num_heads, head_dim)
 
 

@@ -26,6 +26,7 @@ struct AttentionScratch {
   alignas(64) float scores[MAX_ATTENTION_ROWS * SCORES_STRIDE];
   alignas(64) Left<T> weights[MAX_ATTENTION_ROWS * SCORES_STRIDE];
   alignas(64) SoftmaxState all, split;
+  alignas(64) T edges[2][CL_KV_TOKENS * MAX_HEAD_DIM];  // values of the first and the last sixteen that a row sees
   float factor[MAX_ATTENTION_ROWS];
   int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // the positions each row sees: low <= position < high
 };
@@ -175,10 +176,22 @@ static void clear(SoftmaxState& state, int rows, int dim) {
   memset(state.values, 0, sizeof(float) * rows * dim);
 }
 
-// The state over tokens [from, to) of one split; rows see low <= position < high of them. `after`: what comes next.
+// Copy the values of tokens [first, first + 16), those outside [low, high) as zeros: [16 / P, head_dim, P], as they lie.
 template <typename T>
-static void attend_split(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state, int from, int to,
-                         const Sixteens<T>& after) {
+static const T* seen_values(const T* values, T* into, int dim, int first, int low, int high) {
+  enum { P = Pairs<T>::P };
+  for (int i = 0; i < CL_KV_TOKENS * dim; i++) {
+    const int position = first + i / (dim * P) * P + i % P;
+    into[i] = low <= position && position < high ? values[i] : T();
+  }
+  return into;
+}
+
+// The state over tokens [from, to) of one split; rows see low <= position < high of them. `after`: what comes next.
+// `exactly`: the values of others in the same sixteens are not even multiplied by zero.
+template <typename T>
+static void attend_tokens(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state, int from, int to,
+                          const Sixteens<T>& after, bool exactly) {
   const float scale = task.op.scale * 1.44269504f;
   const int limit = (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS, per_tile = Sixteens<T>::MOST;
   clear(state, task.rows, task.kv.head_dim);
@@ -195,6 +208,8 @@ static void attend_split(const AttentionTask<T>& task, AttentionScratch<T>& s, S
     for (int row = 0; row < task.rows; row++)
       weigh_row(s, state, row, begin_column, end_column, start, scale);
     const int last_tokens = to < end * CL_KV_TOKENS ? to - (end - 1) * CL_KV_TOKENS : int(CL_KV_TOKENS);
+    for (int i = 0; exactly && i < at.count; i += at.count > 1 ? at.count - 1 : 1)
+      at.values[i] = seen_values(at.values[i], s.edges[i > 0], task.kv.head_dim, (at.first + i) * CL_KV_TOKENS, from, to);
     add_values(task, s, state, reading, last_tokens, begin_column);
   }
 }
@@ -250,6 +265,37 @@ static void load_queries(const AttentionPiece<T>& piece, const T* q, int64_t str
   }
 }
 
+// Compute each row again over the tokens that it sees, and no others. Leaves the scratch without the queries.
+template <typename T>
+__attribute__((noinline, cold)) static void attend_alone(AttentionTask<T> task, AttentionScratch<T>& s, SoftmaxState& state,
+                                                         int from, int to) {
+  const int rows = task.rows, dim = task.kv.head_dim;
+  SoftmaxState alone;
+  task.rows = 1;
+  for (int row = 0; row < rows; row++) {
+    const int low = s.low[row] > from ? s.low[row] : from, high = s.high[row] < to ? s.high[row] : to;
+    memmove(s.q, s.q + row * dim, sizeof(s.q[0]) * dim);
+    s.low[0] = low, s.high[0] = high;
+    clear(alone, 1, dim);
+    if (low < high) attend_tokens(task, s, alone, low, high, Sixteens<T>{}, true);
+    state.highest[row] = alone.highest[0], state.sum[row] = alone.sum[0];
+    memcpy(state.values + row * dim, alone.values, sizeof(float) * dim);
+  }
+}
+
+// The state over tokens [from, to) of one split. A weight of zero does not silence a value that is NaN or infinite: where
+// a result is not finite, the fault may lie where its row must not look. To the bit the same then: only zeros are left out.
+template <typename T>
+static void attend_split(const AttentionPiece<T>& piece, const AttentionTask<T>& task, AttentionScratch<T>& s,
+                         SoftmaxState& state, int from, int to, const Sixteens<T>& after, const T* q, int64_t stride) {
+  attend_tokens(task, s, state, from, to, after, false);
+  vf nothing = vset(0.0f);  // NaN after a value that is not finite
+  for (int i = 0; i < task.rows * task.kv.head_dim; i += LANES) nothing = vfma(vload(state.values + i), vset(0.0f), nothing);
+  if (vsum(nothing) == 0.0f) return;
+  attend_alone(task, s, state, from, to);
+  load_queries(piece, q, stride, s);
+}
+
 template <typename T>
 static void store_outputs(const AttentionPiece<T>& piece, const SoftmaxState& state, T* out, int64_t stride) {
   const int dim = piece.op.head_dim;
@@ -302,14 +348,16 @@ static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_progr
       if (splits > 1) {
         const int begin = split * KV_SPLIT, end = begin + KV_SPLIT;
         if (begin < to && end > from)
-          attend_split(task, s, shared[item], begin > from ? begin : from, end < to ? end : to, after);
+          attend_split(piece, task, s, shared[item], begin > from ? begin : from, end < to ? end : to, after, q,
+                       q_stride);
         continue;
       }
       for (int begin = from / KV_SPLIT * KV_SPLIT; begin < to; begin += KV_SPLIT) {
         const bool is_first = begin <= from;
         const int end = begin + KV_SPLIT;
         const Sixteens<T> next_split = end < to ? first_keys(piece, task, end, INT32_MAX) : after;
-        attend_split(task, s, is_first ? s.all : s.split, is_first ? from : begin, end < to ? end : to, next_split);
+        attend_split(piece, task, s, is_first ? s.all : s.split, is_first ? from : begin, end < to ? end : to, next_split,
+                     q, q_stride);
         if (!is_first) merge_states(s.all, s.split, rows, op.head_dim);
       }
       store_outputs(piece, s.all, out, out_stride);

@@ -106,6 +106,21 @@ def test_rows_without_queries_take_no_part() -> None:
     torch.testing.assert_close(ours, others, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_broken_token_reaches_only_those_that_see_it(window: int | None, bad: float) -> None:
+    keys, values, table = paged_case([(9, 7)], 4, 2, 16, window, torch.float32)
+    q = random_tensor(7, 4, 16)
+    plan = ops.plan_rows([0, 7], [9], table, 4, window)
+    before = ops.paged_attention(q, keys, values, plan, scale=0.3, window=window)
+    keys[table[0, 1], 1], values[table[0, 1], 1] = bad, bad  # token 5
+    after = ops.paged_attention(q, keys, values, plan, scale=0.3, window=window)
+    sees = [position >= 5 and (window is None or position - window < 5) for position in range(2, 9)]
+    assert after.isfinite().flatten(1).all(1).tolist() == [not seen for seen in sees]
+    well = ~torch.tensor(sees)
+    torch.testing.assert_close(after[well], before[well], rtol=0, atol=1e-6)
+
+
 def test_windowed_decode_gathers_only_blocks_inside_the_window() -> None:
     table = torch.arange(64)[None]
     (row,) = ops.plan_rows([0, 1], [1000], table, 16, 40)

@@ -248,3 +248,27 @@ def test_a_broken_sequence_stays_alone(row: int, machine: Machine) -> None:
             assert not after.isfinite().any(-1).all()
         else:
             assert equal_bits(before, after)
+
+
+@pytest.mark.parametrize("window", [0, 5, 300])
+@pytest.mark.parametrize("rows", [[(50, 60)], [(1, 1100), (30, 300)], [(20, 1034), (1, 1025)]], ids=str)
+def test_a_broken_token_reaches_only_those_that_see_it(
+    window: int, rows: list[tuple[int, int]], machine: Machine
+) -> None:
+    """Those before it may be in somebody's prefix cache."""
+    rng = random.Random(window)
+    sound = Case.make(rng, machine.dtype, rows, 2, 2, 48, window=window)
+    before = sound.attend(machine, rng, sound.whole)
+    for bad in (math.nan, math.inf, -math.inf):
+        keys, values = ([x.clone() for x in both] for both in (sound.keys, sound.values))
+        broken = [max(len(x) - rng.randint(2, 24), 0) for x in keys]
+        for x, y, token in zip(keys, values, broken, strict=True):
+            x[token], y[token, :, rng.randrange(48)] = bad, bad
+        case = dataclasses.replace(sound, keys=keys, values=values)
+        for whole, old, new in zip(case.whole, before, case.attend(machine, rng, case.whole), strict=True):
+            for position in range(whole.start, whole.end):
+                a, b = old[position - whole.start], new[position - whole.start]
+                if case.first_seen(position) <= broken[whole.row] <= position:
+                    assert not b.isfinite().all(), (position, broken)
+                else:
+                    assert equal_bits(a, b), (position, broken)
