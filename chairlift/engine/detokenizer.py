@@ -175,11 +175,7 @@ class _ByteText:
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(decoding.errors)
         self._fed = False
-        tail = b""
-        for token_id in reversed(prompt_token_ids):
-            tail = self._token_bytes(token_id, skip_special_tokens) + tail
-            if len(tail) >= _MAX_HELD_TOKENS:
-                break
+        tail = tokenizer.tail_bytes(prompt_token_ids, skip_special_tokens)
         # Leaves in the decoder what the prompt has of a last, incomplete character.
         self._utf8.decode(tail)
         self._at_start = decoding.strip_start and not tail

@@ -378,7 +378,7 @@ class OutputProcessor:
                 causes = causes_until(*answer.decodes_since, self._decode_seconds)
             state.metrics.causes, state.metrics.preempted_by = causes, ended.preempted_by
             state.metrics.preempted_during = ended.preempted_during
-            answer.close(ended, self._eos)
+            answer.close(ended, frozenset() if state.prepared.params.ignore_eos else self._eos)
             state.error = state.error or ended.error
             state.metrics.num_preemptions += ended.num_preemptions
             states[state.request_id] = state
@@ -414,8 +414,6 @@ class OutputProcessor:
         ranks = [record.rank, *range(1, len(record.token_ids))]
         for token_id, logprob, rank in zip(record.token_ids, record.logprobs, ranks, strict=True):
             if token_id not in out:
-                text = (
-                    None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
-                )
+                text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
                 out[token_id] = Logprob(logprob, rank, text)
         return out

@@ -30,7 +30,9 @@ REJECTION_REASONS: Final = (
 
 _ENGINE: Final = "0"
 _OURS: Final = "chairlift"
-_STATUSES: Final = ("200", "400", "401", "403", "404", "405", "408", "413", "415", "429", "431", "500", "503")
+_STATUSES: Final = (
+    *("200", "400", "401", "403", "404", "405", "408", "413", "414", "415", "421", "429", "431", "500", "503"),
+)
 _RECENT_SECONDS: Final = 60.0
 _LABELS: Final = ("model_name", "engine")
 _HISTOGRAMS: Final = (

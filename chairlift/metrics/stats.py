@@ -168,7 +168,7 @@ class RequestStats:
         self.rejected: Counter[str] = Counter()
         """By reason: queue_requests, queue_tokens, queue_timeout, forecast, draining, unavailable, connections."""
         self.responses: Counter[str] = Counter()
-        """Of the API, by HTTP status; a stream that breaks off began as 200."""
+        """Of the API, and to what was no request for it, by HTTP status; a stream that breaks off began as 200."""
         self.classes: Counter[str] = Counter()
         """Requests that have ended, by class of service."""
         self.with_deadline: Counter[str] = Counter()
@@ -200,6 +200,11 @@ class RequestStats:
         for name in _COUNTERS:
             setattr(stats, name, getattr(stats, name) + getattr(self._base, name))
         self.engine = stats
+
+    def connection_refused(self, status: int) -> None:
+        """What came over it was no request that the API could look at, or there are too many connections (503)."""
+        self.responses[str(status)] += 1
+        self.rejected.update(("connections",) if status == 503 else ())
 
     def engine_died(self, num_requests: int = 0) -> None:
         """Nothing runs any more, ``num_requests`` are lost, and a new process counts from 0 again."""

@@ -133,11 +133,12 @@ async def create_chat_completion(request: Request) -> Response:
     (output,) = await collect(streams)
     meter = Meter(streams)
     meter.note(0, output)
+    most = chat.prompt_logprobs
     reply = ChatCompletion(
         **head,
         choices=[_choice(chat, answer, texts) for answer in output.outputs],
         usage=meter.usage(),
-        prompt_logprobs=UNSET if chat.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs, texts),
+        prompt_logprobs=UNSET if most is None else prompt_logprobs(output.prompt_logprobs, texts, most),
         prompt_token_ids=prompt if chat.return_token_ids else UNSET,
         timing=timing([output], chat.return_timing),
     )

@@ -203,7 +203,7 @@ class _Writer:
             raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
         if isinstance(given, str) and self._skip and self._asked.truncate_prompt_tokens is None:
             return given
-        return self._tokenizer.decode(prompt, self._skip)
+        return self._tokenizer.decode(prompt, self._skip, final=self._asked.max_tokens == 0)
 
     def index(self, prompt: int, answer: CompletionOutput) -> int:
         return prompt * self._n + answer.index
@@ -219,7 +219,7 @@ class _Writer:
             if opening.logprobs is not None and choice.logprobs is not None:
                 choice.logprobs = _joined(opening.logprobs, choice.logprobs)
         if self._asked.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self._texts)
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self._texts, self._asked.prompt_logprobs)
         return choice
 
     def opening(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> TextChoice | None:
@@ -250,7 +250,11 @@ class _Writer:
         top = self._asked.logprobs
         if top is None:
             return None
-        offsets = self._offsets.setdefault(index, _Offsets(self._tokenizer, self._skip))
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            prompt = index // self._n
+            echo = self._echoes[prompt] if self._echoes else None
+            offsets = self._offsets[index] = _Offsets(self._tokenizer, self._skip, self._prompts[prompt], echo)
         out = TextLogprobs([], [], [], [])
         for token_id, entry in zip(token_ids, entries, strict=True):
             text = self._text(token_id, entry[token_id] if entry else self._unscored(token_id))
@@ -269,7 +273,7 @@ class _Writer:
         return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def _unscored(self, token_id: int) -> Logprob:
-        text = None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
         return Logprob(0.0, None, text)
 
     def _top(self, entry: Mapping[int, Logprob], chosen: int, most: int) -> dict[str, float]:
@@ -282,16 +286,35 @@ class _Writer:
 
 
 class _Offsets:
-    """Where tokens begin in the text they make, in characters; a character begins with its first byte."""
+    """Where tokens begin in the text of a choice, in characters; a character begins with its first byte.
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> None:
+    ``echo`` is what the text begins with: then the tokens of ``prompt`` come first. Where a normalizer changed the
+    prompt's text, theirs are near; those behind it are right.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, skip_special_tokens: bool, prompt: Sequence[int], echo: str | None
+    ) -> None:
         decoding = None if tokenizer is None else tokenizer.byte_decoding
         self._tokenizer = None if decoding is None else tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(decoding.errors if decoding else "replace")
         self._skip = skip_special_tokens
         self._at = 0
+        self._echoed, self._echo = (0, "") if echo is None else (len(prompt), echo)
+        tail = b"" if self._echoed or self._tokenizer is None else self._tokenizer.tail_bytes(prompt, self._skip)
+        self._utf8.decode(tail)
+        self._at_start = decoding is not None and decoding.strip_start and not tail
 
     def next(self, token_id: int, text: str) -> int:
+        start = self._next(token_id, text)
+        if not self._echoed:
+            return start
+        self._echoed -= 1
+        if not self._echoed:
+            self._at = len(self._echo)
+        return min(start, len(self._echo))
+
+    def _next(self, token_id: int, text: str) -> int:
         if self._tokenizer is None:
             self._at += len(text)
             return self._at - len(text)
@@ -299,7 +322,8 @@ class _Offsets:
         if raw and not 0x80 <= raw[0] < 0xC0:  # a character that was open stays broken, and stands before this token
             self._at += len(self._utf8.decode(b"", final=True))
         start = self._at
-        self._at += len(self._utf8.decode(raw))
+        self._at += len(self._utf8.decode(raw)) - (self._at_start and raw.startswith(b" "))
+        self._at_start = self._at_start and not raw
         return start
 
 

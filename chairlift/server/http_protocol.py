@@ -55,11 +55,12 @@ class HttpLimits:
 class HttpServer:
     """A listening socket and its connections.
 
-    ``on_refused`` is called for each connection that is turned away because there are too many.
+    ``on_refused`` is called with the status for what is refused before the application sees it; 503: too many
+    connections.
     """
 
     def __init__(
-        self, app: ASGIApp, limits: HttpLimits | None = None, on_refused: Callable[[], None] | None = None
+        self, app: ASGIApp, limits: HttpLimits | None = None, on_refused: Callable[[int], None] | None = None
     ) -> None:
         self.limits = limits or HttpLimits()
         self.state = UvicornState()
@@ -108,9 +109,9 @@ class HttpServer:
         if tasks := self.requests():
             await asyncio.wait(tasks, timeout=timeout)
 
-    def connection_refused(self) -> None:
+    def refused(self, status: int) -> None:
         if self._on_refused is not None:
-            self._on_refused()
+            self._on_refused(status)
 
     def connection_closed(self) -> None:
         if not self.state.connections:
@@ -152,7 +153,6 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         limit = self._limits.max_connections
         if len(self.connections) > limit:
-            self._server.connection_refused()
             self._refuse(503, "too_many_connections", f"there are {limit} connections already; try again later", "1")
         else:
             self._start_timer(self._limits.header_timeout, self._headers_too_late)
@@ -328,6 +328,7 @@ class HttpProtocol(HttpToolsProtocol):
             if cycle.response_started:
                 self.transport.abort()
                 return
+        self._server.refused(status)
         self._stop_timer()
         self._unset_keepalive_if_required()
         body = msgspec.json.encode(error_body(ApiError(status, message, code=code)))

@@ -134,7 +134,7 @@ async def serve(
     if exporter is not None:
         state.tracer = engine.watchers["tracer"] = RequestTracer(exporter, state.model_names[0])
     limits = HttpLimits(max_connections=config.max_connections, flush_timeout=config.stall_timeout)
-    server = HttpServer(make_app(state), limits, lambda: engine.stats.rejected.update(("connections",)))
+    server = HttpServer(make_app(state), limits, engine.stats.connection_refused)
     with contextlib.ExitStack() as stack:
         if stop is None:
             stop = Stop()

@@ -289,16 +289,18 @@ class TokenTexts:
         return (entry.decoded_token or "").encode()
 
 
-def prompt_logprobs(entries: Sequence[Mapping[int, Logprob] | None] | None, texts: TokenTexts) -> PromptLogprobs | None:
-    """The engine's, as a reply has them."""
+def prompt_logprobs(
+    entries: Sequence[Mapping[int, Logprob] | None] | None, texts: TokenTexts, most: int
+) -> PromptLogprobs | None:
+    """The engine's, as a reply has them: the prompt's own token and the ``most`` likely, of what may be more."""
     if entries is None:
         return None
-    return [
-        {str(i): PromptLogprob(finite(e.logprob), e.rank, texts.text(i, e)) for i, e in entry.items()}
-        if entry is not None
-        else None
-        for entry in entries
-    ]
+    found: PromptLogprobs = []
+    for entry in entries:
+        kept = [(i, e) for k, (i, e) in enumerate((entry or {}).items()) if k == 0 or (e.rank or 0) <= most]
+        told = {str(i): PromptLogprob(finite(e.logprob), e.rank, texts.text(i, e)) for i, e in kept}
+        found.append(None if entry is None else told)
+    return found
 
 
 class Chunks(Protocol):

@@ -62,7 +62,7 @@ async def tokenize(request: Request) -> Response:
         ids = await state.engine.encode(asked.prompt, asked.add_special_tokens is not False)
     reply = TokenizeReply(count=len(ids), max_model_len=info.max_model_len, tokens=ids)
     if asked.return_token_strs:
-        reply.token_strs = await _beside(len(ids), lambda: [tokenizer.decode([i], False) for i in ids])
+        reply.token_strs = await _beside(len(ids), lambda: [tokenizer.token_text(i) for i in ids])
     return json_response(reply, warning_headers(ignored))
 
 

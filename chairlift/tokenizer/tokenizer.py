@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,8 @@ from chairlift.errors import ModelLoadError, RequestError
 __all__ = ["ByteDecoding", "Tokenizer", "byte_level_alphabet"]
 
 _EACH_BYTE: Final = "chairlift.each_byte"
+_MOST_BYTES: Final = 4
+"""Of a character."""
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -179,8 +181,9 @@ class Tokenizer:
             raise RequestError(f"the model's tokenizer cannot encode the text ({reason}); change it") from None
         return ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, final: bool = True) -> str:
         """The text of a whole sequence. Ids outside the vocabulary contribute nothing; broken UTF-8 becomes U+FFFD.
+        Not ``final``: more tokens follow, and a character that they may complete is left out (:attr:`byte_decoding`).
 
         As the ``tokenizers`` library decodes, except that a run of ``<0x..>`` byte tokens which is not valid UTF-8 as a
         whole keeps the characters in it that are; the library replaces every byte of such a run. A character that was
@@ -189,7 +192,8 @@ class Tokenizer:
         decoding = self.byte_decoding
         if decoding is None:
             return self._decode_together([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens)
-        text = b"".join([self.token_bytes(i, skip_special_tokens) for i in ids]).decode("utf-8", decoding.errors)
+        whole = b"".join([self.token_bytes(i, skip_special_tokens) for i in ids])
+        text = codecs.getincrementaldecoder("utf-8")(decoding.errors).decode(whole, final)
         return text[1:] if decoding.strip_start and text.startswith(" ") else text
 
     def _decode_together(self, ids: list[int], skip_special_tokens: bool) -> str:
@@ -204,6 +208,14 @@ class Tokenizer:
             return "".join([self._decode_together([i], skip_special_tokens) for i in ids])
         return text
 
+    def token_text(self, token_id: int) -> str:
+        """What one token reads like within a text, special tokens included: where a decoder drops the space at the
+        start of a sequence, a token keeps its own."""
+        decoding = self.byte_decoding
+        if decoding is None:
+            return self._decode_together([token_id], False) if 0 <= token_id < self.vocab_size else ""
+        return self.token_bytes(token_id, skip_special_tokens=False).decode("utf-8", decoding.errors)
+
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         """What one token adds to the text; needs ``byte_decoding``. Empty for skipped and for unknown ids."""
         if skip_special_tokens and token_id in self.special_ids:
@@ -215,6 +227,16 @@ class Tokenizer:
                 return b""
             piece = self._bytes[token_id] = self.byte_decoding.token_bytes(token)
         return piece
+
+    def tail_bytes(self, ids: Sequence[int], skip_special_tokens: bool = True) -> bytes:
+        """The end of a sequence, for what follows it: enough for any incomplete character, and empty only where no
+        token has any bytes. Needs ``byte_decoding``."""
+        tail = b""
+        for token_id in reversed(ids):
+            tail = self.token_bytes(token_id, skip_special_tokens) + tail
+            if len(tail) >= _MOST_BYTES:
+                break
+        return tail
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a vocabulary entry, spelled as in the vocabulary; None when there is none."""

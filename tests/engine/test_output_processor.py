@@ -65,3 +65,14 @@ def test_only_what_a_stop_string_ends_is_charged_by_the_last_frame(by_the_core: 
     assert state.metrics.causes is not None
     charged = {cause: seconds for cause, seconds in state.metrics.causes.items() if seconds}
     assert charged == {**(told or {"prefill": 1.0, "decode": 5.0}), "delivery": 1.0}
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_end_of_sequence_is_a_stop_token_for_who_ignores_it(ignore_eos: bool) -> None:
+    outputs = OutputProcessor(None, (9,))
+    params = SamplingParams(stop_token_ids=[9], ignore_eos=ignore_eos)
+    state = outputs.add(PreparedRequest("r", None, PROMPT, params, 0, 10, arrival_time=100.0), stream=True)
+    outputs.take(CoreOutputs(["r"], [9], joined=[("r", 2, 102.0)]), 102.5)
+    outputs.finish([FinishedSequence("r", FinishReason.STOP, 9)], 103.0)
+    (answer,) = state.answers
+    assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, 9 if ignore_eos else None)

@@ -163,6 +163,8 @@ class FakeEngine:
         self.failed_row = ""
         """Why every answer ends with an error after its first tokens, if it does."""
         self.failed_reason = FinishReason.ERROR
+        self.script: list[int] = []
+        """What every answer says, if not something at random."""
         self.gate: asyncio.Event | None = None
         """Streams that have given ``gate_after`` outputs wait for it."""
         self.gate_after = 0
@@ -305,7 +307,7 @@ class FakeEngine:
 
     def _script(self, rng: random.Random, count: int, params: SamplingParams) -> list[int]:
         tokenizer = byte_tokenizer()
-        tokens: list[int] = []
+        tokens = list(self.script)
         while len(tokens) < count:
             tokens += [EOS] if rng.random() < 0.03 else tokenizer.encode(rng.choice(_WORDS))
         return tokens[:count]
@@ -320,7 +322,7 @@ class FakeEngine:
         return entry
 
     def _logprob(self, token: int, rank: int) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        text = None if self.tokenizer is None else self.tokenizer.token_text(token)
         return Logprob(float("-inf") if token == 198 else -0.25 * rank, rank, text)
 
     def _output(

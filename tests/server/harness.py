@@ -259,8 +259,10 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp, limits: HttpLimits | None = None) -> AsyncIterator[Client]:
-    server = HttpServer(app, limits)
+async def serving(
+    app: ASGIApp, limits: HttpLimits | None = None, on_refused: Callable[[int], None] | None = None
+) -> AsyncIterator[Client]:
+    server = HttpServer(app, limits, on_refused)
     sock = bind(ServerConfig(port=0), ())
     await server.start(sock)
     client = Client(sock.getsockname()[1], server)

@@ -9,11 +9,14 @@ from typing import Any
 
 import openai
 import pytest
+import tokenizers
 from starlette.testclient import TestClient
+from tokenizers import decoders, models, normalizers
 
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.app import make_app
 from chairlift.server.protocol import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from chairlift.tokenizer import Tokenizer
 from tests.server.fake_engine import INFO, FakeEngine, byte_tokenizer, make_state
 
 PATH = "/v1/completions"
@@ -123,6 +126,9 @@ def test_echo_with_logprobs_scores_the_prompt_as_well(http: TestClient, engine: 
         assert chosen in top.values() and list(top.values()) == sorted(top.values(), reverse=True)
     answer(http, echo=True, logprobs=2, prompt_logprobs=4)
     assert engine.submitted[-1][1].prompt_logprobs == 4
+    (choice,) = answer(http, prompt="Dé!", echo=True, logprobs=4, prompt_logprobs=1)["choices"]
+    scored = choice["prompt_logprobs"][1:]
+    assert [len(entry) for entry in scored] == [1 + (next(iter(entry.values()))["rank"] > 1) for entry in scored]
     (choice,) = answer(http, logprobs=0, max_tokens=4)["choices"]
     assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [1] * len(choice["logprobs"]["tokens"])
 
@@ -146,6 +152,56 @@ def test_offsets_count_special_tokens_where_they_are_shown(http: TestClient, eng
         shown = zip(choice["logprobs"]["tokens"][skip:], choice["logprobs"]["text_offset"][skip:], strict=True)
         assert all(choice["text"][offset:].startswith(token) for token, offset in shown)
         assert choice["logprobs"]["tokens"] == ["<|im_start|>", "U", "p"]
+
+
+def llama_tokenizer() -> Tokenizer:
+    """As Llama 2's: words begin with their space, that of a whole text is dropped. Composes characters."""
+    vocabulary = {piece: i for i, piece in enumerate(["\x00", "▁U", "▁l", "▁t", *"▁Ué!abcdefghijklmnopqrstuvwxyz"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("▁", "U"), ("▁", "l"), ("▁", "t")], unk_token="\x00"))
+    steps = [normalizers.NFC(), normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(steps)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_tokens_keep_the_space_that_they_begin_with(http: TestClient, engine: FakeEngine, echo: bool) -> None:
+    engine.tokenizer = llama_tokenizer()
+    reply = answer(http, prompt="Up lift", echo=echo, logprobs=1, prompt_logprobs=1, max_tokens=8, seed=3)
+    (choice,) = reply["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert "".join(tokens).removeprefix(" " if echo else "") == choice["text"]
+    start = 1 if echo else 0
+    assert all(choice["text"][at:].startswith(token) for token, at in zip(tokens[start:], offsets[start:], strict=True))
+    scored = [next(iter(entry.values()))["decoded_token"] for entry in choice["prompt_logprobs"][1:]]
+    assert "".join(scored) == "p lift"
+    strs = http.post("/tokenize", json={"prompt": "Up lift", "return_token_strs": True}).json()["token_strs"]
+    assert strs == [" U", "p", " l", "i", "f", "t"]
+
+
+def test_offsets_behind_a_prompt_that_the_tokenizer_rewrote(http: TestClient, engine: FakeEngine) -> None:
+    engine.tokenizer = llama_tokenizer()
+    prompt = "Up é e\u0301"
+    (choice,) = answer(http, prompt=prompt, echo=True, logprobs=0, max_tokens=5, seed=3)["choices"]
+    assert choice["text"].startswith(prompt)
+    behind = choice["logprobs"]["text_offset"][-5:]
+    assert behind[0] == len(prompt)
+    for token, at in zip(choice["logprobs"]["tokens"][-5:], behind, strict=True):
+        assert choice["text"][at:].startswith(token)
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_a_character_that_the_prompt_begins_stands_once(http: TestClient, engine: FakeEngine, echo: bool) -> None:
+    assert engine.tokenizer is not None
+    id_of = {engine.tokenizer.token_bytes(i): i for i in range(256)}
+    a, *rest = (id_of[bytes([byte])] for byte in "a😀".encode())
+    engine.script = [*rest[2:], a]
+    asked = {"prompt": [a, *rest[:2]], "echo": echo, "logprobs": 0, "max_tokens": 3}
+    (choice,) = answer(http, **asked)["choices"]
+    assert choice["text"] == "a😀a"[not echo :]
+    assert choice["logprobs"]["text_offset"] == ([0, 1, 1, 1, 1, 2] if echo else [0, 0, 1])
+    (choice,) = answer(http, **{**asked, "max_tokens": 0, "echo": True})["choices"]
+    assert choice["text"] == "a\ufffd"
 
 
 def test_no_tokens_with_echo_scores_the_prompt_alone(http: TestClient) -> None:

@@ -431,11 +431,25 @@ def test_an_idle_connection_is_closed_whatever_line_ends_it_sends() -> None:
     run(echo_server(test, HttpLimits(idle_timeout=0.1)))
 
 
+def test_what_is_no_request_is_counted_as_well() -> None:
+    async def test() -> None:
+        state = make_state()
+        async with serving(make_app(state), on_refused=state.engine.stats.connection_refused) as client:
+            for request in (b"GET /" + b"x" * 8192 + b" HTTP/1.1\r\nHost: a\r\n\r\n", b"\r\n" * 100_000, b"x" * 99_000):
+                await client.raw(request)
+            assert state.engine.stats.responses == {"414": 1, "431": 1, "400": 1}
+            assert not state.engine.stats.rejected
+
+    run(test())
+
+
 def test_too_many_connections_are_told_so() -> None:
     async def test() -> None:
         endpoints = Endpoints()
         state = make_state(max_connections=3)
-        async with serving(make_app(state, endpoints.routes), HttpLimits(max_connections=3)) as client:
+        stats = state.engine.stats
+        app, limits = make_app(state, endpoints.routes), HttpLimits(max_connections=3)
+        async with serving(app, limits, stats.connection_refused) as client:
             held = [await client.connect() for _ in range(3)]
             for connection in held:
                 connection.get("/v1/models")
@@ -444,6 +458,7 @@ def test_too_many_connections_are_told_so() -> None:
             reply = await extra.reply()
             assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
             assert reply.headers["retry-after"] == "1"
+            assert (stats.responses, stats.rejected) == ({"200": 3, "503": 1}, {"connections": 1})
             await extra.close()
             await held[0].close()
             await until(lambda: len(client.server.state.connections) <= 2)
