@@ -13,7 +13,7 @@ from chairlift.outputs import FinishReason
 if TYPE_CHECKING:
     from chairlift.kv_cache.prefix_cache import PrefixNode
 
-__all__ = ["LEGAL_TRANSITIONS", "NO_PROMISE", "Beat", "Request", "RequestStatus", "Service"]
+__all__ = ["LEGAL_TRANSITIONS", "NOT_REFUSED", "NO_PROMISE", "Beat", "Request", "RequestStatus", "Service"]
 
 
 class RequestStatus(enum.Enum):
@@ -68,6 +68,7 @@ class Beat:
         self.count = 0
 
 
+NOT_REFUSED = (-1, -1, 0.0)
 _STILL = Beat()  # the beat of every request that is not decoding in step with the others: it never ticks
 
 
@@ -212,8 +213,8 @@ class Request:
         """Most positions it had computed before it lost some."""
         self.due_at = -1
         """Beat at which a decoding request next needs the scheduler's attention."""
-        self.refused_at = (-1, -1)
-        """State of the KV cache, and reserve, at which this request last did not fit."""
+        self.refused_at: tuple[int, int, float] = NOT_REFUSED
+        """State of the KV cache, reserve and watermark at which this request last did not fit."""
         self.times_passed = 0
         """How often a later request was admitted past this one."""
         self._computed = 0

@@ -203,7 +203,8 @@ class BlockTables:
             idle = sum(1 for block in kept if block != NULL_BLOCK and pool.ref_counts[block] == 0)
             want = self._admission_blocks(group, known, reserve) - len(kept)
             if not self._fits(group, request, pool.num_free - idle, want, watermark):
-                request.refused_at = (self._num_changes, reserve)
+                if request.source is None or request.source.is_finished:  # else it may find more to share next time
+                    request.refused_at = (self._num_changes, reserve, watermark)
                 return None
             wants.append(want)
         return wants

@@ -12,7 +12,7 @@ from chairlift.kv_cache.invariants import check_manager
 from chairlift.kv_cache.prefix_cache import NEVER, PrefixNode
 from chairlift.kv_cache.swap import Swapped
 from chairlift.kv_cache.tables import Admission, BlockCounts, NewBlocks, TableChange
-from chairlift.request import Request, RequestStatus
+from chairlift.request import NOT_REFUSED, Request, RequestStatus
 
 __all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks", "TableChange"]
 
@@ -38,7 +38,7 @@ class KVCacheManager(BlockTables):
         ``watermark`` is the share of each pool that must stay free afterwards. ``share=False`` gives the request
         blocks of its own only. None when it does not fit now.
         """
-        if request.refused_at == (self._num_changes, reserve):
+        if request.refused_at == (self._num_changes, reserve, watermark):
             return None  # as before: no need to hash its whole prompt again
         shared = self._find_shared(request) if share else _Shared(0)
         known = shared.num_tokens
@@ -61,6 +61,23 @@ class KVCacheManager(BlockTables):
                 copies.append((group, source[tail], table[tail]))
         self.num_brought_back += len(hosts)
         return Admission(known, copies, [(group, host, request.block_ids[group][i]) for group, i, host in hosts])
+
+    def adopt(self, request: Request, original: Request, twins: Sequence[dict[int, int]]) -> None:
+        """Give the copy of a request blocks where the original has some in another cache of the same sizes, shared as
+        there: ``twins`` has, per group, which block here stands for which there. It offers them to nobody."""
+        request.block_ids, request.promised = [], [(0, 0)] * len(twins)
+        request.num_out_of_reach = list(original.num_out_of_reach)
+        request.num_published = NEVER
+        for group, (found, theirs) in enumerate(zip(twins, original.block_ids, strict=True)):
+            request.block_ids.append([])
+            for block in theirs:
+                if block in found:
+                    self.pools[group].share(found[block])
+                elif block != NULL_BLOCK:
+                    (found[block],) = self._take(group, 1)
+                request.block_ids[group].append(found.get(block, NULL_BLOCK))
+            self.held_blocks += len(theirs)
+            self._pledge(group, request)
 
     def num_shared(self, request: Request) -> int:
         """Leading positions that would not have to be computed if the request were let in now."""
@@ -119,7 +136,7 @@ class KVCacheManager(BlockTables):
             raise InvariantError(f"{request!r} has nothing in host memory")
         reserve = max(reserve, saved.num_tokens + 1)
         safe = saved.step <= self._done_step or saved.step == step == self._done_step + 1
-        if not safe or request.refused_at == (self._num_changes, reserve):
+        if not safe or request.refused_at == (self._num_changes, reserve, watermark):
             return None
         known, path = saved.num_tokens, []
         if share and request.may_share and self.prefix_cache is not None:
@@ -145,7 +162,7 @@ class KVCacheManager(BlockTables):
         """Forget what host memory keeps of the request, if anything: it has ended, or is to be computed again."""
         saved = self.swapped.pop(request.request_id, None)
         if saved is not None:
-            request.refused_at = (-1, -1)
+            request.refused_at = NOT_REFUSED
             for group, hosts in enumerate(saved.blocks):
                 self.swap_pool.release(group, hosts, saved.step)
 

@@ -152,11 +152,10 @@ def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict
     groups = [CacheGroup(pool.num_blocks, group.window) for pool, group in zip(kv.pools, kv.groups, strict=True)]
     memory = KVCacheManager(groups, kv.block_size, max_step_tokens=kv.max_step_tokens, enable_prefix_caching=False)
     twin = scheduler.twin(memory, cast(Policy, _Onlookers(scheduler.policy.fork(), starts)))
-    twin.watermark = 0.0  # who runs already has its blocks
     begins = scheduler.chunks_in_flight()
+    blocks: list[dict[int, int]] = [{} for _ in groups]
     for request in sorted(scheduler.running.values(), key=lambda request: request.admitted_at_step):
-        twin.adopt(_like(request, lengths), request, begins.get(request.request_id), now)
-    twin.watermark = scheduler.watermark
+        twin.adopt(_like(request, lengths), request, begins.get(request.request_id), blocks, now)
     return twin
 
 
@@ -184,6 +183,7 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
     copy.token_ids = [_TOKEN] * len(request.token_ids)
     copy.num_prompt_tokens = request.num_prompt_tokens
     copy.max_total_tokens += request.num_prompt_tokens
-    copy.limit += request.num_prompt_tokens
+    copy.limit = request.limit  # nobody who reserves blocks knows how long the answer will be
     copy.num_preemptions, copy.sequence = request.num_preemptions, request.sequence
+    copy.times_passed = request.times_passed
     return copy

@@ -11,6 +11,7 @@ from typing import Any
 
 from chairlift.errors import PromptTooLongError, RequestError
 from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.kv_cache.tables import Admission
 from chairlift.outputs import FinishReason
 from chairlift.request import Request, RequestStatus
 from chairlift.scheduler.admission import WaitingQueue
@@ -154,8 +155,12 @@ class Population:
             admission = self.kv.swap_in(request, request.reserve, watermark, out.step, share=share)
         else:
             admission = self.kv.admit(request, request.reserve, watermark, share=share)
-        if admission is None:
-            return False
+        if admission is not None:
+            self._seat(request, admission, out)
+        return admission is not None
+
+    def _seat(self, request: Request, admission: Admission, out: SchedulerOutput) -> None:
+        """Give a waiting request, which has its blocks, a row."""
         self.waiting.remove(request, self.now)
         if not request.has_given_way:
             request.num_cached_tokens = admission.num_computed_tokens
@@ -176,24 +181,25 @@ class Population:
         tokens, tables = list(request.token_ids), [list(table) for table in request.block_ids]
         computed, prompt = admission.num_computed_tokens, request.num_prompt_tokens
         out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, request.sampling))
-        return True
 
-    def adopt(self, request: Request, original: Request, begins: int | None, now: float) -> None:
+    def adopt(
+        self, request: Request, original: Request, begins: int | None, twins: Sequence[dict[int, int]], now: float
+    ) -> None:
         """Take in the copy of a request that runs in another scheduler, as far as it is there without the steps in
-        flight; ``begins`` is where their chunks of it begin, if they have any."""
+        flight; ``begins`` is where their chunks of it begin, if they have any. ``twins`` has, per cache group, the
+        blocks here that stand for blocks there."""
         self.now = now
         self.add(request)
-        if self._try_admit(request, SchedulerOutput(self.step)):
-            known, computed = len(request.token_ids), original.num_computed_tokens if begins is None else begins
-            decodes = begins is None and (original.decoding or computed >= known)
-            computed = min(computed, known - 1)
-            self.num_computed_tokens += computed - request.num_computed_tokens
-            request.num_computed_tokens = computed
-            request.num_charged_tokens = original.num_charged_tokens
-            request.progress_mark = original.progress_mark
-            if decodes:
-                self._catching_up.remove(request)
-                self.decodes.start([request])
+        known, computed = len(request.token_ids), original.num_computed_tokens if begins is None else begins
+        decodes = begins is None and (original.decoding or computed >= known)
+        request.num_computed_tokens, request.short_of_blocks = min(computed, known - 1), original.short_of_blocks
+        self.kv.adopt(request, original, twins)
+        self._seat(request, Admission(request.num_computed_tokens, []), SchedulerOutput(self.step))
+        request.num_charged_tokens = original.num_charged_tokens
+        request.progress_mark = original.progress_mark
+        if decodes:
+            self._catching_up.remove(request)
+            self.decodes.start([request])
 
     # -- out ---------------------------------------------------------------------------------------------------------
 

@@ -102,7 +102,8 @@ class Scheduler(GivingWay):
     def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
         """An empty scheduler with the settings of this one as they are now, over another memory. It swaps nothing, and
         prefills as ``mixed`` does."""
-        twin = Scheduler(kv, policy=policy, watermark=self.watermark, **self._settings)
+        preemption = self.preemption if self.preemption.never else RECOMPUTE
+        twin = Scheduler(kv, policy=policy, watermark=self.watermark, preemption=preemption, **self._settings)
         twin._arrivals = self._arrivals
         twin.running_limit, twin.token_budget = self.running_limit, self.token_budget
         return twin

@@ -69,7 +69,8 @@ def expected_answer(
             cut, stop = _cut(text, strings, include)
             if stop is not None:
                 return Expected(given, cut, FinishReason.STOP, stop)
-            return Expected(given, text, FinishReason.STOP, None if given[-1] == EOS else given[-1])
+            unnamed = given[-1] == EOS and not args["ignore_eos"]
+            return Expected(given, text, FinishReason.STOP, None if unnamed else given[-1])
         cut, stop = _cut(_text(args["prompt"], given, with_text, final=False), strings, include)
         if stop is not None:
             return Expected(given, cut, FinishReason.STOP, stop)

@@ -48,6 +48,23 @@ def test_the_watermark_stays_free(free: float, fits: bool) -> None:
     assert (kv.admit(request("one", 16), 16, free) is not None) == fits
 
 
+def test_who_was_refused_is_let_in_once_the_watermark_is_lower() -> None:
+    kv = manager(num_blocks=9)
+    one = request("one", 16)
+    assert kv.admit(one, 16, 0.51) is None and kv.admit(one, 16, 0.51) is None
+    assert kv.admit(one, 16, 0.0) is not None
+
+
+def test_a_fork_that_was_refused_is_let_in_once_its_source_has_a_token() -> None:
+    kv = manager(num_blocks=5, enable_prefix_caching=False)
+    source = request("source", 9)
+    admit(kv, source)
+    fork = request("fork", source.token_ids[:9], source=source)
+    assert kv.admit(fork, 9) is None
+    compute(kv, source)
+    assert kv.admit(fork, 9) is not None
+
+
 def test_extend_adds_only_what_is_missing() -> None:
     kv = manager(num_blocks=4)
     one = request("one", 5)

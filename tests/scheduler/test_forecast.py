@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from chairlift.config import EngineConfig
-from chairlift.engine.input_processor import InputProcessor
+from chairlift.config import CacheGroup, EngineConfig
+from chairlift.engine.clock import VirtualClock
+from chairlift.engine.core import EngineCore
+from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.answer_lengths import AnswerLengths
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.forecast import Forecast, foresee
-from chairlift.sim.machines import deploy, shape_from_name
-from chairlift.sim.replay import simulated_core
+from chairlift.sim.machines import Deployment, deploy, shape_from_name
+from chairlift.sim.replay import SimExecutor, simulated_core
 
 
 def last(items: Iterator[Forecast | None]) -> Forecast:
@@ -31,13 +34,36 @@ def test_with_known_lengths_and_nobody_else_coming_starts_are_exact(policy: str,
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "scheduling_policy": policy, "ageing_seconds": 0.5}
     if depth:  # where what was swapped comes back later than the copy, which swaps nothing, has it
         settings |= {"num_lookahead_steps": depth, "preemption_mode": "recompute"}
-    config = EngineConfig.from_flat({**settings, "enable_prefix_caching": False, "num_kv_blocks": 200})
-    core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
+    check_exact(simulated_core(*deployed(settings | {"num_kv_blocks": 200})), rng, depth, longest=150)
+
+
+@pytest.mark.parametrize("preemption", ["none", "recompute"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("seed", range(12))
+def test_starts_are_exact_where_memory_is_short(preemption: str, window: int | None, seed: int) -> None:
+    """And where a sliding window has given blocks back, or nobody may be made to give way."""
+    rng = random.Random(seed)
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "preemption_mode": preemption}
+    deployment, config = deployed(settings)
+    clock, group = VirtualClock(), CacheGroup(28, window)
+    executor = SimExecutor(deployment.cost, clock, group=group, block_size=16, bytes_per_token=1)
+    core = EngineCore(executor, config.scheduler, max_model_len=420, cache=config.cache, clock=clock)
+    check_exact((core, ModelLimits(1000, 420, ())), rng, 0, longest=380)
+
+
+def deployed(settings: dict[str, Any]) -> tuple[Deployment, EngineConfig]:
+    config = EngineConfig.from_flat({**settings, "enable_prefix_caching": False})
+    return deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config
+
+
+def check_exact(made: tuple[EngineCore, ModelLimits], rng: random.Random, depth: int, *, longest: int) -> None:
+    core, limits = made
+    policy = core.config.scheduling_policy
     door = InputProcessor(limits, None, core.kv, seed=0)
     for index in range(24):
         asked = {"priority": rng.choice([0, 0, -5, 5])} if policy == "priority" else {}
         params = SamplingParams(max_tokens=rng.randint(2, 30), ignore_eos=True, **asked)
-        prompt = [index + 10] * rng.randint(1, 150)
+        prompt = [index + 10] * rng.randint(1, longest)
         core.add(door.prepare(str(index), prompt, params, core.clock.now(), tenant=rng.choice(["a", "b"])))
     for _ in range(rng.randint(0, 40)):
         core.step()
@@ -55,7 +81,7 @@ def test_with_known_lengths_and_nobody_else_coming_starts_are_exact(policy: str,
     while core.has_work:
         outputs = core.step()
         for name, _, when in outputs.joined if outputs is not None else ():
-            started[name] = when
+            started.setdefault(name, when)  # again where it gave way
     assert {name: started[name] for name in waiting} == pytest.approx({name: forecast.starts[name] for name in waiting})
 
 
