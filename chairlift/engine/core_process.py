@@ -125,7 +125,7 @@ class CoreProcess:
         self._progress = progress
         priorities = {name: each.priority for name, each in (classes or {DEFAULT_CLASS: ServiceClass()}).items()}
         depth = core.num_lookahead_steps
-        self._forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities, depth)
+        self._forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
         self._forecast: Forecast | None = None
         """The newest, until it is delivered."""
         self._pending: CoreOutputs | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from chairlift.scheduler.answer_lengths import AnswerLengths
-from chairlift.scheduler.cost_model import CostModel
+from chairlift.scheduler.costs import Costs
 from chairlift.scheduler.forecast import Forecast, foresee
 from chairlift.scheduler.scheduler import Scheduler
 
@@ -28,13 +28,13 @@ class Forecaster:
     def __init__(
         self,
         scheduler: Scheduler,
-        model: CostModel,
+        costs: Costs,
         lengths: AnswerLengths,
         priorities: Mapping[str, int],
         depth: int = 0,
     ) -> None:
         self._scheduler = scheduler
-        self._model = model
+        self._costs = costs
         self._priorities = dict(priorities)
         self._lengths = lengths
         self._depth = depth
@@ -53,7 +53,9 @@ class Forecaster:
             if now < self._not_before:
                 return None
             self._queue = True
-            self._ahead = foresee(scheduler, self._model, self._lengths, now, self._priorities, depth=self._depth)
+            self._ahead = foresee(
+                scheduler, self._costs.wall_seconds, self._lengths, now, self._priorities, depth=self._depth
+            )
         try:
             for _ in range(_STEPS_PER_STEP):
                 made = next(self._ahead)

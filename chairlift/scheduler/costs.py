@@ -14,6 +14,9 @@ __all__ = ["Costs"]
 _STEADY = 8
 """Of steps that only decode, which are all alike, one in so many is looked at."""
 _MEMORY = 0.1
+_PACE_MEMORY = 0.01
+_MOST_PACE = 16.0
+"""A longer pause says nothing about those to come."""
 
 
 class Costs:
@@ -26,6 +29,7 @@ class Costs:
         self._bytes = sum(block_bytes)
         self._step_seconds = 0.0
         self._most_tokens = max_step_tokens
+        self._passed = self._predicted = 0.0
         self._shortest = [0.0] * 64
         """Seconds of the shortest step of 2 ** (i - 1) to 2 ** i - 1 prompt tokens alone; first that of one decode
         row; 0 where there was none."""
@@ -46,6 +50,19 @@ class Costs:
             self.model.observe_copy(num_copied * self._bytes, seconds - alone)
         else:
             self.model.observe(features, seconds - copying)
+
+    def passed(self, features: StepFeatures, seconds: float) -> None:
+        """A step landed so many seconds after the one before, with work all the time."""
+        predicted = self.model.step_seconds(features)
+        self._passed += (min(seconds, _MOST_PACE * predicted) - self._passed) * _PACE_MEMORY
+        self._predicted += (predicted - self._predicted) * _PACE_MEMORY
+
+    def wall_seconds(self, features: StepFeatures) -> float:
+        """From the end of one step to the end of the next: a wait is the sum of these. Beyond what the model says it
+        has the host's time between steps, and the share of unusually long steps, which teach the model little.
+        """
+        pace = self._passed / self._predicted if self._predicted else 1.0
+        return pace * self.model.step_seconds(features)
 
     def recompute_seconds(self, num_tokens: int) -> float:
         """To compute so many lost positions of one request again."""

@@ -1,7 +1,7 @@
 """When will a request start? The scheduler's own code, run ahead on a copy of its state and a clock of its own.
 
 The copy has every request's place, its tokens and its blocks, the same policy and the same limits; its steps take as
-long as the cost model says. Steps in flight it runs once more: they have just begun. What nobody knows, how long
+long as is to be expected. Steps in flight it runs once more: they have just begun. What nobody knows, how long
 answers will be, is guessed from those that ended. How good that is gets measured:
 :class:`~chairlift.engine.calibration.Calibration`.
 """
@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
 from chairlift.config import CacheGroup
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.request import Request, Service
 from chairlift.scheduler.answer_lengths import AnswerLengths
-from chairlift.scheduler.cost_model import CostModel, StepFeatures
+from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.scheduler.policy import Policy, Resource
 from chairlift.scheduler.scheduler import Scheduler
 
-__all__ = ["Forecast", "foresee"]
+__all__ = ["Forecast", "StepSeconds", "foresee"]
+
+StepSeconds = Callable[[StepFeatures], float]
+"""How long after the step before a step ends."""
 
 _TOKEN: Final = 1
 _NEWCOMER: Final = "\0newcomer of "  # no caller's id begins like that: ids come from the front's own generator
@@ -55,7 +58,7 @@ class Forecast:
 
 def foresee(
     scheduler: Scheduler,
-    model: CostModel,
+    seconds: StepSeconds,
     lengths: AnswerLengths,
     now: float,
     classes: dict[str, int],
@@ -76,7 +79,7 @@ def foresee(
     free_at = now
     for _ in range(scheduler.num_in_flight):
         if (out := twin.schedule(now)).num_tokens:
-            free_at += _seconds(model, out)
+            free_at += _seconds(seconds, out)
             flights.append((out, free_at))
     _queue(twin, scheduler, lengths, now)
     names: dict[str, tuple[str, bool]] = {}
@@ -96,7 +99,7 @@ def foresee(
             missing.remove(name)
             twin.abort(name, clock)
         if out.num_tokens:
-            free_at = max(free_at, clock) + _seconds(model, out)
+            free_at = max(free_at, clock) + _seconds(seconds, out)
             flights.append((out, free_at))
             for row in out.joined:
                 if row.request_id in missing:
@@ -125,8 +128,8 @@ def foresee(
     yield Forecast(now, waiting, newcomers, pace if line else 0.0, strangers, busiest)
 
 
-def _seconds(model: CostModel, out: SchedulerOutput) -> float:
-    return model.step_seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
+def _seconds(seconds: StepSeconds, out: SchedulerOutput) -> float:
+    return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
 
 
 class _Onlookers:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import cast
 
 import pytest
 
 from chairlift.config import EngineConfig
 from chairlift.engine.calibration import SHORTEST_WAIT, Calibration
+from chairlift.engine.clock import VirtualClock
 from chairlift.engine.forecaster import Forecaster
 from chairlift.engine.input_processor import InputProcessor
 from chairlift.engine.intake import Intake
@@ -55,20 +57,23 @@ def test_what_is_due_at_once_is_not_judged() -> None:
     assert (len(calibration), sum(errors.counts), errors.total) == (1, 1, pytest.approx(1.95))
 
 
+@pytest.mark.parametrize("host", [0.0, 0.04])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_on_a_steady_stream_forecasts_are_right(policy: str, depth: int) -> None:
-    """The engine on a virtual clock, prompts of all lengths, and always so many in the queue."""
+def test_on_a_steady_stream_forecasts_are_right(policy: str, depth: int, host: float) -> None:
+    """The engine on a virtual clock, prompts of all lengths, and always so many in the queue. Between steps the host
+    takes a while, and every 20th time five times as long."""
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 500, "scheduling_policy": policy}
     config = EngineConfig.from_flat({**settings, "num_lookahead_steps": depth})
     core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config)
     door, rng = InputProcessor(limits, None, core.kv, seed=0), random.Random(2)
     intake = Intake(1000, 10**6, limits.service_classes)
     priorities = {name: each.priority for name, each in (limits.service_classes or {}).items()} or {"default": 0}
-    forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities, depth)
+    forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
     for index in range(400):
         while core.scheduler.has_unfinished and len(intake) >= 24:
             outputs = core.step()
+            cast(VirtualClock, core.clock).advance(host * (5 if core.scheduler.step % 20 == 0 else 1))
             for name, _, when in outputs.joined if outputs is not None else ():
                 intake.leave(name, when, started=True)
             if (made := forecaster.advance(core.clock.now())) is not None:
@@ -96,7 +101,7 @@ def test_with_classes_and_more_work_than_fits_forecasts_are_right(depth: int) ->
     door, rng = InputProcessor(limits, None, core.kv, seed=0), random.Random(1)
     intake = Intake(10**6, 10**9, limits.service_classes)
     priorities = {name: each.priority for name, each in (limits.service_classes or {}).items()}
-    forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, priorities, depth)
+    forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
     arrival = 0.0
     for index in range(1800):  # at the end rates are those of the last half minute
         arrival += rng.expovariate(17)
@@ -137,7 +142,7 @@ def test_a_forecast_that_failed_is_tried_again_in_a_minute(caplog: pytest.LogCap
     for name in "ab":
         core.add(door.prepare(name, [5, 6], SamplingParams(max_tokens=3), 0.0))
     core.step()
-    forecaster = Forecaster(core.scheduler, core.costs.model, core.answer_lengths, {"default": 0})
+    forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, {"default": 0})
     assert [forecaster.advance(now) for now in (0.0, 1.0, 59.0)] == [None] * 3
     assert Stumbling.num_forks == 1 and "could not be forecast, with policy 'stumbling'" in caplog.text
     made = forecaster.advance(60.0)

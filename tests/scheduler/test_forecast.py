@@ -73,7 +73,15 @@ def check_exact(made: tuple[EngineCore, ModelLimits], rng: random.Random, depth:
     for _ in range(depth):  # so that those in flight have begun with that
         core.step()
     forecast = last(
-        foresee(core.scheduler, core.costs.model, AnswerLengths(), core.clock.now(), {}, depth=depth, most_steps=5000)
+        foresee(
+            core.scheduler,
+            core.costs.model.step_seconds,
+            AnswerLengths(),
+            core.clock.now(),
+            {},
+            depth=depth,
+            most_steps=5000,
+        )
     )
     waiting = {request.request_id for request in core.scheduler.waiting if not request.num_preemptions}
     assert waiting and waiting <= forecast.starts.keys()
@@ -106,7 +114,9 @@ def test_it_can_be_made_between_any_two_steps(depth: int, settings: dict[str, st
         in_flight += core.num_in_flight > 0
         waiting = {request.request_id for request in core.scheduler.waiting if not request.num_preemptions}
         now = core.clock.now()
-        forecast = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), now, {"default": 0}, depth=depth))
+        forecast = last(
+            foresee(core.scheduler, core.costs.model.step_seconds, AnswerLengths(), now, {"default": 0}, depth=depth)
+        )
         assert waiting <= forecast.starts.keys()
     assert bool(in_flight) == bool(depth)
 
@@ -122,7 +132,7 @@ def test_what_lies_beyond_the_horizon_is_extrapolated_in_order(depth: int) -> No
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         core.add(door.prepare(str(index), [index + 10] * 20, params, 0.0))
     core.step()
-    known = core.scheduler, core.costs.model, AnswerLengths(), 0.0, {"default": 0}
+    known = core.scheduler, core.costs.model.step_seconds, AnswerLengths(), 0.0, {"default": 0}
     near = last(foresee(*known, depth=depth, most_steps=66))
     far = last(foresee(*known, depth=depth, most_steps=9999))
     assert list(near.starts) == list(far.starts) == [str(index) for index in range(2, 40)]
@@ -147,7 +157,11 @@ def test_looking_ahead_changes_nothing(depth: int) -> None:
             core.step()
             if look:
                 now = core.clock.now()
-                last(foresee(core.scheduler, core.costs.model, AnswerLengths(), now, {"default": 0}, depth=depth))
+                last(
+                    foresee(
+                        core.scheduler, core.costs.model.step_seconds, AnswerLengths(), now, {"default": 0}, depth=depth
+                    )
+                )
         for record in core.step_log:
             seen.append((record.step, record.num_tokens, record.num_waiting, len(record.preempted)))
         return seen
@@ -166,7 +180,9 @@ def test_a_newcomer_is_no_stranger_to_its_own_tenant() -> None:
     for _ in range(500):
         core.step()
     now = core.clock.now()
-    ahead = last(foresee(core.scheduler, core.costs.model, AnswerLengths(), now, {"default": 0}, most_steps=999))
+    ahead = last(
+        foresee(core.scheduler, core.costs.model.step_seconds, AnswerLengths(), now, {"default": 0}, most_steps=999)
+    )
     assert (ahead.tenant, ahead.wait_of("default", now, stranger=True)) == ("a", pytest.approx(0.0, abs=0.1))
     core.add(door.prepare("new", [9] * 20, SamplingParams(max_tokens=2, ignore_eos=True), now, tenant="a"))
     started: dict[str, float] = {}
@@ -191,7 +207,7 @@ def test_who_is_asked_for_but_not_there_takes_nobodys_row(seed: int) -> None:
         core.add(door.prepare(str(index), prompt, params, core.clock.now(), tenant=rng.choice("abc")))
     for _ in range(20):
         core.step()
-    known = core.scheduler, core.costs.model, AnswerLengths(), core.clock.now()
+    known = core.scheduler, core.costs.model.step_seconds, AnswerLengths(), core.clock.now()
     alone = last(foresee(*known, {}, most_steps=5000))
     asked = last(foresee(*known, {"priority": -10, "default": 0, "flex": 10}, most_steps=5000))
     assert set(asked.starts) == set(alone.starts)
