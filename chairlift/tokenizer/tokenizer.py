@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +16,13 @@ from chairlift.errors import ModelLoadError, RequestError
 
 __all__ = ["ByteDecoding", "Tokenizer", "byte_level_alphabet"]
 
+_log = logging.getLogger(__name__)
+
 _EACH_BYTE: Final = "chairlift.each_byte"
 _MOST_BYTES: Final = 4
 """Of a character."""
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -103,7 +107,8 @@ class ByteDecoding:
 class Tokenizer:
     """A tokenizer read from ``tokenizer.json``, with the special tokens and chat template that stand beside it.
 
-    ``named_tokens`` maps ``bos_token``, ``eos_token`` and their like to their text. Safe to share between threads.
+    ``named_tokens`` maps ``bos_token``, ``eos_token`` and their like to their text; ``backend`` is the library's own
+    tokenizer, which knows more and must not be changed. Safe to share between threads.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class Tokenizer:
         # A file saved while training may cut or pad every text; a prompt must arrive whole.
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend: Final = backend
         self._bytes: dict[int, bytes] = {}
         added = backend.get_added_tokens_decoder()
         self.named_tokens: dict[str, str] = dict(named_tokens or {})
@@ -150,7 +155,17 @@ class Tokenizer:
             reason = " ".join(str(error).split())[:200]
             raise ModelLoadError(f"{file} cannot be read ({reason}); download or save the tokenizer again") from None
         config = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
-        return cls(backend, _named_tokens(config), _chat_template(folder, config))
+        named = _named_tokens(config)
+        _add_tokens(backend, config, list(named.values()))
+        backend.encode_special_tokens = config.get("split_special_tokens") is True
+        tokenizer = cls(backend, named, _chat_template(folder, config))
+        if config.get("add_bos_token") is True and tokenizer.bos_token_id not in tokenizer.encode(""):
+            _log.warning(
+                "%s: add_bos_token is true, but tokenizer.json adds no bos_token, and so prompts get none (as in "
+                "transformers 5; in 4 some classes add it): if the model needs it, begin prompts with it",
+                folder,
+            )
+        return tokenizer
 
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
@@ -159,9 +174,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; ``add_special_tokens`` adds what the model expects around it (a BOS, say).
 
-        Text that spells a special token becomes that token. A rendered chat template already has its special tokens:
-        encode it without more. Raises :class:`~chairlift.errors.RequestError` for text that no encoding can hold, or
-        for which this tokenizer has no tokens.
+        Text that spells a special token becomes that token, unless the model has split_special_tokens. A rendered chat
+        template already has its special tokens: encode it without more. Raises
+        :class:`~chairlift.errors.RequestError` for text that no encoding can hold, or for which it has no tokens.
         """
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
@@ -173,7 +188,7 @@ class Tokenizer:
                 "which no encoding can carry; repair or remove it"
             ) from None
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the native library is no Exception
@@ -199,7 +214,7 @@ class Tokenizer:
     def _decode_together(self, ids: list[int], skip_special_tokens: bool) -> str:
         """As the library decodes; what its decoder breaks over token by token, and one that is to blame as U+FFFD."""
         try:
-            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic in the native library is no Exception, and must not end what others wait for
@@ -222,7 +237,7 @@ class Tokenizer:
             return b""
         piece = self._bytes.get(token_id)
         if piece is None:
-            token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+            token = self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
             if token is None or self.byte_decoding is None:
                 return b""
             piece = self._bytes[token_id] = self.byte_decoding.token_bytes(token)
@@ -240,7 +255,7 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a vocabulary entry, spelled as in the vocabulary; None when there is none."""
-        found: int | None = self._backend.token_to_id(token)
+        found: int | None = self.backend.token_to_id(token)
         return found
 
 
@@ -270,6 +285,42 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if value is not None:
             named[name] = value
     return named
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
+    """Add the tokens that only the config has, in the order of transformers 5; those it names are special."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    try:
+        given = {int(index): _added_token(token) for index, token in (config.get("added_tokens_decoder") or {}).items()}
+        others = [known.get(text) or _added_token(text) for text in named]
+        others += [_added_token(token) for token in (further.values() if isinstance(further, dict) else further)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"the added tokens in tokenizer_config.json cannot be read ({type(error).__name__}: {str(error)[:200]}); "
+            "correct them, or save the tokenizer again"
+        ) from None
+    tokens = {token.content: token for _, token in sorted(given.items(), key=lambda item: item[0])}
+    for token in others:
+        if token.content in named or token.content not in known:
+            token.special = True
+            tokens.setdefault(token.content, token)
+    for text, token in tokens.items():
+        token.special |= text in named or (text in known and known[text].special)
+    backend.add_tokens(list(tokens.values()))
+    for index, token in given.items():
+        if token.content not in known and (found := backend.token_to_id(token.content)) != index:
+            raise ModelLoadError(
+                f"tokenizer_config.json gives the token {token.content[:80]!r} the id {index}, but tokenizer.json "
+                f"gives it {found}; the files do not belong together: download or save the tokenizer again"
+            )
+
+
+def _added_token(given: Any) -> tokenizers.AddedToken:
+    """From its text alone, which means a special one, or with its flags."""
+    if isinstance(given, str):
+        return tokenizers.AddedToken(given, special=True)
+    return tokenizers.AddedToken(given["content"], **{flag: given[flag] for flag in _TOKEN_FLAGS if flag in given})
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

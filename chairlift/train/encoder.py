@@ -79,13 +79,9 @@ class Encoder:
         self._text: _Text | None = None
         if tokenizer_dir is not None:
             tokenizer = Tokenizer.from_dir(tokenizer_dir)
-            # The library's own, because only it says which characters each token stands for.
-            backend = tokenizers.Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
-            backend.no_truncation()
-            backend.no_padding()
             eos = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None
             template = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens)
-            self._text = _Text(backend, template, eos, tokenizer.vocab_size)
+            self._text = _Text(tokenizer.backend, template, eos, tokenizer.vocab_size)
 
     @property
     def vocab_size(self) -> int:

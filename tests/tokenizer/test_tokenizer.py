@@ -116,6 +116,76 @@ def test_a_corrupt_config_is_refused(model_dir: Path, config: str) -> None:
         Tokenizer.from_dir(model_dir)
 
 
+def _configured(folder: Path, **config: object) -> Tokenizer:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.from_dir(folder)
+
+
+def test_tokens_that_only_the_config_has_are_added_as_transformers_does(model_dir: Path) -> None:
+    size = Tokenizer.from_dir(model_dir).vocab_size
+    entries = {
+        str(size + 1): {"content": "<|end|>", "special": True, "lstrip": False, "normalized": False},
+        str(size): {"content": "<think>", "special": False, "__type": "AddedToken"},
+        "1": {"content": "<s>", "special": False},  # a special token stays one, whatever id the config gives it
+    }
+    tokenizer = _configured(
+        model_dir,
+        added_tokens_decoder=entries,
+        eos_token="<|end|>",
+        pad_token="<pad>",
+        additional_special_tokens=["<|more|>", {"content": "<|most|>"}, "<tool call>"],
+    )
+    assert tokenizer.eos_token_ids == (size + 1,)
+    assert tokenizer.vocab_size == size + 5
+    ids = tokenizer.encode("x<|end|><think><pad><|more|><|most|><tool call>y", add_special_tokens=False)
+    assert ids[1:6] == [size + 1, size, size + 2, size + 3, size + 4]
+    assert tokenizer.decode(ids) == tokenizer.backend.decode(ids) == "x<think><tool call>y"
+    assert tokenizer.token_to_id("<s>") in tokenizer.special_ids
+
+
+def test_a_token_that_the_config_names_is_special(model_dir: Path) -> None:
+    """Also one that tokenizer.json has added as an ordinary one, or only has in its vocabulary."""
+    tokenizer = _configured(model_dir, eos_token="<tool call>", pad_token="the")
+    ids = tokenizer.encode("a<tool call>b", add_special_tokens=False)
+    assert tokenizer.decode(ids) == tokenizer.backend.decode(ids) == "ab"
+    assert set(tokenizer.eos_token_ids) < tokenizer.special_ids
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"999": {"content": "<|end|>"}}, r"the id 999, but tokenizer\.json gives it"),
+        ({"x": {"content": "<|end|>"}}, "cannot be read"),
+        ({"999": "<|end|>", "3": 3}, "cannot be read"),
+        ({"999": {"special": True}}, "cannot be read"),
+        ({"999": {"content": "<|end|>", "lstrip": "no"}}, "cannot be read"),
+        (["<|end|>"], "cannot be read"),
+        ({"999": {"content": "\ud800"}}, "cannot be read"),
+    ],
+)
+def test_added_tokens_that_do_not_fit_are_refused(model_dir: Path, entries: object, reason: str) -> None:
+    with pytest.raises(ModelLoadError, match=reason):
+        _configured(model_dir, added_tokens_decoder=entries)
+
+
+def test_special_tokens_are_split_where_the_model_says_so(model_dir: Path) -> None:
+    text = "a</s>"
+    assert len(_configured(model_dir).encode(text, add_special_tokens=False)) == 2
+    tokenizer = _configured(model_dir, split_special_tokens=True)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.special_ids.isdisjoint(ids)
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_bos_that_is_asked_for_and_not_added_is_told(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _configured(model_dir, add_bos_token=True, bos_token="<s>")
+    assert not caplog.messages
+    tokenizer = _configured(model_dir, add_bos_token=True, bos_token="</s>")
+    assert tokenizer.bos_token_id not in tokenizer.encode("a")
+    assert len(caplog.messages) == 1
+    assert "add_bos_token is true, but tokenizer.json adds no bos_token" in caplog.messages[0]
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
 def test_a_pipe_is_not_waited_for(model_dir: Path, name: str) -> None:
     """Nor is a device read, which may have no end."""

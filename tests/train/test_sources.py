@@ -88,6 +88,14 @@ def test_of_a_prompt_only_the_completion_is_learnt_and_texts_end(tokenizer_dir: 
     )
 
 
+def test_a_token_that_only_the_config_has_is_trained_as_it_is_served(tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_dir / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    ids = Encoder(tmp_path)({"text": "one<|end|>"})["input_ids"].tolist()
+    (end,) = Tokenizer.from_dir(tmp_path).eos_token_ids
+    assert ids == [*Tokenizer.from_dir(tmp_path).encode("one"), end]
+
+
 @pytest.mark.parametrize("trim_offsets", [False, True])
 @pytest.mark.parametrize(("prompt", "completion"), [("one:  ", "\n    two\n        three  "), ("one:", "  two three")])
 def test_indentation_in_an_answer_is_learnt(tmp_path: Path, trim_offsets: bool, prompt: str, completion: str) -> None:
