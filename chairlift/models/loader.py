@@ -9,6 +9,8 @@ needs hardly more memory than the model.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +33,8 @@ from chairlift.models.registry import model_class
 
 __all__ = ["WeightLayout", "load_model", "read_config", "replace_weights", "resolve_dtype", "resolve_model_dir"]
 
+_log = logging.getLogger(__name__)
+
 Progress = Callable[[str, float], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,6 +43,7 @@ _STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", 
 _PIECE_BYTES = 64 << 20
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
@@ -108,8 +113,7 @@ def load_model(
         model = model_class(config.model_type)(config)
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, stack)
-        parts = checkpoint_layout(model)
-        _check_tensors(tensors, parts, config, model_dir)
+        parts = _checked_parts(tensors, model, model_dir)
         _fill(model, parts, tensors, torch_dtype, device, progress, layout)
     return model.eval().requires_grad_(False)
 
@@ -126,7 +130,7 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
     """
     with torch.device("meta"):
         blank = type(model)(model.config)  # packing has taken the names and shapes out of the model itself
-    parts, tensors = checkpoint_layout(blank), dict[str, Any]()
+    tensors = dict[str, Any]()
     with contextlib.ExitStack() as stack:
         if isinstance(source, Mapping):
             where = Path("the given weights")
@@ -148,7 +152,7 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
             except OSError as error:
                 message = f"cannot read {str(source)!r} ({error.strerror}); give a directory that this process may read"
                 raise ModelLoadError(message) from None
-        _check_tensors(tensors, parts, model.config, where)
+        parts = _checked_parts(tensors, blank, where)
         try:
             _refill(model, parts, tensors, progress, mapped=not isinstance(source, Mapping))
         except Exception as error:
@@ -320,6 +324,9 @@ def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any
         for name, file in index.items():
             if name not in names[file]:
                 raise ModelLoadError(f"{index_path}: tensor {name!r} is not in {file}; download both files again")
+        if _SINGLE_NAME not in opened and (model_dir / _SINGLE_NAME).is_file():
+            message = "%s has both %s and the weights in pieces of %s: the pieces are used; remove what is out of date"
+            _log.warning(message, model_dir, _SINGLE_NAME, _INDEX_NAME)
         return {name: opened[file] for name, file in index.items()}
     if (model_dir / _SINGLE_NAME).is_file():
         file = _open_file(model_dir / _SINGLE_NAME, stack)
@@ -353,18 +360,21 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
     """Memory-map a safetensors file. The library checks header size, offsets, overlaps, shapes and file length."""
     try:
         return stack.enter_context(safe_open(path, framework="pt"))
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        if "Cannot allocate memory" in str(error):  # PyTorch has no type of its own for it
+            raise ModelLoadError(f"there is no memory to map {path} ({error}); free some, or raise ulimit -v") from None
         raise ModelLoadError(f"{path} is damaged or incomplete ({error}); download it again") from None
 
 
-def _check_tensors(
-    tensors: Mapping[str, Any], parts: list[CheckpointPart], config: ModelConfig, model_dir: Path
-) -> None:
+def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path) -> list[CheckpointPart]:
     """Compare names, shapes and dtypes with what the model needs, before any memory is spent on it."""
+    tied, parts = model.config.tie_word_embeddings, checkpoint_layout(model)
+    if tied and _EMBEDDING not in tensors and _HEAD in tensors:  # safetensors' save_model keeps either name
+        parts = [dataclasses.replace(part, name=_HEAD) if part.name == _EMBEDDING else part for part in parts]
     wanted = {part.name: part for part in parts}
     missing = [name for name in wanted if name not in tensors]
     # Old checkpoints carry rotary frequencies, and a tied head may be stored again: both say nothing new.
-    redundant = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    redundant = (_HEAD,) if tied and _HEAD not in wanted else ()
     unexpected = [
         name for name in tensors if name not in wanted and name not in redundant and "rotary_emb.inv_freq" not in name
     ]
@@ -389,12 +399,13 @@ def _check_tensors(
                 "use the original model in bfloat16, float16 or float32"
             )
     for name in filter(tensors.__contains__, redundant):
-        head, embedding = (tensors[each].get_tensor(each) for each in (name, "model.embed_tokens.weight"))
+        head, embedding = (tensors[each].get_tensor(each) for each in (name, _EMBEDDING))
         if not torch.equal(head.to(embedding), embedding):
             raise ModelLoadError(
-                f"{model_dir}: config.json ties {name} to model.embed_tokens.weight, but both are stored, and differ; "
+                f"{model_dir}: config.json ties {name} to {_EMBEDDING}, but both are stored, and differ; "
                 "set tie_word_embeddings to false if the head was trained by itself, else remove it from the file"
             )
+    return parts
 
 
 def _few(names: list[str]) -> str:

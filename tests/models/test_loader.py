@@ -23,7 +23,14 @@ from chairlift.kernels.fp8 import quantize
 from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.hf_config import SUPPORTED_MODEL_TYPES, parse_config
 from chairlift.models.layers.linear import Linear
-from chairlift.models.loader import WeightLayout, load_model, read_config, resolve_dtype, resolve_model_dir
+from chairlift.models.loader import (
+    WeightLayout,
+    load_model,
+    read_config,
+    replace_weights,
+    resolve_dtype,
+    resolve_model_dir,
+)
 from chairlift.models.random_weights import random_model, write_random_model
 from chairlift.models.registry import MODEL_CLASSES, model_class
 from tests.models.paged import packed_logits
@@ -262,6 +269,21 @@ def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
     assert torch.equal(packed_logits(load(model_dir), [[1, 2]])[0], expected)
 
 
+@pytest.mark.parametrize("layout", [WeightLayout.PLAIN, WeightLayout.ONEDNN])
+def test_a_tied_embedding_may_be_stored_as_the_head(tmp_path: Path, layout: WeightLayout) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama", tie_word_embeddings=True)
+    expected = packed_logits(load(model_dir, layout=layout), [[1, 2]])[0]
+    rewrite(model_dir, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    model = load(model_dir, layout=layout)
+    assert torch.equal(packed_logits(model, [[1, 2]])[0], expected)
+    replace_weights(model, tiny_hf_model(tmp_path / "other", "llama", seed=1, tie_word_embeddings=True))
+    assert not torch.equal(packed_logits(model, [[1, 2]])[0], expected)
+    replace_weights(model, model_dir)
+    assert torch.equal(packed_logits(model, [[1, 2]])[0], expected)
+    rewrite(model_dir, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3, 64)}))
+    assert "lm_head.weight has shape [3, 64]" in refusal(model_dir)
+
+
 @pytest.mark.parametrize("head", [torch.zeros(128, 64), torch.zeros(0)], ids=["other", "empty"])
 def test_a_tied_head_that_differs_is_refused(tmp_path: Path, head: torch.Tensor) -> None:
     model_dir = tiny_hf_model(tmp_path, "llama", tie_word_embeddings=True)
@@ -368,6 +390,30 @@ def test_index_cannot_leave_the_directory(model_dir: Path, file: str) -> None:
     shutil.copy(model_dir / weight_map["model.norm.weight"], model_dir.parent / "outside.safetensors")
     write_index(model_dir, {**weight_map, "model.norm.weight": file})
     assert "only *.safetensors files beside it are allowed" in refusal(model_dir)
+
+
+def test_one_file_beside_the_pieces_is_told(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = packed_logits(load(model_dir), [[1, 2, 3]])[0]
+    whole = (model_dir / "model.safetensors").read_bytes()
+    shard(model_dir)
+    load(model_dir)
+    assert not caplog.messages
+    (model_dir / "model.safetensors").write_bytes(whole)
+    rewrite(model_dir, lambda tensors: tensors.update({"model.norm.weight": -tensors["model.norm.weight"]}))
+    assert torch.equal(packed_logits(load(model_dir), [[1, 2, 3]])[0], expected)
+    assert len(caplog.messages) == 1
+    assert "both model.safetensors and the weights in pieces" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
+def test_short_memory_is_not_called_damage(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def no_room(*args: object, **options: object) -> None:
+        raise kind("unable to mmap 1073741904 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr("chairlift.models.loader.safe_open", no_room)
+    assert "there is no memory to map" in refusal(model_dir)
 
 
 def test_an_index_left_behind_by_a_model_in_pieces_is_passed_over(model_dir: Path) -> None:
