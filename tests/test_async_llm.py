@@ -38,6 +38,8 @@ def test_answers_are_those_of_llm() -> None:
             assert (final.prompt, final.outputs) == (PROMPTS[0], expected[0].outputs)
             ids = final.prompt_token_ids
             assert [o.prompt async for o in llm.generate(ids, PARAMS[0], kind=OutputKind.FINAL)] == [None]
+            named = {"prompt_token_ids": ids, "prompt": "its text"}
+            assert [o.prompt async for o in llm.generate(named, PARAMS[0], kind=OutputKind.FINAL)] == ["its text"]
 
     asyncio.run(test())
 

@@ -267,8 +267,9 @@ class AsyncEngine:
         the forecast, for longer than its timeouts allow; EngineDeadError when there is no engine.
         """
         begin = time.monotonic()
-        if isinstance(text := unnamed(prompt), str) and text:
-            prompt = await self.encode(text)
+        prompt, text = unnamed(prompt)
+        if isinstance(prompt, str):
+            prompt = await self.encode(prompt)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")

@@ -20,7 +20,8 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "unnamed"]
 
 Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Any]
-"""Text or token ids, or either under the name that vLLM's callers give it: ``prompt``, ``prompt_token_ids``."""
+"""Text or token ids, or either under the name that vLLM's callers give it: ``prompt``, ``prompt_token_ids``. Of both,
+the ids are used, and the text is told as that of the prompt."""
 
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _MAX_ID_LENGTH = 256
@@ -127,9 +128,9 @@ class InputProcessor:
         arrival_time: float,
         cache_salt: str = "",
         tenant: str = "",
-        given: Prompt | None = None,
+        text: str | None = None,
     ) -> PreparedRequest:
-        """Check everything, and tokenize. ``tenant`` is who is charged for the request; ``given`` is what ``prompt``
+        """Check everything, and tokenize. ``tenant`` is who is charged for the request; ``text`` is what ``prompt``
         was encoded from, if it was before."""
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
@@ -139,8 +140,7 @@ class InputProcessor:
             raise RequestError("cache_salt must be at most 64 characters from A-Z, a-z, 0-9, '_' and '-'")
         if not isinstance(tenant, str) or len(tenant) > _MAX_ID_LENGTH or not tenant.isprintable():
             raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
-        prompt = unnamed(prompt)
-        given = prompt if given is None else given
+        prompt, own_text = unnamed(prompt)
         token_ids = self._token_ids(prompt)
         self._check_params(params)
         max_tokens = self._max_tokens(len(token_ids), params)
@@ -154,7 +154,7 @@ class InputProcessor:
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         return PreparedRequest(
             request_id,
-            given if isinstance(given, str) else None,
+            own_text if text is None else text,
             token_ids,
             params,
             seed,
@@ -170,8 +170,6 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
-            if not prompt:
-                raise RequestError("the prompt is empty; send at least one character or one token id")
             token_ids = self._tokenizer.encode(prompt)
         elif isinstance(prompt, (list, tuple)):
             token_ids = list(prompt)
@@ -265,12 +263,17 @@ class InputProcessor:
         return tuple(found)
 
 
-def unnamed(prompt: Prompt) -> Any:
-    """The text or the token ids of a prompt that may be given under a name."""
-    if not isinstance(prompt, Mapping):
-        return prompt
-    for name in ("prompt_token_ids", "prompt"):
-        if set(prompt) == {name}:
-            return prompt[name]
-    names = ", ".join(map(repr, prompt)) or "nothing"
-    raise RequestError(f"a prompt given as a mapping must have 'prompt' or 'prompt_token_ids' and no more, got {names}")
+def unnamed(prompt: Any) -> tuple[Any, str | None]:
+    """The text or the token ids of a prompt that may be given under a name, and its text where that is known."""
+    if isinstance(prompt, Mapping):
+        names, text = set(prompt), prompt.get("prompt")
+        if "prompt_token_ids" in names <= {"prompt_token_ids", "prompt"} and isinstance(text, str | None):
+            # No tokenizer sees this text, and half a surrogate pair could not cross to another process.
+            return prompt["prompt_token_ids"], text and text.encode(errors="replace").decode()
+        if names != {"prompt"}:
+            raise RequestError(
+                "a prompt given as a mapping must have 'prompt' (text beside the other) and/or 'prompt_token_ids' and "
+                f"no more, got {', '.join(map(repr, prompt)) or 'nothing'}"
+            )
+        prompt = text
+    return prompt, prompt if isinstance(prompt, str) else None

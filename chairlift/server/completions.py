@@ -150,9 +150,10 @@ def _params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingPa
 async def _encode_prompt(state: ServerState, asked: CompletionRequest, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, list):
         return prompt
-    if not prompt:
+    ids = await state.engine.encode(prompt, asked.add_special_tokens is not False)
+    if not ids:
         raise ApiError(400, "the prompt is empty; send at least one character", code="invalid_value", param="prompt")
-    return await state.engine.encode(prompt, asked.add_special_tokens is not False)
+    return ids
 
 
 def _delivered(asked: CompletionRequest, output: RequestOutput) -> RequestOutput:

@@ -69,6 +69,9 @@ def test_token_ids_that_pass(prompt: Sequence[int]) -> None:
         ({"prompt": "x"}, "the tokenizer was not loaded"),
         ({"text": "x"}, "no more, got .text."),
         ({}, "got nothing"),
+        ({"prompt_token_ids": [1], "prompt": 5}, "'prompt_token_ids' and no more"),
+        ({"prompt_token_ids": [], "prompt": "x"}, "the prompt is empty"),
+        ({"prompt": {"prompt": "x"}}, "got dict"),
     ],
 )
 def test_prompts_that_do_not_pass(prompt: Any, words: str) -> None:
@@ -85,6 +88,19 @@ def test_text_that_does_not_pass(prompt: str) -> None:
 def test_text_becomes_tokens_and_is_kept() -> None:
     prepared = prepare(door(text=True), "abc")
     assert (prepared.prompt, prepared.prompt_token_ids) == ("abc", [0, 1, 2])
+
+
+def test_ids_may_come_with_their_text() -> None:
+    prepared = prepare(door(), {"prompt_token_ids": [3, 1], "prompt": "so it was \ud800"})
+    assert (prepared.prompt, prepared.prompt_token_ids) == ("so it was ?", [3, 1])
+    assert prepare(door(), {"prompt_token_ids": [3], "prompt": None}).prompt is None
+
+
+def test_an_empty_text_is_a_prompt_where_the_tokenizer_begins_one() -> None:
+    at = InputProcessor(ModelLimits(500, LENGTH), make("byte_level"), _Room(10**6))
+    prepared = prepare(at, "")
+    assert prepared.prompt == ""
+    assert len(prepared.prompt_token_ids) == 1
 
 
 def test_lengths_at_their_edges() -> None:

@@ -83,6 +83,9 @@ def test_text_and_ids_are_the_same_prompt(http: TestClient, engine: FakeEngine) 
     assert refused(http, prompt="")["param"] == "prompt"
     assert refused(http, prompt=["a", ""])["param"] == "prompt"
     assert refused(http, prompt=[[]])["code"] == "invalid_value"
+    engine.tokenizer = byte_tokenizer(begins=True)
+    assert answer(http, prompt="")["usage"]["prompt_tokens"] == 1
+    assert refused(http, prompt="", add_special_tokens=False)["param"] == "prompt"
 
 
 def test_defaults_are_openais(http: TestClient, engine: FakeEngine) -> None:
