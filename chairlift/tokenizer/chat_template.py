@@ -24,6 +24,7 @@ MAX_TEXT: Final = 16 * 1024 * 1024
 """Characters a template may render or build by repetition; far above any model's context."""
 _MESSAGE_KEYS: Final = ("role", "content", "name")
 _INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+_OPTIONAL_INPUTS: Final = ("tools", "documents", "chat_template")
 _END_OF_FINAL_MESSAGE: Final = "CHAIRLIFT_END_OF_FINAL_MESSAGE"
 
 
@@ -114,7 +115,8 @@ class ChatTemplate:
 def check_variables(scalars: Mapping[str, Any]) -> None:
     """Raises :class:`~chairlift.errors.RequestError` for what a caller may not hand to a template as a variable."""
     for name, value in scalars.items():
-        if name in _INPUTS or not (value is None or type(value) in (str, int, float, bool)):
+        given = name in _INPUTS and not (value is None and name in _OPTIONAL_INPUTS)
+        if given or not (value is None or type(value) in (str, int, float, bool)):
             raise RequestError(
                 f"chat template variable {name!r:.80} must be a string, number, boolean or null and none of "
                 f"{', '.join(_INPUTS)}, got {type(value).__name__}"
@@ -122,7 +124,10 @@ def check_variables(scalars: Mapping[str, Any]) -> None:
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Plain ``{role, content}`` dicts of strings, a ``name`` kept; raises :class:`~chairlift.errors.RequestError`."""
+    """Plain ``{role, content}`` dicts of strings, a ``name`` kept, what is null or empty left out.
+
+    Raises :class:`~chairlift.errors.RequestError`.
+    """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(
             f"messages must be a list like [{{'role': 'user', 'content': 'Hi'}}], got {type(messages).__name__}"
@@ -136,17 +141,22 @@ def _message(index: int, message: Any) -> dict[str, str]:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object with role and content, got {type(message).__name__}")
-    unknown = [str(key) for key in message if key not in _MESSAGE_KEYS]
+    # OpenAI's clients and Parquet give a message every field of its kind: those without a value say nothing.
+    unknown = [str(key) for key, value in message.items() if key not in _MESSAGE_KEYS and not _is_nothing(value)]
     if unknown:
         raise RequestError(f"{where} has unknown keys {', '.join(unknown)[:80]}; known are {', '.join(_MESSAGE_KEYS)}")
     plain = {"role": message.get("role"), "content": _content(where, message.get("content"))}
-    if "name" in message:
+    if message.get("name") is not None:
         plain["name"] = message["name"]
     for key in plain.keys() - {"content"}:
         if not isinstance(plain[key], str) or not plain[key]:
             raise RequestError(f"{where}.{key} must be a non-empty string, got {str(plain[key])[:40]!r}")
     # str() drops subclasses, whose extra methods the sandbox would let a template call.
     return {key: str.__str__(value) for key, value in plain.items()}
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple, dict)) and not value)
 
 
 def _content(where: str, content: Any) -> str:

@@ -113,8 +113,6 @@ class Encoder:
         )
 
     def _chat(self, messages: Any) -> Mapping[str, Any]:
-        if isinstance(messages, (list, tuple)):  # Parquet gives every message the fields of all, null where it has none
-            messages = [_without_nulls(message) if isinstance(message, Mapping) else message for message in messages]
         chat = normalize_messages(messages)
         template = self._tools().template
         text = template.render(chat, add_generation_prompt=False)
@@ -187,7 +185,3 @@ def _string(record: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str) or (not value and name != "prompt"):
         raise ConfigError(f"{name} must be text, got {str(value)[:60]!r}")
     return value
-
-
-def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if value is not None or key in ("role", "content")}

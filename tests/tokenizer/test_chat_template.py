@@ -152,6 +152,15 @@ def test_text_parts_are_joined_and_variables_reach_the_template() -> None:
     assert template.render(chat, level=None, bos_token="<b>") == "one\ntwo|Ann|None|<b>"
 
 
+def test_what_is_null_or_empty_says_nothing() -> None:
+    template = ChatTemplate("{{ messages[0] | tojson }}{{ tools }}")
+    nothing = {"name": None, "refusal": None, "tool_calls": [], "function_call": {}, "audio": None, "annotations": ()}
+    shown = template.render(
+        [{"role": "user", "content": "", **nothing}], tools=None, documents=None, chat_template=None
+    )
+    assert shown == '{"role": "user", "content": ""}None'
+
+
 class _Sneaky(str):
     secret = "unreachable"
 
@@ -180,8 +189,8 @@ def test_only_plain_strings_reach_the_template() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content must be"),
         ([{"role": "user", "content": [{"type": "input_image", "text": "a cat"}]}], "content must be"),
         ([{"role": "user", "content": ["Hi"]}], "content must be"),
-        ([{"role": "user", "content": "Hi", "tool_calls": []}], "unknown keys tool_calls"),
-        ([{"role": "user", "content": "Hi", "name": None}], r"messages\[0\]\.name"),
+        ([{"role": "user", "content": "Hi", "tool_calls": [3]}], "unknown keys tool_calls"),
+        ([{"role": "user", "content": "Hi", "name": ""}], r"messages\[0\]\.name"),
         ([{"role": "user", "content": "Hi"}, 3], r"messages\[1\]"),
     ],
 )
@@ -193,7 +202,7 @@ def test_other_messages_are_refused(messages: Any, complaint: str) -> None:
 
 @pytest.mark.parametrize(
     "variables",
-    [{"messages": 1}, {"tools": None}, {"chat_template": "{{ 1 }}"}, {"x": [1]}, {"x": _Sneaky("s")}, {"x": print}],
+    [{"messages": None}, {"tools": "x"}, {"chat_template": "{{ 1 }}"}, {"x": [1]}, {"x": _Sneaky("s")}, {"x": print}],
 )
 def test_other_variables_are_refused(variables: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="chat template variable"):
