@@ -61,6 +61,8 @@ _ROPE_NUMBERS = (
     "mscale",
     "mscale_all_dim",
 )
+_ROPE_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Where zero is the same as leaving them out, as in transformers."""
 _ROPE_KEYS = {*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "truncate", "partial_rotary_factor", "finetuned"}
 
 
@@ -337,7 +339,8 @@ def _rope(raw: Mapping[str, Any], context: int, head_dim: int, where: str) -> Ro
         raise ModelLoadError(f"{where}: rope parameters {given!r:.160} are not supported; known keys: {known}")
     parameters: dict[str, Any] = {"rope_theta": 10_000.0}
     parameters.update({k: raw[k] for k in ("rope_theta", "partial_rotary_factor") if raw.get(k) is not None})
-    parameters.update({key: value for key, value in given.items() if value is not None})
+    absent = {key for key, value in given.items() if value is None or (key in _ROPE_OR_ZERO and value == 0)}
+    parameters.update({key: value for key, value in given.items() if key not in absent})
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type not in _ROPE_TYPES:
         supported = ", ".join(_ROPE_TYPES)
@@ -365,7 +368,7 @@ def _rope(raw: Mapping[str, Any], context: int, head_dim: int, where: str) -> Ro
         beta_slow=fields.number("beta_slow", 0.0, 1e6, default=1.0),
         mscale=fields.optional_number("mscale", 0.0, 1e6),
         mscale_all_dim=fields.optional_number("mscale_all_dim", 0.0, 1e6),
-        truncate=fields.boolean("truncate", True),
+        truncate="truncate" not in absent and fields.boolean("truncate", True),  # null is false in transformers
     )
     if rope.high_freq_factor <= rope.low_freq_factor:
         fields.fail(f"high_freq_factor {rope.high_freq_factor} must be above low_freq_factor {rope.low_freq_factor}")

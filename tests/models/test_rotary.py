@@ -38,6 +38,15 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "beta_slow": 2.0,
         "truncate": False,
     },
+    "yarn-nulls-and-zeros": {
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 0,
+        "beta_slow": None,
+        "mscale": 0,
+        "mscale_all_dim": 0.0,
+        "truncate": None,
+    },
 }
 BASE: dict[str, Any] = {
     "model_type": "llama",
