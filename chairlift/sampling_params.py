@@ -58,10 +58,10 @@ class SamplingParams:
     """Subtracted from a token's logit once per time it was generated (-2..2)."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output (0 < r <= 10; CTRL, 2019)."""
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     """Added to the logits of these token ids, before everything else."""
     seed: int | None = None
-    """Same seed, same prompt, same text, whatever else is in the batch. None draws one at the door."""
+    """Same seed, same prompt, same text, whatever else is in the batch. None (or vLLM's -1) draws one at the door."""
     max_tokens: int | None = 16
     """Generate at most this many tokens; None means as many as fit."""
     min_tokens: int = 0
@@ -107,6 +107,7 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, above=True)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
+            _set(self, "seed", None if self.seed == -1 else self.seed)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
         _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
@@ -130,7 +131,8 @@ class SamplingParams:
         self._normalise(limits)
 
     def _normalise(self, limits: SamplingLimits) -> None:
-        """Turn the list-like fields into tuples, so that a shared SamplingParams can never change under a request."""
+        """Turn the list-like fields into tuples, so that a shared SamplingParams can never change under a request. The
+        door copies ``logit_bias``, which has no immutable form that can be pickled."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         _set(self, "stop", _strings("stop", stop, limits.max_stop_strings, limits.max_stop_length))
         _set(self, "bad_words", _strings("bad_words", self.bad_words, limits.max_bad_words, limits.max_stop_length))

@@ -134,6 +134,17 @@ def test_what_is_given_cannot_change_afterwards() -> None:
         params.n = 2  # type: ignore[misc]
 
 
+def test_equal_parameters_have_one_hash() -> None:
+    one, two = (SamplingParams(stop=["a"], logit_bias={1: 1.0, 2: 2}) for _ in range(2))
+    assert {one: "found"}[two] == "found"
+    assert one != SamplingParams(stop=["a"])
+
+
+def test_minus_one_is_no_seed() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert "must be a whole number" in refused(seed=-1.0)
+
+
 @pytest.mark.parametrize(
     ("name", "hint"), [("max_token", "did you mean 'max_tokens'"), ("zzz", "known: n, temperature"), (5, "known: n")]
 )

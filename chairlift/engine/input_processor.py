@@ -140,6 +140,8 @@ class InputProcessor:
             raise RequestError("cache_salt must be at most 64 characters from A-Z, a-z, 0-9, '_' and '-'")
         if not isinstance(tenant, str) or len(tenant) > _MAX_ID_LENGTH or not tenant.isprintable():
             raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
+        if params.logit_bias is not None:
+            params = dataclasses.replace(params)  # with a mapping of its own, which nobody changes
         prompt, own_text = unnamed(prompt)
         token_ids = self._token_ids(prompt)
         self._check_params(params)

@@ -103,6 +103,16 @@ def test_an_empty_text_is_a_prompt_where_the_tokenizer_begins_one() -> None:
     assert len(prepared.prompt_token_ids) == 1
 
 
+def test_a_shared_logit_bias_cannot_change_under_a_request() -> None:
+    params = SamplingParams(logit_bias={1: 1.0})
+    prepared = door().prepare("a", [1], params, 1.5)
+    params.logit_bias[2] = 5.0  # type: ignore[index]
+    assert prepared.params.logit_bias == {1: 1.0}
+    params.logit_bias[2] = "x"  # type: ignore[index]
+    with pytest.raises(RequestError, match="logit_bias"):
+        door().prepare("a", [1], params, 1.5)
+
+
 def test_lengths_at_their_edges() -> None:
     prepared = prepare(door(), [1] * 20, max_tokens=LENGTH - 20)
     assert prepared.make_sequences()[0].max_total_tokens == LENGTH
@@ -205,7 +215,8 @@ def test_seeds_are_the_callers_or_drawn_reproducibly() -> None:
     assert drawn != [prepare(other).seed for _ in range(3)]
     assert len(set(drawn)) == 3
     assert prepare(door()).seed != prepare(door()).seed
-    assert [prepare(one, seed=seed).seed for seed in (0, -1, 2**63 - 1)] == [0, -1, 2**63 - 1]
+    assert [prepare(one, seed=seed).seed for seed in (0, -2, 2**63 - 1)] == [0, -2, 2**63 - 1]
+    assert prepare(one, seed=-1).params.seed is None
 
 
 def test_a_refused_request_draws_no_seed() -> None:
