@@ -218,9 +218,9 @@ def run_here(
             return
         running -= 1
         if progress is not None:
-            progress(running, _outcome(timing, held, timing.left))
+            progress(running, _outcome(timing, timing.left))
 
-    held, interrupted = core.scheduler.membership.held, False
+    interrupted = False
     serve_trace(core, WARM_UP, limits)
     date, begin = datetime.datetime.now(), core.clock.now()
     with quiet_collector():
@@ -232,7 +232,7 @@ def run_here(
     return ServeRun(
         server=target,
         load=load,
-        outcomes=[_outcome(timing, held, end) for timing in sorted(sent, key=lambda timing: timing.index)],
+        outcomes=[_outcome(timing, end) for timing in sorted(sent, key=lambda timing: timing.index)],
         date=date,
         begin=begin,
         seconds=max(end - begin, 1e-9),
@@ -241,9 +241,8 @@ def run_here(
     )
 
 
-def _outcome(timing: RequestTiming, held: bool, now: float) -> Outcome:
-    """``held``: nothing is delivered before a batch has ended, as a client of a static batch sees it."""
-    request, whole = timing.request, held and timing.ended
+def _outcome(timing: RequestTiming, now: float) -> Outcome:
+    request = timing.request
     found = Outcome(
         index=timing.index,
         scheduled=request.arrival,
@@ -252,8 +251,8 @@ def _outcome(timing: RequestTiming, held: bool, now: float) -> Outcome:
         end=timing.left if timing.left >= 0 else now,
         wanted_tokens=request.output_tokens,
         prompt_tokens=request.prompt_tokens,
-        times=[timing.left] if whole else timing.times,
-        counts=[timing.tokens] if whole else [1] * timing.tokens,
+        times=timing.times,
+        counts=[1] * timing.tokens,
         completion_tokens=timing.tokens,
         cached_tokens=timing.cached_tokens,
         preempted=timing.preempted,

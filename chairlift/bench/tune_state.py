@@ -15,7 +15,7 @@ from chairlift.workload.writing import replacing
 
 __all__ = ["Figures", "Setting", "State", "Trial"]
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _SAMPLES: Final = 400
 """Latencies of a run that are kept, evenly over its requests by rank."""
 

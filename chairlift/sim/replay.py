@@ -184,7 +184,8 @@ def serve_trace(
     Works for simulated and real cores alike; the core must be idle. Raises RequestError when a request that was let in
     fails and nobody watches; those that the door refuses, and those dropped at their deadline, are counted.
     """
-    clock, door, collector = core.clock, InputProcessor(limits, None, core.kv, seed=0), Collector(watch)
+    clock, door = core.clock, InputProcessor(limits, None, core.kv, seed=0)
+    collector = Collector(watch, core.scheduler.membership.held)
     refused, preemptions = 0, core.scheduler.num_preemptions
     clients = _Clients(trace, clock.now(), max_concurrency)
     while core.has_work or not clients.done:

@@ -90,7 +90,7 @@ class RequestTiming:
     """Place in the trace."""
     started: float = -1.0
     times: list[float] = dataclasses.field(default_factory=list)
-    """When its tokens came."""
+    """When its tokens came; of an answer of a static batch, which delivers when all of it has ended, all then."""
     left: float = -1.0
     """When it was over, however it ended; in a static batch that is when the whole batch was."""
     cached_tokens: int = 0
@@ -139,9 +139,10 @@ Watch = Callable[[RequestTiming], None]
 class Collector:
     """Reads what steps bring, and nothing twice: at many rows it is the most expensive part of a simulated step."""
 
-    def __init__(self, watch: Watch | None) -> None:
+    def __init__(self, watch: Watch | None, held: bool) -> None:
+        """``held``: nothing is delivered before a batch has ended."""
         self.timings: dict[str, RequestTiming] = {}
-        self.watch = watch
+        self.watch, self._held = watch, held
         self.steps = self.rows = 0
         self.busy = self.busy_until = 0.0
         self._last_step = 0
@@ -170,6 +171,8 @@ class Collector:
     def over(self, timing: RequestTiming, now: float) -> None:
         """It will not change any more."""
         timing.left = now
+        if self._held and timing.ended:
+            timing.times = [now] * timing.tokens
         if self.watch is not None:
             self.watch(timing)
 

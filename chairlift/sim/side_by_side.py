@@ -136,7 +136,7 @@ def _side(served: ServedTrace, recording: Recording, held: bool) -> _Side:
     wanted = sum(max(0, each.output_tokens - 1) for each in done)
     return _Side(
         tokens_per_second=served.output_tokens / seconds if seconds > 0 else 0.0,
-        first_p50=p50 if held else served.ttft.p50,
+        first_p50=served.ttft.p50,
         whole_p50=p50,
         whole_p99=p99,
         seconds=seconds,

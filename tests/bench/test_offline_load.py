@@ -140,7 +140,7 @@ def test_figures_are_those_of_an_independent_tally_of_the_steps(settings: dict[s
 def test_a_static_batch_delivers_whole_answers_when_it_has_ended() -> None:
     run = measured(*engine(batching="static", max_num_seqs=4), [one(0.0, output=2), one(0.0, output=5)])
     assert [outcome.ttft for outcome in run.outcomes] == pytest.approx([0.5, 0.5])
-    assert [outcome.counts for outcome in run.outcomes] == [[2], [5]]
+    assert [outcome.itls for outcome in run.outcomes] == [[0.0], [0.0] * 4]
     figures = figures_of(run, {})
     assert figures.output_tokens == 7
     assert list(figures.doubts(run)) == ["answers came whole: TPOT and ITL say nothing about them"]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chairlift.bench.tune_state import kept_latencies
 from chairlift.config import EngineConfig
 from chairlift.engine.step_export import read_recording
 from chairlift.engine.step_recorder import StepRecorder
@@ -163,6 +164,17 @@ def test_continuous_batching_beats_static_and_more_rows_beat_fewer() -> None:
     assert rates["continuous"] > 1.5 * rates["static"]
     assert rates["dynamic"] == pytest.approx(rates["static"], rel=0.3)
     assert served(trace, max_num_seqs=4).output_tokens_per_second < rates["continuous"]
+
+
+def test_a_static_batch_delivers_nothing_before_its_last_answer_has_ended() -> None:
+    """With steps of 0.1 s; what its users see is what counts, also for their promises."""
+    trace = [dataclasses.replace(one(0.0, output=output), ttft_ms=300.0) for output in (2, 5)]
+    figures = served(trace, FLAT, batching="static", max_num_seqs=4)
+    assert figures.ttft == figures.e2e
+    assert (figures.ttft.mean, figures.tpot.mean, figures.itl.mean) == pytest.approx((0.5, 0.0, 0.0))
+    assert figures.goodput == 0.0
+    assert kept_latencies(arrivals(trace, batching="static", max_num_seqs=4)) == pytest.approx([0.5, 0.5])
+    assert served(trace, FLAT, batching="dynamic", max_num_seqs=4).goodput == 1.0
 
 
 def test_equal_prefixes_are_computed_once() -> None:
