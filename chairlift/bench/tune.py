@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from chairlift.bench.serve_run import fit
 from chairlift.bench.tune_lab import Lab, MakeCore, Traffic
-from chairlift.bench.tune_search import PREEMPTED, Judge, Score, Space, search, shortfall
+from chairlift.bench.tune_search import GOODPUT, PREEMPTED, Judge, Score, Space, search, shortfall
 from chairlift.bench.tune_state import Figures, Setting, State
 from chairlift.config import EngineConfig
 from chairlift.engine.clock import Clock
@@ -376,8 +376,10 @@ def _choose(findings: Findings, lab: Lab, judge: Judge, candidates: list[Setting
 
 
 def _holds(runs: Sequence[Figures]) -> bool:
-    """Whether few enough were preempted."""
-    return statistics.fmean(each.preemption_rate for each in runs) < PREEMPTED
+    """Whether few enough were preempted, and what was promised was kept."""
+    kept = [each.goodput for each in runs if each.goodput is not None]
+    few = statistics.fmean(each.preemption_rate for each in runs) < PREEMPTED
+    return few and (not kept or statistics.fmean(kept) >= GOODPUT)
 
 
 def _median(runs: Sequence[Figures]) -> float:

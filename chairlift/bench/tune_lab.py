@@ -68,18 +68,17 @@ class Traffic:
         return max(each.prompt_tokens for each in self.requests) + max(each.output_tokens for each in self.requests)
 
     def at(self, rate: float | None, count: int) -> list[TracedRequest]:
-        """The first ``count`` requests at a rate in requests per second: the gaps between them are all stretched alike.
-        None: all at once. Traffic without times of its own gets those of a Poisson process.
+        """The first ``count`` requests at a rate in requests per second: the gaps between them are all stretched alike,
+        so that these come at that rate. None: all at once. Those without times of their own get those of a Poisson
+        process.
         """
         requests = self.requests[:count]
-        if rate is None:
-            times = [0.0] * len(requests)
-        elif self.rate is None:
-            gaps = np.random.default_rng(_SEED).exponential(1.0, len(self.requests))
-            times = [float(time) / rate for time in np.cumsum(gaps)]
-        else:
-            stretch = self.rate / rate
-            times = [(request.arrival - self.requests[0].arrival) * stretch for request in requests]
+        times = [0.0] * len(requests)
+        if rate is not None and len(requests) > 1:
+            own = np.array([request.arrival for request in requests])
+            if own[-1] == own[0]:
+                own = np.cumsum(np.random.default_rng(_SEED).exponential(1.0, len(requests)))
+            times = ((own - own[0]) * ((len(requests) - 1) / (own[-1] - own[0]) / rate)).tolist()
         return [dataclasses.replace(request, arrival=time) for request, time in zip(requests, times, strict=False)]
 
 

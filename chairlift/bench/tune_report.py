@@ -87,6 +87,10 @@ class Column:
         """Where latencies are read from."""
         return self.paced or self.full
 
+    @property
+    def waits_measured(self) -> bool:
+        return self.paced_measured if self.paced else self.full_measured
+
     def cost(self, price: float) -> float | None:
         """Of a million output tokens, for a price per hour."""
         return price / 3600 / self.tokens_per_second * 1e6 if self.tokens_per_second else None
@@ -139,6 +143,23 @@ def _median_figures(runs: Sequence[Figures]) -> Figures:
     return Figures(**fields)
 
 
+def _judged(answer: Answer, side: Column) -> tuple[Figures, float | None]:
+    """What it is judged by whether few are preempted, and at which rate: the highest that keeps promises, else that of
+    ``waits``; None where all come at once.
+    """
+    if not answer.findings.by_rate:
+        return side.full, None
+    runs = [trial for trial in answer.state if trial.setting == side.setting and trial.rate == side.rate is not None]
+    run = max(runs, key=lambda trial: trial.round is not None, default=None)
+    return (side.waits, answer.findings.pace) if run is None else (run.figures, side.rate)
+
+
+def _preempted(answer: Answer, side: Column) -> str:
+    figures, rate = _judged(answer, side)
+    where = answer.findings.traffic.crowd if rate is None else f"at {rate:.3g}/s"
+    return f"{figures.preemption_rate:.1%} of the requests are preempted, {where}"
+
+
 def _simulated(state: State, setting: Setting, rate: float | None, findings: Findings) -> Figures:
     for count in (findings.paced_count, findings.full_count, findings.count):
         trial = state.find(setting, rate, count, None)
@@ -168,9 +189,12 @@ def verdict(answer: Answer) -> str:
         gain = Ratio(value, value, value, 0)
     theirs = max((side.rate or 0.0 for side in statics), default=0.0)
     more = chosen.rate / theirs if chosen.rate and theirs else math.inf if chosen.rate else 1.0
-    small = (gain.mean < _SMALL or (gain.low < _SMALL and gain.mean < _UNSURE)) and more < _SMALL
+    better = (static.waits.goodput or 0.0) < GOODPUT <= (chosen.waits.goodput or 0.0) or more >= _SMALL
+    small = (gain.mean < _SMALL or (gain.low < _SMALL and gain.mean < _UNSURE)) and not better
     waits = chosen.waits.e2el_p99 / static.waits.e2el_p99 if static.waits.e2el_p99 else 1.0
-    latency = f"its p99 latency is {waits:.0%} of theirs" if waits < 0.95 else ""
+    simulated = "" if chosen.waits_measured else ", as simulated"
+    alike = chosen.waits_measured == static.waits_measured
+    latency = f"its p99 latency is {waits:.0%} of theirs{simulated}" if waits < 0.95 and alike else ""
     command = serve_command(answer)
     if small:
         why = _why_small(findings)
@@ -182,12 +206,14 @@ def verdict(answer: Answer) -> str:
         ]
     else:
         words = [f"{_times(gain)} the throughput of static batches at their best", latency]
-        words = [*filter(None, words), f"{chosen.full.preemption_rate:.1%} of the requests are preempted"]
+        words = [*filter(None, words), _preempted(answer, chosen)]
         sentences = [f"Run `{command}`: {', and '.join(words[:-1])}; {words[-1]}."]
     if chosen.setting == findings.settings["default"]:
         sentences.append("The defaults are as good as anything that was tried.")
-    sentences += _promise_sentences(answer, chosen, theirs)
-    if max(chosen.full.preemption_rate, chosen.waits.preemption_rate) >= PREEMPTED:
+    sentences += _promise_sentences(answer, chosen, static, theirs)
+    judged, rate = _judged(answer, chosen)
+    others = [trial for trial in answer.state if trial.rate == rate and trial.setting.batching == "continuous"]
+    if min(each.preemption_rate for each in (judged, *(trial.figures for trial in others))) >= PREEMPTED:
         sentences.append(
             f"Warning: preemption cannot be held below {PREEMPTED:.0%} with this memory; give the KV cache more"
             " (--kv-cache-memory-bytes), or send shorter requests."
@@ -197,15 +223,18 @@ def verdict(answer: Answer) -> str:
     return " ".join(sentences)
 
 
-def _promise_sentences(answer: Answer, chosen: Column, theirs: float) -> list[str]:
+def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: float) -> list[str]:
     """``theirs`` is the highest rate at which static batches keep the promises."""
     findings = answer.findings
     if not findings.traffic.has_promises:
         return []
     if not findings.by_rate or chosen.rate is None:
         kept = chosen.waits.goodput or 0.0
-        broken = "" if kept >= GOODPUT else "No setting keeps the promises for 99 of 100 requests; "
-        return [f"{broken}{'this one' if broken else 'It'} keeps them for {kept:.1%}."]
+        ours = [trial.figures for trial in answer.state if trial.setting.batching == "continuous"]
+        words = f"{kept:.1%}, static batches for {static.waits.goodput or 0.0:.1%}."
+        if any((figures.goodput or 0.0) >= GOODPUT for figures in ours):
+            return [f"It keeps the promises for {words}"]
+        return [f"No setting keeps the promises for 99 of 100 requests; this one keeps them for {words}"]
     says = "" if findings.confirmed_rate else ", as simulated"
     others = f"static batches up to {theirs:.3g}" if theirs else "static batches at no rate"
     text = f"It keeps the promises for 99 of 100 requests up to {chosen.rate:.3g} requests/s{says}; {others}."
@@ -261,7 +290,7 @@ def comparison(answer: Answer, sides: Sequence[Column]) -> tuple[list[str], list
         cells = []
         for side in sides:
             figures = side.waits if of_pace else side.full
-            measured = side.paced_measured if of_pace and pace is not None else side.full_measured
+            measured = side.waits_measured if of_pace else side.full_measured
             cells.append(("" if measured else "~") + cell(figures))
         return [name, *cells]
 
@@ -329,9 +358,8 @@ def config_lines(answer: Answer) -> list[str]:
     findings, setting = answer.findings, answer.findings.settings["chosen"]
     chosen = _column(answer, "chosen", setting)
     given = set(answer.fixed)
-    preempted = f"{chosen.full.preemption_rate:.1%} of the requests are preempted, {findings.traffic.crowd}"
     reasons = {
-        "max_num_seqs": f"slots: {preempted}",
+        "max_num_seqs": f"slots: {_preempted(answer, chosen)}",
         "max_num_batched_tokens": "tokens of a step: lower keeps answers smooth, higher speeds prompts up",
         "admission_watermark": "share of the KV cache kept free when a request joins"
         if findings.tight

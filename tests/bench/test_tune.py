@@ -246,6 +246,53 @@ def test_promises_nobody_can_keep(tmp_path: Path) -> None:
     assert "No setting keeps the promises" in verdict(answer(found, machine, tmp_path))
 
 
+def test_promises_are_a_condition_for_a_closed_loop_too(tmp_path: Path) -> None:
+    machine = Machine()
+    question = Question(requests=chat(), users=16, slo={"tpot_ms": 30.0}, fixed=FEW, time_limit=6000.0)
+    found = machine.tune(tmp_path / "tune.json", question)
+    sides = {side.role: side for side in columns(answer(found, machine, tmp_path))}
+    assert sides["chosen"].full_measured
+    assert (sides["chosen"].full.goodput, sides["default"].full.goodput) == (1.0, pytest.approx(0.979, abs=0.001))
+    assert sides["chosen"].full.output_tokens_per_second < sides["default"].full.output_tokens_per_second
+    assert "It keeps the promises for 100.0%, " in verdict(answer(found, machine, tmp_path))
+    found.settings["chosen"] = found.settings["default"]
+    text = verdict(answer(found, machine, tmp_path))
+    assert "It keeps the promises for 97.9%, " in text, "another setting keeps them"
+    assert "No setting" not in text
+
+
+def test_static_batches_that_break_promises_are_not_as_good(tmp_path: Path) -> None:
+    machine = Machine()
+    question = Question(requests=alike(), users=8, slo={"ttft_ms": 150.0}, fixed=FEW, time_limit=6000.0)
+    text = verdict(answer(machine.tune(tmp_path / "tune.json", question), machine, tmp_path))
+    assert text.startswith("Run `")
+    assert "It keeps the promises for 100.0%, static batches for 0.0%." in text
+
+
+def test_preemptions_are_judged_at_the_rate_that_is_promised(tmp_path: Path) -> None:
+    machine = Machine(short_of_memory(4))
+    question = Question(requests=chat(60, 3.0), slo={"ttft_ms": 1500.0}, fixed=FEW, time_limit=3000.0)
+    found = machine.tune(tmp_path / "tune.json", question)
+    said = answer(found, machine, tmp_path)
+    assert columns(said)[-1].full.preemption_rate > 0.1, "all at once, as nobody asks for"
+    told = f"0.0% of the requests are preempted, at {found.confirmed_rate:.3g}/s"
+    text = verdict(said)
+    assert told in text
+    assert "Warning" not in text
+    assert any(told in line for line in config_lines(said))
+
+
+def test_a_measured_latency_is_not_compared_with_a_simulated_one(tmp_path: Path) -> None:
+    machine = Machine()
+    found = machine.tune(tmp_path / "tune.json", Question(requests=chat(60, 2.0), fixed=FEW, time_limit=6000.0))
+    assert "its p99 latency is 59% of theirs; " in verdict(answer(found, machine, tmp_path))
+    for role, words in (("static", ""), ("chosen", "its p99 latency is 59% of theirs, as simulated; ")):
+        del machine.state.trials[found.settings[role], found.pace, found.paced_count, 0]
+        text = verdict(answer(found, machine, tmp_path))
+        assert words in text
+        assert bool(words) == ("p99" in text)
+
+
 def test_the_same_question_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     question = Question(requests=chat(24), fixed=FEW, time_limit=6000.0)
     whole = Machine()
@@ -355,6 +402,12 @@ def test_rates() -> None:
     assert drawn.rate is None
     assert 40 / drawn.at(2.0, 40)[-1].arrival == pytest.approx(2.0, rel=0.4)
     assert drawn.at(4.0, 9)[8].arrival == pytest.approx(drawn.at(2.0, 9)[8].arrival / 2)
+    burst = [dataclasses.replace(each, arrival=max(0.0, place - 20)) for place, each in enumerate(chat(40))]
+    for asked in (traffic, drawn, Traffic(burst)):
+        for count in (2, 9, 40):
+            times = [request.arrival for request in asked.at(4.0, count)]
+            assert (times[0], times[-1]) == (0.0, pytest.approx((count - 1) / 4)), "they come at that rate"
+    assert [request.arrival for request in drawn.at(4.0, 1)] == [0.0]
     promised = Traffic([dataclasses.replace(chat(1)[0], ttft_ms=5.0)], slo={"ttft_ms": 9.0, "tpot_ms": 7.0}).requests[0]
     assert (promised.ttft_ms, promised.tpot_ms) == (5.0, 7.0)
 
