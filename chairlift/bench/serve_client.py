@@ -31,7 +31,7 @@ clock: Final = time.perf_counter
 _MOST_BYTES: Final = 1 << 20
 """Of an event of a stream, and of a reply that is none."""
 _QUEUE: Final = ("front_door", "waiting_")
-"""Where a Chairlift server says that the time before the first step went; docs/why-slow.md explains the causes."""
+"""What a Chairlift server calls waiting, before the first step or after it; docs/why-slow.md explains the causes."""
 _VOCABULARIES: Final = (8000, 250)
 """How many token ids prompts are made of; the second for models of bytes."""
 _RULER: Final = (8, 136)
@@ -301,6 +301,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Timing(msgspec.Struct):
+    queue_ms: float | None = None
     causes_ms: dict[str, float] = msgspec.field(default_factory=dict)
     preempted_by: list[str] | None = None
 
@@ -371,11 +372,13 @@ class EventReader:
         if choices:
             outcome.end = now
             outcome.finish_reason = choices[0].finish_reason or outcome.finish_reason
-        if event.timing is not None:
-            waits = [ms for cause, ms in event.timing.causes_ms.items() if cause.startswith(_QUEUE)]
-            outcome.server_queue_ms = sum(waits)
-            if event.timing.preempted_by is not None:
-                outcome.preempted = bool(event.timing.preempted_by)
+        if (timing := event.timing) is not None:
+            outcome.server_queue_ms = timing.queue_ms
+            if timing.queue_ms is None:  # an older server, which says no more than this
+                waits = sum(ms for cause, ms in timing.causes_ms.items() if cause.startswith(_QUEUE))
+                outcome.server_queue_ms = min(waits, 1000 * ([*outcome.times, now][0] - outcome.start))
+            if timing.preempted_by is not None:
+                outcome.preempted = bool(timing.preempted_by)
 
     def _count(self, usage: _Usage | None, choices: Sequence[_Choice], now: float) -> None:
         outcome = self._outcome
@@ -387,7 +390,8 @@ class EventReader:
                 outcome.cached_tokens = details.cached_tokens
             if usage.completion_tokens is not None:
                 outcome.completion_tokens = usage.completion_tokens
-                self._usage_per_chunk |= bool(choices)
+                # Not where the last chunk alone has it: what came before was not counted so.
+                self._usage_per_chunk |= bool(choices and usage.completion_tokens and not outcome.counts)
         if self._usage_per_chunk:
             new = (outcome.completion_tokens or 0) - sum(outcome.counts) if choices else 0
         elif any(choice.has_text() for choice in choices):

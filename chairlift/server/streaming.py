@@ -81,6 +81,8 @@ class Usage(msgspec.Struct):
 class Timing(msgspec.Struct):
     """Where the time of a request went, from its arrival to its end."""
 
+    queue_ms: float
+    """Milliseconds from its arrival to the first step that computed something for it."""
     causes_ms: dict[str, float]
     """Milliseconds by cause; docs/why-slow.md explains them."""
     preempted_by: list[str]
@@ -264,11 +266,13 @@ def finite(logprob: float) -> float:
 
 def timing(outputs: Sequence[RequestOutput], wanted: bool | None) -> Timing | UnsetType:
     """Of the output that took longest, if it is wanted; of whose end the engine knows nothing there is none."""
-    charged = [(m.causes, m.preempted_by) for output in outputs if (m := output.metrics) is not None and m.causes]
+    charged = [(m.causes, m) for output in outputs if (m := output.metrics) is not None and m.causes]
     if not wanted or not charged:
         return UNSET
-    causes, preempted_by = max(charged, key=lambda each: sum(each[0].values()))
-    return Timing({cause: round(seconds * 1000, 3) for cause, seconds in causes.items()}, preempted_by)
+    causes, of = max(charged, key=lambda each: sum(each[0].values()))
+    queue = (of.first_scheduled_time or of.arrival_time) - of.arrival_time
+    in_ms = {cause: round(seconds * 1000, 3) for cause, seconds in causes.items()}
+    return Timing(round(queue * 1000, 3), in_ms, of.preempted_by)
 
 
 class TokenTexts:

@@ -124,6 +124,14 @@ def test_without_counts_gaps_are_of_chunks_and_said_to_be() -> None:
     assert any("does not say how many tokens a chunk has" in line for line in lines)
 
 
+def test_usage_in_the_last_chunk_alone_says_nothing_of_those_before() -> None:
+    role = event({"choices": [{"delta": {"role": "assistant"}}], "usage": usage(6, 0)})
+    found = read((0.5, role), (1.0, chunk("abcd")), (2.0, chunk("abcd")), (3.0, chunk("", tokens=8, finish="stop")))
+    assert (found.counts, found.itls, found.counted, found.output_tokens) == ([1, 1], [1.0], False, 8)
+    whole = read((1.0, chunk("all of it", tokens=8, finish="stop") + DONE))
+    assert (whole.counts, whole.counted) == ([8], True)
+
+
 def test_one_chunk_per_token_needs_no_counts() -> None:
     last = event({"choices": [], "usage": usage(6, 3)})  # an end-of-sequence token has no text
     found = read((1.0, chunk()), (2.0, chunk()), (2.0, chunk("", finish="stop")), (2.0, last + DONE))
@@ -163,7 +171,10 @@ def test_how_a_stream_fails(pieces: list[bytes], kind: str, message: str) -> Non
 
 def test_the_servers_own_queue() -> None:
     told = {"choices": [{"text": "x", "finish_reason": "length"}], "timing": {"causes_ms": QUEUE, "preempted_by": []}}
-    assert read((1.0, event(told) + DONE)).server_queue_ms == 11.5
+    assert read((1.0, event(told) + DONE)).server_queue_ms == 11.5, "of an older server"
+    assert read((0.01, event(told) + DONE)).server_queue_ms == 10.0, "no more than until the first token"
+    timing = {"causes_ms": QUEUE, "queue_ms": 3.5}
+    assert read((1.0, event(told | {"timing": timing}) + DONE)).server_queue_ms == 3.5, "the rest was waited for later"
 
 
 QUEUE = {"front_door": 1.0, "waiting_slots": 10.0, "waiting_step": 0.5, "prefill": 7.0, "decode": 90.0}

@@ -24,7 +24,7 @@ class Charging(FakeEngine):
     def _output(
         self, prompt: list[int], params: SamplingParams, answers: list[CompletionOutput], finished: bool
     ) -> RequestOutput:
-        metrics = RequestMetrics(0.0)
+        metrics = RequestMetrics(1.0, first_scheduled_time=1.0 + len(prompt) / 4)
         if finished:
             metrics.causes = {"decode": len(prompt) / 2, "waiting_slots": len(prompt) / 2}
             metrics.preempted_by = [f"of {len(prompt)}"]
@@ -52,7 +52,8 @@ def events(http: TestClient, path: str, **fields: Any) -> list[dict[str, Any]]:
 
 def test_a_reply_says_where_the_time_of_the_slowest_prompt_went(http: TestClient) -> None:
     timing = ask(http, TEXT, return_timing=True).json()["timing"]
-    assert timing == {"causes_ms": {"decode": 1500, "waiting_slots": 1500}, "preempted_by": ["of 3"]}
+    causes = {"decode": 1500, "waiting_slots": 1500}
+    assert timing == {"queue_ms": 750, "causes_ms": causes, "preempted_by": ["of 3"]}
     reply = ask(http, CHAT, return_timing=True).json()
     spent = 1000 * reply["usage"]["prompt_tokens"]
     assert sum(reply["timing"]["causes_ms"].values()) == spent
