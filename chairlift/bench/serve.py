@@ -45,7 +45,8 @@ class Plan:
 async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, ServeRun]]:
     """Run a plan: index of the load, index of the server, and what became of it.
 
-    Two servers take turns (A B, B A, A B, ...), so that what else the machine does meets both alike. Ends after a run
+    Two servers take turns (A B, B A, A B, ...), so that what else the machine does meets both alike. Their prompts have
+    the same lengths, shared beginnings included, and other tokens. Ends after a run
     that was interrupted. Raises ConfigError when a server cannot be measured.
     """
     async with connect(plan.urls, plan.api_key, plan.timeout) as servers:
@@ -63,10 +64,10 @@ async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, Ser
         for index, load in enumerate(loads):
             turn = list(enumerate(servers))
             for place, server in reversed(turn) if index % 2 else turn:
-                # A server that is compared with itself must not know its prompts from the other half of the round.
-                fresh = place << 59 if len(set(plan.urls)) == 1 else 0
+                # Two URLs may be one server: it must not know its prompts from the other half of the round.
+                fresh = dataclasses.replace(load, salt=load.salt ^ place << 59)
                 with watch(server.url, len(load.requests)) as progress:
-                    run = await run_load(server, dataclasses.replace(load, salt=load.salt ^ fresh), progress)
+                    run = await run_load(server, fresh, progress)
                 yield index, place, run
                 if run.interrupted:
                     return
