@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift.errors import ConfigError
+from chairlift.workload.writing import replacing
 
 __all__ = ["SERIES_COLOURS", "Figure", "bars", "cdf", "histogram", "lines", "scatter", "write_png"]
 
@@ -143,10 +144,9 @@ def write_png(path: Path, figures: Sequence[Figure]) -> None:
     from matplotlib.image import imsave
 
     picture = np.concatenate([figure.pixels() for figure in figures])
-    out = io.BytesIO()
-    imsave(out, picture, format="png")
     try:
-        path.write_bytes(out.getvalue())
+        with replacing(path) as file:
+            imsave(file.buffer, picture, format="png")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from None
 
@@ -305,8 +305,9 @@ def _series(data: Mapping[str, Values]) -> Iterator[tuple[str, Values, str, Any,
     """Name, values, colour, dash and marker of the series that have values."""
     for place, (name, values) in enumerate(data.items()):
         if len(values):
-            colour, _ = SERIES_COLOURS[place % len(SERIES_COLOURS)]
-            yield name, values, colour, _DASHES[place % len(_DASHES)], _MARKERS[place % len(_MARKERS)]
+            turn, colour = divmod(place, len(SERIES_COLOURS))
+            look = (place + turn) % len(_DASHES)  # where colours come again, they come with another dash and marker
+            yield name, values, SERIES_COLOURS[colour][0], _DASHES[look], _MARKERS[look]
 
 
 def _finish(axes: Axes, entries: Mapping[str, Any], x_label: str, y_label: str, *, lying: bool = False) -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
 from chairlift.errors import ConfigError
 
@@ -33,11 +33,12 @@ def check_writable(path: Path | None, flag: str, *others: Path | str | None) -> 
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[str]]:
+def replacing(path: Path) -> Iterator[TextIO]:
     """A text file that becomes ``path`` at the end of the block; after an error, what was there is as it was.
 
     It keeps the mode of what was there, and a link its place. What is no file, a link in /dev or /proc, or may be
     written while its directory takes no other file, is written to as it is. Raises OSError with the file's name.
+    Bytes go to its ``buffer``.
     """
     target = Path(os.path.realpath(path))
     old = path.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -13,7 +14,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from chairlift.bench.plots import SERIES_COLOURS, Figure, bars, cdf, histogram, lines, scatter, write_png
+from chairlift.bench.plots import SERIES_COLOURS, Figure, _series, bars, cdf, histogram, lines, scatter, write_png
 from chairlift.errors import ConfigError
 
 MOST_BYTES = 200_000
@@ -226,6 +227,24 @@ def test_png_stacks_the_charts(tmp_path: Path) -> None:
     assert picture.shape[:2] == (sum(len(figure.pixels()) for figure in figures), 760)
     assert (picture[0, 0] == 1).all(), "white"
     assert picture[:, :, :3].min() < 0.4, "something is drawn"
+
+
+def test_series_that_share_a_colour_differ_in_dash_and_marker() -> None:
+    looks = [look for _, _, *look in _series({str(place): np.ones(1) for place in range(36)})]
+    assert [look for look in looks if looks.count(look) > 1] == []
+
+
+def test_a_png_replaces_what_was_there_when_all_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "chart.png"
+    path.write_text("before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(ConfigError, match="File too large"):
+            write_png(path, [cdf({"a": [1, 2]}, title="t", x_label="x")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "before"
 
 
 def test_png_that_cannot_be_written(tmp_path: Path) -> None:
