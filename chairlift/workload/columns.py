@@ -75,7 +75,7 @@ def read_pattern(source: Source, pattern: str) -> Iterator[Row]:
     first = source.peek()
     matched = 0
     for line in source:
-        found = expression.search(line)
+        found = expression.search(line.rstrip("\r\n"))
         if found is None:
             source.left_out["lines that do not match the pattern"] += 1
             continue

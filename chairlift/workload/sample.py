@@ -79,8 +79,8 @@ def _whole_sessions(trace: Sequence[TracedRequest], count: int, rng: np.random.G
 def _scale_for(rate: float, begins: Sequence[float], sessions: int) -> float:
     """What the times at which sessions start are to be multiplied with."""
     seconds = max(begins) - min(begins)
-    if not 0 < rate < 1e9:
-        raise ConfigError(f"rate must be above 0 requests per second, got {rate}")
+    if not 1e-6 <= rate <= 1e9:
+        raise ConfigError(f"rate must be from 0.000001 to 1,000,000,000 requests per second, got {rate}")
     if sessions < 2 or seconds == 0:
         raise ConfigError("all requests come at once, so there is no rate to change; draw the trace with arrivals")
     return len(begins) / sessions * (sessions - 1) / seconds / rate

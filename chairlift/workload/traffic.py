@@ -69,8 +69,8 @@ class Chats:
     """A chat ends before a turn that would need more, with its answer."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.think_seconds < 1e9:
-            raise ConfigError(f"think_seconds of chats must be 0 or more, got {self.think_seconds}")
+        if not 0 <= self.think_seconds <= 1e9:
+            raise ConfigError(f"think_seconds of chats must be from 0 to 1,000,000,000, got {self.think_seconds}")
         if self.most_tokens < 1:
             raise ConfigError(f"most_tokens of chats must be at least 1, got {self.most_tokens}")
 

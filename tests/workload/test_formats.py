@@ -279,6 +279,9 @@ PATTERN = r"\[(?P<time>[^]]+)\].* in=(?P<input>-?\d+) out=(?P<output>-?\d+)"
 
 
 def test_a_pattern_reads_text_logs(tmp_path: Path) -> None:
+    text = "2026-01-01 10:00:00 in=5 out=6\r\n2026-01-01 10:00:01 in=7 out=8\r\n"
+    pattern = r"^(?P<time>\S+ \S+) in=(?P<input>\d+) out=(?P<output>\d+)$"
+    assert shape(read_trace(written(tmp_path / "crlf.log", text), pattern=pattern)) == [(0, 5, 6), (1, 7, 8)]
     loaded = load_trace(written(tmp_path / "access.log", ACCESS), pattern=PATTERN)
     assert loaded.format == "pattern"
     assert shape(loaded.requests) == [(0, 12, 34), (2, 5, 6)]
