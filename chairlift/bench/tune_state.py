@@ -169,7 +169,7 @@ class State:
         way_out = f"give another --output, or remove {self.path}"
         try:
             record = json.loads(self.path.read_text(encoding="utf-8"))
-            inputs, trials, deployment = record["inputs"], record["trials"], record["deployment"]
+            inputs, trials, deployment = dict(record["inputs"]), record["trials"], record["deployment"]
             known = record["format"] == _FORMAT
         except OSError as error:
             raise ConfigError(f"cannot read {self.path}: {error.strerror}; {way_out}") from None
@@ -189,9 +189,9 @@ class State:
                 parts = {"setting": Setting(**fields["setting"]), "figures": Figures(**fields["figures"])}
                 trial = Trial(**(fields | parts))
                 self.trials[trial.key] = trial
-        except (KeyError, TypeError):
+            self.deployment = None if deployment is None else Deployment.from_dict(deployment)
+        except (KeyError, TypeError, AttributeError, ConfigError):
             raise ConfigError(f"{self.path} is damaged; {way_out}") from None
-        self.deployment = None if deployment is None else Deployment.from_dict(deployment)
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune; 0. What keeps it from running raises ChairliftError."""
     requests, users, what = read_traffic(args)
+    what += "" if args.rate_scale == 1 else f", {args.rate_scale:g} times as fast"
     fixed, _ = read_settings(args, sampling=False)
     name = fixed.pop("model", BUNDLED_MODEL) if args.model is None else args.model
     EngineConfig.from_flat(fixed)
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         requests=_scaled(requests, args.rate_scale), users=users, slo=args.slo, fixed=fixed, time_limit=args.time_limit
     )
     progress = _Progress()
-    progress.line(_described(requests, users, what))
+    progress.line(_described(question.requests, users, what))
     if state.resumed:
         progress.line(f"{state.path} holds results of the same question: going on from there")
     if machine.busy > _BUSY:
@@ -159,7 +160,7 @@ def _scaled(requests: list[TracedRequest], scale: float) -> list[TracedRequest]:
     return [dataclasses.replace(request, arrival=request.arrival / scale) for request in requests]
 
 
-def _described(requests: list[TracedRequest], users: int | None, what: str) -> str:
+def _described(requests: Sequence[TracedRequest], users: int | None, what: str) -> str:
     prompt, output = (sum(getattr(each, name) for each in requests) for name in ("prompt_tokens", "output_tokens"))
     span = requests[-1].arrival - requests[0].arrival
     rate = f", {(len(requests) - 1) / span:.2f} requests/s" if span > 0 else ", all at once" if users is None else ""

@@ -451,7 +451,12 @@ def test_another_question_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"format": 0, "inputs": {}, "trials": [], "deployment": null}', "\x00"]
+    "text",
+    [
+        *("", "{", "[]", "{}", '{"format": 0, "inputs": {}, "trials": [], "deployment": null}', "\x00"),
+        *(f'{{"format": 2, "inputs": {inputs}, "trials": [], "deployment": null}}' for inputs in ("[1]", "5")),
+        *(f'{{"format": 2, "inputs": {{}}, "trials": [], "deployment": {value}}}' for value in ("5", '{"cost": 5}')),
+    ],
 )
 def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "t.json"

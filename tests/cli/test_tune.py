@@ -65,6 +65,13 @@ def test_wrong_usage_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_traffic_is_announced_as_it_is_sent(chairlift: Run, tmp_path: Path) -> None:
+    traffic = ("--workload", "chat", "--arrivals", "constant:2", "--rate-scale", "3")
+    _, _, err = chairlift("tune", tmp_path / "no_model", *traffic, "--output", tmp_path)
+    assert err[0].startswith("workload chat, 1,000 requests, arrivals constant:2, seed 0, 3 times as fast: ")
+    assert err[0].endswith(", 6.00 requests/s")
+
+
 def test_promises_and_times() -> None:
     assert tune._slo("ttft:500, tpot:80,e2el:9e3") == {"ttft_ms": 500.0, "tpot_ms": 80.0, "deadline_ms": 9000.0}
     assert [tune._duration(text) for text in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
