@@ -34,6 +34,7 @@ __all__ = ["RequestTiming", "ServedTrace", "SimExecutor", "SimReport", "replay",
 _VOCAB_SIZE: Final = 2**31 - 1
 """Of simulated models: large, so that prompts that differ do not begin alike."""
 _TOKEN: Final = 1
+_MOST_HOST_BLOCKS: Final = 1 << 22
 
 
 class _Pending:
@@ -291,10 +292,16 @@ def simulated_core(
         raise ConfigError("the KV cache has no room for two blocks; raise kv_cache_memory_bytes or lower block_size")
     clock = clock or VirtualClock()
     host_bytes, block_bytes = cache.swap_space_bytes, deployment.kv_bytes_per_token * cache.block_size
+    host_blocks = -(-num_blocks // 10) if host_bytes is None else host_bytes // block_bytes
+    if host_blocks > _MOST_HOST_BLOCKS:
+        raise ConfigError(
+            f"swap_space_bytes holds {host_blocks:,} blocks of this model, and a simulation has room for"
+            f" {_MOST_HOST_BLOCKS:,}; lower it to {_MOST_HOST_BLOCKS * block_bytes}"
+        )
     executor = SimExecutor(
         deployment.cost,
         clock,
-        group=CacheGroup(num_blocks, None, -(-num_blocks // 10) if host_bytes is None else host_bytes // block_bytes),
+        group=CacheGroup(num_blocks, None, host_blocks),
         block_size=cache.block_size,
         bytes_per_token=deployment.kv_bytes_per_token,
     )

@@ -289,6 +289,8 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
         served([one(0.0)], max_model_len=20_000)
     with pytest.raises(ConfigError, match="no room for two blocks"):
         served([one(0.0)], kv_cache_memory_bytes=17_000)
+    with pytest.raises(ConfigError, match=r"swap_space_bytes holds .* blocks of this model"):
+        served([one(0.0)], swap_space_bytes=2**50)
 
 
 @pytest.mark.parametrize(
