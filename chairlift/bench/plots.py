@@ -305,9 +305,8 @@ def _series(data: Mapping[str, Values]) -> Iterator[tuple[str, Values, str, Any,
     """Name, values, colour, dash and marker of the series that have values."""
     for place, (name, values) in enumerate(data.items()):
         if len(values):
-            turn, colour = divmod(place, len(SERIES_COLOURS))
-            look = (place + turn) % len(_DASHES)  # where colours come again, they come with another dash and marker
-            yield name, values, SERIES_COLOURS[colour][0], _DASHES[look], _MARKERS[look]
+            look = (place + place // len(SERIES_COLOURS)) % len(_DASHES)  # another where colours come again
+            yield name, values, SERIES_COLOURS[place % len(SERIES_COLOURS)][0], _DASHES[look], _MARKERS[look]
 
 
 def _finish(axes: Axes, entries: Mapping[str, Any], x_label: str, y_label: str, *, lying: bool = False) -> None:
