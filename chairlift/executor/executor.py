@@ -27,7 +27,8 @@ class PendingTokens(Protocol):
 
 
 class Executor(Protocol):
-    """Steps run in the order in which they are given, each on the state the one before it left."""
+    """Steps run in the order in which they are given, each on the state the one before it left, or would have left had
+    it not failed: with look-ahead it was scheduled before anybody knows."""
 
     cache_groups: list[CacheGroup]
     """The KV cache that was made, group by group."""

@@ -32,10 +32,24 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
         self._decodes = np.zeros(0, dtype=np.int32)
         self._steady: FlatBatch | None = None
+        self._untaken: list[SchedulerOutput] = []
+        """This step, behind those that failed before the rows were up to date: it builds on them."""
         self._ticket = 0
 
     def apply(self, out: SchedulerOutput) -> FlatBatch:
         """Bring the rows up to date, and lay the step's tokens side by side: decode rows first, then the chunks."""
+        self._untaken.append(out)
+        last, self._steady = self._steady, None  # where this step fails, the next is laid out anew
+        while self._untaken:
+            self.take(self._untaken[0])
+            del self._untaken[0]
+        changed = out.left or out.joined or out.chunks or out.decode_slots is not None
+        batch = self._flatten(out) if changed or last is None else self._advance(last, out)
+        self._steady = None if out.chunks else batch
+        return batch
+
+    def take(self, out: SchedulerOutput) -> None:
+        """Bring the rows to where one step leaves them. Where that fails it may be begun again."""
         for slot in out.left:
             self._clear(slot)
         for row in out.joined:
@@ -45,10 +59,9 @@ class InputBatch:
             self.block_tables[blocks.group][slot, blocks.first : end] = blocks.block_ids
         if out.decode_slots is not None:
             self._decodes = np.array(out.decode_slots, dtype=np.int32)
-        changed = out.left or out.joined or out.chunks or out.decode_slots is not None
-        batch = self._flatten(out) if changed or self._steady is None else self._advance(self._steady, out)
-        self._steady = None if out.chunks else batch
-        return batch
+        for chunk in out.chunks:
+            self.num_computed[chunk.slot] = chunk.end
+        self.num_computed[self._decodes] += 1  # the last: all else may be done twice
 
     def expect(self, batch: FlatBatch) -> int:
         """Tokens for the rows that sample are on their way. Returns the placeholder that stands for them: below 0."""
@@ -90,7 +103,6 @@ class InputBatch:
         """What :meth:`_flatten` returns where exactly the rows of ``last`` decode again, from it alone."""
         slots, positions = last.slots, last.seq_lens
         seq_lens = positions + 1
-        self.num_computed[slots] = seq_lens
         tables, mappings = last.block_tables, [mapping + 1 for mapping in last.slot_mapping]
         if not (positions % self.block_size).all():  # a row begins a block
             tables, mappings = self._tables(slots, seq_lens), self._slot_mapping(slots, positions)
@@ -113,17 +125,15 @@ class InputBatch:
 
     def _flatten(self, out: SchedulerOutput) -> FlatBatch:
         decodes = self._decodes
-        starts = self.num_computed[decodes]
+        starts = self.num_computed[decodes] - 1
         slots: list[npt.NDArray[np.int32]] = [decodes]
         token_ids, positions = [self.tokens[decodes, starts]], [starts]
         lengths = [np.ones(len(decodes), dtype=np.int32)]
         sample_rows = list(range(len(decodes)))
         prompt_rows = []
-        self.num_computed[decodes] = starts + 1
         for index, chunk in enumerate(out.chunks, start=len(decodes)):
             token_ids.append(self.tokens[chunk.slot, chunk.start : chunk.end])
             positions.append(np.arange(chunk.start, chunk.end, dtype=np.int32))
-            self.num_computed[chunk.slot] = chunk.end
             if chunk.samples:
                 sample_rows.append(index)
             row = self.sampling[chunk.slot]

@@ -14,6 +14,7 @@ from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import ChairliftError, InvariantError, PromptTooLongError, RequestError
+from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
 from chairlift.kv_cache.manager import Admission, KVCacheManager, NewBlocks
 from chairlift.models.flat_batch import FlatBatch, SampledTokens
@@ -21,7 +22,7 @@ from chairlift.models.hashlm import HashLM
 from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
 from chairlift.request import Request
 from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.output import SchedulerOutput
+from chairlift.scheduler.output import NewRow, SchedulerOutput
 from chairlift.scheduler.policies import policy_from_config
 from chairlift.scheduler.policy import Policy
 from chairlift.sim.oracle import Expected, byte_tokenizer, expected_answer
@@ -74,11 +75,35 @@ class _FaultyModel(HashLM):
         return tokens
 
 
+class _FaultyRows(InputBatch):
+    """Rows that sometimes fail before they are up to date, halfway there, or when the step is laid out."""
+
+    faults: _Faults
+
+    def take(self, out: SchedulerOutput) -> None:
+        self._fail_at(1)
+        super().take(out)
+
+    def _join(self, row: NewRow) -> None:
+        super()._join(row)
+        self._fail_at(2)
+
+    def _flatten(self, out: SchedulerOutput) -> FlatBatch:
+        self._fail_at(3)
+        return super()._flatten(out)
+
+    def _fail_at(self, place: int) -> None:
+        if self.faults.active.get("raise", 0) % 4 == place:
+            raise MemoryError("injected: the step failed")
+
+
 class _WatchedExecutor(LocalExecutor):
     """Knows which blocks the steps in flight read and write."""
 
-    def __init__(self, runner: HashLM, **sizes: int) -> None:
-        super().__init__(runner, **sizes)
+    def __init__(self, runner: _FaultyModel, *, num_slots: int, max_model_len: int, block_size: int) -> None:
+        super().__init__(runner, num_slots=num_slots, max_model_len=max_model_len, block_size=block_size)
+        self._input = _FaultyRows(num_slots, max_model_len, block_size, len(runner.cache_groups))
+        self._input.faults = runner.faults
         self.in_flight: deque[list[set[int]]] = deque()
         self.num_copies = 0
 

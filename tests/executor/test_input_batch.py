@@ -151,6 +151,38 @@ def test_a_step_behind_chunks_or_departures_is_laid_out_anew() -> None:
     assert (other.slots.tolist(), other.token_ids.tolist(), other.positions.tolist()) == ([0], [21], [1])
 
 
+@pytest.mark.parametrize("place", ["take", "_join", "_flatten", "_advance"])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_steps_behind_one_that_fails_are_as_if_it_had_not(place: str, number: int) -> None:
+    """With look-ahead they are scheduled before anybody knows; what they leave out is as in the step that failed."""
+
+    class Failing(InputBatch):
+        failing = False
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == place and self.failing:
+                raise MemoryError
+            return super().__getattribute__(name)
+
+    whole, broken = batch(), Failing(4, 32, BLOCK, 1)
+    steps = [
+        SchedulerOutput(1, joined=[row(0, [1, 2, 3], [1])], chunks=[chunk(0, 0, 3)]),
+        SchedulerOutput(2, joined=[row(1, [4, 5], [2])], decode_slots=(0,), chunks=[chunk(1, 0, 2)]),
+        SchedulerOutput(3, new_blocks=[(0, NewBlocks(0, 1, [3]))], decode_slots=(0, 1)),
+        SchedulerOutput(4),
+        SchedulerOutput(5, left=[0], joined=[row(0, [6, 7], [8])], decode_slots=(1,), chunks=[chunk(0, 0, 2)]),
+        SchedulerOutput(6, decode_slots=(1, 0)),
+    ]
+    for step in steps:
+        one, broken.failing = whole.apply(step), step.step == number
+        try:
+            other = broken.apply(step)
+        except MemoryError:
+            continue
+        for field in ("positions", "cu_seqlens", "seq_lens", "slots", "block_tables", "slot_mapping", "sample_rows"):
+            assert_equal(getattr(one, field), getattr(other, field))
+
+
 def test_a_step_of_the_same_decodes_has_its_own_copies() -> None:
     rows = batch()
     rows.store(rows.apply(SchedulerOutput(1, joined=[row(0, [1, 2], [1])], chunks=[chunk(0, 0, 2)])), [3])

@@ -176,6 +176,17 @@ def what_is_brought_back_counts_as_there(patch: Patch) -> None:
 
 
 @mutant
+def differences_of_a_failed_step_lost(patch: Patch) -> None:
+    original = InputBatch.apply
+
+    def apply(self: InputBatch, out: Any) -> Any:
+        self._untaken.clear()
+        return original(self, out)
+
+    patch(InputBatch, "apply", apply)
+
+
+@mutant
 def abort_matches_by_prefix(patch: Patch) -> None:
     original = Engine.abort
 
