@@ -10,6 +10,7 @@ request at all, and its update only appends the tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -130,7 +131,11 @@ class Scheduler(GivingWay):
             return now
         if not self.waiting:
             return None
-        return self.membership.fires_at(self.waiting, self.free_rows)
+        times = [self.membership.fires_at(self.waiting, self.free_rows)]
+        if self.drop_late:  # just past a deadline the policy is asked who is late
+            dues = [due for r in self.waiting for due in (r.service.first_token_by, r.service.finish_by) if due >= now]
+            times += [math.nextafter(due, math.inf) for due in dues]
+        return min(times)
 
     def schedule(self, now: float) -> SchedulerOutput:
         """The next step. An output with ``num_tokens == 0`` must not be executed or updated."""

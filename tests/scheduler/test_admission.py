@@ -8,10 +8,11 @@ from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.kv_cache.prefix_cache import PrefixCache, PrefixNode
-from chairlift.request import Request
+from chairlift.request import Request, Service
 from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.membership import membership_from_name
 from chairlift.scheduler.policy import FCFS
+from chairlift.scheduler.precedence import Precedence
 from chairlift.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import BLOCK, Driver, request
 
@@ -178,6 +179,22 @@ def test_a_batch_fires_when_full_or_after_the_wait(batching: str) -> None:
     driver.add(*[request(name, 3, arrival_time=10.5) for name in "cdef"])
     assert driver.scheduler.next_event(10.5) == 10.5
     assert [row.request_id for row in driver.step().joined] == ["c", "d", "e"]
+
+
+@pytest.mark.parametrize("batching", ["static", "dynamic"])
+@pytest.mark.parametrize("which", ["first_token_by", "finish_by"])
+def test_who_is_late_hears_of_it_before_the_batch_fires(batching: str, which: str) -> None:
+    policy = Precedence({}, max_running=8)
+    driver = Driver(batching=batching, batch_wait_ms=6000.0, policy=policy, drop_late=True)
+    driver.add(request("a", 3), request("late", 3, service=Service(**{which: 1.0})))
+    assert driver.step().num_tokens == 0
+    driver.now = driver.scheduler.next_event(0.0) or 0.0
+    assert 1.0 < driver.now < 1.001
+    assert driver.step().num_tokens == 0
+    assert [dropped.request_id for dropped in driver.scheduler.dropped] == ["late"]
+    assert driver.scheduler.next_event(driver.now) == 6.0
+    driver.run()
+    assert driver.finished == ["a"]
 
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
