@@ -150,6 +150,7 @@ class _Plan:
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what an evaluation makes, training saves for its gradients
 def _plan(cu_seqlens: tuple[int, ...], window: int | None, device: torch.device) -> _Plan:
     """Few calls, for little copying; made once for all layers."""
     spans = [(start, end) for start, end in itertools.pairwise(cu_seqlens) if end > start]

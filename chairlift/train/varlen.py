@@ -117,6 +117,7 @@ def _flash_attn() -> Callable[..., Any] | None:
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _device_offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [N + 1] on the device: all layers of a forward pass share one copy."""
     return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)

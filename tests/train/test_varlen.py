@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from chairlift.errors import ConfigError
 from chairlift.kernels import reference, sdpa
 from chairlift.models.context import PackedContext
+from chairlift.train import varlen
 from chairlift.train.layout import Layout
 from chairlift.train.varlen import VarlenContext, attend, patch_hf
 from tests.train.families import EXACT, VOCABULARY, tiny
@@ -65,6 +66,17 @@ def test_short_segments_of_similar_length_share_a_call_and_long_ones_are_not_cop
     assert calls([9, 70, 16, 70, 10]) == ([(3, 16), (2, 70)], True)
     assert calls([9, 9, 30, 9], window=12) == ([(3, 9), (1, 30)], True)
     assert calls([30, 30, 9], window=12) == ([(1, 30), (1, 30), (1, 9)], False)
+
+
+def test_what_an_evaluation_leaves_behind_can_be_trained_with() -> None:
+    layout = Layout.of([3, 9] * 16)
+    inputs = random_inputs(layout, (4, 2), torch.float32)
+    sdpa._plan.cache_clear()
+    with torch.inference_mode():
+        out = attend(*inputs[:3], layout)
+        offsets = varlen._device_offsets((0, 7, 10), torch.device("cpu"))
+    assert torch.equal(with_gradients(attend(*inputs[:3], layout), inputs)[0], out)
+    assert not offsets.is_inference()
 
 
 @pytest.mark.parametrize("window", [None, 3])
