@@ -180,7 +180,8 @@ class RowTemplates:
             fields["num_logprobs"] = min(params.logprobs, self._vocab_size)
         if not params.greedy:
             fields |= {"temperature": params.temperature, "min_p": params.min_p}
-            fields |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
+            # The kernels take subnormal numbers for 0.
+            fields |= {"top_k": max(params.top_k, 0), "top_p": max(params.top_p, 1e-300)}
         kept: list[Any] = []
         if params.allowed_token_ids:
             allowed = self._known(sorted(set(params.allowed_token_ids)))

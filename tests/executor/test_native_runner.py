@@ -324,6 +324,16 @@ def test_a_slot_keeps_nothing_of_its_last_owner(pair: Pair) -> None:
         same(pair.step(out))
 
 
+def test_the_smallest_top_p_leaves_one_token_of_many_alike(tmp_path: Path) -> None:
+    path, prompt = tiny_model(tmp_path, "llama", vocab_size=3000) / "model.safetensors", [5, 6, 7]
+    weights = load_file(path)
+    weights["lm_head.weight"].zero_()
+    save_file(weights, path, metadata={"format": "pt"})
+    pair = Pair(path.parent)
+    joined = [pair.join(0, prompt, row(prompt, top_p=5e-324))]
+    same(pair.step(SchedulerOutput(1, joined=joined, chunks=[Chunk(0, 0, 3, True, "prefill")])))
+
+
 def test_the_first_and_the_last_token_are_tokens_like_others(pair: Pair) -> None:
     both, high = [0, VOCAB - 1], {0: 50.0, VOCAB - 1: 50.0}
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
