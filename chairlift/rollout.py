@@ -42,8 +42,8 @@ class RolloutGenerator:
     def submit(self, ticket: int, prompt: Sequence[int]) -> None:
         """Queue the prompt. One that cannot be served is reported by the next :meth:`poll`, with the reason."""
         seed = None if self._params.seed is None else self._params.seed + ticket
-        params = dataclasses.replace(self._params, logprobs=self._params.logprobs or 0, seed=seed)
         try:
+            params = dataclasses.replace(self._params, logprobs=self._params.logprobs or 0, seed=seed)
             request_id = self._llm.engine.add_request(list(prompt), params, stream=False)
         except RequestError as error:
             self._refused.append(Rollout(ticket, prompt, error=str(error)))

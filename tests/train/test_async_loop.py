@@ -234,6 +234,15 @@ def test_what_ends_while_the_engine_answers_somebody_else_is_reported(model_dirs
     assert [rollout.ticket for rollout in short.poll(wait=True)] == [0]
 
 
+def test_a_seed_that_leaves_its_range_is_reported_like_other_refusals(model_dirs: list[Path]) -> None:
+    llm = LLM(model_dirs[0], skip_tokenizer_init=True, num_kv_blocks=64, max_num_seqs=4, dtype="float32", threads=1)
+    generator = RolloutGenerator(llm, SamplingParams(max_tokens=2, seed=2**63 - 1))
+    generator.submit(0, [5])
+    generator.submit(1, [6])
+    reported = {rollout.ticket: rollout.error for _ in range(2) for rollout in generator.poll(wait=True)}
+    assert reported[0] == "" and "seed must be" in reported[1]
+
+
 def test_a_rollout_is_one_answer(model_dirs: list[Path]) -> None:
     with pytest.raises(ConfigError, match="a rollout is one answer, got n=2; submit the prompt 2 times"):
         RolloutGenerator(None, SamplingParams(n=2))  # type: ignore[arg-type]
