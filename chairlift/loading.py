@@ -104,6 +104,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
             raise ConfigError("quantization is 'fp8', but HashLM has no weights; leave quantization out")
         return _load_hashlm(config, delay)
     # These import torch, which takes most of a second: only now is it needed.
+    from torch import OutOfMemoryError
+
     from chairlift.executor.kv_tensors import plan_kv_cache
     from chairlift.executor.local import LocalExecutor
     from chairlift.executor.select import choose_kernels, make_runner
@@ -138,8 +140,12 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         swap_directory=config.cache.swap_directory,
         most_tokens=scheduler.max_num_seqs * max_model_len,
     )
-    runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len)
-    rows = scheduler.max_num_seqs
+    rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    try:
+        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len)
+    except (MemoryError, OutOfMemoryError):
+        message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
+        raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
     try:
         executor = LocalExecutor(runner, num_slots=rows, max_model_len=max_model_len, block_size=plan.block_size)
     except MemoryError:  # the length is the model's word

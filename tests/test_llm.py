@@ -118,6 +118,12 @@ def test_a_length_that_no_memory_holds_is_refused(model_dir: Path, tmp_path: Pat
     make(folder, max_num_seqs=4, max_model_len=512)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_cache_that_no_memory_holds_is_refused(model_dir: Path, kernels: str) -> None:
+    with pytest.raises(ConfigError, match=r"no memory for .* bytes of KV cache \(num_kv_blocks, .*; lower one"):
+        make(model_dir, num_kv_blocks=2**31, block_size=256, kernels=kernels)
+
+
 def test_max_model_len_is_at_most_the_models(model_dir: Path) -> None:
     assert make(model_dir, max_model_len=512).max_model_len == 512
     with pytest.raises(ConfigError, match="max_model_len is 513, but the model was made for 512"):
