@@ -131,11 +131,10 @@ class Scheduler(GivingWay):
             return now
         if not self.waiting:
             return None
-        times = [self.membership.fires_at(self.waiting, self.free_rows)]
-        if self.drop_late:  # just past a deadline the policy is asked who is late
-            dues = [due for r in self.waiting for due in (r.service.first_token_by, r.service.finish_by) if due >= now]
-            times += [math.nextafter(due, math.inf) for due in dues]
-        return min(times)
+        fires, told = self.membership.fires_at(self.waiting, self.free_rows), self.waiting if self.drop_late else ()
+        dues = [due for r in told for due in (r.service.first_token_by, r.service.finish_by) if due >= now]
+        # Just past a deadline the policy is asked who is late.
+        return min([fires, *(math.nextafter(due, math.inf) for due in dues)])
 
     def schedule(self, now: float) -> SchedulerOutput:
         """The next step. An output with ``num_tokens == 0`` must not be executed or updated."""
