@@ -33,7 +33,6 @@ from chairlift.engine.messages import (
 )
 from chairlift.errors import ConfigError, ModelLoadError, PromptTooLongError, RequestError
 from chairlift.executor.executor import OnProgress
-from chairlift.metrics.stats import EngineStats
 from chairlift.scheduler.forecast import Forecast
 from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 
@@ -42,6 +41,8 @@ __all__ = ["Connection", "CoreProcess", "FrameLogHandler"]
 _READ: Final = 1 << 18
 _WATCH_SECONDS: Final = 0.1
 """What is watched is told so often: often enough to look alive, and not a frame per step."""
+_MOST_MERGED: Final = 1 << 21
+"""Tokens and log-probabilities that steps are merged up to: as a frame, less than half of the longest there may be."""
 
 
 class Connection:
@@ -128,8 +129,10 @@ class CoreProcess:
         self._forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
         self._forecast: Forecast | None = None
         """The newest, until it is delivered."""
-        self._pending: CoreOutputs | None = None
-        """What steps brought and the socket had no room for."""
+        self._pending: list[CoreOutputs] = []
+        """What steps brought and the socket had no room for, a frame each; steps are merged into the last."""
+        self._num_values = 0
+        """In the last of them."""
         self._watched_at = 0.0
 
     def run(self) -> None:
@@ -145,7 +148,7 @@ class CoreProcess:
                 self._forecast = made or self._forecast
                 if outputs is not None:
                     self._deliver(outputs)
-            if self._pending is not None and not connection.backlog:
+            if self._pending and not connection.backlog:
                 self._deliver(CoreOutputs())
             self._show()
         core.shutdown()
@@ -199,13 +202,20 @@ class CoreProcess:
                 self._connection.send(Watched(lines))
 
     def _deliver(self, outputs: CoreOutputs, *, at_once: bool = False) -> None:
-        if self._pending is not None:
-            self._pending.merge(outputs)
-            outputs = self._pending
-        if self._connection.backlog and not at_once:
-            self._pending = outputs
-            return
-        self._pending = None
-        stats: EngineStats = self._core.stats()
-        self._connection.send(Step(outputs, stats, self._forecast))
-        self._forecast = None
+        num_values = _num_values(outputs)
+        if self._pending and (not num_values or self._num_values + num_values <= _MOST_MERGED):
+            self._pending[-1].merge(outputs)
+            self._num_values += num_values
+        else:
+            self._pending.append(outputs)
+            self._num_values = num_values
+        while self._pending and (at_once or not self._connection.backlog):
+            self._connection.send(Step(self._pending.pop(0), self._core.stats(), self._forecast))
+            self._forecast = None
+
+
+def _num_values(outputs: CoreOutputs) -> int:
+    """Tokens and log-probabilities, which is where what waits grows without end."""
+    records = [record for _, _, entries in outputs.prompt_logprobs for record in entries]
+    records += filter(None, outputs.logprobs or ())
+    return len(outputs.token_ids) + sum(len(record.token_ids) for record in records)

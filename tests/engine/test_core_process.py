@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import cast
 
-from chairlift.engine.core import EngineCore
+import pytest
+
+from chairlift.engine import core_process
+from chairlift.engine.core import CoreOutputs, EngineCore, TokenRecord
 from chairlift.engine.core_process import Connection, CoreProcess
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.messages import Add, FrameReader, Leave, Log, Message, Ready, Refused, Step, Watch, Watched
@@ -18,10 +21,10 @@ PROMPT = [1, 2, 3]
 
 
 class SlowReader:
-    """A connection that has no room after a message until the core has nothing to do. Then it takes all, and closes.
-    One that is not ``slow`` always has room."""
+    """A connection that has no room after a message until the core has nothing to do. Then it takes one each turn, and
+    closes. One that is not ``slow`` always has room."""
 
-    def __init__(self, core: EngineCore, messages: list[Message], slow: bool) -> None:
+    def __init__(self, core: EngineCore, messages: list[Message], slow: bool, turns: int) -> None:
         self.closed = False
         self.backlog = 0
         self.frames = FrameReader()
@@ -29,7 +32,7 @@ class SlowReader:
         self._core = core
         self._messages = messages
         self._slow = slow
-        self._turns = 3
+        self._turns = turns
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -43,9 +46,9 @@ class SlowReader:
         return messages
 
 
-def serve(*messages: Message, max_num_seqs: int = 4, slow: bool = True) -> SlowReader:
+def serve(*messages: Message, max_num_seqs: int = 4, slow: bool = True, turns: int = 3) -> SlowReader:
     core = make_engine(max_num_seqs=max_num_seqs).core
-    reader = SlowReader(core, list(messages), slow)
+    reader = SlowReader(core, list(messages), slow, turns)
     CoreProcess(cast(Connection, reader), core, INFO, None, lambda label, share: None).run()
     return reader
 
@@ -67,6 +70,25 @@ def test_what_nobody_could_take_is_told_when_somebody_can() -> None:
     assert {ended.sequence_id for ended in outputs.finished} == set(params)
     assert sorted(name for name, _, _ in outputs.joined) == sorted(params)
     assert step.stats.num_finished_sequences == 3
+
+
+@pytest.mark.parametrize(("most", "frames"), [(0, 6), (4, 2), (6, 1)])
+def test_what_waits_is_told_in_several_frames_when_it_is_much(
+    monkeypatch: pytest.MonkeyPatch, most: int, frames: int
+) -> None:
+    monkeypatch.setattr(core_process, "_MOST_MERGED", most)
+    sent = serve(*(asked(name, greedy(2)) for name in "abc"), max_num_seqs=1, turns=9).sent
+    steps = [step.outputs for step in sent if isinstance(step, Step)]
+    assert len(steps) == frames
+    assert [name for step in steps for name in step.sequence_ids] == [*"aabbcc"]
+    assert [token for step in steps for token in step.token_ids] == alone(PROMPT, greedy(2)) * 3
+    assert [ended.sequence_id for step in steps for ended in step.finished] == [*"abc"]
+
+
+def test_most_of_what_waits_is_log_probabilities() -> None:
+    record = TokenRecord([5, 6, 7], [-0.5, -1.0, -2.0], 1)
+    outputs = CoreOutputs(["a", "b"], [5, 8], [record, None], prompt_logprobs=[("b", 1, [record] * 4)])
+    assert core_process._num_values(outputs) == 2 + 5 * 3
 
 
 def test_who_stops_and_who_leaves_ends_at_once() -> None:
