@@ -116,7 +116,8 @@ class AsyncLoop:
     def step(self) -> Any:
         """Generate until there is a batch, train on it, and publish. What ``train_step`` returned.
 
-        Raises StopIteration when the prompts have ended and what is left is less than a batch.
+        Raises StopIteration when the prompts have ended and what is left is less than a batch. Where ``train_step``
+        raises, nothing is published, and its samples wait for the next call.
         """
         self._collect(wait=False)
         self._refill()
@@ -131,7 +132,11 @@ class AsyncLoop:
             self._num_waits += 1
             self._collect(wait=True)
             self._refill()
-        result = self._train_step(selection)
+        try:
+            result = self._train_step(selection)
+        except BaseException:
+            self.gate.put_back(selection)
+            raise
         self._num_steps += 1
         # Before the gate: nothing may be admitted as of a version that the generator does not have yet.
         self._generator.update_weights(self._weights(), self.gate.version + 1)

@@ -196,14 +196,16 @@ class StalenessGate:
             return Selection()
         rollouts, self._waiting = tuple(self._waiting[:k]), self._waiting[k:]
         staleness = tuple(self.version - rollout.version for rollout in rollouts)
-        self._num_consumed += k
-        self._taken += k
-        self._staleness.update(staleness)
-        for rollout in rollouts:
-            self._count("consumed", rollout.length)
+        self._consume(rollouts, staleness, 1)
         weights = tuple(map(self._weight, staleness)) if self.policy == "reweight" else (1.0,) * k
         scale = 1.0 / max(1.0, sum(staleness) / k) if self.policy == "lr_scale" else 1.0
         return Selection(rollouts, staleness, weights, scale)
+
+    def put_back(self, selection: Selection) -> None:
+        """What this version's :meth:`select` returned was not trained on after all: it waits as before."""
+        self._consume(selection.rollouts, selection.staleness, -1)
+        self._staleness, self._lengths["consumed"] = +self._staleness, +self._lengths["consumed"]
+        self._waiting = sorted([*self._waiting, *selection.rollouts])
 
     def publish(self, version: int | None = None) -> None:
         """The generator has the next version of the weights from now on; ``version`` must be this one plus 1.
@@ -307,9 +309,16 @@ class StalenessGate:
             raise ConfigError(f"no rollout with ticket {ticket} is running; it ended, was cancelled or never admitted")
         return self._running[ticket]
 
-    def _count(self, kind: str, length: int) -> None:
-        self._lengths[kind][1 << max(0, length - 1).bit_length()] += 1
-        self._tokens[kind] += length
+    def _consume(self, rollouts: Sequence[Finished], staleness: Sequence[int], sign: int) -> None:
+        self._num_consumed += sign * len(rollouts)
+        self._taken += sign * len(rollouts)
+        for rollout, lag in zip(rollouts, staleness, strict=True):
+            self._staleness[lag] += sign
+            self._count("consumed", rollout.length, sign)
+
+    def _count(self, kind: str, length: int, sign: int = 1) -> None:
+        self._lengths[kind][1 << max(0, length - 1).bit_length()] += sign
+        self._tokens[kind] += sign * length
 
 
 def _inverse(staleness: int) -> float:

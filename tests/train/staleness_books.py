@@ -73,6 +73,10 @@ class World:
         assert max(staleness) <= self.gate.bound, "older than the bound"
         assert min(self.ended.values(), default=10**9) >= max(born), "the oldest go first"
         assert selection.samples == [f"sample {rollout.ticket}" for rollout in selection.rollouts]
+        if self.random.random() < 0.1:  # the step fails
+            self.gate.put_back(selection)
+            self.ended |= {each.ticket: version for each, version in zip(selection.rollouts, born, strict=True)}
+            return
         self.consumed += len(born)
         self.gate.publish()
         self.version += 1

@@ -132,6 +132,40 @@ def test_failed_rollouts_are_passed_and_counted() -> None:
     assert (stats.num_failed, stats.gate.cancelled, stats.gate.waiting, stats.num_steps) == (2, 2, 1, 2)
 
 
+@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_batch_whose_step_failed_is_trained_on_in_the_next(bound: int, resumed: bool) -> None:
+    prompts, failing = [[i + 1] for i in range(8)], iter([True, False, True, True])
+    generator = Quick()
+
+    def make() -> AsyncLoop:
+        loop = echo_loop(prompts, generator, bound)
+        train = loop._train_step
+
+        def sometimes(selection: Selection) -> Any:
+            if next(failing, False):
+                raise RuntimeError("out of memory")
+            return train(selection)
+
+        loop._train_step = sometimes
+        return loop
+
+    loop, trained, failures = make(), [], 0
+    while len(trained) < 4:
+        try:
+            trained.append(loop.step())
+        except RuntimeError:
+            failures += 1
+            if resumed:
+                state = loop.state_dict()
+                generator.queue.clear()
+                loop = make()
+                loop.load_state_dict(state)
+    assert trained == [[[1], [2]], [[3], [4]], [[5], [6]], [[7], [8]]]
+    assert (failures, loop.stats().num_steps, loop.stats().gate.consumed) == (3, 4, 8)
+    assert sum(loop.stats().gate.staleness.values()) == 8
+
+
 @pytest.mark.parametrize("steps", range(5))
 def test_a_resumed_loop_trains_on_the_same(steps: int) -> None:
     prompts = [[i + 1] for i in range(12)]
