@@ -43,9 +43,9 @@ class SharedPrefixes:
 
     def __post_init__(self) -> None:
         _share("shared prefixes", self.share)
-        if self.tokens < 1 or self.distinct < 1 or not 0 <= self.alpha <= 50:
+        if not 1 <= self.tokens <= 1 << 24 or self.distinct < 1 or not 0 <= self.alpha <= 50:
             raise ConfigError(
-                "shared prefixes need tokens and distinct of at least 1 and alpha from 0 to 50, got"
+                "shared prefixes need tokens from 1 to 2**24, distinct of at least 1 and alpha from 0 to 50, got"
                 f" {self.tokens}, {self.distinct} and {self.alpha}"
             )
 

@@ -170,7 +170,8 @@ def test_cancels_and_classes() -> None:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: SharedPrefixes(0), "tokens and distinct of at least 1"),
+        (lambda: SharedPrefixes(0), "tokens from 1 to .*, distinct of at least 1"),
+        (lambda: SharedPrefixes(2**24 + 512), "tokens from 1 to 2..24, .* got 16777728"),
         (lambda: SharedPrefixes(512, share=1.5), "share of shared prefixes must be from 0 to 1, got 1.5"),
         (lambda: SharedPrefixes(512, alpha=-1), "alpha from 0 to 50"),
         (lambda: dataclasses.replace(PLAIN, prefixes=SharedPrefixes(100)), "blocks of 512 tokens here.*cannot be 100"),
