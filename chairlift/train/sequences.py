@@ -92,7 +92,11 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
     Raises ConfigError, naming ``position``, for what is no sequence of at least one token id.
     """
     described = not isinstance(item, (np.ndarray, list)) and isinstance(item, Mapping)
-    group = None if key is None else key(item) if callable(key) else item[key] if described else None
+    if isinstance(key, str) and described and key not in item:
+        raise _wrong(position, f"has the fields {sorted(map(str, item))}", f"give it the key {key!r}")
+    group: Any = None if key is None else key(item) if callable(key) else item[key] if described else None
+    if group.__hash__ is None:  # it cannot be compared with others
+        raise _wrong(position, f"has the key {group!r:.40}", "give it a string or a whole number")
     if not described:
         return Sample(position, _token_ids(item, position), key=group)
     if "input_ids" not in item:

@@ -281,6 +281,22 @@ def test_keys_never_share_a_pack(key: Any) -> None:
         assert len(pack.ids) <= 3
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"topic": "a"}, r"sequence 1 of the source has the fields \['input_ids', 'topic'\]; give it the key 'domain'"),
+        ({"domain": ["a"]}, r"sequence 1 of the source has the key \['a'\]; give it a string or a whole number"),
+    ],
+)
+def test_a_sequence_without_its_key_is_a_bad_one_and_passed(fields: dict[str, Any], message: str) -> None:
+    rows = [{"input_ids": [position, 7], "domain": "a"} for position in range(3)]
+    rows[1] = {"input_ids": [1, 7], **fields}
+    stream = PackStream(rows, CAPACITY, key="domain")
+    with pytest.raises(ConfigError, match=message):
+        next(stream)
+    assert [pack.ids for pack in stream] == [(0, 2)]
+
+
 def test_arrays_of_a_list_have_keys_too() -> None:
     source = [np.array([number % 3, 7], np.int32) for number in range(40)]
     packs = list(PackStream(source, CAPACITY, key=lambda ids: int(ids[0])))
