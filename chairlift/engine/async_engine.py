@@ -13,9 +13,9 @@ import enum
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from chairlift.config import EngineConfig
 from chairlift.engine.calibration import Calibration
@@ -36,27 +36,25 @@ from chairlift.errors import (
     QueueFullError,
     QueueTimeoutError,
     RequestError,
-    TemplateError,
 )
 from chairlift.metrics.stats import RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
 from chairlift.service_class import DEFAULT_CLASS
-from chairlift.tokenizer.template_worker import TemplateWorker
+from chairlift.tokenizer.encoder import Encoder
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngine", "EngineState"]
 
 _log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 Progress = Callable[[str, float], None]
 ReadTokenizer = Callable[[EngineConfig, str], Tokenizer]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SETTLED_SECONDS: Final = 60.0
 """An engine that ran this long starts again without the pauses its predecessors earned."""
-_LONG_TEXT: Final = 16_384  # characters; more are tokenized on threads, two at a time: a million take 1 s and 100 MB
-_MAX_CHARS_PER_TOKEN: Final = 64  # a text with more per token of the model's length is refused as it is
 
 
 class EngineState(enum.StrEnum):
@@ -116,9 +114,8 @@ class AsyncEngine:
         self._client: ProcessClient | None = None
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
-        self._templates: TemplateWorker | None = None
+        self._encoder: Encoder | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._long_texts = asyncio.Semaphore(2)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
         self._watcher: Callable[[bytes], object] | None = None
@@ -204,26 +201,15 @@ class AsyncEngine:
     ) -> None:
         """Raise QueueFullError or EngineDeadError when so many requests and prompt tokens would not be taken now."""
         self._ready()
-        try:
+        with self._refusing():
             self.intake.check(time.monotonic(), num_requests, num_tokens, service_class, tenant)
-        except QueueFullError as full:
-            self.stats.rejected[f"queue_{full.kind}"] += 1
-            raise
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises RequestError, and PromptTooLongError for one far beyond the model's length."""
-        tokenizer = self._ready().tokenizer
-        if tokenizer is None:
-            raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
-        if not isinstance(text, str) or len(text) <= _LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens)
-        length = 0 if self.info is None else self.info.max_model_len
-        if len(text) > length * _MAX_CHARS_PER_TOKEN:
-            raise PromptTooLongError(f"the text has {len(text):,} characters, but the model takes {length:,} tokens")
-        async with self._long_texts:
-            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        with self._front() as encoder:
+            return await encoder.encode(text, add_special_tokens)
 
     async def encode_chat(
         self,
@@ -234,16 +220,31 @@ class AsyncEngine:
         **template_variables: Any,
     ) -> list[int]:
         """Token ids of a conversation, laid out by the chat template. Raises RequestError and TemplateError."""
-        self._ready()
-        if self._templates is None:
-            raise TemplateError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
-        text = await self._templates.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=template_variables,
-        )
-        return await self.encode(text, add_special_tokens=False)
+        with self._front() as encoder:
+            return await encoder.encode_chat(
+                messages, add_generation_prompt, continue_final_message, template_variables
+            )
+
+    async def beside(self, work: Callable[[], _T]) -> _T:
+        """What ``work`` on long texts brings, on a thread, when its turn has come. Raises QueueFullError."""
+        with self._front() as encoder:
+            return await encoder.beside(work)
+
+    @contextlib.contextmanager
+    def _front(self) -> Iterator[Encoder]:
+        if (encoder := self._ready()._encoder) is None:
+            raise EngineDeadError("the engine is not there")
+        with self._refusing():
+            yield encoder
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Counts those for whom there is no room."""
+        try:
+            yield
+        except QueueFullError as full:
+            self.stats.rejected["forecast" if full.kind == "forecast" else f"queue_{full.kind}"] += 1
+            raise
 
     async def submit(
         self,
@@ -261,7 +262,8 @@ class AsyncEngine:
     ) -> OutputStream:
         """Queue a request; ``kind`` says what its stream yields, ``tenant`` who is charged for it, ``name`` how its
         caller calls it, ``arrival`` since when it has been waiting for us (on the monotonic clock), if not since now;
-        ``has_room``: :meth:`check_room` was asked, for all of its call. Timeouts are in seconds, not the engine's own.
+        ``has_room``: :meth:`check_room` was asked, for all of its call. Timeouts are in seconds from its arrival, not
+        the engine's own.
 
         Raises RequestError for what cannot be served, QueueFullError when too much waits or the request would wait, by
         the forecast, for longer than its timeouts allow; EngineDeadError when there is no engine.
@@ -280,14 +282,12 @@ class AsyncEngine:
         patience = self._queue_timeout if queue_timeout is None else queue_timeout
         limit = self._request_timeout if timeout is None else timeout
         now = time.monotonic()
+        patience, limit = (None if each is None else max(0.0, since + each - now) for each in (patience, limit))
         predicted = self.expected_wait(service_class, tenant) if foreseeable else None
         if not has_room:
             self.check_room(1, service_class, num_tokens, tenant)
-        try:
+        with self._refusing():
             self.intake.check_wait(predicted, {"queue_timeout": patience, "timeout": limit}, service_class)
-        except QueueFullError:
-            self.stats.rejected["forecast"] += 1
-            raise
         self._client.add(prepared)
         state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
         stream = OutputStream(state, kind, self.abort, name)
@@ -343,8 +343,8 @@ class AsyncEngine:
         if self._client is not None:
             await self._client.close()
         self._fail_all()
-        if self._templates is not None:
-            await self._templates.close()
+        if self._encoder is not None:
+            await self._encoder.close()
         if not self._first_outcome.done():
             self._first_outcome.cancel()
 
@@ -479,12 +479,13 @@ class AsyncEngine:
         """The model is loaded: what the front needs of it. An engine that died comes back with its newest weights."""
         if self.info is not None and self.info.weights and self._client is not None:
             info = await self._client.update_weights(self.info.weights, self.info.weight_version, "continue")
-        if self.info is None and not self.config.model.skip_tokenizer_init:
-            self.tokenizer = self._read_tokenizer(self.config, info.model_dir)
-            template = self._chat_template or self.tokenizer.chat_template
-            self._templates = TemplateWorker(template, self.tokenizer.named_tokens)
-            await self._templates.start()
         if self.info is None:
+            if not self.config.model.skip_tokenizer_init:
+                self.tokenizer = self._read_tokenizer(self.config, info.model_dir)
+            # In the line before the queue there may be as many as could be let in at once.
+            most = self.intake.max_requests + self.config.scheduler.max_num_seqs
+            self._encoder = Encoder(self.tokenizer, info.max_model_len, most, self._chat_template)
+            await self._encoder.start()
             problem = info.too_much_reserved(self.service_classes)
             for each in [*self.config.without_effect(), *([problem] if problem else [])]:
                 _log.warning("%s", each)

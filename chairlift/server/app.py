@@ -28,6 +28,7 @@ from chairlift.metrics.stats import FORECAST_RATIOS
 from chairlift.server import chat, completions, live, models, openapi, pages, queue, tokens, traffic, weights
 from chairlift.server.auth import Auth, HostCheck
 from chairlift.server.errors import ApiError, error_response, to_api_error
+from chairlift.server.limits import release_body
 from chairlift.server.logs import log_event
 from chairlift.server.state import ServerState
 from chairlift.version import __version__
@@ -84,6 +85,7 @@ class _App:
                 raise  # in the middle of an answer only the end of the connection can tell
             await response(scope, receive, exchange.send)
         finally:
+            release_body(Request(scope))
             self._state.num_in_progress -= counted
             if counted and exchange.status is not None:
                 self._state.engine.stats.responses[str(exchange.status)] += 1

@@ -15,7 +15,7 @@ from chairlift.engine.output_stream import OutputStream
 from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
-from chairlift.server.limits import read_json
+from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.models import check_model, engine_info
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
@@ -123,7 +123,8 @@ async def create_chat_completion(request: Request) -> Response:
     info = engine_info(state)
     params = _params(chat, info.sampling_defaults)
     state.engine.check_room(1, class_of(params))
-    prompt = truncate(await encode_messages(state, chat), chat.truncate_prompt_tokens, info, params.max_tokens)
+    async with until_tokens(request, chat):
+        prompt = truncate(await encode_messages(state, chat), chat.truncate_prompt_tokens, info, params.max_tokens)
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
     head = reply_head("chatcmpl", model, info, streams)
     texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))

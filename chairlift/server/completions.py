@@ -17,7 +17,7 @@ from chairlift.engine.output_stream import OutputStream
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
-from chairlift.server.limits import read_json
+from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.models import check_model, engine_info
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
@@ -104,10 +104,11 @@ async def create_completion(request: Request) -> Response:
     info = engine_info(state)
     params = _params(asked, info.sampling_defaults)
     state.engine.check_room(len(given), class_of(params))
-    prompts = [
-        truncate(await _encode_prompt(state, asked, prompt), asked.truncate_prompt_tokens, info, params.max_tokens)
-        for prompt in given
-    ]
+    async with until_tokens(request, asked):
+        prompts = [
+            truncate(await _encode_prompt(state, asked, prompt), asked.truncate_prompt_tokens, info, params.max_tokens)
+            for prompt in given
+        ]
     writer = _Writer(asked, given, prompts, state.engine.tokenizer)
     streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), caller=caller)
     head = reply_head("cmpl", model, info, streams)

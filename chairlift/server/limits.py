@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import time
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
 
+from chairlift.errors import OverloadedError, QueueTimeoutError
 from chairlift.server.errors import ApiError
+from chairlift.server.protocol import GenerationRequest
 from chairlift.server.state import ServerState
 
-__all__ = ["parse_json", "read_json"]
+__all__ = ["parse_json", "read_json", "release_body", "until_tokens"]
 
 _MAX_DEPTH: Final = 64
 _READ_SECONDS: Final = 30.0
@@ -22,12 +27,14 @@ _MAX_BODIES: Final = 64
 """As many bodies of the longest kind may be on their way at once, or more shorter ones."""
 _MAX_CONTAINERS: Final = 65_536
 """Objects and lists in one body, and names in all objects: 1,024 messages of 64 parts."""
+_MAX_VALUES: Final = 1 << 18
+"""Values in one body, such as token ids, beside as many as the model takes tokens."""
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _LONG_NUMBER: Final = re.compile(rb"(?<![0-9.])[0-9]{%d,}" % (_MAX_DIGITS + 1))
 
 
 async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: float = _READ_SECONDS) -> dict[str, Any]:
-    """The JSON object in the body.
+    """The JSON object in the body, which counts as on its way until :func:`release_body`.
 
     Raises ApiError: 415 when the body is not declared as plain ``application/json``, 413 as soon as it is longer than
     ``max_body_bytes``, 408 when it takes more than ``timeout`` seconds to arrive, and 400 when it is not a JSON object
@@ -53,8 +60,34 @@ async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: f
         message = f"the body did not arrive within {timeout:g} s; send it faster, or shorten it"
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
     finally:
-        state.num_body_bytes -= len(body)
-    return parse_json(bytes(body), max_depth=max_depth)
+        request.scope["state"]["body_bytes"] = len(body)
+    longest = 0 if state.engine.info is None else state.engine.info.max_model_len
+    return parse_json(bytes(body), max_depth=max_depth, max_values=_MAX_VALUES + longest)
+
+
+def release_body(request: Request) -> None:
+    """Nothing is left of the body, and others may take its place."""
+    request.app.state.server.num_body_bytes -= request.scope["state"].pop("body_bytes", 0)
+
+
+@contextlib.asynccontextmanager
+async def until_tokens(request: Request, asked: GenerationRequest | None = None) -> AsyncIterator[None]:
+    """While a prompt becomes tokens: its body is there still, and the time of the request runs, if it has one in the
+    queue also that. Raises OverloadedError or QueueTimeoutError when it is up, as for a request in the queue."""
+    state: ServerState = request.app.state.server
+    limit = state.config.request_timeout
+    patience = None if asked is None else asked.queue_timeout or state.config.queue_timeout
+    left = min(limit, patience or limit) - time.monotonic() + request.scope["state"]["arrived"]
+    try:
+        async with asyncio.timeout(left):
+            yield
+    except TimeoutError:
+        retry_after = state.engine.retry_after()
+        if patience is None or limit < patience:
+            raise OverloadedError("the request was not finished in time", retry_after) from None
+        state.engine.stats.rejected["queue_timeout"] += 1
+        raise QueueTimeoutError("the request was not started within its queue_timeout", retry_after) from None
+    release_body(request)
 
 
 def _too_many() -> ApiError:
@@ -62,17 +95,17 @@ def _too_many() -> ApiError:
     return ApiError(503, "too many long bodies are on their way; try again later", code="overloaded", headers=headers)
 
 
-def parse_json(body: bytes, *, max_depth: int = _MAX_DEPTH) -> dict[str, Any]:
+def parse_json(body: bytes, *, max_depth: int = _MAX_DEPTH, max_values: int = _MAX_VALUES) -> dict[str, Any]:
     """A JSON object, read strictly.
 
     Raises ApiError 400 for what RFC 8259 does not know or leaves open: text that is not UTF-8, halves of surrogate
     pairs, NaN and infinities, numbers that no double holds, a name twice in one object, more than one value, and
-    objects and lists nested more than ``max_depth`` deep; and for more objects, lists and names than any request has,
-    before they are made: the time that takes is time in which nobody else is served.
+    objects and lists nested more than ``max_depth`` deep; and for more objects, lists, names and values than any
+    request has, before they are made: the time that takes is time in which nobody else is served.
     """
     try:
         msgspec.json.decode(body, type=msgspec.Raw)  # looks for the ends of strings, and makes nothing
-        num_names = _check_size(body)
+        num_names = _check_size(body, max_values)
         value = msgspec.json.decode(body)
     except RecursionError:
         raise _too_deep(max_depth) from None
@@ -97,11 +130,13 @@ def _check_headers(request: Request) -> None:
         raise ApiError(415, message, code="unsupported_content_encoding")
 
 
-def _check_size(body: bytes) -> int:
+def _check_size(body: bytes, max_values: int) -> int:
     """How many names there are in all objects of what may be JSON, and is if its strings end."""
     marks = _STRING.sub(b"", body)
     if marks.count(b"{") + marks.count(b"[") > _MAX_CONTAINERS:
         raise _invalid(f"the body has more than {_MAX_CONTAINERS:,} objects and lists; send less at a time")
+    if marks.count(b",") >= max_values:
+        raise _invalid(f"the body has more than {max_values:,} values; send fewer token ids at a time")
     names = marks.count(b":")
     if names > _MAX_CONTAINERS:
         raise _invalid(f"the body has more than {_MAX_CONTAINERS:,} names; send less at a time")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -13,7 +12,7 @@ from starlette.routing import Route
 
 from chairlift.server.chat import encode_messages
 from chairlift.server.errors import ApiError
-from chairlift.server.limits import read_json
+from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.models import check_model, engine_info
 from chairlift.server.protocol import DetokenizeRequest, TokenizeRequest, parse, warning_headers
 from chairlift.server.state import ServerState
@@ -53,16 +52,17 @@ async def tokenize(request: Request) -> Response:
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "send either prompt or messages", code="invalid_value", param="prompt")
     tokenizer = _tokenizer(state)
-    if asked.prompt is None:
-        if asked.add_special_tokens:
-            message = "add_special_tokens goes with prompt; the chat template writes its own: leave it out"
-            raise ApiError(400, message, code="invalid_value", param="add_special_tokens")
-        ids = await encode_messages(state, asked)
-    else:
-        ids = await state.engine.encode(asked.prompt, asked.add_special_tokens is not False)
-    reply = TokenizeReply(count=len(ids), max_model_len=info.max_model_len, tokens=ids)
-    if asked.return_token_strs:
-        reply.token_strs = await _beside(len(ids), lambda: [tokenizer.token_text(i) for i in ids])
+    if asked.prompt is None and asked.add_special_tokens:
+        message = "add_special_tokens goes with prompt; the chat template writes its own: leave it out"
+        raise ApiError(400, message, code="invalid_value", param="add_special_tokens")
+    async with until_tokens(request):
+        if asked.prompt is None:
+            ids = await encode_messages(state, asked)
+        else:
+            ids = await state.engine.encode(asked.prompt, asked.add_special_tokens is not False)
+        reply = TokenizeReply(count=len(ids), max_model_len=info.max_model_len, tokens=ids)
+        if asked.return_token_strs:
+            reply.token_strs = await _beside(state, len(ids), lambda: [tokenizer.token_text(i) for i in ids])
     return json_response(reply, warning_headers(ignored))
 
 
@@ -76,7 +76,8 @@ async def detokenize(request: Request) -> Response:
     if tokens and max(tokens) > highest:
         message = f"tokens has id {max(tokens)}, but the model knows ids from 0 to {highest}"
         raise ApiError(400, message, code="invalid_value", param="tokens")
-    text = await _beside(len(tokens), lambda: tokenizer.decode(tokens, False))
+    async with until_tokens(request):
+        text = await _beside(state, len(tokens), lambda: tokenizer.decode(tokens, False))
     return json_response(DetokenizeReply(prompt=text), warning_headers(ignored))
 
 
@@ -86,8 +87,8 @@ def _tokenizer(state: ServerState) -> Tokenizer:
     return state.engine.tokenizer
 
 
-async def _beside(size: int, work: Callable[[], _T]) -> _T:
-    return await asyncio.to_thread(work) if size > _MANY else work()
+async def _beside(state: ServerState, size: int, work: Callable[[], _T]) -> _T:
+    return await state.engine.beside(work) if size > _MANY else work()
 
 
 routes: Final = [

@@ -16,13 +16,15 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
 from chairlift.errors import OverloadedError, RequestError, TemplateError
 from chairlift.parent import die_with_parent, has_ended, kill_child
 from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables, normalize_messages
+from chairlift.tokenizer.turns import Turns
 
 __all__ = ["TemplateWorker"]
 
@@ -34,6 +36,9 @@ _START_SECONDS: Final = 30.0
 _MAX_ERROR: Final = 1000
 _BYTES_PER_CHAR: Final = 6
 """The longest a character gets as JSON in UTF-8."""
+_PATIENCE: Final = 10
+"""How many times its limit a chat may take on a machine that has no processor for it."""
+_TICK: Final = 1 / os.sysconf("SC_CLK_TCK")
 _CPU_SECONDS: Final = 3
 """Processor time per chat after which the kernel ends a worker that nobody killed."""
 _RETIRE_SHARE: Final = 0.25
@@ -45,8 +50,9 @@ class TemplateWorker:
     """Renders chats as :class:`~chairlift.tokenizer.chat_template.ChatTemplate` does, out of process.
 
     ``num_workers`` chats at a time; one more worker is kept ready, so that a killed one delays nobody by the start of
-    an interpreter. ``time_limit`` is in seconds per chat, ``memory_bytes`` what a worker may take beyond what it has
-    after its start, ``max_chars`` the longest text. One event loop owns the object.
+    an interpreter. ``time_limit`` is in seconds of processor time per chat, ``memory_bytes`` what a worker may take
+    beyond what it has after its start, ``max_chars`` the longest text, and ``most_waiting`` how many chats wait for
+    their turn at most. One event loop owns the object.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class TemplateWorker:
         time_limit: float = 1.0,
         memory_bytes: int = 100 << 20,
         num_workers: int = 2,
+        most_waiting: int = 256,
     ) -> None:
         self._setup = {
             "template": template,
@@ -68,7 +75,7 @@ class TemplateWorker:
         self._has_template = template is not None
         self._time_limit = time_limit
         self._max_reply = _BYTES_PER_CHAR * max(max_chars, _MAX_ERROR) + 1024
-        self._turn = asyncio.Semaphore(num_workers)
+        self._turns = Turns(num_workers, most_waiting, "chats")
         self._processes: set[_Process] = set()
         self._idle: list[_Process] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -97,7 +104,8 @@ class TemplateWorker:
 
         Raises :class:`~chairlift.errors.RequestError` for messages or variables of another form and when the time is
         up, :class:`~chairlift.errors.TemplateError` when there is no template, it fails or its process dies, and
-        :class:`~chairlift.errors.OverloadedError` when no process can be started.
+        :class:`~chairlift.errors.OverloadedError` when no process can be started, it gets no processor, or (as
+        QueueFullError) too many chats wait.
         """
         variables = dict(variables or {})
         check_variables(variables)
@@ -110,12 +118,8 @@ class TemplateWorker:
             "continue_final_message": bool(continue_final_message),
             "variables": variables,
         }
-        frame = _frame(fields)
-        await self._turn.acquire()
         # A caller that goes away leaves the worker to finish: killing it would cost more than the chat.
-        task = self._background(self._exchange(frame))
-        task.add_done_callback(lambda _: self._turn.release())
-        return await asyncio.shield(task)
+        return await self._turns.take(lambda: self._background(self._exchange(fields)))
 
     async def close(self) -> None:
         """End all workers. Chats under way end with an error."""
@@ -126,16 +130,19 @@ class TemplateWorker:
                 process.kill()
             await asyncio.gather(*map(self._reap, self._processes), *self._tasks, return_exceptions=True)
 
-    async def _exchange(self, frame: bytes) -> str:
+    async def _exchange(self, fields: Mapping[str, Any]) -> str:
         process = await self._take()
         try:
-            reply = await self._in_time(process.ask(frame, self._max_reply))
+            reply = await self._in_time(process, _frame(fields))
         except TimeoutError:
             self._discard(process)
             raise RequestError(
-                f"the chat template was not done with the messages after {self._time_limit:g} s; "
+                f"the chat template was not done with the messages after {self._time_limit:g} s of processor time; "
                 "send fewer or shorter messages"
             ) from None
+        except OverloadedError:
+            self._discard(process)
+            raise
         except (EOFError, OSError):
             self._discard(process)
             if self._closed:  # the chat did nothing wrong
@@ -155,19 +162,21 @@ class TemplateWorker:
         message = str(reply.get("error", "the chat template failed"))[:_MAX_ERROR]
         raise (RequestError if reply.get("kind") == "request" else TemplateError)(message)
 
-    async def _in_time(self, asking: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        """What it brings, or TimeoutError. A timer that rings late has timed this process, which was stopped or busy;
-        the worker gets as much time again, since its reply may lie there unread."""
+    async def _in_time(self, process: _Process, frame: bytes) -> dict[str, Any]:
+        """The reply. Raises TimeoutError when the worker has computed for too long, and OverloadedError when it does
+        not come to that: it got no processor, for which the chat is not to blame."""
         loop = asyncio.get_running_loop()
-        task = asyncio.ensure_future(asking)
-        due = loop.time() + self._time_limit
+        task = asyncio.ensure_future(process.ask(frame, self._max_reply))
+        begin, used, end = process.seconds_computed(), 0.0, loop.time() + _PATIENCE * self._time_limit
         try:
-            await asyncio.wait({task}, timeout=self._time_limit)
-            if not task.done():
-                await asyncio.wait({task}, timeout=min(self._time_limit, loop.time() - due))
-            if not task.done():
-                raise TimeoutError
-            return task.result()
+            while loop.time() < end:
+                await asyncio.wait({task}, timeout=max(_TICK, self._time_limit - used))
+                if task.done():
+                    return task.result()
+                used = process.seconds_computed() - begin
+                if used >= self._time_limit:
+                    raise TimeoutError
+            raise OverloadedError("the machine is too busy for the chat template; try again later")
         finally:
             task.cancel()
 
@@ -264,6 +273,14 @@ class _Process:
     def alive(self) -> bool:
         # The event loop may not have heard of its end yet.
         return not (self._process.returncode is not None or self._stdout.at_eof() or has_ended(self.pid))
+
+    def seconds_computed(self) -> float:
+        """Processor time since its start; where the system does not tell, time."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return time.monotonic()
+        return (int(fields[11]) + int(fields[12])) * _TICK
 
     async def ask(self, frame: bytes, most: int) -> dict[str, Any]:
         """Send a frame and wait for the answer; raises OSError or EOFError when the process dies, else ValueError."""

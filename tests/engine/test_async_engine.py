@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -193,12 +194,16 @@ def test_the_queue_is_bounded_and_its_timeout_is_kept() -> None:
             again = await engine.submit("d", LONG, timeout=0.05)
             with pytest.raises(OverloadedError, match="not finished in time"):
                 await anext(again)
+            late = await engine.submit("e", LONG, timeout=60, arrival=time.monotonic() - 60)  # it has had its time
+            with pytest.raises(OverloadedError, match="not finished in time"):
+                await anext(late)
             for stream in (first, waiting[1]):
                 stream.abort()
             await quiet(engine)
-            assert told.began_with == [first, *waiting, again] and engine.named("mine") == []
+            assert told.began_with == [first, *waiting, again, late] and engine.named("mine") == []
             error, abort = FinishReason.ERROR, FinishReason.ABORT
-            assert told.ended_with == [(waiting[0], error), (again, error), (first, abort), (waiting[1], abort)]
+            ended = [(waiting[0], error), (again, error), (late, error), (first, abort), (waiting[1], abort)]
+            assert told.ended_with == ended
             short = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
             await collect(engine, "abc", short, OutputKind.FINAL)
             assert told.ended_with[-1] == (told.began_with[-1], None)

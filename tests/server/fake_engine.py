@@ -12,7 +12,7 @@ import functools
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -168,6 +168,8 @@ class FakeEngine:
         self.gate: asyncio.Event | None = None
         """Streams that have given ``gate_after`` outputs wait for it."""
         self.gate_after = 0
+        self.template_gate: asyncio.Event | None = None
+        """Chats wait for it before they are laid out."""
         self.waiting = asyncio.Event()
         self.intake = Intake(256, 65_536)
         """What waits by the tests' own account; no request enters it."""
@@ -214,6 +216,11 @@ class FakeEngine:
         self.encoded_at.append(time.monotonic())
         return self.tokenizer.encode(text, add_special_tokens)
 
+    async def beside(self, work: Callable[[], Any]) -> Any:
+        if self.full:
+            raise QueueFullError("256 long texts wait already, as many as may; try again later")
+        return work()
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -224,6 +231,9 @@ class FakeEngine:
     ) -> list[int]:
         if self.tokenizer is None:
             raise RequestError("chat needs the tokenizer, which was not loaded; send token ids")
+        if self.template_gate is not None:
+            self.waiting.set()
+            await self.template_gate.wait()
         template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer.named_tokens)
         text = template.render(messages, add_generation_prompt=add_generation_prompt, **template_variables)
         return self.tokenizer.encode(text.removesuffix("<|im_end|>\n") if continue_final_message else text, False)

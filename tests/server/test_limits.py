@@ -112,8 +112,16 @@ def test_the_number_of_names_has_an_end() -> None:
     assert "65,536 names" in refusal(named(65_537))
 
 
+def test_the_number_of_values_has_an_end() -> None:
+    """A body of 4 MiB holds two million of them, which would take the loop for half a second."""
+    most = b'{"x":[' + b"1," * (2**18 - 1) + b"1]}"
+    assert len(parse_json(most)["x"]) == 2**18
+    assert "262,144 values" in refusal(most.replace(b"[", b"[1,"))
+    assert len(parse_json(most.replace(b"[", b"[1,"), max_values=2**18 + 1)["x"]) == 2**18 + 1
+
+
 def test_marks_within_texts_do_not_count() -> None:
-    text = '[{":' * 20_000 + '\\" \n' * 100 + "9" * 100
+    text = '[{":' * 20_000 + "," * 300_000 + '\\" \n' * 100 + "9" * 100
     assert parse_json(json.dumps({"a": text, text: {"b": 1}}).encode()) == {"a": text, text: {"b": 1}}
 
 

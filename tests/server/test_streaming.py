@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from chairlift.errors import EngineDeadError, OverloadedError, QueueTimeoutError
 from chairlift.sampling_params import SHAPED_REASONS
 from chairlift.server.app import make_app
+from chairlift.server.state import ServerState
 from chairlift.server.streaming import collect, merge
 from tests.server.fake_engine import FakeEngine, FakeStream, make_state
 from tests.server.harness import PATIENCE
@@ -229,6 +230,52 @@ def test_no_room_is_said_before_anything_is_tokenized(
     assert reply.headers["retry-after"] == "3"
 
 
+@pytest.mark.parametrize(
+    ("settings", "more", "code"),
+    [
+        ({"request_timeout": 0.02}, {}, "timeout"),
+        ({"queue_timeout": 0.02}, {}, "queue_timeout"),
+        ({"queue_timeout": 60}, {"queue_timeout": 0.02}, "queue_timeout"),
+        ({"request_timeout": 0.02}, {"queue_timeout": 60}, "timeout"),
+    ],
+)
+def test_the_time_runs_while_a_chat_waits_for_its_template(
+    engine: FakeEngine, settings: dict[str, Any], more: dict[str, Any], code: str
+) -> None:
+    engine.template_gate = asyncio.Event()
+    with TestClient(make_app(make_state(engine, **settings)), base_url="http://localhost") as client:
+        reply = client.post(CHAT, json={"messages": MESSAGES, **more})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, code)
+    assert reply.headers["retry-after"] == "3"
+    assert engine.stats.rejected["queue_timeout"] == (code == "queue_timeout")
+    assert not engine.submitted
+
+
+def test_a_body_counts_until_its_prompt_is_tokens() -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        engine.template_gate = asyncio.Event()
+        state = make_state(engine)
+        body = {"messages": MESSAGES, "stream": True, "max_tokens": 50, "ignore_eos": True}
+        seen: list[int] = []
+
+        async def send(message: Any) -> None:
+            seen.append(state.num_body_bytes)
+
+        chats = [asyncio.create_task(call(engine, CHAT, body, send, state)) for _ in range(2)]
+        await asyncio.wait_for(engine.waiting.wait(), PATIENCE)
+        await asyncio.sleep(0)
+        assert state.num_body_bytes == 2 * len(json.dumps(body))
+        chats[0].cancel()  # who leaves takes it away
+        await asyncio.wait(chats[:1])
+        assert state.num_body_bytes == len(json.dumps(body))
+        engine.template_gate.set()
+        await chats[1]
+        assert set(seen) == {0}
+
+    asyncio.run(main())
+
+
 def test_of_several_prompts_none_is_left_when_one_is_refused(client: TestClient, engine: FakeEngine) -> None:
     reply = client.post(TEXT, json={"prompt": [[1], [2], [999]]})
     assert reply.status_code == 400
@@ -255,7 +302,14 @@ def scope_of(path: str) -> dict[str, Any]:
     }
 
 
-def call(engine: FakeEngine, path: str, body: dict[str, Any], send: Callable[..., Any], **settings: Any) -> Any:
+def call(
+    engine: FakeEngine,
+    path: str,
+    body: dict[str, Any],
+    send: Callable[..., Any],
+    state: ServerState | None = None,
+    **settings: Any,
+) -> Any:
     """The application's coroutine for one request."""
     content = json.dumps(body).encode()
     never = asyncio.Event()
@@ -266,7 +320,7 @@ def call(engine: FakeEngine, path: str, body: dict[str, Any], send: Callable[...
             return message
         await never.wait()
 
-    return make_app(make_state(engine, **settings))(scope_of(path), receive, send)
+    return make_app(state or make_state(engine, **settings))(scope_of(path), receive, send)
 
 
 @pytest.mark.parametrize(("path", "body"), BOTH)

@@ -63,6 +63,19 @@ def test_what_does_not_fit_is_refused(http: TestClient) -> None:
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
+def test_long_ones_wait_in_the_line_of_long_texts(http: TestClient, engine: FakeEngine) -> None:
+    engine.full = True
+    for path, body in (
+        ("/detokenize", {"tokens": [65] * 4097}),
+        ("/tokenize", {"prompt": "x" * 4097, "return_token_strs": True}),
+    ):
+        reply = http.post(path, json=body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert http.post("/detokenize", json={"tokens": [65] * 4096}).json() == {
+        "prompt": engine.tokenizer.decode([65] * 4096)
+    }  # type: ignore[union-attr]
+
+
 def test_there_must_be_a_tokenizer() -> None:
     for engine, status in ((FakeEngine(with_tokenizer=False), 400), (FakeEngine(state=EngineState.LOADING), 503)):
         with TestClient(make_app(make_state(engine)), base_url="http://localhost") as http:

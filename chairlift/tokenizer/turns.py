@@ -1,0 +1,45 @@
+"""Work that takes turns: a few at a time, a bounded line for the others, and an error for those beyond it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from chairlift.errors import QueueFullError
+
+__all__ = ["Turns"]
+
+_T = TypeVar("_T")
+
+
+class Turns:
+    """``at_once`` works under way and ``most_waiting`` (at least 1) callers in line; ``what`` names them in errors.
+
+    Work whose caller leaves goes on, and keeps its place until it ends: what runs on a thread, or in a process that is
+    kept, cannot be stopped.
+    """
+
+    def __init__(self, at_once: int, most_waiting: int, what: str) -> None:
+        self._free = asyncio.Semaphore(at_once)
+        self._most_waiting = max(1, most_waiting)
+        self._what = what
+        self.num_waiting = 0
+
+    async def take(self, start: Callable[[], asyncio.Future[_T]]) -> _T:
+        """What the work brings that ``start`` begins. Raises QueueFullError when the line is full."""
+        if self.num_waiting >= self._most_waiting:
+            raise QueueFullError(f"{self.num_waiting} {self._what} wait already, as many as may; try again later")
+        self.num_waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self.num_waiting -= 1
+        work = start()
+        work.add_done_callback(self._ended)
+        return await asyncio.shield(work)
+
+    def _ended(self, work: asyncio.Future[Any]) -> None:
+        self._free.release()
+        if not work.cancelled():
+            work.exception()  # its caller may have gone; an error nobody fetches would be logged

@@ -1,0 +1,74 @@
+"""What is far too long is refused as it is, and long texts take turns, whoever stays to hear of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from chairlift.errors import PromptTooLongError, QueueFullError
+from chairlift.tokenizer.encoder import Encoder
+from tests.server.fake_engine import byte_tokenizer
+
+
+class SlowTokenizer:
+    """Encodes when it is allowed to, and knows how many texts it had at once."""
+
+    chat_template = "{{ 1 }}"
+    named_tokens: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self) -> None:
+        self.allowed, self.lock = threading.Event(), threading.Lock()
+        self.num_now = self.most = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        with self.lock:
+            self.num_now += 1
+            self.most = max(self.most, self.num_now)
+        self.allowed.wait()
+        with self.lock:
+            self.num_now -= 1
+        return [len(text)]
+
+
+def test_a_conversation_that_cannot_fit_is_refused_before_it_is_laid_out() -> None:
+    async def main() -> None:
+        encoder = Encoder(byte_tokenizer(), 1000, 8)
+        for content in ("x" * 32_001, [{"type": "text", "text": "x" * 32_001}]):
+            with pytest.raises(PromptTooLongError, match=r"64,00\d characters, but the model takes 1,000 tokens"):
+                await encoder.encode_chat([{"role": "user", "content": content}] * 2, True, False, {})
+        assert encoder._templates is not None and encoder._templates.pids == []  # nothing was even begun
+        fits = [{"role": "user", "content": "x" * 31_000}] * 2
+        assert len(await encoder.encode_chat(fits, True, False, {})) > 62_000
+        await encoder.close()
+
+    asyncio.run(main())
+
+
+def test_two_long_texts_at_a_time_also_when_their_callers_leave() -> None:
+    async def main() -> None:
+        tokenizer: Any = SlowTokenizer()
+        encoder = Encoder(tokenizer, 100_000, 3)
+        leaving = [asyncio.create_task(encoder.encode("x" * 20_000)) for _ in range(2)]
+        staying = []
+        try:
+            while tokenizer.num_now < 2:
+                await asyncio.sleep(0)
+            for task in leaving:
+                task.cancel()
+            await asyncio.wait(leaving)
+            staying = [asyncio.create_task(encoder.encode("x" * 20_000)) for _ in range(2)]
+            staying.append(asyncio.create_task(encoder.beside(lambda: tokenizer.encode("detokenized"))))
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match="3 long texts wait already"):
+                await encoder.encode("x" * 20_000)
+        finally:
+            tokenizer.allowed.set()
+        assert await asyncio.gather(*staying) == [[20_000], [20_000], [11]]
+        assert tokenizer.most == 2
+
+    asyncio.run(main())
