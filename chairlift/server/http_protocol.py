@@ -31,6 +31,9 @@ __all__ = ["HttpLimits", "HttpProtocol", "HttpServer"]
 _PIECE: Final = 2048
 """Bytes given to the parser at a time while it reads a head, so that it cannot swallow much more than the caps."""
 
+_LEAST_READ: Final = 1 << 16
+"""Bytes that a client reads at least in each ``stall_timeout`` while it is owed more."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
@@ -47,8 +50,8 @@ class HttpLimits:
     """Between an answer and the next request."""
     linger_timeout: float = 2.0
     """For a client to stop sending what is not wanted any more; closing before would cost it the answer."""
-    flush_timeout: float = 60.0
-    """For a client to read the end of an answer."""
+    stall_timeout: float = 60.0
+    """For a client to read the end of an answer, or as much of a long one that it can be seen to read."""
     max_ignored_bytes: int = 64 * 1024 * 1024
 
 
@@ -135,6 +138,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits = server.limits
         self._timer: asyncio.TimerHandle | None = None
         """Ends the phase the connection is in: reading headers, lingering, or flushing."""
+        self._stall: asyncio.TimerHandle | None = None
+        """Ends a connection whose client does not read, whatever else it does."""
         self._task: asyncio.Task[None] | None = None
         self._in_head = True
         self._overhead = 0
@@ -159,6 +164,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.resume_writing()
         self._stop_timer()
         self._unset_keepalive_if_required()
         if self._task is not None and self.cycle is not None and not self.cycle.response_complete:
@@ -181,6 +187,28 @@ class HttpProtocol(HttpToolsProtocol):
                     self._refuse(400, "invalid_http", "this is not a valid HTTP/1.1 request")
             if not self._deaf and self._overhead > self._limits.max_url_bytes + self._limits.max_header_bytes + _PIECE:
                 self._headers_too_large()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _expect_reading(self) -> None:
+        owed = self.transport.get_write_buffer_size()
+        self._stall = self.loop.call_later(self._limits.stall_timeout, self._look_for_reading, owed)
+
+    def _look_for_reading(self, owed: int) -> None:
+        if owed - self.transport.get_write_buffer_size() >= _LEAST_READ:
+            self._expect_reading()
+            return
+        request_id = self.scope.get("state", {}).get("request_id", "")
+        self.logger.info("request %s: nobody read the answer for %g s", request_id, self._limits.stall_timeout)
+        self.transport.abort()
 
     def _feed(self, piece: bytes) -> bytes:
         """Parse a piece; what is left of it where an upgrade was offered, which is never taken."""
@@ -307,7 +335,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.close()
         if self.transport.get_write_buffer_size():
-            self._start_timer(self._limits.flush_timeout, self.transport.abort)
+            self._start_timer(self._limits.stall_timeout, self.transport.abort)
 
     def finish_softly(self) -> None:
         """The same, after a moment in which the client can stop sending."""

@@ -133,7 +133,7 @@ async def serve(
     state = ServerState(config, engine, served_names(config, engine_config), api_keys=keys, started_at=int(time.time()))
     if exporter is not None:
         state.tracer = engine.watchers["tracer"] = RequestTracer(exporter, state.model_names[0])
-    limits = HttpLimits(max_connections=config.max_connections, flush_timeout=config.stall_timeout)
+    limits = HttpLimits(max_connections=config.max_connections, stall_timeout=config.stall_timeout)
     server = HttpServer(make_app(state), limits, engine.stats.connection_refused)
     with contextlib.ExitStack() as stack:
         if stop is None:

@@ -81,28 +81,24 @@ async def _events(request: Request) -> Response:
     if feed.num_viewers >= _MOST_VIEWERS:
         raise ApiError(503, f"{_MOST_VIEWERS} viewers look already; close one of them", headers={"retry-after": "30"})
     headers = {"x-recording": "1"} if feed.is_recording else {}
-    return _EventStream(_follow(feed, state), state.config.stall_timeout, headers)
+    return _EventStream(_follow(feed, state), headers)
 
 
 class _EventStream(Response):
-    """Sends events until they end; a reader who takes nothing for ``patience`` seconds is cut off."""
+    """Sends events until they end."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], patience: float, headers: Mapping[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
-        self._events, self._patience = events, patience
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                async for event in events:
-                    async with asyncio.timeout(self._patience):
-                        await send({"type": "http.response.body", "body": event, "more_body": True})
-            except TimeoutError:
-                raise asyncio.CancelledError from None  # ends the connection, which is all that could reach it
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

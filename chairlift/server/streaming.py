@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -56,7 +55,6 @@ __all__ = [
     "truncate",
 ]
 
-_log: Final = logging.getLogger(__name__)
 _encode: Final = msgspec.json.encode
 _LOWEST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -384,8 +382,8 @@ async def start_stream(
 class EventStream(Response):
     """Server-sent events: one send per output of the engine, no task and no queue in between.
 
-    A reader who leaves its events unread for ``stall_timeout`` seconds is cut off. The engine does not wait for it
-    either: what comes meanwhile is one larger chunk later.
+    The engine does not wait for a reader who leaves its events unread: what comes meanwhile is one larger chunk later.
+    Its connection ends in time, and this with it.
     """
 
     media_type = "text/event-stream"
@@ -410,18 +408,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.get("state", {}).get("request_id", "")
-        watch = _StallWatch(self._state.config.stall_timeout, request_id)
         try:
             async with contextlib.aclosing(self._bodies(request_id)) as bodies:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for body in bodies:
-                    watch.begin()
                     await send({"type": "http.response.body", "body": body, "more_body": True})
-                    watch.end()
-                watch.begin()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            watch.close()
             abort_all(self._streams)
 
     async def _bodies(self, request_id: str) -> AsyncGenerator[bytes, None]:
@@ -437,36 +430,3 @@ class EventStream(Response):
             except Exception as error:
                 content = error_body(to_api_error(error, self._state, request_id))
                 yield b"data: " + _encode(content) + b"\n\n"
-
-
-class _StallWatch:
-    """Cancels the current task when one send takes ``limit`` seconds: the server answers that by ending the connection,
-    and only that reaches a reader who reads nothing. One timer per stream; a timeout per send would cost more than
-    the send.
-    """
-
-    def __init__(self, limit: float, request_id: str) -> None:
-        self._limit = limit
-        self._request_id = request_id
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        self._since: float | None = None
-        self._timer = self._loop.call_later(limit, self._look)
-
-    def begin(self) -> None:
-        self._since = self._loop.time()
-
-    def end(self) -> None:
-        self._since = None
-
-    def close(self) -> None:
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        now = self._loop.time()
-        since = now if self._since is None else self._since
-        if now - since < self._limit:
-            self._timer = self._loop.call_at(since + self._limit, self._look)
-        elif self._task is not None:
-            _log.info("request %s: nobody read its answer for %g s; it is cut off", self._request_id, self._limit)
-            self._task.cancel()

@@ -367,17 +367,11 @@ class _Traffic(Response):
         self._number = recording.listener
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def put(body: bytes, more: bool) -> None:
-            async with asyncio.timeout(self._state.config.stall_timeout):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for body in self._bodies():
-                await put(body, True)
-            await put(b"", False)
-        except TimeoutError:  # nobody reads: the end of the connection is all that can be said
-            raise asyncio.CancelledError from None
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._leave()
 

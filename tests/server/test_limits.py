@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import string
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from chairlift.server.app import make_app
 from chairlift.server.errors import ApiError
-from chairlift.server.http_protocol import HttpLimits
+from chairlift.server.http_protocol import HttpLimits, HttpProtocol
 from chairlift.server.limits import parse_json
 from tests.server.harness import PATIENCE, Client, Connection, Endpoints, make_state, run, serving, until
 
@@ -437,6 +438,60 @@ def test_an_idle_connection_is_closed_whatever_line_ends_it_sends() -> None:
         assert await noisy.is_closed()
 
     run(echo_server(test, HttpLimits(idle_timeout=0.1)))
+
+
+async def owed(client: Client) -> tuple[Connection, HttpProtocol]:
+    """A client that was sent 16 MiB and has not read them, and the server's end of its connection."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", client.port))
+    connection = Connection(*await asyncio.open_connection(sock=sock))
+    connection.post("/v1/echo", json.dumps({"a": "x" * (16 << 20)}).encode())
+    await until(lambda: any(each._stall for each in client.server.state.connections))
+    (served,) = client.server.state.connections
+    return connection, served
+
+
+def test_a_reader_that_stands_still_is_cut_off_whatever_it_sends() -> None:
+    async def test(client: Client) -> None:
+        for more in (b"", b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            connection, _ = await owed(client)
+            await until(lambda: not client.server.requests())
+            connection.send(more)
+            await until(lambda: not client.server.state.connections)
+            assert not client.server.requests()
+            await connection.close()
+
+    run(echo_server(test, HttpLimits(stall_timeout=0.1), max_body_bytes=32 << 20))
+
+
+def test_a_slow_reader_is_not_cut_off() -> None:
+    async def test(client: Client) -> None:
+        connection, served = await owed(client)
+        before = served.transport.get_write_buffer_size()
+        await connection.reader.readexactly(1 << 20)
+        await until(lambda: before - served.transport.get_write_buffer_size() >= 1 << 16)
+        left = served.transport.get_write_buffer_size()
+        served._look_for_reading(before)
+        assert not served.transport.is_closing()
+        served._look_for_reading(left)
+        assert served.transport.is_closing()
+        await connection.close()
+
+    run(echo_server(test, max_body_bytes=32 << 20))
+
+
+def test_a_reader_who_waits_for_the_answer_is_not_cut_off() -> None:
+    async def test() -> None:
+        endpoints = Endpoints()
+        async with serving(make_app(make_state(), endpoints.routes), HttpLimits(stall_timeout=0.01)) as client:
+            connection = await client.connect()
+            connection.get("/v1/stream")
+            asyncio.get_running_loop().call_later(0.1, endpoints.go_on.set)  # ten times as long as a reader may take
+            assert (await connection.reply()).body == b"first last"
+
+    run(test())
 
 
 def test_what_is_no_request_is_counted_as_well() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import gc
 import itertools
@@ -144,7 +145,8 @@ async def served(tmp_path: Path | None = None, keys: str = "", **settings: Any) 
     )
     core = ScriptedCore(engine)
     engine._client = core  # type: ignore[assignment]
-    engine.tokenizer = byte_tokenizer()
+    engine.tokenizer = copy.copy(byte_tokenizer())
+    engine.tokenizer.chat_template = None  # no process for it
     await engine._prepare(INFO)
     config = ServerConfig()
     if tmp_path is not None:
@@ -535,7 +537,7 @@ async def test_a_listener_who_keeps_up_loses_nothing_however_much_there_was() ->
 @asynchronous
 async def test_a_listener_who_reads_nothing_is_cut_off() -> None:
     recording = a_recording()
-    state = ServerState(ServerConfig(stall_timeout=0.01), StateOnlyEngine(), ("tiny",))  # type: ignore[arg-type]
+    state = ServerState(ServerConfig(), StateOnlyEngine(), ("tiny",))  # type: ignore[arg-type]
     state.engine.watchers = {recording.id: recording}
     bodies: list[Any] = []
 
@@ -548,8 +550,12 @@ async def test_a_listener_who_reads_nothing_is_cut_off() -> None:
         stream = a_stream(i)
         recording.began(stream)
         recording.ended(stream, None, 102.0)
+    task = asyncio.ensure_future(traffic._Traffic(state, recording)({}, None, send))  # type: ignore[arg-type]
+    while len(bodies) < 3:
+        await asyncio.sleep(0)
+    task.cancel()  # as the end of its connection does
     with pytest.raises(asyncio.CancelledError):
-        await traffic._Traffic(state, recording)({}, None, send)  # type: ignore[arg-type]
+        await task
     assert recording.id in state.engine.watchers  # for a while
     taken = await recording.take()
     assert taken is not None and taken[0] == 2  # the first has gone, and its number tells
