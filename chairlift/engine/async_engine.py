@@ -315,8 +315,9 @@ class AsyncEngine:
         if stream is None:
             return
         now = time.monotonic()
+        cut_off = FinishReason.ERROR if error else stream.state.failure or FinishReason.ABORT
         for watcher in self.watchers.values():
-            watcher.ended(stream, FinishReason.ERROR if error else FinishReason.ABORT, now)
+            watcher.ended(stream, cut_off, now)
         self.intake.leave(request_id, now, started=False)
         stream.settle()
         if self._outputs is not None and self._client is not None and request_id in self._outputs:

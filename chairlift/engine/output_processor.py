@@ -171,6 +171,13 @@ class RequestState:
         return all(answer.finish_reason is not None for answer in self.answers)
 
     @property
+    def failure(self) -> FinishReason | None:
+        """Why one of its answers is none, where that is not for what its caller asked: the others are of no use."""
+        reasons = [answer.finish_reason for answer in self.answers]
+        failed = [reason for reason in (FinishReason.ERROR, FinishReason.DEADLINE) if reason in reasons]
+        return failed[0] if failed and self.error not in SHAPED_REASONS else None
+
+    @property
     def num_tokens(self) -> int:
         """Tokens generated so far, over all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
@@ -216,12 +223,12 @@ class RequestState:
 
     def record(self, now: float, *, aborted: bool = False) -> FinishedRequest:
         """What the statistics keep of it."""
-        metrics, reasons = self.metrics, [answer.finish_reason for answer in self.answers]
+        metrics = self.metrics
         aborted = aborted or self.error in SHAPED_REASONS  # no fault of ours
         first, token = metrics.first_scheduled_time, metrics.first_token_time
-        worst = [reason for reason in (FinishReason.ERROR, FinishReason.DEADLINE) if reason in reasons]
+        ended = None if aborted else self.answers[0].finish_reason
         record = FinishedRequest(
-            reason=FinishReason.ABORT if aborted else worst[0] if worst else reasons[0] or FinishReason.ABORT,
+            reason=self.failure or ended or FinishReason.ABORT,  # who leaves after a failure leaves for it
             prompt_tokens=len(self.prepared.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
             generation_tokens=sum(len(answer.token_ids[: answer.num_tokens]) for answer in self.answers),

@@ -20,7 +20,8 @@ class RequestWatcher(Protocol):
         """It was let in."""
 
     def ended(self, stream: OutputStream, cut_off: FinishReason | None, now: float) -> None:
-        """It has left. ``cut_off``: ABORT by its caller, ERROR by the engine, None where its answers have ended."""
+        """It has left. ``cut_off``: ABORT by its caller, ERROR by the engine, None where its answers have ended; ERROR
+        or DEADLINE where one of them had failed before its caller left."""
 
 
 class OutputStream:

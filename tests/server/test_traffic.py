@@ -28,7 +28,7 @@ from chairlift.engine.output_processor import RequestState
 from chairlift.engine.output_stream import OutputStream
 from chairlift.metrics.stats import EngineStats
 from chairlift.outputs import FinishReason, OutputKind
-from chairlift.sampling_params import SamplingParams
+from chairlift.sampling_params import SHAPED_REASONS, SamplingParams
 from chairlift.server import traffic
 from chairlift.server.app import make_app
 from chairlift.server.auth import Caller, load_keys
@@ -306,6 +306,30 @@ async def test_a_recording_is_what_happened() -> None:
         assert [len(each["hash_ids"]) for each in (stopped, n_answers, gone, failed)] == [3, 4, 1, 1]
         assert stopped["hash_ids"][:2] == n_answers["hash_ids"][:2] and gone["hash_ids"] != stopped["hash_ids"][:1]
         assert not set(stopped["hash_ids"][2:]) & set(n_answers["hash_ids"])
+
+
+@asynchronous
+async def test_one_of_several_answers_that_fails_says_why_the_request_ended() -> None:
+    shaped = sorted(SHAPED_REASONS)[0]
+    cases = [
+        (FinishReason.DEADLINE, "late", "deadline"),
+        (FinishReason.ERROR, "NaN", "error"),
+        (FinishReason.ERROR, shaped, "abort"),
+    ]
+    async with served() as server:
+        events = await server.record("?requests=3")
+        await events.next()
+        for reason, error, told in cases:
+            connection = await server.ask([7] * 16, max_tokens=90, n=2, stream=True)
+            request = server.core.requests[-1]
+            server.core.join(request)
+            server.core.tokens(request, 2)
+            server.core.step(finished=[FinishedSequence(request.sequence_ids[1], reason, error=error)])
+            assert b"error" in (await connection.reply()).body
+            record = await events.record()
+            assert (record["finish_reason"], record["cancel_ms"] is None) == (told, told != "abort")
+        assert server.engine.stats.finished == {told: 1 for _, _, told in cases}
+        assert len(server.core.aborted) == 3  # the answers that went on
 
 
 @asynchronous
