@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import re
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,7 @@ from chairlift.server.state import ServerState
 __all__ = ["live_page", "routes"]
 
 _MOST_VIEWERS: Final = 64
+_MOST_CALLERS: Final = 8
 _LOOK_SECONDS: Final = 1.0
 _BEAT_SECONDS: Final = 15.0
 _WORK_SECONDS: Final = 60.0
@@ -151,7 +153,7 @@ async def _export(request: Request) -> Response:
 
 async def _static(request: Request) -> Response:
     """The arrivals of the recording through static batching, simulated: a line that compares, then a recording."""
-    return Response(await _work(_feed(request), "static", await _recording(request)), media_type=_NDJSON)
+    return Response(await _work(_feed(request), "static", lambda: _recording(request)), media_type=_NDJSON)
 
 
 async def _show_demo(request: Request) -> Response:
@@ -164,27 +166,41 @@ _demo_lines: list[bytes] = []
 
 async def _demo(feed: LiveFeed) -> bytes:
     if not _demo_lines:
-        _demo_lines.append(await _work(feed, "demo", b""))
+        _demo_lines.append(await _work(feed, "demo", None))
     return _demo_lines[0]
 
 
-async def _work(feed: LiveFeed, what: str, lines: bytes) -> bytes:
-    """What the simulator makes of a recording, in a process of its own. Raises ApiError with its reason."""
-    async with feed.working:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-c", _BOOT, _ROOT, what),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            out, error = await asyncio.wait_for(process.communicate(lines), _WORK_SECONDS)
-        except TimeoutError:
-            raise ApiError(503, "the simulation took too long; record a shorter time", code="too_long") from None
-        finally:
-            if process.returncode is None:
-                kill_child(process.pid)
-                await process.wait()
+async def _work(feed: LiveFeed, what: str, recording: Callable[[], Awaitable[bytes]] | None) -> bytes:
+    """What the simulator makes of a recording, in a process of its own; it is copied when its turn has come.
+
+    Raises ApiError with its reason, and 503 when too many wait.
+    """
+    if feed.num_callers >= _MOST_CALLERS:
+        message = f"{feed.num_callers} simulations are asked for already; try again later"
+        raise ApiError(503, message, code="overloaded", headers={"retry-after": "30"})
+    feed.num_callers += 1
+    try:
+        async with feed.working:
+            return await _simulate(what, b"" if recording is None else await recording())
+    finally:
+        feed.num_callers -= 1
+
+
+async def _simulate(what: str, lines: bytes) -> bytes:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid()), what),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, error = await asyncio.wait_for(process.communicate(lines), _WORK_SECONDS)
+    except TimeoutError:
+        raise ApiError(503, "the simulation took too long; record a shorter time", code="too_long") from None
+    finally:
+        if process.returncode is None:
+            kill_child(process.pid)
+            await process.wait()
     if process.returncode:
         reason = error.decode("utf-8", "replace").strip().rpartition("\n")[2] or "the simulation failed"
         raise ApiError(422 if process.returncode == 2 else 500, reason, code="cannot_simulate")

@@ -60,6 +60,8 @@ class LiveFeed:
         self.num_bytes = 0
         self.working = asyncio.Semaphore(1)
         """The simulator works for one viewer at a time."""
+        self.num_callers = 0
+        """Who waits for it."""
         self._engine = engine
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
         self._clock = clock

@@ -6,7 +6,10 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from chairlift.server import live, live_feed
 from chairlift.server.app import make_app
 from chairlift.server.live_feed import LiveFeed, as_event
 from tests.engine.test_step_export import check_trace_events, watched
-from tests.server.harness import Client, Connection, make_state, run, serving, until
+from tests.server.harness import PATIENCE, Client, Connection, make_state, run, serving, until
 from tests.server.watched import WatchedEngine, make_truth
 
 KEY = b'{"key":{"run":"1","after":0}}'
@@ -393,6 +396,35 @@ def test_static_batching_of_the_same_requests(shown: Any, recording: bytes) -> N
             assert held
 
     run(test())
+
+
+def test_who_waits_for_the_simulator_holds_no_recording_and_not_everybody_waits(shown: Any) -> None:
+    async def test() -> None:
+        copied = []
+        shown.live.lines = lambda: copied.append(1) or b"no recording"
+        async with serving(make_app(shown)) as client:
+            await shown.live.working.acquire()
+            waiting = [await client.connect() for _ in range(8)]
+            for connection in waiting:
+                connection.get("/live/static")
+            await until(lambda: shown.live.num_callers == 8)
+            refused = await client.get("/live/static")
+            assert (refused.status, refused.error["code"]) == (503, "overloaded")
+            for connection in waiting[1:]:
+                await connection.close()
+            await until(lambda: shown.live.num_callers == 1)
+            assert not copied
+            shown.live.working.release()
+            assert (await waiting[0].reply()).status == 422
+            assert copied == [1] and not shown.live.working.locked()
+
+    run(test())
+
+
+def test_the_simulator_ends_with_the_server() -> None:
+    """Before it reads: what it was to simulate would take it a minute."""
+    command = [sys.executable, "-c", live._BOOT, live._ROOT, str(os.getppid()), "static"]  # who is not its parent
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PATIENCE).returncode == 1
 
 
 def test_what_cannot_be_simulated_says_why() -> None:
