@@ -164,9 +164,10 @@ class AsyncEngine:
         stats = self.stats.engine
         if self.state is not EngineState.READY:
             return None
+        now = time.monotonic()
         if not self.intake and not stats.num_waiting and self._free_rows:
-            return 0.0
-        return self.intake.expected_wait(service_class, time.monotonic(), self._free_rows, tenant)
+            return None if stats.num_running and self.intake.is_outdated(now) else 0.0
+        return self.intake.expected_wait(service_class, now, self._free_rows, tenant)
 
     def line(self) -> list[tuple[OutputStream, Place]]:
         """Requests that wait for their first step, in the order in which they are expected to start."""
@@ -217,13 +218,11 @@ class AsyncEngine:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **template_variables: Any,
+        **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation, laid out by the chat template. Raises RequestError and TemplateError."""
         with self._front() as encoder:
-            return await encoder.encode_chat(
-                messages, add_generation_prompt, continue_final_message, template_variables
-            )
+            return await encoder.encode_chat(messages, add_generation_prompt, continue_final_message, variables)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
         """What ``work`` on long texts brings, on a thread, when its turn has come. Raises QueueFullError."""
@@ -371,7 +370,7 @@ class AsyncEngine:
 
     def on_step(self, step: Step) -> None:
         """Give what steps brought to whom it belongs."""
-        now = time.monotonic()
+        now = self.intake.heard_at = time.monotonic()
         self.stats.step(step.stats)
         outputs = self._outputs
         if outputs is None:

@@ -18,6 +18,8 @@ __all__ = ["Intake", "Place"]
 _WINDOW: Final = 30.0
 """Seconds over which rates are taken."""
 _LEAST, _MOST = 1.0, 60.0
+_OUTDATED: Final = 5.0
+"""Seconds without a word of the engine after which its forecast says nothing any more."""
 _LAST_SHARE: Final = 0.5
 """Of the queue, for the class that comes last."""
 _MOST_TAKEN: Final = 0.8
@@ -93,6 +95,8 @@ class Intake:
         self.calibration = Calibration() if calibration is None else calibration
         self.forecast: Forecast | None = None
         """The engine's newest."""
+        self.heard_at = math.inf
+        """When the engine was last heard of, where that is told: while it stands still, nobody starts as foreseen."""
         self.max_requests = max(1, max_requests)
         self.max_tokens = max_tokens
         self.num_tokens = 0
@@ -283,10 +287,14 @@ class Intake:
         lane = None if tenant is None else (service_class, tenant)
         return self._wait(service_class, lane, now, self._unforeseen, free_rows)
 
+    def is_outdated(self, now: float) -> bool:
+        """Whether the engine stands still, or stood until now: what was foreseen does not hold."""
+        return now - self.heard_at > _OUTDATED
+
     def _wait(self, service_class: str, lane: _Lane | None, now: float, since: _Crowd, free_rows: int) -> float | None:
         """Of one behind those that came ``since`` the forecast was made."""
         forecast = self.forecast
-        if forecast is None:
+        if forecast is None or self.is_outdated(now):
             return None
         if lane in self._lane_ends:  # those of a lane go one after the other, whatever is fair between lanes
             last, gap = self._lane_ends[lane]
@@ -303,7 +311,7 @@ class Intake:
         since = _Crowd()
         for name, each in self._waiting.items():
             if name in self._starts:
-                wait: float | None = max(0.0, self._starts[name] - now)
+                wait = None if self.is_outdated(now) else max(0.0, self._starts[name] - now)
             else:
                 wait = self._wait(each.service_class, each.lane, now, since, free_rows)
                 since.add(each)

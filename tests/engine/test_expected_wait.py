@@ -54,6 +54,10 @@ def test_forecasts_come_under_load_and_the_wait_is_gone_with_it() -> None:
             starts = [place.expected_start for _, place in line]
             assert starts == sorted(starts) and (starts[-1] or 0.0) <= wait + 0.01  # type: ignore[type-var]
             assert engine.named("r39") == [streams[39]]
+            heard, engine.intake.heard_at = engine.intake.heard_at, time.monotonic() - 10
+            assert engine.expected_wait() is None and engine.retry_after() >= 1
+            assert [place.expected_start for _, place in engine.line()] == [None] * len(line)
+            engine.intake.heard_at = heard
             for stream in streams[8:]:
                 stream.abort()
             await end(streams[:8])

@@ -348,3 +348,16 @@ def test_who_came_before_the_forecast_is_judged_by_it() -> None:
         intake.leave(f"r{index}", 102.0 + 1.5 * (8.0 + index), started=True)
     intake.leave("other", 150.0, started=True)
     assert (len(intake.calibration), intake.calibration.quantile(0.5)) == (30, pytest.approx(1.5))
+
+
+def test_a_forecast_says_nothing_while_the_engine_stands_still() -> None:
+    intake = Intake(100, 1000)
+    intake.enter("a", 1, now=100.0)
+    intake.enter("b", 1, now=100.0)
+    intake.foreseen(forecast({"a": 110.0, "b": 120.0}, {"default": 130.0}, 10.0))
+    for heard, starts, wait, again in ((106.0, [0.0, 9.0], 19.0, 19.0), (105.9, [None, None], None, 30.0)):
+        intake.heard_at = heard
+        assert intake.expected_wait("default", 111.0) == wait
+        assert [place.expected_start for place in intake.line(111.0)] == starts
+        assert [place.request_id for place in intake.line(111.0)] == ["a", "b"]
+        assert intake.retry_after(111.0) == intake.retry_after(111.0, "default") == again  # nobody has started yet
