@@ -267,8 +267,7 @@ class AsyncEngine:
         Raises RequestError for what cannot be served, QueueFullError when too much waits or the request would wait, by
         the forecast, for longer than its timeouts allow; EngineDeadError when there is no engine.
         """
-        begin = time.monotonic()
-        prompt, text = unnamed(prompt)
+        begin, (prompt, text) = time.monotonic(), unnamed(prompt)
         if isinstance(prompt, str):
             prompt = await self.encode(prompt)
         self._ready()

@@ -43,7 +43,10 @@ _FIRST_SECONDS: Final = 3.0
 _PLACE: Final = re.compile(r"<(script|style) data-file=\"([a-z_.]+)\"></\1>")
 _NDJSON: Final = "application/x-ndjson"
 _ROOT: Final = str(Path(__file__).parents[2])
-_BOOT: Final = "import sys; sys.path.append(sys.argv[1]); from chairlift.sim.side_by_side import main; main()"
+_BOOT: Final = (
+    "import sys; sys.path.append(sys.argv[1]); from chairlift.parent import die_with_parent;"
+    " die_with_parent(int(sys.argv[2])); from chairlift.sim.side_by_side import main; main()"
+)
 
 
 @functools.cache

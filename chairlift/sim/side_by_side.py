@@ -22,7 +22,6 @@ from chairlift.config import EngineConfig
 from chairlift.engine.step_export import Recording, read_recording
 from chairlift.engine.step_recorder import StepRecorder
 from chairlift.errors import ChairliftError, ConfigError
-from chairlift.parent import die_with_parent
 from chairlift.scheduler.cost_model import CostModel, Roofline
 from chairlift.sim.calibrate import describe_fit, fit_steps
 from chairlift.sim.machines import Deployment
@@ -201,9 +200,7 @@ def demo() -> bytes:
 
 
 def main() -> None:
-    """What is asked for is the last argument, behind the id of the process that waits for it; exit code 2 for a
-    recording that cannot be simulated."""
-    die_with_parent(int(sys.argv[-2]))
+    """What is asked for is the last argument; exit code 2 for a recording that cannot be simulated."""
     os.nice(10)  # the engine goes first
     try:
         out = demo() if sys.argv[-1] == "demo" else compare(sys.stdin.buffer.read())
