@@ -25,6 +25,8 @@ _MAX_DIGITS: Final = 40
 """Digits of a whole number; far more than any field takes, few enough to be converted at once."""
 _MAX_BODIES: Final = 64
 """As many bodies of the longest kind may be on their way at once, or more shorter ones."""
+_LONG_BODY: Final = 65_536
+"""Bytes; of longer ones, one is read per turn of the event loop."""
 _MAX_CONTAINERS: Final = 65_536
 """Objects and lists in one body, and names in all objects: 1,024 messages of 64 parts."""
 _MAX_VALUES: Final = 1 << 18
@@ -61,8 +63,12 @@ async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: f
         raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
     finally:
         request.scope["state"]["body_bytes"] = len(body)
-    longest = 0 if state.engine.info is None else state.engine.info.max_model_len
-    return parse_json(bytes(body), max_depth=max_depth, max_values=_MAX_VALUES + longest)
+    max_values = _MAX_VALUES + (0 if state.engine.info is None else state.engine.info.max_model_len)
+    if len(body) < _LONG_BODY:
+        return parse_json(bytes(body), max_depth=max_depth, max_values=max_values)
+    async with state.reading:  # or as many as came at once would be read before anybody else had a turn
+        await asyncio.sleep(0)
+        return parse_json(bytes(body), max_depth=max_depth, max_values=max_values)
 
 
 def release_body(request: Request) -> None:

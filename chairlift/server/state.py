@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -31,7 +32,9 @@ class ServerState:
     draining: bool = False
     """The server finishes what it has and takes nothing new."""
     num_body_bytes: int = 0
-    """Request bodies that are being read, all together."""
+    """Request bodies that are not tokens yet, all together."""
+    reading: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while a long body is read."""
     num_in_progress: int = 0
     """HTTP requests to /v1/* that have not been answered to the end."""
     live: LiveFeed | None = None

@@ -7,16 +7,19 @@ import contextlib
 import json
 import socket
 import string
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.types import Message
 
 from chairlift.server.app import make_app
 from chairlift.server.errors import ApiError
 from chairlift.server.http_protocol import HttpLimits, HttpProtocol
-from chairlift.server.limits import parse_json
+from chairlift.server.limits import parse_json, read_json
 from tests.server.harness import PATIENCE, Client, Connection, Endpoints, make_state, run, serving, until
 
 HEAD = b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -240,6 +243,32 @@ def test_all_bodies_together_have_a_cap() -> None:
             await connection.close()
 
     run(echo_server(test, max_body_bytes=1024))
+
+
+def test_of_long_bodies_that_come_at_once_one_is_read_at_a_time() -> None:
+    """Each takes the loop for as much as a step: others have their turn in between."""
+
+    async def test() -> None:
+        app = SimpleNamespace(state=SimpleNamespace(server=make_state()))
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")], "app": app}
+        turn, read_in = 0, []
+
+        async def read(body: bytes) -> None:
+            async def receive() -> Message:
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            await read_json(Request(scope | {"state": {}}, receive))
+            read_in.append(turn)
+
+        for length, num_turns in ((100, 1), (100_000, 5)):
+            read_in.clear()
+            tasks = [asyncio.create_task(read(b'{"a":"' + b"x" * length + b'"}')) for _ in range(5)]
+            while not all(task.done() for task in tasks):
+                await asyncio.sleep(0)
+                turn += 1
+            assert len(set(read_in)) == num_turns
+
+    run(test())
 
 
 def test_an_endless_body_is_cut_off_and_its_answer_arrives() -> None:
