@@ -206,8 +206,8 @@ class HttpProtocol(HttpToolsProtocol):
         if owed - self.transport.get_write_buffer_size() >= _LEAST_READ:
             self._expect_reading()
             return
-        request_id = self.scope.get("state", {}).get("request_id", "")
-        self.logger.info("request %s: nobody read the answer for %g s", request_id, self._limits.stall_timeout)
+        request_id, limit = self.scope.get("state", {}).get("request_id", ""), self._limits.stall_timeout
+        self.logger.info("request %s: nobody read its answer for %g s; it is cut off", request_id, limit)
         self.transport.abort()
 
     def _feed(self, piece: bytes) -> bytes:
