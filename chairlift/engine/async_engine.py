@@ -280,7 +280,6 @@ class AsyncEngine:
         patience = self._queue_timeout if queue_timeout is None else queue_timeout
         limit = self._request_timeout if timeout is None else timeout
         now = time.monotonic()
-        patience, limit = (None if each is None else max(0.0, since + each - now) for each in (patience, limit))
         predicted = self.expected_wait(service_class, tenant) if foreseeable else None
         if not has_room:
             self.check_room(1, service_class, num_tokens, tenant)
@@ -294,9 +293,9 @@ class AsyncEngine:
             watcher.began(stream)
         self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, tenant if foreseeable else None)
         if patience is not None:
-            stream.set_timer(patience, self._queued_too_long)
+            stream.set_timer(max(0.0, since + patience - now), self._queued_too_long)
         if limit is not None:
-            stream.set_timer(limit, self._took_too_long)
+            stream.set_timer(max(0.0, since + limit - now), self._took_too_long)
         _log.debug("request %s: %d prompt tokens, seed %d", stream.request_id, num_tokens, prepared.seed)
         return stream
 
