@@ -368,7 +368,7 @@ class AsyncEngine:
 
     def on_step(self, step: Step) -> None:
         """Give what steps brought to whom it belongs."""
-        now = self.intake.heard_at = time.monotonic()
+        self.intake.heard(now := time.monotonic(), busy=self.stats.engine.num_running > 0)
         self.stats.step(step.stats)
         outputs = self._outputs
         if outputs is None:

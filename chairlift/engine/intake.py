@@ -19,7 +19,7 @@ _WINDOW: Final = 30.0
 """Seconds over which rates are taken."""
 _LEAST, _MOST = 1.0, 60.0
 _OUTDATED: Final = 5.0
-"""Seconds without a word of the engine after which its forecast says nothing any more."""
+"""Seconds without a word of the engine after which its forecast says nothing any more, if its steps take no longer."""
 _LAST_SHARE: Final = 0.5
 """Of the queue, for the class that comes last."""
 _MOST_TAKEN: Final = 0.8
@@ -97,6 +97,7 @@ class Intake:
         """The engine's newest."""
         self.heard_at = math.inf
         """When the engine was last heard of, where that is told: while it stands still, nobody starts as foreseen."""
+        self._longest_step = 0.0
         self.max_requests = max(1, max_requests)
         self.max_tokens = max_tokens
         self.num_tokens = 0
@@ -287,9 +288,14 @@ class Intake:
         lane = None if tenant is None else (service_class, tenant)
         return self._wait(service_class, lane, now, self._unforeseen, free_rows)
 
+    def heard(self, now: float, busy: bool) -> None:
+        """The engine tells of a step; ``busy``: it had work since the one before."""
+        self._longest_step = max(now - self.heard_at if busy else 0.0, 0.9 * self._longest_step)
+        self.heard_at = now
+
     def is_outdated(self, now: float) -> bool:
         """Whether the engine stands still, or stood until now: what was foreseen does not hold."""
-        return now - self.heard_at > _OUTDATED
+        return now - self.heard_at > max(_OUTDATED, 3 * self._longest_step)
 
     def _wait(self, service_class: str, lane: _Lane | None, now: float, since: _Crowd, free_rows: int) -> float | None:
         """Of one behind those that came ``since`` the forecast was made."""

@@ -361,3 +361,15 @@ def test_a_forecast_says_nothing_while_the_engine_stands_still() -> None:
         assert [place.expected_start for place in intake.line(111.0)] == starts
         assert [place.request_id for place in intake.line(111.0)] == ["a", "b"]
         assert intake.retry_after(111.0) == intake.retry_after(111.0, "default") == again  # nobody has started yet
+
+
+def test_steps_may_take_long() -> None:
+    """A step of a large model can take a minute on two cores."""
+    intake = Intake(100, 1000)
+    assert not intake.is_outdated(1000.0)
+    for now, busy in ((1000.0, False), (1060.0, True), (5000.0, False), (5060.0, True)):
+        intake.heard(now, busy)
+    assert (intake.is_outdated(5239.0), intake.is_outdated(5241.0)) == (False, True)
+    for step in range(40):
+        intake.heard(5061.0 + step, True)
+    assert (intake.is_outdated(5104.0), intake.is_outdated(5106.0)) == (False, True)
