@@ -236,7 +236,7 @@ def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: f
             return [f"It keeps the promises for {words}"]
         return [f"No setting keeps the promises for 99 of 100 requests; this one keeps them for {words}"]
     says = "" if findings.confirmed_rate else ", as simulated"
-    others = f"static batches up to {theirs:.3g}" if theirs else "static batches at no rate"
+    others = f"static batches {f'up to {theirs:.3g}' if theirs else 'at no rate'}, as simulated"
     text = f"It keeps the promises for 99 of 100 requests up to {chosen.rate:.3g} requests/s{says}; {others}."
     own = findings.traffic.rate
     if own is not None and own > 1.02 * chosen.rate:

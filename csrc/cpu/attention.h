@@ -26,7 +26,6 @@ struct AttentionScratch {
   alignas(64) float scores[MAX_ATTENTION_ROWS * SCORES_STRIDE];
   alignas(64) Left<T> weights[MAX_ATTENTION_ROWS * SCORES_STRIDE];
   alignas(64) SoftmaxState all, split;
-  alignas(64) T edges[2][CL_KV_TOKENS * MAX_HEAD_DIM];  // values of the first and the last sixteen that a row sees
   float factor[MAX_ATTENTION_ROWS];
   int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // the positions each row sees: low <= position < high
 };
@@ -188,10 +187,12 @@ static const T* seen_values(const T* values, T* into, int dim, int first, int lo
 }
 
 // The state over tokens [from, to) of one split; rows see low <= position < high of them. `after`: what comes next.
-// `exactly`: the values of others in the same sixteens are not even multiplied by zero.
+// With `edges`, room for two sixteens of values, those of others in the same sixteens are not even multiplied by zero.
+// One copy of it, so that what it calls, which nobody else does, is compiled into it.
 template <typename T>
-static void attend_tokens(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state, int from, int to,
-                          const Sixteens<T>& after, bool exactly) {
+__attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask<T>& task, AttentionScratch<T>& s,
+                                                             SoftmaxState& state, int from, int to,
+                                                             const Sixteens<T>& after, T* edges) {
   const float scale = task.op.scale * 1.44269504f;
   const int limit = (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS, per_tile = Sixteens<T>::MOST;
   clear(state, task.rows, task.kv.head_dim);
@@ -208,8 +209,9 @@ static void attend_tokens(const AttentionTask<T>& task, AttentionScratch<T>& s, 
     for (int row = 0; row < task.rows; row++)
       weigh_row(s, state, row, begin_column, end_column, start, scale);
     const int last_tokens = to < end * CL_KV_TOKENS ? to - (end - 1) * CL_KV_TOKENS : int(CL_KV_TOKENS);
-    for (int i = 0; exactly && i < at.count; i += at.count > 1 ? at.count - 1 : 1)
-      at.values[i] = seen_values(at.values[i], s.edges[i > 0], task.kv.head_dim, (at.first + i) * CL_KV_TOKENS, from, to);
+    for (int i = 0; edges && i < at.count; i += at.count > 1 ? at.count - 1 : 1)
+      at.values[i] = seen_values(at.values[i], edges + (i > 0) * CL_KV_TOKENS * MAX_HEAD_DIM, task.kv.head_dim,
+                                 (at.first + i) * CL_KV_TOKENS, from, to);
     add_values(task, s, state, reading, last_tokens, begin_column);
   }
 }
@@ -271,13 +273,14 @@ __attribute__((noinline, cold)) static void attend_alone(AttentionTask<T> task, 
                                                          int from, int to) {
   const int rows = task.rows, dim = task.kv.head_dim;
   SoftmaxState alone;
+  alignas(64) T edges[2 * CL_KV_TOKENS * MAX_HEAD_DIM];
   task.rows = 1;
   for (int row = 0; row < rows; row++) {
     const int low = s.low[row] > from ? s.low[row] : from, high = s.high[row] < to ? s.high[row] : to;
     memmove(s.q, s.q + row * dim, sizeof(s.q[0]) * dim);
     s.low[0] = low, s.high[0] = high;
     clear(alone, 1, dim);
-    if (low < high) attend_tokens(task, s, alone, low, high, Sixteens<T>{}, true);
+    if (low < high) attend_tokens(task, s, alone, low, high, Sixteens<T>{}, edges);
     state.highest[row] = alone.highest[0], state.sum[row] = alone.sum[0];
     memcpy(state.values + row * dim, alone.values, sizeof(float) * dim);
   }
@@ -288,7 +291,7 @@ __attribute__((noinline, cold)) static void attend_alone(AttentionTask<T> task, 
 template <typename T>
 static void attend_split(const AttentionPiece<T>& piece, const AttentionTask<T>& task, AttentionScratch<T>& s,
                          SoftmaxState& state, int from, int to, const Sixteens<T>& after, const T* q, int64_t stride) {
-  attend_tokens(task, s, state, from, to, after, false);
+  attend_tokens(task, s, state, from, to, after, static_cast<T*>(nullptr));
   vf nothing = vset(0.0f);  // NaN after a value that is not finite
   for (int i = 0; i < task.rows * task.kv.head_dim; i += LANES) nothing = vfma(vload(state.values + i), vset(0.0f), nothing);
   if (vsum(nothing) == 0.0f) return;
