@@ -57,12 +57,16 @@ class Costs:
         self._passed += (min(seconds, _MOST_PACE * predicted) - self._passed) * _PACE_MEMORY
         self._predicted += (predicted - self._predicted) * _PACE_MEMORY
 
-    def wall_seconds(self, features: StepFeatures) -> float:
-        """From the end of one step to the end of the next: a wait is the sum of these. Beyond what the model says it
-        has the host's time between steps, and the share of unusually long steps, which teach the model little.
+    @property
+    def pace(self) -> float:
+        """How much longer it is from the end of one step to the end of the next than the model says: it has the host's
+        time between steps, and the share of unusually long steps, which teach the model little.
         """
-        pace = self._passed / self._predicted if self._predicted else 1.0
-        return pace * self.model.step_seconds(features)
+        return self._passed / self._predicted if self._predicted else 1.0
+
+    def wall_seconds(self, features: StepFeatures) -> float:
+        """From the end of one step to the end of the next: a wait is the sum of these."""
+        return self.pace * self.model.step_seconds(features)
 
     def recompute_seconds(self, num_tokens: int) -> float:
         """To compute so many lost positions of one request again."""
@@ -77,10 +81,10 @@ class Costs:
         rest = max(1, request.num_prompt_tokens - num_shared)
         alone = min(self.model.step_seconds(StepFeatures(1, request.num_prompt_tokens)), self._shortest[0])
         return Outlook(
-            to_first=self.model.prefill_seconds(rest, num_shared),
+            to_first=self.pace * self.model.prefill_seconds(rest, num_shared),
             to_first_at_least=self._least_seconds(rest),
             num_tokens=num_tokens,
-            per_token=self._step_seconds,
+            per_token=self.pace * self._step_seconds,
             per_token_alone=alone,
         )
 

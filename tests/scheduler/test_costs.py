@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from chairlift.request import Service
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
-from tests.scheduler.driver import request
+from tests.scheduler.driver import Driver, request
 
 
 def decode(seconds: float) -> tuple[StepFeatures, float, int]:
@@ -26,6 +27,36 @@ def test_a_token_takes_what_steps_took_lately() -> None:
     for _ in range(2000):
         costs.observe(*decode(0.01))
     assert costs.outlook(request("a", 4), 8, 0).per_token == pytest.approx(0.01)
+
+
+def test_what_is_expected_has_the_hosts_time_between_steps_and_what_is_certain_has_not() -> None:
+    costs, waiting = Costs([64], max_step_tokens=64), request("a", 64)
+    for step in ((StepFeatures(1, 64), 0.01, 0), prompt(64, 0.02)):
+        costs.observe(*step)
+    before = costs.outlook(waiting, 8, 0)
+    for features, _, _ in (decode(0.0), prompt(64, 0.0)) * 200:
+        costs.passed(features, 1.5 * costs.model.step_seconds(features))
+    after = costs.outlook(waiting, 8, 0)
+    assert (after.to_first, after.per_token) == pytest.approx((1.5 * before.to_first, 1.5 * before.per_token))
+    assert after.to_first_at_least == before.to_first_at_least > 0
+    assert after.per_token_alone == before.per_token_alone > 0
+
+
+def test_chunks_beside_an_answer_with_a_rate_leave_room_for_the_hosts_time() -> None:
+    costs = Costs([64])
+    rate = costs.model.step_seconds(StepFeatures(1, 5, 2000, 2000 * 2001 / 2))
+
+    def chunk() -> int:
+        driver = Driver(costs=costs, max_num_batched_tokens=4096, max_model_len=8192, num_blocks=4096)
+        driver.add(request("a", 4, max_tokens=64, service=Service(seconds_per_token=rate)))
+        driver.step()
+        driver.add(request("b", 4000))
+        return sum(chunk.num_tokens for chunk in driver.step().chunks)
+
+    alone = chunk()
+    for features, _, _ in (decode(0.0), prompt(64, 0.0)) * 200:
+        costs.passed(features, 1.5 * costs.model.step_seconds(features))
+    assert (alone, chunk()) == (pytest.approx(2000, rel=0.01), pytest.approx(1372, rel=0.01))
 
 
 def test_a_prompt_takes_at_least_what_the_shortest_step_of_fewer_tokens_took() -> None:
