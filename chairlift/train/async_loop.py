@@ -112,13 +112,18 @@ class AsyncLoop:
         self._running: dict[int, Sequence[int]] = {}  # ticket -> prompt
         self._num_prompts = self._num_steps = self._num_failed = self._num_waits = 0
         self._exhausted = False
+        self._unpublished = False
+        """Trained, but the generator does not have it: publishing raised."""
 
     def step(self) -> Any:
         """Generate until there is a batch, train on it, and publish. What ``train_step`` returned.
 
         Raises StopIteration when the prompts have ended and what is left is less than a batch. Where ``train_step``
-        raises, nothing is published, and its samples wait for the next call.
+        raises, nothing is published, and its samples wait for the next call; where publishing does, the next call
+        publishes first.
         """
+        if self._unpublished:
+            self._publish()
         self._collect(wait=False)
         self._refill()
         while not (selection := self.gate.select()):
@@ -138,9 +143,7 @@ class AsyncLoop:
             self.gate.put_back(selection)
             raise
         self._num_steps += 1
-        # Before the gate: nothing may be admitted as of a version that the generator does not have yet.
-        self._generator.update_weights(self._weights(), self.gate.version + 1)
-        self.gate.publish()
+        self._publish()
         return result
 
     def run(self, num_steps: int) -> list[Any]:
@@ -164,6 +167,7 @@ class AsyncLoop:
         return {
             "gate": gate,
             "running": [[ticket, list(prompt)] for ticket, prompt in self._running.items()],
+            "unpublished": self._unpublished,
             "num_prompts": self._num_prompts,
             "num_steps": self._num_steps,
             "num_failed": self._num_failed,
@@ -181,6 +185,7 @@ class AsyncLoop:
         gate = dict(state["gate"])
         gate["waiting"] = [[*each[:3], Rollout(**each[3])] for each in gate["waiting"]]
         self.gate.load_state_dict(gate)
+        self._unpublished = state.get("unpublished", False)
         self._num_steps = state["num_steps"]
         self._num_failed = state.get("num_failed", 0)  # earlier releases do not say
         self._num_waits = state.get("num_waits", 0)
@@ -193,6 +198,13 @@ class AsyncLoop:
                 )
         for ticket, prompt in state["running"]:
             self._begin(ticket, prompt)
+
+    def _publish(self) -> None:
+        self._unpublished = True
+        # Before the gate: nothing may be admitted as of a version that the generator does not have yet.
+        self._generator.update_weights(self._weights(), self.gate.version + 1)
+        self.gate.publish()
+        self._unpublished = False
 
     def _begin(self, ticket: int, prompt: Sequence[int]) -> None:
         self._generator.submit(ticket, prompt)

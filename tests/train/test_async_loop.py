@@ -166,6 +166,40 @@ def test_a_batch_whose_step_failed_is_trained_on_in_the_next(bound: int, resumed
     assert sum(loop.stats().gate.staleness.values()) == 8
 
 
+@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_could_not_be_published_is_before_the_next_batch(bound: int, resumed: bool) -> None:
+    class Away(Quick):
+        failing = iter([True, False, True, True])
+
+        def update_weights(self, source: Any, version: int) -> None:
+            if next(self.failing, False):
+                raise ConnectionError("away")
+            super().update_weights(source, version)
+
+    prompts, generator, trained = [[i + 1] for i in range(8)], Away(), []
+
+    def make() -> AsyncLoop:
+        loop = echo_loop(prompts, generator, bound)
+        loop._train_step = lambda selection: trained.append([list(rollout.prompt) for rollout in selection.samples])
+        return loop
+
+    loop, failures = make(), 0
+    while len(generator.given) < 4:
+        try:
+            loop.step()
+        except ConnectionError:
+            failures += 1
+            if resumed:
+                state = loop.state_dict()
+                generator.queue.clear()
+                loop = make()
+                loop.load_state_dict(state)
+    assert trained == [[[1], [2]], [[3], [4]], [[5], [6]], [[7], [8]]]
+    assert [version for _, version in generator.given] == [1, 2, 3, 4]
+    assert (failures, loop.stats().num_steps, loop.stats().gate.version) == (3, 4, 4)
+
+
 @pytest.mark.parametrize("steps", range(5))
 def test_a_resumed_loop_trains_on_the_same(steps: int) -> None:
     prompts = [[i + 1] for i in range(12)]
