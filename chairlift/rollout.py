@@ -41,7 +41,9 @@ class RolloutGenerator:
 
     def submit(self, ticket: int, prompt: Sequence[int]) -> None:
         """Queue the prompt. One that cannot be served is reported by the next :meth:`poll`, with the reason."""
-        seed = None if self._params.seed is None else self._params.seed + ticket
+        seed, first = None, self._params.seed
+        if first is not None:
+            seed = first + ticket + (first < 0 <= first + ticket + 1)  # -1 would be no seed
         try:
             params = dataclasses.replace(self._params, logprobs=self._params.logprobs or 0, seed=seed)
             request_id = self._llm.engine.add_request(list(prompt), params, stream=False)

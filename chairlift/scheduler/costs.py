@@ -53,6 +53,8 @@ class Costs:
 
     def passed(self, features: StepFeatures, seconds: float) -> None:
         """A step landed so many seconds after the one before, with work all the time."""
+        if not self.model.num_observed:  # a guess, and nobody knows how far off
+            return
         predicted = self.model.step_seconds(features)
         self._passed += (min(seconds, _MOST_PACE * predicted) - self._passed) * _PACE_MEMORY
         self._predicted += (predicted - self._predicted) * _PACE_MEMORY

@@ -172,7 +172,7 @@ def _queue(twin: Scheduler, scheduler: Scheduler, lengths: AnswerLengths, now: f
 
 def _like(request: Request, lengths: AnswerLengths) -> Request:
     """A request of the same size and standing, whose answer is as long as is to be expected."""
-    # One that has ended and is held in its batch ends in the next step, and is held again.
+    # One that has ended and is held in its batch is held here, too; it has no more tokens to come.
     num_tokens = request.num_output_tokens + 1 if request.finish_reason else lengths.expected(request)
     copy = Request(
         request.request_id,
@@ -189,4 +189,5 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
     copy.limit = request.limit  # nobody who reserves blocks knows how long the answer will be
     copy.num_preemptions, copy.sequence = request.num_preemptions, request.sequence
     copy.times_passed = request.times_passed
+    copy.finish_reason = request.finish_reason
     return copy

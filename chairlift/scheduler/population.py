@@ -192,13 +192,16 @@ class Population:
         self.add(request)
         known, computed = len(request.token_ids), original.num_computed_tokens if begins is None else begins
         decodes = begins is None and (original.decoding or computed >= known)
-        request.num_computed_tokens, request.short_of_blocks = min(computed, known - 1), original.short_of_blocks
+        held = request.finish_reason is not None  # one that is held computes beyond what it knows, up to its limit
+        request.num_computed_tokens = computed if held else min(computed, known - 1)
+        request.short_of_blocks = original.short_of_blocks
         self.kv.adopt(request, original, twins)
         self._seat(request, Admission(request.num_computed_tokens, []), SchedulerOutput(self.step))
         request.num_charged_tokens = original.num_charged_tokens
         request.progress_mark = original.progress_mark
-        if decodes:
+        if held or decodes:
             self._catching_up.remove(request)
+        if decodes and not (held and computed >= request.limit):
             self.decodes.start([request])
 
     # -- out ---------------------------------------------------------------------------------------------------------

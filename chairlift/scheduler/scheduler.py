@@ -132,8 +132,8 @@ class Scheduler(GivingWay):
         if not self.waiting:
             return None
         fires, told = self.membership.fires_at(self.waiting, self.free_rows), self.waiting if self.drop_late else ()
-        dues = [due for r in told for due in (r.service.first_token_by, r.service.finish_by) if due >= now]
-        # Just past a deadline the policy is asked who is late.
+        dues = [due for r in told for due in (r.service.first_token_by, r.service.finish_by) if due >= self.now]
+        # Just past a deadline, also one that passed since the policy was last asked, it is asked who is late.
         return min([fires, *(math.nextafter(due, math.inf) for due in dues)])
 
     def schedule(self, now: float) -> SchedulerOutput:

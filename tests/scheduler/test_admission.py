@@ -197,6 +197,18 @@ def test_who_is_late_hears_of_it_before_the_batch_fires(batching: str, which: st
     assert driver.finished == ["a"]
 
 
+def test_a_deadline_that_passes_between_a_step_and_the_wait_is_not_slept_over() -> None:
+    driver = Driver(batching="static", batch_wait_ms=6000.0, policy=Precedence({}, max_running=8), drop_late=True)
+    driver.add(request("late", 3, service=Service(first_token_by=1.0)))
+    driver.now = 0.999
+    assert driver.step().num_tokens == 0
+    due = driver.scheduler.next_event(1.001)
+    assert due is not None and 1.0 < due < 1.001
+    driver.now = 1.001
+    driver.step()
+    assert [dropped.request_id for dropped in driver.scheduler.dropped] == ["late"]
+
+
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
 def test_a_closed_batch_is_filled_even_beyond_the_first_steps_budget(batching: str) -> None:
     driver = Driver(batching=batching, max_num_batched_tokens=8)

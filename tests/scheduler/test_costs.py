@@ -42,6 +42,19 @@ def test_what_is_expected_has_the_hosts_time_between_steps_and_what_is_certain_h
     assert after.per_token_alone == before.per_token_alone > 0
 
 
+def test_steps_before_anything_was_learnt_say_nothing_of_the_hosts_time() -> None:
+    """A long first prompt: chunks that sample nothing teach the model nothing, and its first guesses may be far off."""
+    costs = Costs([64])
+    for _ in range(20):
+        costs.passed(prompt(64, 0.0)[0], 0.001)
+    assert costs.pace == 1.0
+    features, seconds, _ = decode(0.01)
+    for _ in range(20):
+        costs.observe(features, seconds, 0)
+        costs.passed(features, 1.5 * costs.model.step_seconds(features))
+    assert costs.pace == pytest.approx(1.5)
+
+
 def test_chunks_beside_an_answer_with_a_rate_leave_room_for_the_hosts_time() -> None:
     costs = Costs([64])
     rate = costs.model.step_seconds(StepFeatures(1, 5, 2000, 2000 * 2001 / 2))
@@ -54,6 +67,7 @@ def test_chunks_beside_an_answer_with_a_rate_leave_room_for_the_hosts_time() -> 
         return sum(chunk.num_tokens for chunk in driver.step().chunks)
 
     alone = chunk()
+    costs.model.num_observed = 1
     for features, _, _ in (decode(0.0), prompt(64, 0.0)) * 200:
         costs.passed(features, 1.5 * costs.model.step_seconds(features))
     assert (alone, chunk()) == (pytest.approx(2000, rel=0.01), pytest.approx(1372, rel=0.01))

@@ -51,6 +51,15 @@ def test_starts_are_exact_where_memory_is_short(preemption: str, window: int | N
     check_exact((core, ModelLimits(1000, 420, ())), rng, 0, longest=380)
 
 
+@pytest.mark.parametrize("batching", ["static", "dynamic"])
+@pytest.mark.parametrize("num_kv_blocks", [36, 200])
+@pytest.mark.parametrize("seed", range(12))
+def test_starts_are_exact_behind_a_batch(batching: str, num_kv_blocks: int, seed: int) -> None:
+    """And where some of it have ended, and are held."""
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "batching": batching, "num_kv_blocks": num_kv_blocks}
+    check_exact(simulated_core(*deployed(settings)), random.Random(seed), 0, longest=100)
+
+
 def deployed(settings: dict[str, Any]) -> tuple[Deployment, EngineConfig]:
     config = EngineConfig.from_flat({**settings, "enable_prefix_caching": False})
     return deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), config

@@ -8,7 +8,8 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -309,6 +310,15 @@ def test_a_seed_that_leaves_its_range_is_reported_like_other_refusals(model_dirs
     generator.submit(1, [6])
     reported = {rollout.ticket: rollout.error for _ in range(2) for rollout in generator.poll(wait=True)}
     assert reported[0] == "" and "seed must be" in reported[1]
+
+
+def test_every_rollout_has_a_seed_also_where_the_sum_would_be_none() -> None:
+    asked: list[int | None] = []
+    engine = SimpleNamespace(add_request=lambda prompt, params, stream: asked.append(params.seed))
+    generator = RolloutGenerator(cast(LLM, SimpleNamespace(engine=engine)), SamplingParams(seed=-4))
+    for ticket in range(6):
+        generator.submit(ticket, [5])
+    assert asked == [-4, -3, -2, 0, 1, 2]
 
 
 def test_a_rollout_is_one_answer(model_dirs: list[Path]) -> None:
