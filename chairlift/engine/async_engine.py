@@ -284,7 +284,7 @@ class AsyncEngine:
         if not has_room:
             self.check_room(1, service_class, num_tokens, tenant)
         with self._refusing():
-            self.intake.check_wait(predicted, {"queue_timeout": patience, "timeout": limit}, service_class)
+            self.intake.check_wait(predicted, {"queue_timeout": patience, "timeout": limit}, service_class, now - since)
         self._client.add(prepared)
         state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
         stream = OutputStream(state, kind, self.abort, name)

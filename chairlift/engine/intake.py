@@ -161,20 +161,26 @@ class Intake:
             )
 
     def check_wait(
-        self, predicted: float | None, allowed: Mapping[str, float | None], service_class: str = DEFAULT_CLASS
+        self,
+        predicted: float | None,
+        allowed: Mapping[str, float | None],
+        service_class: str = DEFAULT_CLASS,
+        spent: float = 0.0,
     ) -> None:
-        """Raise QueueFullError when a request that may wait ``allowed`` seconds (by setting) would do so in vain: the
-        forecast says so, and 9 of 10 like it were no further off. Without enough of them nobody is refused.
+        """Raise QueueFullError when a request that may wait ``allowed`` seconds (by setting), of which it has ``spent``
+        some, would do so in vain: the forecast says so, and 9 of 10 like it were no further off. Without enough of them
+        nobody is refused.
         """
         shortest = self._calibrations[self._levels.get(service_class, 0)].quantile(_WRONG_REFUSALS)
         if predicted is None or shortest is None or predicted < SHORTEST_WAIT:
             return
         for setting, seconds in allowed.items():
-            if seconds is not None and predicted * min(1.0, shortest) > seconds:
+            if seconds is not None and spent + predicted * min(1.0, shortest) > seconds:
+                before = f", {spent:.3g} s have passed already" if spent >= SHORTEST_WAIT else ""
                 raise QueueFullError(
-                    f"the request would start in about {predicted:.3g} s, but its {setting} allows {seconds:.3g} s; try"
-                    " again later, or allow more",
-                    predicted - seconds,
+                    f"the request would start in about {predicted:.3g} s{before}, but its {setting} allows"
+                    f" {seconds:.3g} s; try again later, or allow more",
+                    spent + predicted - seconds,
                     "forecast",
                 )
 

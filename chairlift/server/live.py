@@ -156,7 +156,10 @@ async def _export(request: Request) -> Response:
 
 async def _static(request: Request) -> Response:
     """The arrivals of the recording through static batching, simulated: a line that compares, then a recording."""
-    return Response(await _work(_feed(request), "static", lambda: _recording(request)), media_type=_NDJSON)
+    feed = _feed(request)
+    if request.query_params.get("source") == "demo":
+        await _demo(feed)  # before its turn: that is one, too
+    return Response(await _work(feed, "static", lambda: _recording(request)), media_type=_NDJSON)
 
 
 async def _show_demo(request: Request) -> Response:

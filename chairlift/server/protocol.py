@@ -346,8 +346,8 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **f
 
 
 def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``chat_template_kwargs``, checked: none of the names that requests set otherwise. Raises ApiError."""
-    variables = dict(given or {})
+    """``chat_template_kwargs``, checked: none of the names that requests set otherwise, or null. Raises ApiError."""
+    variables = {name: v for name, v in (given or {}).items() if v is not None or name not in _RESERVED_VARIABLES}
     taken = sorted(_RESERVED_VARIABLES & set(variables))
     if taken:
         message = f"chat_template_kwargs cannot set {', '.join(taken)}; leave it out, or use the field of that name"

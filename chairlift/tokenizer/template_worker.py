@@ -277,7 +277,8 @@ class _Process:
     def seconds_computed(self) -> float:
         """Processor time since its start; where the system does not tell, time."""
         try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            with open(f"/proc/{self.pid}/stat", "rb", 0) as file:  # each chat asks: half the time of read_text
+                fields = file.read().rpartition(b")")[2].split()
         except OSError:
             return time.monotonic()
         return (int(fields[11]) + int(fields[12])) * _TICK

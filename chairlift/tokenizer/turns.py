@@ -21,25 +21,30 @@ class Turns:
     """
 
     def __init__(self, at_once: int, most_waiting: int, what: str) -> None:
+        self._at_once = at_once
         self._free = asyncio.Semaphore(at_once)
         self._most_waiting = max(1, most_waiting)
         self._what = what
         self.num_waiting = 0
+        self._seconds = 0.0
+        """That a work takes, as a running mean."""
 
     async def take(self, start: Callable[[], asyncio.Future[_T]]) -> _T:
         """What the work brings that ``start`` begins. Raises QueueFullError when the line is full."""
         if self.num_waiting >= self._most_waiting:
-            raise QueueFullError(f"{self.num_waiting} {self._what} wait already, as many as may; try again later")
+            message = f"{self.num_waiting} {self._what} wait already, as many as may; try again later"
+            raise QueueFullError(message, min(60.0, self.num_waiting * self._seconds / self._at_once))
         self.num_waiting += 1
         try:
             await self._free.acquire()
         finally:
             self.num_waiting -= 1
-        work = start()
-        work.add_done_callback(self._ended)
+        began, work = asyncio.get_running_loop().time(), start()
+        work.add_done_callback(lambda work: self._ended(work, began))
         return await asyncio.shield(work)
 
-    def _ended(self, work: asyncio.Future[Any]) -> None:
+    def _ended(self, work: asyncio.Future[Any], began: float) -> None:
         self._free.release()
+        self._seconds += 0.2 * (asyncio.get_running_loop().time() - began - self._seconds)
         if not work.cancelled():
             work.exception()  # its caller may have gone; an error nobody fetches would be logged

@@ -97,7 +97,9 @@ def test_forecasts_are_good_and_what_is_in_vain_is_refused_at_once(policy: str) 
             assert full.value.retry_after == pytest.approx(wait - 0.05, abs=1.0)
             with pytest.raises(QueueFullError, match="its timeout allows"):
                 await engine.submit([1, 2], answer(), timeout=0.05)
-            assert engine.stats.rejected == {"forecast": 2}
+            with pytest.raises(QueueFullError, match="have passed already, but its timeout allows 600 s"):
+                await engine.submit([1, 2], answer(), timeout=600, arrival=time.monotonic() - 599.99)
+            assert engine.stats.rejected == {"forecast": 3}
             assert len(engine.intake) <= counted and engine.num_requests <= 40
             # These are in another place of the line than a newcomer that only belongs to the class.
             for params in (answer(priority=-5), answer(deadline_ms=60_000)) if policy == "priority" else ():

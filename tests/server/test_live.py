@@ -439,6 +439,18 @@ def test_what_cannot_be_simulated_says_why() -> None:
     run(test())
 
 
+def test_the_example_can_be_compared_before_anybody_has_seen_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is simulated first; both take the one turn that there is."""
+    monkeypatch.setattr("chairlift.server.live._demo_lines", [])
+
+    async def test() -> None:
+        async with serving(make_app(make_state(WatchedEngine()))) as client:
+            reply = await client.get("/live/static?source=demo")
+            assert (reply.status, len(read_recording(reply.body.partition(b"\n")[2]).steps) > 300) == (200, True)
+
+    run(test())
+
+
 def test_the_example_is_a_recording_with_all_there_is_to_see() -> None:
     async def test() -> None:
         async with serving(make_app(make_state(WatchedEngine()))) as client:

@@ -278,5 +278,6 @@ def test_template_variables_cannot_replace_the_conversation() -> None:
     for name in ("messages", "self", "add_generation_prompt", "tools"):
         with pytest.raises(ApiError, match=name):
             template_variables({name: 1})
+        assert template_variables({name: None, "x": None}) == {"x": None}
     for bad in ({"_x": 1}, {"a b": 1}, {"x": []}, {"x": {}}, {"x": 2**64}, {"x": 1e308}, {"x": "y" * 5000}):
         refusal(ChatRequest, {**CHAT, "chat_template_kwargs": bad})

@@ -12,6 +12,33 @@ from chairlift.errors import QueueFullError
 from chairlift.tokenizer.turns import Turns
 
 
+def test_who_finds_the_line_full_hears_how_long_it_takes() -> None:
+    async def main() -> None:
+        loop, now = asyncio.get_running_loop(), 0.0
+        loop.time = lambda: now  # type: ignore[method-assign]
+        turns, works = Turns(2, 3, "works"), [loop.create_future() for _ in range(50)]
+
+        def caller(number: int) -> asyncio.Task[None]:
+            return asyncio.create_task(turns.take(lambda: works[number]))
+
+        for number in range(40):
+            caller(number)
+            await turns_of_the_loop()
+            now += 3.0
+            works[number].set_result(None)
+            await turns_of_the_loop()
+        callers = [caller(number) for number in range(40, 45)]
+        await turns_of_the_loop()
+        with pytest.raises(QueueFullError) as full:
+            await turns.take(lambda: works[46])
+        assert full.value.retry_after == pytest.approx(3 * 3.0 / 2, rel=0.01)
+        for work in works[40:45]:
+            work.set_result(None)
+        await asyncio.gather(*callers)
+
+    asyncio.run(main())
+
+
 async def turns_of_the_loop() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
