@@ -165,14 +165,15 @@ class TemplateWorker:
     async def _in_time(self, process: _Process, frame: bytes) -> dict[str, Any]:
         """The reply. Raises TimeoutError when the worker has computed for too long, and OverloadedError when it does
         not come to that: it got no processor, for which the chat is not to blame."""
-        loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(process.ask(frame, self._max_reply))
-        begin, used, end = process.seconds_computed(), 0.0, loop.time() + _PATIENCE * self._time_limit
+        begin, used, waited = process.seconds_computed(), 0.0, 0.0
         try:
-            while loop.time() < end:
-                await asyncio.wait({task}, timeout=max(_TICK, self._time_limit - used))
+            while waited < _PATIENCE * self._time_limit:
+                timeout = max(_TICK, self._time_limit - used)
+                await asyncio.wait({task}, timeout=timeout)
                 if task.done():
                     return task.result()
+                waited += timeout  # not by the clock: while this process stood still it could not hear the reply
                 used = process.seconds_computed() - begin
                 if used >= self._time_limit:
                     raise TimeoutError
