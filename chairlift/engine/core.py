@@ -417,7 +417,7 @@ class EngineCore(EngineClient):
             # With look-ahead a step begins when the one before it has ended, however early it was scheduled.
             self.costs.observe(record.features, end - max(start, self._landed_at), len(out.swap_out) + len(out.swap_in))
         if self._was_busy and not out.swap_out and not out.swap_in:
-            self.costs.passed(record.features, end - self._landed_at)
+            self.costs.passed(record.features, end - max(start, self._landed_at), end - self._landed_at)
         self._landed_at, self._was_busy = end, bool(self.scheduler.running)
         counted = self._counted
         counted.step_tokens = out.num_tokens

@@ -29,7 +29,7 @@ class Costs:
         self._bytes = sum(block_bytes)
         self._step_seconds = 0.0
         self._most_tokens = max_step_tokens
-        self._passed = self._predicted = 0.0
+        self._passed = self._predicted = self._wall = self._own = 0.0
         self._shortest = [0.0] * 64
         """Seconds of the shortest step of 2 ** (i - 1) to 2 ** i - 1 prompt tokens alone; first that of one decode
         row; 0 where there was none."""
@@ -51,8 +51,10 @@ class Costs:
         else:
             self.model.observe(features, seconds - copying)
 
-    def passed(self, features: StepFeatures, seconds: float) -> None:
-        """A step landed so many seconds after the one before, with work all the time."""
+    def passed(self, features: StepFeatures, own: float, seconds: float) -> None:
+        """A step that took ``own`` seconds landed so many after the one before, with work all the time."""
+        self._wall += (min(seconds, _MOST_PACE * own) - self._wall) * _PACE_MEMORY
+        self._own += (own - self._own) * _PACE_MEMORY
         if not self.model.num_observed:  # a guess, and nobody knows how far off
             return
         predicted = self.model.step_seconds(features)
@@ -61,14 +63,14 @@ class Costs:
 
     @property
     def pace(self) -> float:
-        """How much longer it is from the end of one step to the end of the next than the model says: it has the host's
-        time between steps, and the share of unusually long steps, which teach the model little.
-        """
-        return self._passed / self._predicted if self._predicted else 1.0
+        """How much longer than a step it is from its predecessor's end to its own: the host has a share of that."""
+        return self._wall / self._own if self._own else 1.0
 
     def wall_seconds(self, features: StepFeatures) -> float:
-        """From the end of one step to the end of the next: a wait is the sum of these."""
-        return self.pace * self.model.step_seconds(features)
+        """From the end of one step to the end of the next: a wait is the sum of these. Beyond what the model says it
+        has the host's time between steps, and the share of unusually long steps, which teach the model little.
+        """
+        return self.model.step_seconds(features) * (self._passed / self._predicted if self._predicted else 1.0)
 
     def recompute_seconds(self, num_tokens: int) -> float:
         """To compute so many lost positions of one request again."""

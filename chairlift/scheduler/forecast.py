@@ -158,7 +158,8 @@ def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict
     begins = scheduler.chunks_in_flight()
     blocks: list[dict[int, int]] = [{} for _ in groups]
     for request in sorted(scheduler.running.values(), key=lambda request: request.admitted_at_step):
-        twin.adopt(_like(request, lengths), request, begins.get(request.request_id), blocks, now)
+        begin = begins.get(request.request_id)
+        twin.adopt(_like(request, lengths), request, begin, blocks, now, scheduler.num_in_flight)
     return twin
 
 

@@ -183,16 +183,24 @@ class Population:
         out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, request.sampling))
 
     def adopt(
-        self, request: Request, original: Request, begins: int | None, twins: Sequence[dict[int, int]], now: float
+        self,
+        request: Request,
+        original: Request,
+        begins: int | None,
+        twins: Sequence[dict[int, int]],
+        now: float,
+        num_in_flight: int,
     ) -> None:
-        """Take in the copy of a request that runs in another scheduler, as far as it is there without the steps in
-        flight; ``begins`` is where their chunks of it begin, if they have any. ``twins`` has, per cache group, the
-        blocks here that stand for blocks there."""
+        """Take in the copy of a request that runs in another scheduler, as far as it is there without the
+        ``num_in_flight`` steps in flight; ``begins`` is where their chunks of it begin, if they have any. ``twins``
+        has, per cache group, the blocks here that stand for blocks there."""
         self.now = now
         self.add(request)
         known, computed = len(request.token_ids), original.num_computed_tokens if begins is None else begins
         decodes = begins is None and (original.decoding or computed >= known)
         held = request.finish_reason is not None  # one that is held computes beyond what it knows, up to its limit
+        if held and original.decoding:
+            computed = max(known - 1, computed - num_in_flight)
         request.num_computed_tokens = computed if held else min(computed, known - 1)
         request.short_of_blocks = original.short_of_blocks
         self.kv.adopt(request, original, twins)

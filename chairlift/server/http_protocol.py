@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import logging
 import secrets
 import socket
@@ -346,7 +347,16 @@ class HttpProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.close()
         if self.transport.get_write_buffer_size():
-            self._start_timer(self._limits.stall_timeout, self.transport.abort)
+            self._expect_the_end()
+
+    def _expect_the_end(self) -> None:
+        self._start_timer(self._limits.stall_timeout, functools.partial(self._look_for_the_end, self._num_owed()))
+
+    def _look_for_the_end(self, owed: int) -> None:
+        if owed - self._num_owed() < _LEAST_READ:
+            self.transport.abort()
+        elif self.transport.get_write_buffer_size():
+            self._expect_the_end()
 
     def finish_softly(self) -> None:
         """The same, after a moment in which the client can stop sending."""

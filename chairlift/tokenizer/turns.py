@@ -33,7 +33,7 @@ class Turns:
         """What the work brings that ``start`` begins. Raises QueueFullError when the line is full."""
         if self.num_waiting >= self._most_waiting:
             message = f"{self.num_waiting} {self._what} wait already, as many as may; try again later"
-            raise QueueFullError(message, min(60.0, self.num_waiting * self._seconds / self._at_once))
+            raise QueueFullError(message, min(60.0, self.num_waiting * self._seconds / self._at_once) or 1.0)
         self.num_waiting += 1
         try:
             await self._free.acquire()
@@ -45,6 +45,6 @@ class Turns:
 
     def _ended(self, work: asyncio.Future[Any], began: float) -> None:
         self._free.release()
-        self._seconds += 0.2 * (asyncio.get_running_loop().time() - began - self._seconds)
+        self._seconds += (0.2 if self._seconds else 1.0) * (asyncio.get_running_loop().time() - began - self._seconds)
         if not work.cancelled():
             work.exception()  # its caller may have gone; an error nobody fetches would be logged

@@ -13,7 +13,7 @@ MOST_LINES_OF_A_FILE = 500
 MOST_LINES_OF_SCHEDULE = 100
 MOST_LINES_OF_A_POLICY_MODULE = 300
 MOST_LINES_OF_THE_LOOP = 600
-MOST_LINES_OF = {"scheduler": 4_010, "kv_cache": 1_280, "engine": 4_660, "": 48_950}
+MOST_LINES_OF = {"scheduler": 4_030, "kv_cache": 1_280, "engine": 4_660, "": 48_990}
 LOOP = ["chairlift.scheduler.scheduler", "chairlift.scheduler.output"]
 
 

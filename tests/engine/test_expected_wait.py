@@ -97,7 +97,7 @@ def test_forecasts_are_good_and_what_is_in_vain_is_refused_at_once(policy: str) 
             assert full.value.retry_after == pytest.approx(wait - 0.05, abs=1.0)
             with pytest.raises(QueueFullError, match="its timeout allows"):
                 await engine.submit([1, 2], answer(), timeout=0.05)
-            with pytest.raises(QueueFullError, match="have passed already, but its timeout allows 600 s"):
+            with pytest.raises(QueueFullError, match="after it came, but its timeout allows 600 s"):
                 await engine.submit([1, 2], answer(), timeout=600, arrival=time.monotonic() - 599.99)
             assert engine.stats.rejected == {"forecast": 3}
             assert len(engine.intake) <= counted and engine.num_requests <= 40

@@ -4,9 +4,14 @@ import random
 
 import pytest
 
+from chairlift.config import EngineConfig
+from chairlift.engine.input_processor import InputProcessor
 from chairlift.request import Service
+from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
+from chairlift.sim.machines import deploy, shape_from_name
+from chairlift.sim.replay import simulated_core
 from tests.scheduler.driver import Driver, request
 
 
@@ -34,25 +39,50 @@ def test_what_is_expected_has_the_hosts_time_between_steps_and_what_is_certain_h
     for step in ((StepFeatures(1, 64), 0.01, 0), prompt(64, 0.02)):
         costs.observe(*step)
     before = costs.outlook(waiting, 8, 0)
-    for features, _, _ in (decode(0.0), prompt(64, 0.0)) * 200:
-        costs.passed(features, 1.5 * costs.model.step_seconds(features))
+    for features, seconds, _ in (decode(0.01), prompt(64, 0.02)) * 200:
+        costs.passed(features, seconds, 1.5 * seconds)
     after = costs.outlook(waiting, 8, 0)
     assert (after.to_first, after.per_token) == pytest.approx((1.5 * before.to_first, 1.5 * before.per_token))
     assert after.to_first_at_least == before.to_first_at_least > 0
     assert after.per_token_alone == before.per_token_alone > 0
 
 
-def test_steps_before_anything_was_learnt_say_nothing_of_the_hosts_time() -> None:
+def test_a_wait_counts_the_hosts_time_from_when_steps_are_known() -> None:
     """A long first prompt: chunks that sample nothing teach the model nothing, and its first guesses may be far off."""
-    costs = Costs([64])
+    costs, (features, seconds, _) = Costs([64]), decode(0.01)
     for _ in range(20):
-        costs.passed(prompt(64, 0.0)[0], 0.001)
-    assert costs.pace == 1.0
-    features, seconds, _ = decode(0.01)
+        costs.passed(prompt(64, 0.0)[0], 0.001, 0.001)
+    assert costs.wall_seconds(features) == costs.model.step_seconds(features)
     for _ in range(20):
         costs.observe(features, seconds, 0)
-        costs.passed(features, 1.5 * costs.model.step_seconds(features))
-    assert costs.pace == pytest.approx(1.5)
+        costs.passed(features, 0.01, 1.5 * 0.01)
+    assert costs.wall_seconds(features) == pytest.approx(0.015, rel=0.01)
+
+
+def test_a_model_that_is_far_off_is_no_time_of_the_hosts() -> None:
+    costs, (features, _, _) = Costs([64]), decode(0.0)
+    for _ in range(20):
+        costs.observe(features, 0.01, 0)
+    for _ in range(200):
+        costs.passed(features, 0.04, 0.04)
+    assert costs.pace == pytest.approx(1.0) and costs.wall_seconds(features) > 0.03
+    assert costs.outlook(request("a", 4), 8, 0).per_token == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("depth", "host", "took"), [(0, 0.0, 0.0154), (0, 0.03, 0.0454), (1, 0.004, 0.0154), (1, 0.03, 0.03)]
+)
+def test_an_engine_tells_the_hosts_time_from_its_steps(depth: int, host: float, took: float) -> None:
+    """One step ahead, what the host does is hidden by the step that runs meanwhile, as far as that is long enough."""
+    settings = {"max_num_seqs": 8, "num_kv_blocks": 400, "num_lookahead_steps": depth}
+    machine = deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b"))
+    core, limits = simulated_core(machine, EngineConfig.from_flat(settings))
+    door = InputProcessor(limits, None, core.kv, seed=0)
+    core.add(door.prepare("a", [9] * 20, SamplingParams(max_tokens=1500, ignore_eos=True), 0.0))
+    for _ in range(600):
+        core.step()
+        core.clock.wait_until(core.clock.now() + host)
+    assert core.costs.outlook(request("b", 4), 8, 0).per_token == pytest.approx(took, rel=0.01)
 
 
 def test_chunks_beside_an_answer_with_a_rate_leave_room_for_the_hosts_time() -> None:
@@ -67,9 +97,8 @@ def test_chunks_beside_an_answer_with_a_rate_leave_room_for_the_hosts_time() -> 
         return sum(chunk.num_tokens for chunk in driver.step().chunks)
 
     alone = chunk()
-    costs.model.num_observed = 1
-    for features, _, _ in (decode(0.0), prompt(64, 0.0)) * 200:
-        costs.passed(features, 1.5 * costs.model.step_seconds(features))
+    for features, seconds, _ in (decode(0.01), prompt(64, 0.03)) * 200:
+        costs.passed(features, seconds, 1.5 * seconds)
     assert (alone, chunk()) == (pytest.approx(2000, rel=0.01), pytest.approx(1372, rel=0.01))
 
 

@@ -511,6 +511,25 @@ def test_a_slow_reader_is_not_cut_off() -> None:
     run(echo_server(test, max_body_bytes=32 << 20))
 
 
+def test_a_slow_reader_of_the_end_is_not_cut_off() -> None:
+    """Also where the connection closes behind the answer."""
+
+    async def test(client: Client) -> None:
+        connection, served = await owed(client)
+        before = served._num_owed()
+        served.finish()
+        await connection.reader.readexactly(1 << 17)
+        await until(lambda: before - served._num_owed() >= 1 << 16)
+        left = served._num_owed()
+        served._look_for_the_end(before)
+        assert served.transport.get_write_buffer_size()
+        served._look_for_the_end(left)
+        await until(lambda: not client.server.state.connections)
+        await connection.close()
+
+    run(echo_server(test, max_body_bytes=32 << 20))
+
+
 def test_a_reader_who_waits_for_the_answer_is_not_cut_off() -> None:
     async def test() -> None:
         endpoints = Endpoints()

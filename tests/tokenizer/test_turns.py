@@ -21,20 +21,17 @@ def test_who_finds_the_line_full_hears_how_long_it_takes() -> None:
         def caller(number: int) -> asyncio.Task[None]:
             return asyncio.create_task(turns.take(lambda: works[number]))
 
-        for number in range(40):
-            caller(number)
+        for begin, told in ((0, 1.0), (10, 3 * 3.0 / 2)):  # nobody knows; then each of three takes 3 s, two at a time
+            callers = [caller(number) for number in range(begin, begin + 5)]
             await turns_of_the_loop()
-            now += 3.0
-            works[number].set_result(None)
-            await turns_of_the_loop()
-        callers = [caller(number) for number in range(40, 45)]
-        await turns_of_the_loop()
-        with pytest.raises(QueueFullError) as full:
-            await turns.take(lambda: works[46])
-        assert full.value.retry_after == pytest.approx(3 * 3.0 / 2, rel=0.01)
-        for work in works[40:45]:
-            work.set_result(None)
-        await asyncio.gather(*callers)
+            with pytest.raises(QueueFullError) as full:
+                await turns.take(lambda: works[-1])
+            assert full.value.retry_after == pytest.approx(told)
+            for number in range(begin, begin + 5):
+                now += 3.0 * (number - begin in (0, 2, 4))  # two end together
+                works[number].set_result(None)
+                await turns_of_the_loop()
+            await asyncio.gather(*callers)
 
     asyncio.run(main())
 
