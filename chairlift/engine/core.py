@@ -205,7 +205,7 @@ class EngineCore(EngineClient):
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
         self._flights: deque[tuple[SchedulerOutput, PendingTokens | Exception, float]] = deque()
-        self._landed_at, self._was_busy = 0.0, False
+        self._landed_at = 0.0
         self._counted = EngineStats()
         self._reserved = [name for name, each in (config.promises or {}).items() if each.min_seqs]
         self._shares_noted = -math.inf
@@ -416,10 +416,10 @@ class EngineCore(EngineClient):
         if result.sampled and self.costs.wants(out):
             # With look-ahead a step begins when the one before it has ended, however early it was scheduled.
             self.costs.observe(record.features, end - max(start, self._landed_at), len(out.swap_out) + len(out.swap_in))
-        if self._was_busy and not out.swap_out and not out.swap_in:
+        was_busy = out.num_decodes > 0 or len(out.chunks) > len(out.joined)
+        if was_busy and not out.swap_out and not out.swap_in:
             self.costs.passed(record.features, end - max(start, self._landed_at), end - self._landed_at)
-        self._landed_at, self._was_busy = end, bool(self.scheduler.running)
-        counted = self._counted
+        self._landed_at, counted = end, self._counted
         counted.step_tokens = out.num_tokens
         counted.num_computed_tokens += out.num_tokens
         counted.num_recomputed_tokens += out.num_recomputed

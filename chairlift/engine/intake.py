@@ -176,7 +176,7 @@ class Intake:
             return
         for setting, seconds in allowed.items():
             if seconds is not None and spent + predicted * min(1.0, shortest) > seconds:
-                before = f", {spent:.3g} s after it came" if spent >= SHORTEST_WAIT else ""
+                before = f", {spent + predicted:.3g} s after it came" if spent >= SHORTEST_WAIT else ""
                 raise QueueFullError(
                     f"the request would start in about {predicted:.3g} s{before}, but its {setting} allows"
                     f" {seconds:.3g} s; try again later, or allow more",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from chairlift.request import Request
@@ -29,7 +30,9 @@ class Costs:
         self._bytes = sum(block_bytes)
         self._step_seconds = 0.0
         self._most_tokens = max_step_tokens
-        self._passed = self._predicted = self._wall = self._own = 0.0
+        self._passed = self._predicted = 0.0
+        self.host_seconds = 0.0
+        """Between the end of a step and the next, as a running mean; with a step ahead most of it is hidden."""
         self._shortest = [0.0] * 64
         """Seconds of the shortest step of 2 ** (i - 1) to 2 ** i - 1 prompt tokens alone; first that of one decode
         row; 0 where there was none."""
@@ -53,18 +56,12 @@ class Costs:
 
     def passed(self, features: StepFeatures, own: float, seconds: float) -> None:
         """A step that took ``own`` seconds landed so many after the one before, with work all the time."""
-        self._wall += (min(seconds, _MOST_PACE * own) - self._wall) * _PACE_MEMORY
-        self._own += (own - self._own) * _PACE_MEMORY
+        self.host_seconds += (min(seconds - own, _MOST_PACE * own) - self.host_seconds) * _PACE_MEMORY
         if not self.model.num_observed:  # a guess, and nobody knows how far off
             return
         predicted = self.model.step_seconds(features)
         self._passed += (min(seconds, _MOST_PACE * predicted) - self._passed) * _PACE_MEMORY
         self._predicted += (predicted - self._predicted) * _PACE_MEMORY
-
-    @property
-    def pace(self) -> float:
-        """How much longer than a step it is from its predecessor's end to its own: the host has a share of that."""
-        return self._wall / self._own if self._own else 1.0
 
     def wall_seconds(self, features: StepFeatures) -> float:
         """From the end of one step to the end of the next: a wait is the sum of these. Beyond what the model says it
@@ -83,12 +80,13 @@ class Costs:
     def outlook(self, request: Request, num_tokens: int | None, num_shared: int) -> Outlook:
         """Of a request whose answer is expected to have so many tokens, and that shares the KV of the first few."""
         rest = max(1, request.num_prompt_tokens - num_shared)
+        num_steps = math.ceil(rest / self._most_tokens)
         alone = min(self.model.step_seconds(StepFeatures(1, request.num_prompt_tokens)), self._shortest[0])
         return Outlook(
-            to_first=self.pace * self.model.prefill_seconds(rest, num_shared),
+            to_first=self.model.prefill_seconds(rest, num_shared) + num_steps * self.host_seconds,
             to_first_at_least=self._least_seconds(rest),
             num_tokens=num_tokens,
-            per_token=self.pace * self._step_seconds,
+            per_token=self._step_seconds + self.host_seconds,
             per_token_alone=alone,
         )
 

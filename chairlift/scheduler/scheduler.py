@@ -154,7 +154,7 @@ class Scheduler(GivingWay):
             turn = Turn.MIXED
         budget = max(self.token_budget, len(self.running)) - out.num_decodes
         if self.paced and self.costs is not None and budget > 1:
-            limit = min(self.paced.values()) / max(1.0, self.costs.pace)  # the host has a share of it
+            limit = min(self.paced.values()) - self.costs.host_seconds
             budget = self.costs.chunk_budget(out.num_decodes, self.num_computed_tokens, limit, budget)
         ahead = self.policy.preemptive and turn is not Turn.DECODE and not self.membership.closed
         if ahead and self.waiting and not out.preempted:

@@ -39,10 +39,14 @@ def test_what_is_expected_has_the_hosts_time_between_steps_and_what_is_certain_h
     for step in ((StepFeatures(1, 64), 0.01, 0), prompt(64, 0.02)):
         costs.observe(*step)
     before = costs.outlook(waiting, 8, 0)
-    for features, seconds, _ in (decode(0.01), prompt(64, 0.02)) * 200:
-        costs.passed(features, seconds, 1.5 * seconds)
+    for features, seconds, _ in (decode(0.01), prompt(64, 0.02)) * 400:
+        costs.passed(features, seconds, seconds + 0.005)
+    costs.passed(decode(0.0)[0], 60.0, 60.005)  # a machine that stood still is no reason to forget it
     after = costs.outlook(waiting, 8, 0)
-    assert (after.to_first, after.per_token) == pytest.approx((1.5 * before.to_first, 1.5 * before.per_token))
+    told = (after.to_first - before.to_first, after.per_token - before.per_token)
+    assert told == pytest.approx((0.005, 0.005), rel=0.01)
+    long = request("b", 200), 8, 0
+    assert costs.outlook(*long).to_first - costs.model.prefill_seconds(200, 0) == pytest.approx(4 * 0.005, rel=0.01)
     assert after.to_first_at_least == before.to_first_at_least > 0
     assert after.per_token_alone == before.per_token_alone > 0
 
@@ -65,7 +69,7 @@ def test_a_model_that_is_far_off_is_no_time_of_the_hosts() -> None:
         costs.observe(features, 0.01, 0)
     for _ in range(200):
         costs.passed(features, 0.04, 0.04)
-    assert costs.pace == pytest.approx(1.0) and costs.wall_seconds(features) > 0.03
+    assert costs.host_seconds == 0 and costs.wall_seconds(features) > 0.03
     assert costs.outlook(request("a", 4), 8, 0).per_token == pytest.approx(0.01)
 
 
@@ -83,6 +87,14 @@ def test_an_engine_tells_the_hosts_time_from_its_steps(depth: int, host: float, 
         core.step()
         core.clock.wait_until(core.clock.now() + host)
     assert core.costs.outlook(request("b", 4), 8, 0).per_token == pytest.approx(took, rel=0.01)
+    told = core.costs.host_seconds
+    for _ in range(20):  # nor is it the host's that nobody asks, however the last one ended
+        core.abort("a")
+        core.clock.wait_until(core.clock.now() + 60.0)
+        core.add(door.prepare("a", [9] * 20, SamplingParams(max_tokens=90, ignore_eos=True), core.clock.now()))
+        for _ in range(3):
+            core.step()
+    assert core.costs.host_seconds <= told
 
 
 def test_chunks_beside_an_answer_with_a_rate_leave_room_for_the_hosts_time() -> None:
@@ -97,8 +109,8 @@ def test_chunks_beside_an_answer_with_a_rate_leave_room_for_the_hosts_time() -> 
         return sum(chunk.num_tokens for chunk in driver.step().chunks)
 
     alone = chunk()
-    for features, seconds, _ in (decode(0.01), prompt(64, 0.03)) * 200:
-        costs.passed(features, seconds, 1.5 * seconds)
+    for features, seconds, _ in (decode(0.9), prompt(64, 0.9)) * 200:
+        costs.passed(features, seconds, seconds + rate / 3)
     assert (alone, chunk()) == (pytest.approx(2000, rel=0.01), pytest.approx(1372, rel=0.01))
 
 
