@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-__all__ = ["PACKAGE", "imports", "line_count", "modules", "tree"]
+__all__ = ["PACKAGE", "imports", "modules", "tree"]
 
 PACKAGE = Path(__file__).parents[2] / "chairlift"
 
@@ -45,7 +45,3 @@ def imports(module: str) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 name = f"{base}.{alias.name}"
                 yield node.lineno, name if name in modules() else base
-
-
-def line_count(module: str) -> int:
-    return len(modules()[module].read_text(encoding="utf-8").splitlines())
