@@ -158,6 +158,9 @@ class SchedulerConfig:
     """How long a static or dynamic batch waits to fill before it fires."""
     preferred_batch_sizes: str = ""
     """Sizes, like 4,8, at which a static or dynamic batch fires without waiting to fill."""
+    policy_share: float = 0.75
+    """Share of a step's prompt tokens that is handed out in the policy's order; the rest goes to the smallest requests,
+    so that short prompts do not wait for long ones. From 0.25 to 1; 1 hands out all of it in the policy's order."""
     num_lookahead_steps: int | None = None
     """Steps scheduled ahead of the newest known tokens: 0, 1 or 2. None: 1 where Triton's kernels run on a GPU, else
     0."""

@@ -13,7 +13,16 @@ from chairlift.outputs import FinishReason
 if TYPE_CHECKING:
     from chairlift.kv_cache.prefix_cache import PrefixNode
 
-__all__ = ["LEGAL_TRANSITIONS", "NOT_REFUSED", "NO_PROMISE", "Beat", "Request", "RequestStatus", "Service"]
+__all__ = [
+    "LEGAL_TRANSITIONS",
+    "NOT_REFUSED",
+    "NO_PROMISE",
+    "SIZE_UNKNOWN",
+    "Beat",
+    "Request",
+    "RequestStatus",
+    "Service",
+]
 
 
 class RequestStatus(enum.Enum):
@@ -69,6 +78,7 @@ class Beat:
 
 
 NOT_REFUSED = (-1, -1, 0.0)
+SIZE_UNKNOWN = -1
 _STILL = Beat()  # the beat of every request that is not decoding in step with the others: it never ticks
 
 
@@ -116,6 +126,7 @@ class Request:
         "service",
         "short_of_blocks",
         "siblings",
+        "size",
         "slot",
         "source",
         "start_by",
@@ -174,6 +185,8 @@ class Request:
         self.stop_reason: int | str | None = None
         self.sequence = 0
         """Order of arrival, set by the scheduler."""
+        self.size = SIZE_UNKNOWN
+        """Tokens that it had to compute when it joined; while it waits, as far as known when it was queued."""
         self.slot = -1
         """Permanent row in the executor's InputBatch while running; -1 otherwise."""
         self.limit = self.max_total_tokens - 1

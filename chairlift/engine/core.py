@@ -190,6 +190,7 @@ class EngineCore(EngineClient):
             max_preemptions=config.max_preemptions,
             preemption=PreemptionMode(config.preemption_mode, self.costs),
             costs=self.costs,
+            policy_share=config.policy_share,
             drop_late=config.late_requests == "drop",
         )
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())

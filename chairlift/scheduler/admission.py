@@ -13,14 +13,20 @@ __all__ = ["WaitingQueue"]
 _Key = tuple[float, ...]
 
 
+def _first(entry: tuple[_Key, Request]) -> _Key:
+    return entry[0]
+
+
 class _Lane:
     """Requests that differ by their standing only, in its order; preempted ones go first."""
 
-    __slots__ = ("keys", "requests", "served_at")
+    __slots__ = ("by_size", "keys", "requests", "served_at")
 
     def __init__(self) -> None:
         self.keys: list[_Key] = []
         self.requests: list[Request] = []
+        self.by_size: list[tuple[_Key, Request]] = []
+        """The same requests: of equal standing, the smallest first."""
         self.served_at = 0.0
         """When somebody of this lane was last let in."""
 
@@ -39,7 +45,7 @@ class WaitingQueue:
         self.num_changes = 0
         """How often somebody came or went."""
         self._lanes: dict[Hashable, _Lane] = {}
-        self._places: dict[str, tuple[Hashable, _Key]] = {}
+        self._places: dict[str, tuple[Hashable, _Key, _Key]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -69,18 +75,24 @@ class WaitingQueue:
         at = bisect.bisect_right(lane.keys, key)
         lane.keys.insert(at, key)
         lane.requests.insert(at, request)
-        self._places[request.request_id] = (name, key)
+        size_key = self.size_order(request)
+        bisect.insort(lane.by_size, (size_key, request), key=_first)
+        self._places[request.request_id] = (name, key, size_key)
 
     def remove(self, request: Request, served_at: float | None = None) -> None:
         """Take a request out of the line; ``served_at`` is when, if it was let in."""
         self.num_changes += 1
-        name, key = self._places.pop(request.request_id)
+        name, key, size_key = self._places.pop(request.request_id)
         lane = self._lanes[name]
         at = bisect.bisect_left(lane.keys, key)
         while lane.requests[at] is not request:
             at += 1
         del lane.keys[at]
         del lane.requests[at]
+        at = bisect.bisect_left(lane.by_size, size_key, key=_first)
+        while lane.by_size[at][1] is not request:
+            at += 1
+        del lane.by_size[at]
         if served_at is not None:
             lane.served_at = served_at
         if not lane.requests:
@@ -101,6 +113,22 @@ class WaitingQueue:
                 passed[name] = at = at + 1
             if at >= len(lane.requests):
                 del passed[name]
+
+    def size_order(self, request: Request) -> _Key:
+        """Sort key of the part of a step that goes by size: standing, then size, then arrival."""
+        return (*self.policy.standing(request), request.size, request.sequence)
+
+    def smallest(self, now: float) -> Iterator[Request]:
+        """The smallest request of each lane that stands as high as the first in line, in the order of the lanes."""
+        names = list(self._lanes)
+        if len(names) > 1:
+            names.sort(key=lambda name: self._rank(name, 0, now))
+        standing = None
+        for name in names:
+            request = self._lanes[name].by_size[0][1]
+            standing = standing or (self.policy.standing(request),)
+            if (self.policy.standing(request),) == standing:
+                yield request
 
     def catch_up(self, original: WaitingQueue) -> None:
         """Lanes age as those of the original, of which this queue holds a copy."""

@@ -28,6 +28,8 @@ StepSeconds = Callable[[StepFeatures], float]
 """How long after the step before a step ends."""
 
 _TOKEN: Final = 1
+_ANY_SIZE: Final = 1 << 40
+"""Size of a newcomer: nobody knows it, so it is taken for one that only the policy's order helps."""
 _NEWCOMER: Final = "\0newcomer of "  # no caller's id begins like that: ids come from the front's own generator
 
 
@@ -89,6 +91,7 @@ def foresee(
         for tenant in dict.fromkeys((busiest, _NEWCOMER)):
             newcomer = Request(f"{_NEWCOMER}{number}{tenant}", [_TOKEN], max_tokens=1, arrival_time=now)
             newcomer.priority, newcomer.service = priority, Service(name, tenant=tenant)
+            newcomer.size = _ANY_SIZE
             names[newcomer.request_id] = name, tenant == _NEWCOMER
             twin.add(newcomer)
     missing, clock = {*line, *names}, now
@@ -159,7 +162,8 @@ def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict
     blocks: list[dict[int, int]] = [{} for _ in groups]
     for request in sorted(scheduler.running.values(), key=lambda request: request.admitted_at_step):
         begin = begins.get(request.request_id)
-        twin.adopt(_like(request, lengths), request, begin, blocks, now, scheduler.num_in_flight)
+        reserved = request.request_id in scheduler.reserve
+        twin.adopt(_like(request, lengths), request, begin, blocks, now, scheduler.num_in_flight, reserved)
     return twin
 
 
@@ -190,5 +194,6 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
     copy.limit = request.limit  # nobody who reserves blocks knows how long the answer will be
     copy.num_preemptions, copy.sequence = request.num_preemptions, request.sequence
     copy.times_passed = request.times_passed
+    copy.size = request.size
     copy.finish_reason = request.finish_reason
     return copy

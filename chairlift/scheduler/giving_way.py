@@ -43,20 +43,23 @@ class GivingWay(Population):
             return [running for running in lower if may_be_preempted(running, self.max_preemptions, out.step)]
 
         evicted = None
-        if not self.free_rows:
-            evicted = self.policy.victim(able("slots"))
+        if not self.open_rows:
+            rivals = able("slots")
+            evicted = self.policy.victim(rivals)
             if evicted is None:
                 return False
+            if self.free_rows:  # it takes a row that is reserved for short ones before it takes somebody's
+                evicted = None
         reserve, leaving = head.reserve, able("blocks")
         if evicted is not None and evicted not in leaving:
             leaving.append(evicted)  # its blocks come free with its row
-        if self.kv.lacks(head, reserve, self.watermark, leaving):
+        if self.kv.lacks(head, reserve, self._watermark(), leaving):
             return False
         head.times_passed = self.waiting.max_times_passed  # what is freed for it goes to nobody it would let past
         if evicted is not None:
             self._preempted_for[evicted.request_id] = head.request_id
             self._preempt(evicted, out, flight)
-        while self.kv.lacks(head, reserve, self.watermark):
+        while self.kv.lacks(head, reserve, self._watermark()):
             victim = self.policy.victim(able("blocks"))
             if victim is None:
                 return False

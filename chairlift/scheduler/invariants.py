@@ -20,6 +20,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     slots = [request.slot for request in running]
     if sorted(slots + scheduler.free_slots) != list(range(scheduler.max_running)):
         raise InvariantError(f"rows {slots} in use and {scheduler.free_slots} free are not all rows, once each")
+    if scheduler.reserve.keys() - scheduler.running.keys():
+        raise InvariantError(f"{scheduler.reserve} have reserved rows, but do not run")
     siblings = [sibling for request in scheduler.requests.values() for sibling in request.siblings]
     places = Counter(id(request) for request in [*scheduler.waiting, *running, *siblings])
     if set(places) != {id(request) for request in scheduler.requests.values()} or max(places.values(), default=1) > 1:

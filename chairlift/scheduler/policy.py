@@ -70,6 +70,15 @@ class Policy(Protocol):
         how many, in order of admission. Each at most once, and no more in all than the budget."""
         ...
 
+    def standing(self, request: Request) -> tuple[float, ...]:
+        """What stands above size when the rest of a step's prompt budget goes to the smallest requests: smaller goes
+        first, and among equals the smallest request. Must not change while the request waits in one place."""
+        ...
+
+    def reserved_tokens(self, needs: Sequence[tuple[Request, int]]) -> int:
+        """Tokens of a step that are promised to some of ``needs``, as in :meth:`share`: they never go by size."""
+        ...
+
     def observe(self, running: Iterable[Request], now: float) -> None:
         """Called before the waiting are compared with those who run."""
         ...
@@ -141,6 +150,12 @@ class FirstComeFirstServed:
             given = min(num_tokens, budget)
             budget -= given
             yield request, given
+
+    def standing(self, request: Request) -> tuple[float, ...]:
+        return ()
+
+    def reserved_tokens(self, needs: Sequence[tuple[Request, int]]) -> int:
+        return 0
 
     def observe(self, running: Iterable[Request], now: float) -> None:
         pass

@@ -13,13 +13,14 @@ from chairlift.errors import PromptTooLongError, RequestError
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.kv_cache.tables import Admission
 from chairlift.outputs import FinishReason
-from chairlift.request import Request, RequestStatus
+from chairlift.request import SIZE_UNKNOWN, Request, RequestStatus
 from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.decode_rows import DecodeRows
 from chairlift.scheduler.membership import Membership
 from chairlift.scheduler.output import FAILED_ROW, Chunk, NewRow, SchedulerOutput
 from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.preemption import PreemptionMode, PreemptionRate, is_pinned
+from chairlift.scheduler.prompt_share import PromptShare
 
 __all__ = ["InFlight", "Population"]
 
@@ -32,9 +33,13 @@ class InFlight:
     sampled: Sequence[Request | None] = ()
     appends: Sequence[Callable[[int], Any]] = ()
     chunks: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
+    passed: list[Request] = dataclasses.field(default_factory=list)
+    """Waiting requests that did not fit when they were tried."""
     finals: list[Request] = dataclasses.field(default_factory=list)
     """Requests whose last token this step samples."""
     epoch: int = 0
+    carried: float = 0.0
+    """Part of a token that the policy side of the prompt budget was owed before this step."""
 
 
 class Population:
@@ -48,9 +53,11 @@ class Population:
         waiting: WaitingQueue,
         *,
         max_running: int,
+        max_num_batched_tokens: int,
         watermark: float,
         max_preemptions: int,
         preemption: PreemptionMode,
+        policy_share: float,
     ) -> None:
         self.kv = kv
         self.policy = policy
@@ -60,6 +67,12 @@ class Population:
         self.running_limit = max_running
         """Of these, how many may be taken; may be changed between steps, and nobody leaves for a lower one."""
         self.watermark = watermark
+        self.prompt_share = PromptShare(1.0 if membership.closed else policy_share)
+        """A closed batch is a baseline: it prefills in policy order."""
+        self.reserve: dict[str, Request] = {}
+        """Short requests that run in reserved rows and blocks."""
+        self.token_budget = max_num_batched_tokens
+        """Tokens of a step; may be lowered between steps. Every running request gets its one token in any case."""
         self.preemption = preemption
         self.max_preemptions = 0 if preemption.never else max_preemptions
         self.waiting = waiting
@@ -123,6 +136,35 @@ class Population:
         return max(0, self.running_limit - len(self.running))
 
     @property
+    def open_rows(self) -> int:
+        """How many more may run without a reserved row."""
+        return max(0, self.free_rows - self._unused_rows)
+
+    @property
+    def _unused_rows(self) -> int:
+        return max(0, self.prompt_share.reserved_rows(self.running_limit) - len(self.reserve))
+
+    def _unused_blocks(self) -> float:
+        """Share of the blocks that is reserved and not taken: nobody else may have it when joining."""
+        share = self.prompt_share.reserved_blocks(self.running_limit)
+        if share and self.reserve:
+            pools = enumerate(self.kv.pools)
+            share -= max(
+                sum(len(short.block_ids[group]) for short in self.reserve.values()) / pool.capacity
+                for group, pool in pools
+            )
+        return max(0.0, share)
+
+    def may_use_reserve(self, request: Request) -> bool:
+        """Whether a waiting request is short, and the reserve has a row and blocks for it."""
+        if not self.free_rows or not self._unused_rows:
+            return False
+        if request.size > self.prompt_share.short_tokens(self.token_budget):
+            return False
+        num_blocks = -(-request.size // self.kv.block_size) + 1
+        return num_blocks <= self._unused_blocks() * min(pool.capacity for pool in self.kv.pools)
+
+    @property
     def has_prefill_work(self) -> bool:
         """Whether a prompt is under way, or could be begun as far as rows go."""
         prompts = any(request.num_computed_tokens < request.progress_mark for request in self._catching_up)
@@ -141,30 +183,39 @@ class Population:
     def _wait(self, request: Request, now: float) -> None:
         request.is_guaranteed = self.membership.closed or is_pinned(request, self.max_preemptions)
         self.policy.queued(request, now)
+        if request.size == SIZE_UNKNOWN:
+            request.size = len(request.token_ids) - self.kv.num_shared(request)
         self.waiting.add(request)
 
-    def _try_admit(self, request: Request, out: SchedulerOutput) -> bool:
-        """Give a waiting request a row and blocks, or nothing."""
+    def _try_admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:
+        """Give a waiting request a row and blocks, or nothing; ``reserved`` ones if so."""
         pinned = is_pinned(request, self.max_preemptions)
         if pinned and not self.policy.may_stay(request):
             out.held_up_by = out.held_up_by or "reservation"
             return False
-        watermark = self.watermark if self.running else 0.0
+        watermark = self._watermark(reserved) if self.running else 0.0
         share = not pinned or self.preemption.never
         if request.status is RequestStatus.SWAPPED:
             admission = self.kv.swap_in(request, request.reserve, watermark, out.step, share=share)
         else:
             admission = self.kv.admit(request, request.reserve, watermark, share=share)
         if admission is not None:
-            self._seat(request, admission, out)
+            self._seat(request, admission, out, reserved)
         return admission is not None
 
-    def _seat(self, request: Request, admission: Admission, out: SchedulerOutput) -> None:
+    def _watermark(self, reserved: bool = False) -> float:
+        """Share of each block pool that stays free when a request joins running ones."""
+        return self.watermark + (0.0 if reserved else self._unused_blocks())
+
+    def _seat(self, request: Request, admission: Admission, out: SchedulerOutput, reserved: bool) -> None:
         """Give a waiting request, which has its blocks, a row."""
         self.waiting.remove(request, self.now)
         if not request.has_given_way:
             request.num_cached_tokens = admission.num_computed_tokens
         request.move_to(RequestStatus.RUNNING)
+        if reserved:
+            self.reserve[request.request_id] = request
+        request.size = len(request.token_ids) - admission.num_computed_tokens
         request.slot = self.free_slots.pop()
         request.admitted_at_step = request.resumed_at_step = out.step
         request.progress_mark = len(request.token_ids)
@@ -190,10 +241,11 @@ class Population:
         twins: Sequence[dict[int, int]],
         now: float,
         num_in_flight: int,
+        reserved: bool = False,
     ) -> None:
         """Take in the copy of a request that runs in another scheduler, as far as it is there without the
         ``num_in_flight`` steps in flight; ``begins`` is where their chunks of it begin, if they have any. ``twins``
-        has, per cache group, the blocks here that stand for blocks there."""
+        has, per cache group, the blocks here that stand for blocks there. ``reserved``: its row is a reserved one."""
         self.now = now
         self.add(request)
         known, computed = len(request.token_ids), original.num_computed_tokens if begins is None else begins
@@ -204,8 +256,9 @@ class Population:
         request.num_computed_tokens = computed if held else min(computed, known - 1)
         request.short_of_blocks = original.short_of_blocks
         self.kv.adopt(request, original, twins)
-        self._seat(request, Admission(request.num_computed_tokens, []), SchedulerOutput(self.step))
+        self._seat(request, Admission(request.num_computed_tokens, []), SchedulerOutput(self.step), reserved)
         request.num_charged_tokens = original.num_charged_tokens
+        request.size = original.size
         request.progress_mark = original.progress_mark
         if held or decodes:
             self._catching_up.remove(request)
@@ -228,6 +281,8 @@ class Population:
             self._catching_up.remove(request)
         request.num_computed_tokens = 0
         self.kv.free(request, self.step)
+        self.reserve.pop(request.request_id, None)
+        request.size = SIZE_UNKNOWN
         self.free_slots.append(request.slot)
         self._left.append(request.slot)
         request.slot = -1

@@ -80,6 +80,7 @@ class Precedence(FirstComeFirstServed):
         self._blocks: Counter[str] = Counter()
         """Blocks per class, in its fullest cache group; see :meth:`_used`."""
         self._reserves_blocks = any(each.min_blocks for each in classes.values())
+        self._reserves_tokens = any(each.min_step_tokens for each in classes.values())
         self._known: set[str] = set()
         self._starving: set[str] = set()
         """Heads of lanes that got nothing for too long, and requests that were let in as such."""
@@ -165,10 +166,7 @@ class Precedence(FirstComeFirstServed):
     def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
         if len(needs) == 1:
             return super().share(needs, budget)
-        wanted: Counter[str] = Counter()
-        for request, num_tokens in needs:
-            wanted[request.service.service_class] += num_tokens
-        floors = {name: min(self._class(name).min_step_tokens, wanted[name]) for name in wanted}
+        floors = self._floors(needs)
         shares, open_to_all = [], budget - sum(floors.values())
         for request, num_tokens in sorted(needs, key=self._chunk_order):
             name = request.service.service_class
@@ -180,10 +178,23 @@ class Precedence(FirstComeFirstServed):
             shares.append((request, given))
         return shares
 
+    def _floors(self, needs: Sequence[tuple[Request, int]]) -> dict[str, int]:
+        """Tokens of a step that are reserved for each class and wanted by it."""
+        wanted: Counter[str] = Counter()
+        for request, num_tokens in needs:
+            wanted[request.service.service_class] += num_tokens
+        return {name: min(self._class(name).min_step_tokens, wanted[name]) for name in wanted}
+
+    def standing(self, request: Request) -> tuple[float, ...]:
+        return (request.start_by, request.priority)
+
+    def reserved_tokens(self, needs: Sequence[tuple[Request, int]]) -> int:
+        return sum(self._floors(needs).values()) if self._reserves_tokens else 0
+
     def _chunk_order(self, need: tuple[Request, int]) -> tuple[float, ...]:
         request = need[0]
         stalled = request.num_computed_tokens >= request.progress_mark
-        return (not stalled, request.start_by, request.priority, request.admitted_at_step)
+        return (not stalled, *self.standing(request), request.admitted_at_step)
 
     # -- reservations --------------------------------------------------------------------------------------------
 

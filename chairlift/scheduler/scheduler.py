@@ -11,6 +11,7 @@ request at all, and its update only appends the tokens.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -29,6 +30,7 @@ from chairlift.scheduler.policy import FCFS, Policy
 from chairlift.scheduler.population import InFlight
 from chairlift.scheduler.preemption import RECOMPUTE, PreemptionMode
 from chairlift.scheduler.prefill_mode import MIXED, PrefillMode, Turn
+from chairlift.scheduler.prompt_share import DEFAULT_POLICY_SHARE
 
 __all__ = ["Scheduler"]
 
@@ -60,6 +62,7 @@ class Scheduler(GivingWay):
         drop_late: bool = False,
         preemption: PreemptionMode = RECOMPUTE,
         costs: Costs | None = None,
+        policy_share: float = DEFAULT_POLICY_SHARE,
     ) -> None:
         self._settings: dict[str, Any] = {
             "max_num_seqs": max_num_seqs,
@@ -71,6 +74,7 @@ class Scheduler(GivingWay):
             "max_preemptions": max_preemptions,
             "drop_late": drop_late,
             "costs": costs,
+            "policy_share": policy_share,
         }
         super().__init__(
             kv,
@@ -79,12 +83,12 @@ class Scheduler(GivingWay):
             WaitingQueue(policy, look_ahead, max_times_passed),
             # Every running request must be able to take one token in every step, or decodes could starve each other.
             max_running=min(max_num_seqs, max_num_batched_tokens),
+            max_num_batched_tokens=max_num_batched_tokens,
             watermark=watermark,
             max_preemptions=max_preemptions,
             preemption=preemption,
+            policy_share=policy_share,
         )
-        self.token_budget = max_num_batched_tokens
-        """Tokens of a step; may be lowered between steps. Every running request gets its one token in any case."""
         self.max_model_len = max_model_len
         self.prefill_mode = prefill_mode
         self.drop_late = drop_late
@@ -101,12 +105,14 @@ class Scheduler(GivingWay):
         """Step in which the waiting were last compared with a full batch."""
 
     def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
-        """An empty scheduler with the settings of this one as they are now, over another memory. It swaps nothing, and
-        prefills as ``mixed`` does."""
+        """An empty scheduler with the settings of this one as they were before the steps in flight, over another memory.
+        It swaps nothing, and prefills as ``mixed`` does."""
         preemption = self.preemption if self.preemption.never else RECOMPUTE
         twin = Scheduler(kv, policy=policy, watermark=self.watermark, preemption=preemption, **self._settings)
         twin._arrivals = self._arrivals
         twin.running_limit, twin.token_budget = self.running_limit, self.token_budget
+        oldest = next(iter(self._flights.values()), None)
+        twin.prompt_share.carried = self.prompt_share.carried if oldest is None else oldest.carried
         return twin
 
     @property
@@ -146,7 +152,7 @@ class Scheduler(GivingWay):
         for request in self.policy.moved():
             self._file_anew(request)
         out = SchedulerOutput(self.step + 1)
-        flight = InFlight()
+        flight = InFlight(carried=self.prompt_share.carried)
         turn = self.prefill_mode.turn(self)
         if turn is not Turn.PREFILL:
             self._run_decodes(out, flight)
@@ -159,14 +165,14 @@ class Scheduler(GivingWay):
         ahead = self.policy.preemptive and turn is not Turn.DECODE and not self.membership.closed
         if ahead and self.waiting and not out.preempted:
             self._admit_ahead(out, flight, budget)
-        budget = self._run_chunks(out, flight, budget, turn)
-        if self.waiting and not out.preempted and turn is not Turn.DECODE:  # what was taken is not given to another
-            self._admit(out, flight, budget)
+        self._run_prompts(out, flight, budget, turn)
         if turn is Turn.PREFILL and not out.chunks:  # nobody could be let in
             self._run_decodes(out, flight)
         self._seal(out, flight)
-        if self.waiting and not out.held_up_by:
-            out.held_up_by = "slots" if not self.free_rows else "blocks" if out.preempted else "tokens"
+        if not self.waiting:
+            out.held_up_by = ""
+        elif not out.held_up_by:
+            out.held_up_by = "slots" if not self.open_rows else "blocks" if out.preempted else "tokens"
         if self._preempted_for:
             out.preempted_for, self._preempted_for = self._preempted_for, {}
         return out
@@ -219,21 +225,98 @@ class Scheduler(GivingWay):
             self.decodes.watch(request, position + 1, 1)
         return True
 
+    def _run_prompts(self, out: SchedulerOutput, flight: InFlight, budget: int, turn: Turn) -> None:
+        """Hand out the prompt budget: a fraction in policy order, then the rest to the smallest requests. What one
+        side cannot use passes to the other."""
+        if turn is Turn.DECODE:
+            self._run_chunks(out, flight, budget, turn)
+            return
+        rest = 0
+        if self.prompt_share.by_size and budget > 0 and (self._catching_up or self.waiting):
+            part = self.prompt_share.split(budget, self.policy.reserved_tokens(self._needs(self._catching_up)))
+            rest, budget = budget - part, part
+        budget = self._run_chunks(out, flight, budget, turn)
+        budget = self._admit(out, flight, budget)
+        if rest:
+            budget = self._run_smallest(out, flight, budget + rest)
+            if budget and self.waiting:
+                out.held_up_by = ""
+                self._admit(out, flight, budget)
+
+    @staticmethod
+    def _needs(rows: Iterable[Request]) -> list[tuple[Request, int]]:
+        return [(request, request.num_tokens - request.num_computed_tokens) for request in rows]
+
+    def _run_smallest(self, out: SchedulerOutput, flight: InFlight, budget: int) -> int:
+        """Hand out the rest of the budget to the smallest requests, of those that run and those that may join. Returns
+        what is left."""
+        size_order = self.waiting.size_order
+        begun = {request.request_id for request, _ in flight.chunks}
+        rows = deque(sorted(self._catching_up, key=lambda r: (r.num_computed_tokens < r.progress_mark, size_order(r))))
+        newcomer = self._smallest_newcomer(out, flight)
+        while budget > 0 and (rows or newcomer):
+            if newcomer and not (rows and size_order(rows[0]) < size_order(newcomer)):
+                request, newcomer = newcomer, None
+                if not self._lets_in(request, out, flight):
+                    continue
+                newcomer = self._smallest_newcomer(out, flight)
+            else:
+                request = rows.popleft()
+                if request.slot < 0:  # preempted a moment ago
+                    continue
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            had = self._take_back_chunk(request, out, flight) if request.request_id in begun else 0
+            if num_tokens > 0 and self._make_room(request, self._upto(request, had + num_tokens), out, flight):
+                budget -= num_tokens
+                had += num_tokens
+            if had:
+                self._take_chunk(request, had, out, flight)
+        return budget
+
+    def _smallest_newcomer(self, out: SchedulerOutput, flight: InFlight) -> Request | None:
+        """The smallest waiting request that may have a row, of those that stand as high as the first in line."""
+        if out.preempted or not self.waiting or not self.free_rows:
+            return None
+        may_pass = self._may_pass(flight)
+        for request in self.waiting.smallest(self.now):
+            if request not in flight.passed and ((self.open_rows and may_pass) or self.may_use_reserve(request)):
+                return request
+        return None
+
+    def _may_pass(self, flight: InFlight) -> bool:
+        """Whether requests may join before those that did not fit in this step, and before the first in line."""
+        head = next(iter(self.waiting.line(self.now)))
+        passed = flight.passed or [head]
+        return head.times_passed < self.waiting.max_times_passed and self.waiting.may_pass(passed)
+
+    def _lets_in(self, request: Request, out: SchedulerOutput, flight: InFlight) -> bool:
+        """Give the smallest newcomer a row and blocks: open ones, else those of the reserve, which nobody before it
+        could have."""
+        if self.open_rows and self._may_pass(flight) and self._try_admit(request, out):
+            for other in flight.passed:
+                other.times_passed += 1
+            return True
+        return self.may_use_reserve(request) and self._try_admit(request, out, reserved=True)
+
+    @staticmethod
+    def _upto(request: Request, num_tokens: int) -> int:
+        """Positions that need blocks before the next ``num_tokens`` of the request are computed: one that gave blocks
+        away resumes with all it will need, as if it joined anew."""
+        return request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
+
     def _run_chunks(self, out: SchedulerOutput, flight: InFlight, budget: int, turn: Turn) -> int:
         """Divide the budget between the running requests that have more than one token to compute."""
         # In a turn of decodes, those that stalled.
         rows = [r for r in self._catching_up if turn is not Turn.DECODE or r.num_computed_tokens >= r.progress_mark]
         short = True
         while rows and budget > 0 and short:
-            short, needs = False, [(r, r.num_tokens - r.num_computed_tokens) for r in rows]
+            short, needs = False, self._needs(rows)
             for request, num_tokens in list(self.policy.share(needs, budget)):
                 num_tokens = min(num_tokens, budget)
                 if num_tokens <= 0 or request.slot < 0:  # preempted a moment ago, for the one before it
                     continue
                 rows.remove(request)
-                # Who gave blocks away resumes with all it will need, as if it joined anew.
-                upto = request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
-                if self._make_room(request, upto, out, flight):
+                if self._make_room(request, self._upto(request, num_tokens), out, flight):
                     budget -= num_tokens
                     self._take_chunk(request, num_tokens, out, flight)
                 else:  # its share is for who got nothing: only that may bring blocks back
@@ -262,21 +345,24 @@ class Scheduler(GivingWay):
         if sum(request.num_tokens - request.num_computed_tokens for request in ahead) >= budget:
             self._turned_away = None
             return False
-        let_in = self.free_rows > 0 and self._try_admit(head, out)
+        let_in = self.open_rows > 0 and self._try_admit(head, out)
         return let_in or (self._displace(head, out, flight) and self._try_admit(head, out))
 
-    def _admit(self, out: SchedulerOutput, flight: InFlight, budget: int) -> None:
+    def _admit(self, out: SchedulerOutput, flight: InFlight, budget: int) -> int:
+        """Let waiting requests in, in policy order, while budget, rows and blocks last. Returns the budget left."""
         waiting = self.waiting
-        places = self.membership.places(waiting, len(self.running), self.free_rows, self.now)
+        if not waiting or out.preempted:  # what was taken is not given to another
+            return budget
+        places = self.membership.places(waiting, len(self.running), self.open_rows, self.now)
         if not places or budget < self.membership.needs_budget():
             out.held_up_by = out.held_up_by or self.membership.lacks(places)
-            return
+            return budget
         closed = self.membership.closed
         batch: Iterable[Request] = islice(waiting.line(self.now), places + (0 if closed else waiting.look_ahead))
         if closed:  # those who may join, and nobody else: how long each row computes is decided for them together
             batch = list(batch)
             self.membership.prepare(batch, min(self.max_model_len - 1, self.kv.capacity_tokens))
-        passed: list[Request] = []
+        passed = flight.passed = []
         for request in batch:
             if not places or budget < self.membership.needs_budget():
                 out.held_up_by = out.held_up_by or self.membership.lacks(places)
@@ -294,6 +380,7 @@ class Scheduler(GivingWay):
             if num_tokens:
                 budget -= num_tokens
                 self._take_chunk(request, num_tokens, out, flight)
+        return budget
 
     def _take_chunk(self, request: Request, num_tokens: int, out: SchedulerOutput, flight: InFlight) -> None:
         start = request.num_computed_tokens
@@ -311,6 +398,19 @@ class Scheduler(GivingWay):
             self._catching_up.remove(request)
             if end == request.max_total_tokens - 1:
                 flight.finals.append(request)
+
+    def _take_back_chunk(self, request: Request, out: SchedulerOutput, flight: InFlight) -> int:
+        """Undo the chunk that a request has in this step, if it still has it, to give it a longer one: a row has one
+        chunk, and blocks behind its window stay while that is computed. Returns its tokens."""
+        index = next((i for i, (other, _) in enumerate(flight.chunks) if other is request), None)
+        if index is None:
+            return 0
+        del flight.chunks[index]
+        chunk = out.chunks.pop(index)
+        request.num_computed_tokens = chunk.start
+        self.num_computed_tokens -= chunk.num_tokens
+        out.num_recomputed -= max(0, min(chunk.end, request.num_ever_computed) - chunk.start)
+        return chunk.num_tokens
 
     def _seal(self, out: SchedulerOutput, flight: InFlight) -> None:
         """Freeze the step's rows, and let those whose chunk ends here join the beat for the next one."""

@@ -252,7 +252,7 @@ def test_request_that_does_not_fit_is_not_hashed_again_until_something_changes(m
     for _ in range(18):
         out = scheduler.schedule(0.0)
         scheduler.update(out, [7] * (out.num_decodes + sum(chunk.samples for chunk in out.chunks)), 0.0)
-    assert walks.count("waits") <= 6  # once, and once per block that was published meanwhile
+    assert walks.count("waits") <= 7  # when queued, at the first try, and once per block that was published meanwhile
     assert "runs" not in scheduler.running
     assert "waits" in scheduler.running or scheduler.schedule(0.0).joined[0].request_id == "waits"
 

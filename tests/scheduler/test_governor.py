@@ -426,7 +426,7 @@ def test_a_sliding_window_saves_memory_only_behind_it(window: int | None, fit: i
 def test_a_first_burst_is_not_let_in_to_be_preempted(name: str) -> None:
     at_once = {"arrivals": "all", "num_kv_blocks": 100, "count": 32}
     (off, _), (governed, _) = served("off", **at_once), served(name, **at_once)
-    assert off.preemption_rate > 0.2 and governed.preemption_rate < 0.04
+    assert off.preemption_rate > 0.15 and governed.preemption_rate < 0.04
     assert governed.output_tokens_per_second > 0.65 * off.output_tokens_per_second
 
 
