@@ -144,12 +144,16 @@ class FirstComeFirstServed:
         return max(candidates, key=self.order, default=None)
 
     def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
-        for request, num_tokens in needs:
+        for request, num_tokens in sorted(needs, key=self._chunk_order) if len(needs) > 1 else needs:
             if budget <= 0:
                 return
             given = min(num_tokens, budget)
             budget -= given
             yield request, given
+
+    def _chunk_order(self, need: tuple[Request, int]) -> tuple[float, ...]:
+        request = need[0]
+        return (request.num_computed_tokens < request.progress_mark, *self.order(request))  # who stalled goes first
 
     def standing(self, request: Request) -> tuple[float, ...]:
         return ()

@@ -194,7 +194,7 @@ class Precedence(FirstComeFirstServed):
     def _chunk_order(self, need: tuple[Request, int]) -> tuple[float, ...]:
         request = need[0]
         stalled = request.num_computed_tokens >= request.progress_mark
-        return (not stalled, *self.standing(request), request.admitted_at_step)
+        return (not stalled, *self.standing(request), request.sequence)
 
     # -- reservations --------------------------------------------------------------------------------------------
 

@@ -105,8 +105,8 @@ class Scheduler(GivingWay):
         """Step in which the waiting were last compared with a full batch."""
 
     def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
-        """An empty scheduler with the settings of this one as they were before the steps in flight, over another memory.
-        It swaps nothing, and prefills as ``mixed`` does."""
+        """An empty scheduler over another memory, with the settings that this one had before the steps in flight. It
+        swaps nothing, and prefills as ``mixed`` does."""
         preemption = self.preemption if self.preemption.never else RECOMPUTE
         twin = Scheduler(kv, policy=policy, watermark=self.watermark, preemption=preemption, **self._settings)
         twin._arrivals = self._arrivals
@@ -226,22 +226,39 @@ class Scheduler(GivingWay):
         return True
 
     def _run_prompts(self, out: SchedulerOutput, flight: InFlight, budget: int, turn: Turn) -> None:
-        """Hand out the prompt budget: a fraction in policy order, then the rest to the smallest requests. What one
-        side cannot use passes to the other."""
-        if turn is Turn.DECODE:
-            self._run_chunks(out, flight, budget, turn)
+        """Hand out the prompt budget: a fraction in policy order, whether a request runs or waits, then the rest to the
+        smallest requests. What one side cannot use passes to the other."""
+        rows, rest = list(self._catching_up), 0
+        if turn is Turn.DECODE:  # only for those that stalled
+            self._run_chunks(out, flight, budget, [r for r in rows if r.num_computed_tokens >= r.progress_mark])
             return
-        rest = 0
-        if self.prompt_share.by_size and budget > 0 and (self._catching_up or self.waiting):
-            part = self.prompt_share.split(budget, self.policy.reserved_tokens(self._needs(self._catching_up)))
+        younger: list[Request] = []
+        if self.prompt_share.by_size and budget > 0 and (rows or self.waiting):
+            part = self.prompt_share.split(budget, self.policy.reserved_tokens(self._needs(rows)))
             rest, budget = budget - part, part
-        budget = self._run_chunks(out, flight, budget, turn)
+            rows, younger = self._split_at_the_line(rows)
+        kept = min(budget, self.policy.reserved_tokens(self._needs(younger))) if younger else 0
+        budget = self._run_chunks(out, flight, budget - kept, rows) + kept
+        for row in younger:
+            budget = self._admit(out, flight, budget, row)
+            budget = self._run_chunks(out, flight, budget, [row])
         budget = self._admit(out, flight, budget)
         if rest:
             budget = self._run_smallest(out, flight, budget + rest)
             if budget and self.waiting:
                 out.held_up_by = ""
                 self._admit(out, flight, budget)
+
+    def _split_at_the_line(self, rows: list[Request]) -> tuple[list[Request], list[Request]]:
+        """Those before the first in line, and those behind it, who joined for their size, in policy order."""
+        head = next(self.waiting.line(self.now)) if self.waiting and rows else None
+        if head is None:
+            return rows, []
+        order, place = self.policy.order, self.policy.order(head)
+        younger = [r for r in rows if r.num_computed_tokens < r.progress_mark and order(r) > place]
+        if not younger:
+            return rows, []
+        return [r for r in rows if r not in younger], sorted(younger, key=order)
 
     @staticmethod
     def _needs(rows: Iterable[Request]) -> list[tuple[Request, int]]:
@@ -284,10 +301,11 @@ class Scheduler(GivingWay):
         return None
 
     def _may_pass(self, flight: InFlight) -> bool:
-        """Whether requests may join before those that did not fit in this step, and before the first in line."""
-        head = next(iter(self.waiting.line(self.now)))
-        passed = flight.passed or [head]
-        return head.times_passed < self.waiting.max_times_passed and self.waiting.may_pass(passed)
+        """Whether requests may join before the first in line, and before those that did not fit in this step."""
+        head = next(self.waiting.line(self.now))
+        if head.times_passed >= self.waiting.max_times_passed:
+            return False
+        return not flight.passed or self.waiting.may_pass(flight.passed)
 
     def _lets_in(self, request: Request, out: SchedulerOutput, flight: InFlight) -> bool:
         """Give the smallest newcomer a row and blocks: open ones, else those of the reserve, which nobody before it
@@ -304,11 +322,9 @@ class Scheduler(GivingWay):
         away resumes with all it will need, as if it joined anew."""
         return request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
 
-    def _run_chunks(self, out: SchedulerOutput, flight: InFlight, budget: int, turn: Turn) -> int:
-        """Divide the budget between the running requests that have more than one token to compute."""
-        # In a turn of decodes, those that stalled.
-        rows = [r for r in self._catching_up if turn is not Turn.DECODE or r.num_computed_tokens >= r.progress_mark]
-        short = True
+    def _run_chunks(self, out: SchedulerOutput, flight: InFlight, budget: int, rows: list[Request]) -> int:
+        """Divide the budget between running requests that have more than one token to compute. Returns what is left."""
+        rows, short = [r for r in rows if r.slot >= 0], True
         while rows and budget > 0 and short:
             short, needs = False, self._needs(rows)
             for request, num_tokens in list(self.policy.share(needs, budget)):
@@ -348,8 +364,9 @@ class Scheduler(GivingWay):
         let_in = self.open_rows > 0 and self._try_admit(head, out)
         return let_in or (self._displace(head, out, flight) and self._try_admit(head, out))
 
-    def _admit(self, out: SchedulerOutput, flight: InFlight, budget: int) -> int:
-        """Let waiting requests in, in policy order, while budget, rows and blocks last. Returns the budget left."""
+    def _admit(self, out: SchedulerOutput, flight: InFlight, budget: int, before: Request | None = None) -> int:
+        """Let waiting requests in, in policy order and those ``before`` a running one, while budget, rows and blocks
+        last. Returns the budget left."""
         waiting = self.waiting
         if not waiting or out.preempted:  # what was taken is not given to another
             return budget
@@ -362,8 +379,12 @@ class Scheduler(GivingWay):
         if closed:  # those who may join, and nobody else: how long each row computes is decided for them together
             batch = list(batch)
             self.membership.prepare(batch, min(self.max_model_len - 1, self.kv.capacity_tokens))
-        passed = flight.passed = []
+        passed = flight.passed
         for request in batch:
+            if before is not None and self.policy.order(request) > self.policy.order(before):
+                break
+            if request in passed:
+                continue
             if not places or budget < self.membership.needs_budget():
                 out.held_up_by = out.held_up_by or self.membership.lacks(places)
                 break

@@ -25,8 +25,10 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.output import NewRow, SchedulerOutput
 from chairlift.scheduler.policies import policy_from_config
 from chairlift.scheduler.policy import Policy
+from chairlift.scheduler.scheduler import Scheduler
 from chairlift.sim.oracle import Expected, byte_tokenizer, expected_answer
 from chairlift.sim.policy_watch import PolicyWatch, Violation
+from chairlift.sim.share_watch import ShareWatch
 from chairlift.sim.world import EOS, VOCAB_SIZE, Event, World
 
 __all__ = ["Simulation", "Violation", "run_world"]
@@ -48,12 +50,20 @@ class _FaultyCache(KVCacheManager):
     """A KV manager that sometimes says no."""
 
     faults: _Faults
+    refused: set[str]
+    """Requests that did not get a block since the last step."""
 
     def admit(self, request: Request, *args: Any, **kwargs: Any) -> Admission | None:
-        return None if self.faults.on("refuse_admission") else super().admit(request, *args, **kwargs)
+        admission = None if self.faults.on("refuse_admission") else super().admit(request, *args, **kwargs)
+        if admission is None:
+            self.refused.add(request.request_id)
+        return admission
 
     def extend(self, request: Request, num_tokens: int, in_flight: int) -> list[NewBlocks] | None:
-        return None if self.faults.on("refuse_growth") else super().extend(request, num_tokens, in_flight)
+        grown = None if self.faults.on("refuse_growth") else super().extend(request, num_tokens, in_flight)
+        if grown is None:
+            self.refused.add(request.request_id)
+        return grown
 
 
 class _FaultyModel(HashLM):
@@ -155,7 +165,7 @@ class Simulation:
             prefix_offload=world.prefix_offload,
             hash_function=_weak_hash(world.hash_bits),
         )
-        kv.faults = self.faults
+        kv.faults, kv.refused = self.faults, set()
         self.executor = _WatchedExecutor(
             self.model,
             num_slots=config.max_num_seqs,
@@ -172,6 +182,11 @@ class Simulation:
             kv=kv,
             seed=world.seed,
         )
+        self.share = None if policy else _share_watch(self.engine.scheduler, config)
+        """None where nobody knows the order of the policy, or where a batch is closed."""
+        self._watch_joins(kv)
+        self.num_reserved = 0
+        """Requests that joined in a reserved row."""
         self.pending: dict[str, _Submitted] = {}
         self.ended: set[str] = set()
         self.num_steps = 0
@@ -190,6 +205,21 @@ class Simulation:
     @property
     def trace(self) -> str:
         return self._trace.hexdigest()
+
+    def _watch_joins(self, kv: _FaultyCache) -> None:
+        """After each step is scheduled, check the bounds of the prompt share."""
+        scheduler = self.engine.scheduler
+        schedule = scheduler.schedule
+
+        def watched(now: float) -> SchedulerOutput:
+            kv.refused.clear()
+            out = schedule(now)
+            self.num_reserved += sum(row.request_id in scheduler.reserve for row in out.joined)
+            if self.share is not None and out.num_tokens:
+                self.share.step(out, kv.refused)
+            return out
+
+        scheduler.schedule = watched  # type: ignore[method-assign]
 
     def run(self) -> None:
         """Safety with faults, then liveness without. Raises Violation."""
@@ -438,6 +468,13 @@ def run_world(world: World, policy: Policy | None = None) -> Simulation:
     simulation = Simulation(world, policy)
     simulation.run()
     return simulation
+
+
+def _share_watch(scheduler: Scheduler, config: SchedulerConfig) -> ShareWatch | None:
+    if scheduler.membership.closed:
+        return None
+    reserving = {name for name, each in (config.promises or {}).items() if each.min_step_tokens}
+    return ShareWatch(scheduler, config.policy_share, config.max_num_batched_tokens, reserving)
 
 
 def _has_deadline(args: dict[str, Any]) -> bool:

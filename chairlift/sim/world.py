@@ -111,6 +111,11 @@ def make_world(seed: int) -> World:
     if seed % 10 == 8:
         _come_again(later, [event for event in events if event.kind == "arrive"], block_size, max_model_len)
         windows, num_blocks = _cramped(later, scheduler, block_size, max_model_len)
+    if seed % 10 == 3:
+        windows, num_blocks = (
+            (None,),
+            _crowded(random.Random(seed ^ 0x5A1E), scheduler, events, block_size, max_model_len),
+        )
     return World(
         seed=seed,
         block_size=block_size,
@@ -136,6 +141,33 @@ def _cramped(
     scheduler["batching"] = rng.choice(["static", scheduler["batching"]])
     most = min(-(-(window + 4 + step) // block_size) + 1, -(-max_model_len // block_size))
     return rng.choice([(window,), (window, window + 5), (window + 5, window)]), 1 + most + rng.randint(0, 2 * most)
+
+
+def _crowded(
+    rng: random.Random, scheduler: dict[str, Any], events: list[Event], block_size: int, max_model_len: int
+) -> int:
+    """Many requests of all sizes at about the same time, and rows enough that some are reserved for short ones."""
+    scheduler["max_num_seqs"] = rng.choice([32, 33, 48])
+    scheduler["max_num_batched_tokens"] = rng.choice([48, 64, 96])
+    scheduler["policy_share"] = rng.choice([0.25, 0.5, 0.75, 0.75, 1.0])
+    arrivals = [event for event in events if event.kind == "arrive"]
+    number, stems = (
+        max(event.target for event in arrivals),
+        [[3] * (max_model_len * 3 // 4), arrivals[0].args["prompt"]],
+    )
+    for _ in range(rng.choice([10, 40, 60])):
+        number += 1
+        length = rng.choice([1, 2, rng.randint(1, max_model_len - 1), max_model_len - 1])
+        stem = rng.choice(stems) if rng.random() < 0.3 else []
+        stem = stem[: max_model_len - 1 - length]
+        length += len(stem)
+        args = dict(rng.choice(arrivals).args) | {
+            "prompt": stem + [rng.randrange(VOCAB_SIZE - 1) for _ in range(length - len(stem))],
+            "max_tokens": min(rng.choice([1, 5, 30]), max_model_len - length),
+            "n": 1,
+        }
+        events.append(Event(rng.choice([0, 0, 1, 2, 9, 20, 30]), "arrive", number, args))
+    return 1 + rng.choice([-(-max_model_len // block_size) * 3, 200, 400, 1000])
 
 
 def _service(rng: random.Random, scheduler: dict[str, Any]) -> dict[str, Any]:

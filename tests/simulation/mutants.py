@@ -23,9 +23,11 @@ from chairlift.scheduler import giving_way, prefill_mode
 from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.decode_rows import DecodeRows
 from chairlift.scheduler.fairness import VirtualTokenCounters
-from chairlift.scheduler.output import FAILED_ROW
+from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput
 from chairlift.scheduler.policy import FirstComeFirstServed, Resource
+from chairlift.scheduler.population import InFlight
 from chairlift.scheduler.precedence import Precedence
+from chairlift.scheduler.prompt_share import PromptShare
 from chairlift.scheduler.scheduler import Scheduler
 
 Patch = Callable[[Any, str, Any], None]
@@ -52,6 +54,55 @@ def promise_mutant(world: str) -> Callable[[Callable[[Patch], None]], Callable[[
 @mutant
 def abort_leaves_waiting_request_in_queue(patch: Patch) -> None:
     patch(Scheduler, "_remove", _without(Scheduler._remove, "waiting", "remove"))
+
+
+@mutant
+def prompts_go_in_policy_order_only(patch: Patch) -> None:
+    patch(PromptShare, "split", lambda self, budget, reserved: budget)
+
+
+@mutant
+def prompts_go_by_size_only(patch: Patch) -> None:
+    patch(PromptShare, "split", lambda self, budget, reserved: 0)
+
+
+@mutant
+def largest_request_goes_first(patch: Patch) -> None:
+    patch(WaitingQueue, "size_order", lambda self, r: (*self.policy.standing(r), -r.size, r.sequence))
+
+
+@mutant
+def size_is_what_is_left(patch: Patch) -> None:
+    patch(
+        WaitingQueue,
+        "size_order",
+        lambda self, r: (*self.policy.standing(r), r.num_tokens - r.num_computed_tokens, r.sequence),
+    )
+
+
+@mutant
+def size_is_the_whole_prompt(patch: Patch) -> None:
+    patch(WaitingQueue, "size_order", lambda self, r: (*self.policy.standing(r), len(r.token_ids), r.sequence))
+
+
+@mutant
+def size_comes_before_priority(patch: Patch) -> None:
+    patch(Precedence, "standing", lambda self, request: ())
+
+
+@mutant
+def rest_of_the_size_share_is_lost(patch: Patch) -> None:
+    original = Scheduler._run_smallest
+
+    def run(self: Scheduler, out: SchedulerOutput, flight: InFlight, budget: int) -> int:
+        return original(self, out, flight, min(budget, 1))
+
+    patch(Scheduler, "_run_smallest", run)
+
+
+@mutant
+def a_row_has_two_chunks_in_a_step(patch: Patch) -> None:
+    patch(Scheduler, "_take_back_chunk", lambda self, request, out, flight: 0)
 
 
 @mutant
