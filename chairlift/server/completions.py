@@ -35,6 +35,7 @@ from chairlift.server.streaming import (
     Timing,
     TokenTexts,
     Usage,
+    beside,
     collect,
     finite,
     json_response,
@@ -50,6 +51,8 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["TextCompletion", "routes"]
 
 _DEFAULT_MAX_TOKENS: Final = 16
+_MAX_LIST_ENTRIES: Final = 1 << 18
+"""Entries of lists that are sent to the engine once for each prompt; 64 times a vocabulary would be gigabytes there."""
 _encode: Final = msgspec.json.encode
 _Entries = Sequence[Mapping[int, Logprob] | None]
 
@@ -103,13 +106,15 @@ async def create_completion(request: Request) -> Response:
     caller = read_promises(request, asked, ignored)
     info = engine_info(state)
     params = _params(asked, info.sampling_defaults)
+    _check_lists(params, len(given))
     state.engine.check_room(len(given), class_of(params))
     async with until_tokens(request, asked):
         prompts = [
-            truncate(await _encode_prompt(state, asked, prompt), asked.truncate_prompt_tokens, info, params.max_tokens)
-            for prompt in given
+            truncate(prompt, asked.truncate_prompt_tokens, info, params.max_tokens)
+            for prompt in await _encode_prompts(state, asked, given)
         ]
-    writer = _Writer(asked, given, prompts, state.engine.tokenizer)
+        echoes = await _echoes(state, asked, given, prompts) if asked.echo else None
+    writer = _Writer(asked, prompts, state.engine.tokenizer, echoes)
     streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), caller=caller)
     head = reply_head("cmpl", model, info, streams)
     headers = warning_headers(ignored)
@@ -148,13 +153,47 @@ def _params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingPa
     return sampling_params(asked, defaults, **fields)
 
 
-async def _encode_prompt(state: ServerState, asked: CompletionRequest, prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, list):
-        return prompt
-    ids = await state.engine.encode(prompt, asked.add_special_tokens is not False)
-    if not ids:
+def _check_lists(params: SamplingParams, num_prompts: int) -> None:
+    """Raise ApiError where lists that each prompt takes along to the engine have too many entries over all prompts."""
+    sizes = {
+        "allowed_token_ids": len(params.allowed_token_ids or ()),
+        "stop_token_ids": len(params.stop_token_ids or ()),
+        "bad_words": sum(map(len, params.bad_words or ())),
+    }
+    if num_prompts > 1 and num_prompts * sum(sizes.values()) > _MAX_LIST_ENTRIES:
+        largest = max(sizes, key=sizes.__getitem__)
+        message = (
+            f"{', '.join(name for name in sizes if sizes[name])} have {sum(sizes.values()):,} ids and characters, and"
+            f" each of the {num_prompts} prompts takes them along: together {num_prompts * sum(sizes.values()):,}, but"
+            f" {_MAX_LIST_ENTRIES:,} are allowed; send fewer prompts at a time, or shorter lists"
+        )
+        raise ApiError(400, message, code="invalid_value", param=largest)
+
+
+async def _encode_prompts(
+    state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]]
+) -> list[list[int]]:
+    texts, ids = [each for each in given if isinstance(each, str)], [each for each in given if isinstance(each, list)]
+    found = await state.engine.encode_all(texts, asked.add_special_tokens is not False) if texts else ids
+    if texts and not all(found):
         raise ApiError(400, "the prompt is empty; send at least one character", code="invalid_value", param="prompt")
-    return ids
+    return found
+
+
+async def _echoes(
+    state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]], prompts: Sequence[list[int]]
+) -> list[str]:
+    """What each choice begins with: the prompt as it was given, or as its tokens read."""
+    tokenizer, skip = state.engine.tokenizer, asked.skip_special_tokens is not False
+    if tokenizer is None:
+        raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
+    texts = [each for each in given if isinstance(each, str)]
+    if texts and skip and asked.truncate_prompt_tokens is None:
+        return texts
+    final = asked.max_tokens == 0
+    return await beside(
+        state, sum(map(len, prompts)), lambda: [tokenizer.decode(ids, skip, final=final) for ids in prompts]
+    )
 
 
 def _delivered(asked: CompletionRequest, output: RequestOutput) -> RequestOutput:
@@ -185,9 +224,9 @@ class _Writer:
     def __init__(
         self,
         asked: CompletionRequest,
-        given: Sequence[str | list[int]],
         prompts: Sequence[list[int]],
         tokenizer: Tokenizer | None,
+        echoes: list[str] | None,
     ) -> None:
         self._asked = asked
         self._n = asked.n or 1
@@ -195,17 +234,8 @@ class _Writer:
         self._texts = TokenTexts(tokenizer, bool(asked.return_tokens_as_token_ids))
         self._tokenizer = tokenizer
         self._skip = asked.skip_special_tokens is not False
-        self._echoes: list[str] = []
+        self._echoes = echoes or []
         self._offsets: dict[int, _Offsets] = {}
-        if asked.echo:
-            self._echoes = [self._echo(text, ids) for text, ids in zip(given, prompts, strict=True)]
-
-    def _echo(self, given: str | list[int], prompt: list[int]) -> str:
-        if self._tokenizer is None:
-            raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
-        if isinstance(given, str) and self._skip and self._asked.truncate_prompt_tokens is None:
-            return given
-        return self._tokenizer.decode(prompt, self._skip, final=self._asked.max_tokens == 0)
 
     def index(self, prompt: int, answer: CompletionOutput) -> int:
         return prompt * self._n + answer.index

@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -43,6 +43,7 @@ __all__ = [
     "TokenTexts",
     "Usage",
     "abort_all",
+    "beside",
     "collect",
     "finite",
     "json_response",
@@ -58,6 +59,10 @@ __all__ = [
 _encode: Final = msgspec.json.encode
 _LOWEST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON does not have."""
+_MANY: Final = 512
+"""More tokens than this are decoded on a thread, so that streams go on."""
+
+_T = TypeVar("_T")
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -121,6 +126,11 @@ class Meter:
 # --- the engine's side ------------------------------------------------------------------------------------------------
 
 
+async def beside(state: ServerState, size: int, work: Callable[[], _T]) -> _T:
+    """What ``work`` on so many tokens brings; of many on a thread, when its turn has come. Raises QueueFullError."""
+    return await state.engine.beside(work) if size > _MANY else work()
+
+
 def truncate(prompt: list[int], keep: int | None, info: EngineInfo, max_tokens: int | None) -> list[int]:
     """The last ``keep`` tokens of a prompt; with -1 as many as leave room for the answer, with None all."""
     if keep == -1:
@@ -144,6 +154,7 @@ async def submit_all(
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
     salt = salt_for(caller.holder, request.cache_salt or "")
+    bad_word_ids = await state.engine.encode_words(params)
     state.engine.check_room(len(prompts), class_of(params), sum(map(len, prompts)), caller.tenant)
     try:
         for index, prompt in enumerate(prompts):
@@ -158,6 +169,7 @@ async def submit_all(
                     name=caller.request_id,
                     arrival=caller.arrived,
                     has_room=True,  # or the first of many prompts would be in the way of the last
+                    bad_word_ids=bad_word_ids,
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None
