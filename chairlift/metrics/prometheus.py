@@ -25,7 +25,8 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "deadline")
 REJECTION_REASONS: Final = (
-    *("queue_requests", "queue_tokens", "queue_timeout", "forecast", "draining", "unavailable", "connections"),
+    *("queue_requests", "queue_tokens", "queue_timeout", "forecast", "logprobs", "draining", "unavailable"),
+    "connections",
 )
 
 _ENGINE: Final = "0"
