@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import string
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from chairlift.server.app import make_app
@@ -502,9 +504,9 @@ def test_a_slow_reader_is_not_cut_off() -> None:
         await connection.reader.readexactly(1 << 17)  # far less than what the kernel asks for at once
         await until(lambda: before - served._num_owed() >= 1 << 16)
         left = served._num_owed()
-        served._look_for_reading(before)
-        assert not served.transport.is_closing()
-        served._look_for_reading(left)
+        served._look_for_reading(served._num_written - before, before)
+        assert not served.transport.is_closing() and served._stall is not None
+        served._look_for_reading(served._num_written - left, left)
         assert served.transport.is_closing()
         await connection.close()
 
@@ -533,11 +535,84 @@ def test_a_slow_reader_of_the_end_is_not_cut_off() -> None:
 def test_a_reader_who_waits_for_the_answer_is_not_cut_off() -> None:
     async def test() -> None:
         endpoints = Endpoints()
-        async with serving(make_app(make_state(), endpoints.routes), HttpLimits(stall_timeout=0.01)) as client:
+        async with serving(make_app(make_state(), endpoints.routes), HttpLimits(stall_timeout=0.1)) as client:
             connection = await client.connect()
             connection.get("/v1/stream")
-            asyncio.get_running_loop().call_later(0.1, endpoints.go_on.set)  # ten times as long as a reader may take
+            asyncio.get_running_loop().call_later(0.5, endpoints.go_on.set)  # five times as long as a reader may take
             assert (await connection.reply()).body == b"first last"
+            (served,) = client.server.state.connections
+            await until(lambda: served._stall is None)  # no timer runs where nothing is owed
+
+    run(test())
+
+
+class Stream(Endpoints):
+    """Sends so many kilobytes, in events of one, and waits."""
+
+    def __init__(self, num_events: int) -> None:
+        super().__init__()
+        self.num_events = num_events
+
+    async def stream(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(self.num_events):
+                yield b"x" * 1024
+                await asyncio.sleep(0)
+            await self.wait(request)
+
+        return StreamingResponse(events())
+
+
+async def listener(client: Client) -> tuple[Connection, HttpProtocol]:
+    """A client of a stream whose machine holds little for it, and the server's end of its connection."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", client.port))
+    connection = Connection(*await asyncio.open_connection(sock=sock, limit=4096))
+    connection.get("/v1/stream")
+    await until(lambda: bool(client.server.requests()))
+    (served,) = client.server.state.connections
+    return connection, served
+
+
+def test_the_reader_of_a_stream_that_stands_still_is_cut_off_however_little_it_is_owed() -> None:
+    async def test() -> None:
+        endpoints = Stream(100)  # the kernel would take megabytes before anything here noticed
+        async with serving(make_app(make_state(), endpoints.routes), HttpLimits(stall_timeout=0.2)) as client:
+            connection, _ = await listener(client)
+            await until(lambda: not client.server.state.connections)
+            assert endpoints.num_cancelled == 1
+            await connection.close()
+
+    run(test())
+
+
+def test_a_stream_that_grows_as_fast_as_it_is_read_is_not_cut_off() -> None:
+    async def test() -> None:
+        endpoints = Stream(4000)
+        async with serving(make_app(make_state(), endpoints.routes)) as client:
+            connection, served = await listener(client)
+            await until(lambda: served._num_owed() > 1 << 17)
+            for _ in range(10):
+                read, owed = served._num_written - served._num_owed(), served._num_owed()
+                await connection.reader.readexactly(1 << 17)
+                await until(lambda read=read: served._num_written - served._num_owed() - read >= 1 << 16)  # type: ignore[misc]
+                served._look_for_reading(read, owed)
+                assert not served.transport.is_closing()
+            await connection.close()
+
+    run(test())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="the kernel has no such setting")
+def test_the_kernel_holds_little_for_a_reader_that_stands_still() -> None:
+    async def test() -> None:
+        async with serving(make_app(make_state(), Stream(100_000).routes)) as client:
+            connection, served = await listener(client)
+            await until(lambda: served.flow.write_paused)
+            assert served._num_owed() < 1 << 19
+            await connection.close()
 
     run(test())
 
