@@ -295,6 +295,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._overhead = 0
         self._stop_timer()
+        if not self._understands_framing():
+            return
         if not self.url.startswith(b"/"):
             self._refuse(400, "invalid_http", "the request target must be a path, such as /v1/models")
             return
@@ -307,6 +309,31 @@ class HttpProtocol(HttpToolsProtocol):
         self._server.refresh_date()
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, _SoftTransport(self))
+
+    def _understands_framing(self) -> bool:
+        """Refuse what the parser takes for HTTP/1.1 with a plain body, and is not (RFC 9112, 2.3 and 6.1). A proxy in
+        front may read another body, or another request behind it."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            message = f"the request says HTTP/{version}, and this server speaks HTTP/1.1 and 1.0; send one of them"
+            self._refuse(505, "http_version_not_supported", message)
+            return False
+        given = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if not given:
+            return True
+        codings = [coding.strip(b" \t").lower() for coding in b",".join(given).split(b",")]
+        if version == "1.0":
+            message = "HTTP/1.0 has no Transfer-Encoding; send Content-Length, or HTTP/1.1"
+            self._refuse(400, "invalid_http", message)
+        elif codings[-1] != b"chunked" or b"chunked" in codings[:-1] or b"" in codings:
+            message = "Transfer-Encoding must be chunked, once; send that, or Content-Length"
+            self._refuse(400, "invalid_http", message)
+        elif len(codings) > 1:
+            message = "bodies in another transfer coding than chunked are not supported; send it as it is, chunked"
+            self._refuse(501, "unsupported_transfer_coding", message)
+        else:
+            return True
+        return False
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
@@ -393,7 +420,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._server.refused(status)
         self._stop_timer()
         self._unset_keepalive_if_required()
-        body = msgspec.json.encode(error_body(ApiError(status, message, code=code)))
+        kind = None if status == 503 else "invalid_request_error"  # also where RFC 9112 has another 5xx for it
+        body = msgspec.json.encode(error_body(ApiError(status, message, code=code, type=kind)))
         head = [
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
             "content-type: application/json",

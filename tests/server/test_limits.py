@@ -389,6 +389,33 @@ def test_trailers_are_not_headers() -> None:
         (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: 1e3\r\n\r\n", 400),
         (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n", 400),
         (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: 2, 2\r\n\r\n{}", 400),
+        *(
+            (HEAD + b"Transfer-Encoding: " + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n", status)
+            for coding, status in [
+                (b"gzip, chunked", 501),
+                (b"GZIP\t,\tChunked", 501),
+                (b"identity, chunked", 501),
+                (b"gzip\r\nTransfer-Encoding: chunked", 501),
+                (b"gzip, chunked\r\nUpgrade: h2c\r\nConnection: upgrade", 501),
+                (b"chunked, chunked", 400),
+                (b"chunked\r\nTransfer-Encoding: chunked", 400),
+                (b"chunked, gzip", 400),
+                (b", chunked", 400),
+                (b"chunked,", 400),
+                (b"chunked;q=1", 400),
+                (b"xchunked", 400),
+                (b"\x0bchunked", 400),
+                (b"", 400),
+            ]
+        ),
+        *(
+            (b"POST /v1/echo HTTP/" + version + CHUNKED.partition(b"HTTP/1.1")[2] + b"2\r\n{}\r\n0\r\n\r\n", status)
+            for version, status in [(b"1.0", 400), (b"0.9", 505), (b"2.0", 505)]
+        ),
+        (b"GET /v1/models HTTP/2.0\r\nHost: localhost\r\n\r\n", 505),
+        (b"GET * HTTP/2.0\r\nHost: localhost\r\n\r\n", 505),
         (b"POST /v1/echo HTTP/1.1\r\nHost : a\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\n b\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\nX: \x00\r\n\r\n", 400),
@@ -409,6 +436,7 @@ def test_heads(request_: bytes, status: int) -> None:
         reply = await client.raw(request_)
         assert reply.status == status
         assert reply.error["code"]
+        assert reply.error["type"] == "invalid_request_error" or status == 404
 
     run(echo_server(test, HttpLimits(linger_timeout=PATIENCE)))
 
@@ -681,6 +709,17 @@ def test_requests_sent_ahead_are_not_served() -> None:
             await asyncio.wait_for(endpoints.cancelled.wait(), PATIENCE)
 
     run(test())
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b" Chunked", b" \tchunked"])
+def test_bodies_in_chunks_are_read(coding: bytes) -> None:
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        for _ in range(2):
+            connection.send(HEAD + b"Transfer-Encoding:" + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+            assert (await connection.reply()).json() == {}
+
+    run(echo_server(test))
 
 
 def test_an_upgrade_is_offered_in_vain() -> None:
