@@ -39,6 +39,9 @@ _PIECE: Final = 2048
 _LEAST_READ: Final = 1 << 16
 """Bytes that a client reads at least in each ``stall_timeout`` while it is owed more."""
 
+_LOOKS: Final = 4
+"""Times in each ``stall_timeout`` that somebody looks how much a client has read, so that none has much longer."""
+
 _MOST_UNSENT: Final = 1 << 17
 """Bytes that the kernel holds for a client whose machine takes no more. It would hold megabytes, of each connection."""
 
@@ -210,9 +213,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._expect_reading()
 
     def _expect_reading(self) -> None:
-        owed = self._num_owed()
-        call = functools.partial(self._look_for_reading, self._num_written - owed, owed)
-        self._stall = self.loop.call_later(self._limits.stall_timeout, call)
+        owed, by = self._num_owed(), self.loop.time() + self._limits.stall_timeout
+        self._look_again(self._num_written - owed, owed, by)
+
+    def _look_again(self, num_read: int, owed: int, by: float) -> None:
+        call = functools.partial(self._look_for_reading, num_read, owed, by)
+        self._stall = self.loop.call_later(self._limits.stall_timeout / _LOOKS, call)
 
     def _num_owed(self) -> int:
         """Bytes that the client's machine has not acknowledged. What the kernel here holds counts: a stream may be all
@@ -222,14 +228,18 @@ class HttpProtocol(HttpToolsProtocol):
             held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", held)[0])
 
-    def _look_for_reading(self, num_read: int, owed: int) -> None:
-        """Cut off a client that had read ``num_read`` bytes and was owed ``owed`` more, and reads too slowly."""
+    def _look_for_reading(self, num_read: int, owed: int, by: float) -> None:
+        """Cut off a client that had read ``num_read`` bytes, was owed ``owed`` more, and has not read enough of them
+        ``by`` then, on the loop's clock."""
         self._stall = None
         left = self._num_owed()
         if not left:
             return
         if self._num_written - left - num_read >= min(owed, _LEAST_READ):
             self._expect_reading()
+            return
+        if self.loop.time() < by:
+            self._look_again(num_read, owed, by)
             return
         request_id, limit = self.scope.get("state", {}).get("request_id", ""), self._limits.stall_timeout
         self.logger.info("request %s: nobody read its answer for %g s; it is cut off", request_id, limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import string
 from collections.abc import AsyncIterator
@@ -532,9 +533,11 @@ def test_a_slow_reader_is_not_cut_off() -> None:
         await connection.reader.readexactly(1 << 17)  # far less than what the kernel asks for at once
         await until(lambda: before - served._num_owed() >= 1 << 16)
         left = served._num_owed()
-        served._look_for_reading(served._num_written - before, before)
+        served._look_for_reading(served._num_written - before, before, 0.0)
         assert not served.transport.is_closing() and served._stall is not None
-        served._look_for_reading(served._num_written - left, left)
+        served._look_for_reading(served._num_written - left, left, math.inf)
+        assert not served.transport.is_closing()
+        served._look_for_reading(served._num_written - left, left, 0.0)
         assert served.transport.is_closing()
         await connection.close()
 
@@ -626,7 +629,7 @@ def test_a_stream_that_grows_as_fast_as_it_is_read_is_not_cut_off() -> None:
                 read, owed = served._num_written - served._num_owed(), served._num_owed()
                 await connection.reader.readexactly(1 << 17)
                 await until(lambda read=read: served._num_written - served._num_owed() - read >= 1 << 16)  # type: ignore[misc]
-                served._look_for_reading(read, owed)
+                served._look_for_reading(read, owed, 0.0)
                 assert not served.transport.is_closing()
             await connection.close()
 
