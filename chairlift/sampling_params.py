@@ -32,6 +32,8 @@ class SamplingLimits:
     max_logit_bias: int = 300
     max_token_id_list: int = 4096
     max_bad_words: int = 128
+    max_bad_word_chars: int = 8192
+    """Of all of them together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,11 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         _set(self, "stop", _strings("stop", stop, limits.max_stop_strings, limits.max_stop_length))
         _set(self, "bad_words", _strings("bad_words", self.bad_words, limits.max_bad_words, limits.max_stop_length))
+        if (total := sum(map(len, self.bad_words or ()))) > limits.max_bad_word_chars:
+            most = limits.max_bad_word_chars
+            raise RequestError(
+                f"bad_words has {total:,} characters, and {most:,} are allowed; give fewer or shorter ones"
+            )
         _set(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, limits.max_token_id_list))
         allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, _INT32_MAX)
         if allowed == () and self.allowed_token_ids is not None:
@@ -202,8 +209,9 @@ def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...]:
         raise RequestError(f"{name} must be a list of token ids, got {value!r}")
     if len(value) > most:
         raise RequestError(f"{name} takes at most {most} ids, got {len(value)}")
-    for item in value:
-        _integer(f"each id in {name}", item, 0, _INT32_MAX)
+    if not (value and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _INT32_MAX):
+        for item in value:
+            _integer(f"each id in {name}", item, 0, _INT32_MAX)
     return tuple(value)
 
 

@@ -212,6 +212,17 @@ class AsyncEngine:
         with self._front() as encoder:
             return await encoder.encode(text, add_special_tokens)
 
+    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text of one request. Raises RequestError, QueueFullError when too many wait for their
+        turn, and PromptTooLongError for texts that are far beyond the model's length, alone or together."""
+        with self._front() as encoder:
+            return await encoder.encode_all(texts, add_special_tokens)
+
+    async def encode_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token ids of the ``bad_words``, for :meth:`submit`. Raises as :meth:`encode_all`."""
+        with self._front() as encoder:
+            return await encoder.encode_words(params.bad_words or ())
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -258,11 +269,12 @@ class AsyncEngine:
         name: str = "",
         arrival: float | None = None,
         has_room: bool = False,
+        bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
     ) -> OutputStream:
         """Queue a request; ``kind`` says what its stream yields, ``tenant`` who is charged for it, ``name`` how its
         caller calls it, ``arrival`` since when it has been waiting for us (on the monotonic clock), if not since now;
-        ``has_room``: :meth:`check_room` was asked, for all of its call. Timeouts are in seconds from its arrival, not
-        the engine's own.
+        ``has_room``: :meth:`check_room` was asked, for all of its call; ``bad_word_ids``: what :meth:`encode_words`
+        made of its parameters, if it was asked. Timeouts are in seconds from its arrival, not the engine's own.
 
         Raises RequestError for what cannot be served, QueueFullError when too much waits or the request would wait, by
         the forecast, for longer than its timeouts allow; EngineDeadError when there is no engine.
@@ -270,11 +282,13 @@ class AsyncEngine:
         begin, (prompt, text) = time.monotonic(), unnamed(prompt)
         if isinstance(prompt, str):
             prompt = await self.encode(prompt)
+        if bad_word_ids is None and isinstance(params, SamplingParams):
+            bad_word_ids = await self.encode_words(params)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
         since = begin if arrival is None else arrival
-        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, cache_salt, tenant, text)
+        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, cache_salt, tenant, text, bad_word_ids)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
         foreseeable = self._is_foreseeable(prepared)
         patience = self._queue_timeout if queue_timeout is None else queue_timeout

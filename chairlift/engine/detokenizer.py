@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -127,41 +128,58 @@ class IncrementalDetokenizer:
 
 
 class _StopMatcher:
-    """Finds stop strings in a stream of text, remembering only as much of it as they are long."""
+    """Finds stop strings in a stream of text, remembering only as much of it as they are long. A character costs O(1)
+    per stop string on average, however long these are (Knuth, Morris and Pratt, 1977)."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops = stops
         self.held = 0
         """Length of the longest end of the text that a stop string begins with."""
         self._keep = max((len(stop) for stop in stops), default=1) - 1
-        self._first = frozenset(stop[0] for stop in stops)
         self._tail = ""
+        self._borders = [_borders(stop) for stop in stops]
+        self._begun = [0] * len(stops)
+        """How many characters of each stop string the text ends with; fewer than it has."""
 
     def find(self, piece: str, counts: bool) -> tuple[str, int] | None:
         """The first stop string to end inside ``piece``, and the offset in it behind its last character."""
-        text = self._tail + piece
         if counts:
-            old = len(self._tail)
+            text, old = self._tail + piece, len(self._tail)
             ends = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := self._at(text, stop, old)) >= 0]
             if ends:
                 end, _, stop = min(ends)
                 return stop, end - old
-        self._tail = text[max(0, len(text) - self._keep) :]
-        self.held = self._held()
+        self._tail = (self._tail + piece)[-self._keep :] if self._keep else ""
+        self._begun = [self._follow(*each, piece) for each in zip(self.stops, self._borders, self._begun, strict=True)]
+        self.held = max(self._begun, default=0)
         return None
 
     @staticmethod
     def _at(text: str, stop: str, old: int) -> int:
         return text.find(stop, max(0, old - len(stop) + 1))
 
-    def _held(self) -> int:
-        tail = self._tail
-        for i, char in enumerate(tail):
-            if char in self._first and any(
-                len(stop) > len(tail) - i and stop.startswith(tail[i:]) for stop in self.stops
-            ):
-                return len(tail) - i
-        return 0
+    @staticmethod
+    def _follow(stop: str, borders: tuple[int, ...], begun: int, piece: str) -> int:
+        for char in piece:
+            while begun and stop[begun] != char:
+                begun = borders[begun - 1]
+            begun += stop[begun] == char
+            if begun == len(stop):  # it does not count yet
+                begun = borders[begun - 1]
+        return begun
+
+
+@functools.lru_cache(maxsize=1024)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Per character, how long the longest beginning of the text is that also ends there, but for all of it."""
+    borders = [0] * len(stop)
+    length = 0
+    for index in range(1, len(stop)):
+        while length and stop[index] != stop[length]:
+            length = borders[length - 1]
+        length += stop[index] == stop[length]
+        borders[index] = length
+    return tuple(borders)
 
 
 class _ByteText:

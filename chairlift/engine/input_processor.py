@@ -15,6 +15,7 @@ from chairlift.sampling.row import SamplingRow
 from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
 from chairlift.service_class import DEFAULT_CLASS, ServiceClass
+from chairlift.tokenizer.bad_words import distinct, spellings
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "unnamed"]
@@ -129,9 +130,10 @@ class InputProcessor:
         cache_salt: str = "",
         tenant: str = "",
         text: str | None = None,
+        bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
     ) -> PreparedRequest:
         """Check everything, and tokenize. ``tenant`` is who is charged for the request; ``text`` is what ``prompt``
-        was encoded from, if it was before."""
+        was encoded from, and ``bad_word_ids`` what ``bad_words`` were encoded to, if they were before."""
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
         if not isinstance(params, SamplingParams):
@@ -162,7 +164,7 @@ class InputProcessor:
             seed,
             max_tokens,
             tuple(sorted(stops)),
-            self._bad_word_ids(params),
+            self._bad_word_ids(params) if bad_word_ids is None else bad_word_ids,
             cache_salt,
             arrival_time,
             *self._promise(params, arrival_time, tenant),
@@ -188,6 +190,10 @@ class InputProcessor:
         return token_ids
 
     def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+        if not token_ids or (
+            set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.limits.vocab_size
+        ):
+            return  # the usual case, looked at as fast as Python can
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise RequestError(f"{where} must hold whole numbers as token ids, got {token_id!r:.40}")
@@ -254,15 +260,10 @@ class InputProcessor:
         return params.max_tokens
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is written at the start of a text and after a space."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words or ():
-            bare = word.lstrip() or word
-            for text in (bare, " " + bare):
-                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False)) if self._tokenizer else ()
-                if ids:
-                    found[ids] = None
-        return tuple(found)
+        tokenizer = self._tokenizer
+        if tokenizer is None or not params.bad_words:
+            return ()
+        return distinct(tokenizer.encode(text, add_special_tokens=False) for text in spellings(params.bad_words))
 
 
 def unnamed(prompt: Any) -> tuple[Any, str | None]:

@@ -8,17 +8,15 @@ import math
 from collections.abc import Sequence
 
 from chairlift.engine.causes import DecodeSeconds, causes_until
-from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress, TokenRecord
+from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.metrics.stats import DEADLINE_KINDS, FinishedRequest, RequestStats
-from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from chairlift.outputs import CompletionOutput, FinishReason, FlatLogprobs, RequestMetrics, RequestOutput
 from chairlift.sampling_params import SHAPED_REASONS
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["OutputProcessor", "RequestPhase", "RequestProgress", "RequestState"]
-
-_Logprobs = dict[int, Logprob]
 
 
 class _Answer:
@@ -37,7 +35,8 @@ class _Answer:
         self.num_tokens: int | None = None
         """How many generated tokens count, once a stop string has ended the answer."""
         self.stop_string: str | None = None
-        self.logprobs: list[_Logprobs] | None = None if self.params.logprobs is None else []
+        self.logprobs = None if self.params.logprobs is None else _flat(tokenizer)
+        """Of generated tokens, without those already delivered as deltas."""
         self.cumulative = 0.0
         self.last_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
@@ -73,7 +72,7 @@ class _Answer:
             self.stop_reason = ended.stop_reason
         del self.token_ids[len(self.token_ids) if self.num_tokens is None else self.num_tokens :]
         if self.logprobs is not None:
-            del self.logprobs[len(self.token_ids) :]
+            self.logprobs.truncate(len(self.token_ids) - self._taken)
         self.weight_versions = [run for run in self.weight_versions if run[0] < max(1, len(self.token_ids))]
 
     def weights_changed(self, version: int) -> None:
@@ -113,13 +112,16 @@ class _Answer:
         if not ended and not token_ids:
             return None
         self._taken += len(token_ids)
+        logprobs = self.logprobs
+        if logprobs is not None:
+            self.logprobs, logprobs = logprobs[len(token_ids) :], logprobs[: len(token_ids)]
         self._told_end = ended
         return CompletionOutput(
             index=self.index,
             text=text,
             token_ids=token_ids,
             cumulative_logprob=None if self.logprobs is None else self.cumulative,
-            logprobs=None if self.logprobs is None else self.logprobs[fresh],
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             weight_versions=[run for run in self.weight_versions if fresh.start <= run[0] < fresh.stop],
@@ -157,9 +159,9 @@ class RequestState:
         ]
         self.metrics = RequestMetrics(prepared.arrival_time)
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[_Logprobs | None] | None = (
-            None if prepared.params.prompt_logprobs is None else [None]
-        )
+        self.prompt_logprobs = None if prepared.params.prompt_logprobs is None else _flat(tokenizer)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.append((), (), 0)  # nothing precedes the first
         self.error: str | None = None
 
     @property
@@ -330,7 +332,8 @@ class OutputProcessor:
             found = self._answers.get(sequence_id)
             if found is not None and found[0].prompt_logprobs is not None:
                 known = found[0].prompt_logprobs
-                known[first : first + len(records)] = [self._logprob_dict(record) for record in records]
+                for new in records[max(0, len(known) - first) :]:  # a recompute brings what is known
+                    known.append(new.token_ids, new.logprobs, new.rank)
         for sequence_id, causes, totals in step.decoding:
             if sequence_id in self._answers:
                 self._answers[sequence_id][1].decodes_since = (causes, totals)
@@ -354,7 +357,7 @@ class OutputProcessor:
                 state.metrics.first_token_time = now
             record = None if step.logprobs is None else step.logprobs[row]
             if record is not None and answer.logprobs is not None:
-                answer.logprobs.append(self._logprob_dict(record))
+                answer.logprobs.append(record.token_ids, record.logprobs, record.rank)
                 answer.cumulative += record.logprobs[0]
             # The text of a token that ended the answer may not count.
             if answer.params.stop and token not in state.prepared.stop_token_ids and answer.read() is not None:
@@ -415,12 +418,6 @@ class OutputProcessor:
             stats.prompt_computed(len(state.prepared.prompt_token_ids), state.num_cached_tokens)
         answer.last_token_time = now
 
-    def _logprob_dict(self, record: TokenRecord) -> _Logprobs:
-        """The chosen token first; the most likely ones follow with ranks 1, 2, ..."""
-        out: _Logprobs = {}
-        ranks = [record.rank, *range(1, len(record.token_ids))]
-        for token_id, logprob, rank in zip(record.token_ids, record.logprobs, ranks, strict=True):
-            if token_id not in out:
-                text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
-                out[token_id] = Logprob(logprob, rank, text)
-        return out
+
+def _flat(tokenizer: Tokenizer | None) -> FlatLogprobs:
+    return FlatLogprobs(None if tokenizer is None else tokenizer.token_text)

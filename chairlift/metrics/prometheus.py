@@ -25,13 +25,32 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "deadline")
 REJECTION_REASONS: Final = (
-    *("queue_requests", "queue_tokens", "queue_timeout", "forecast", "draining", "unavailable", "connections"),
+    *("queue_requests", "queue_tokens", "queue_timeout", "forecast", "logprobs", "draining", "unavailable"),
+    "connections",
 )
 
 _ENGINE: Final = "0"
 _OURS: Final = "chairlift"
 _STATUSES: Final = (
-    *("200", "400", "401", "403", "404", "405", "408", "413", "414", "415", "421", "429", "431", "500", "503"),
+    *(
+        "200",
+        "400",
+        "401",
+        "403",
+        "404",
+        "405",
+        "408",
+        "413",
+        "414",
+        "415",
+        "421",
+        "429",
+        "431",
+        "500",
+        "501",
+        "503",
+        "505",
+    ),
 )
 _RECENT_SECONDS: Final = 60.0
 _LABELS: Final = ("model_name", "engine")

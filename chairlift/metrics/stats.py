@@ -166,7 +166,8 @@ class RequestStats:
         """Tokens computed past a stop string or a cancellation, and thrown away."""
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
-        """By reason: queue_requests, queue_tokens, queue_timeout, forecast, draining, unavailable, connections."""
+        """By reason: queue_requests, queue_tokens, queue_timeout, forecast, logprobs, draining, unavailable,
+        connections."""
         self.responses: Counter[str] = Counter()
         """Of the API, and to what was no request for it, by HTTP status; a stream that breaks off began as 200."""
         self.classes: Counter[str] = Counter()

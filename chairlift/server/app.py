@@ -29,6 +29,7 @@ from chairlift.server import chat, completions, live, models, openapi, pages, qu
 from chairlift.server.auth import Auth, HostCheck
 from chairlift.server.errors import ApiError, error_response, to_api_error
 from chairlift.server.limits import release_body
+from chairlift.server.logprob_room import release_logprobs
 from chairlift.server.logs import log_event
 from chairlift.server.state import ServerState
 from chairlift.version import __version__
@@ -86,6 +87,7 @@ class _App:
             await response(scope, receive, exchange.send)
         finally:
             release_body(Request(scope))
+            release_logprobs(Request(scope))
             self._state.num_in_progress -= counted
             if counted and exchange.status is not None:
                 self._state.engine.stats.responses[str(exchange.status)] += 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -16,7 +17,9 @@ from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json, until_tokens
+from chairlift.server.logprob_room import hold_logprobs
 from chairlift.server.models import check_model, engine_info
+from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
     ChatRequest,
@@ -38,7 +41,7 @@ from chairlift.server.streaming import (
     Usage,
     collect,
     finite,
-    json_response,
+    parts,
     prompt_logprobs,
     reply_head,
     start_stream,
@@ -125,6 +128,7 @@ async def create_chat_completion(request: Request) -> Response:
     state.engine.check_room(1, class_of(params))
     async with until_tokens(request, chat):
         prompt = truncate(await encode_messages(state, chat), chat.truncate_prompt_tokens, info, params.max_tokens)
+    hold_logprobs(request, chat, [prompt])
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
     head = reply_head("chatcmpl", model, info, streams)
     texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
@@ -134,16 +138,16 @@ async def create_chat_completion(request: Request) -> Response:
     (output,) = await collect(streams)
     meter = Meter(streams)
     meter.note(0, output)
-    most = chat.prompt_logprobs
+    most, pieces = chat.prompt_logprobs, Pieces()
     reply = ChatCompletion(
         **head,
-        choices=[_choice(chat, answer, texts) for answer in output.outputs],
+        choices=[_choice(chat, answer, texts, pieces) for answer in output.outputs],
         usage=meter.usage(),
-        prompt_logprobs=UNSET if most is None else prompt_logprobs(output.prompt_logprobs, texts, most),
+        prompt_logprobs=UNSET if most is None else prompt_logprobs(output.prompt_logprobs, texts, most, pieces),
         prompt_token_ids=prompt if chat.return_token_ids else UNSET,
         timing=timing([output], chat.return_timing),
     )
-    return json_response(reply, headers)
+    return respond(state, reply, pieces, headers)
 
 
 async def encode_messages(state: ServerState, request: ChatRequest | TokenizeRequest) -> list[int]:
@@ -202,11 +206,16 @@ def _params(chat: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     )
 
 
-def _choice(chat: ChatRequest, answer: CompletionOutput, texts: TokenTexts) -> ChatChoice:
+def _choice(chat: ChatRequest, answer: CompletionOutput, texts: TokenTexts, pieces: Pieces) -> ChatChoice:
+    logprobs, top = None, chat.top_logprobs or 0
+    if answer.logprobs is not None:
+        content = json_items(_chosen(entry, top, texts) for entry in answer.logprobs)
+        part = itertools.chain([b'{"content":'], content, [b',"refusal":null}'])
+        logprobs = pieces.later(part, len(answer.logprobs) * (top + 1))
     return ChatChoice(
         index=answer.index,
         message=ChatMessage("assistant", answer.text),
-        logprobs=None if answer.logprobs is None else _logprobs(answer.logprobs, chat.top_logprobs or 0, texts),
+        logprobs=logprobs,
         finish_reason=answer.finish_reason,
         stop_reason=answer.stop_reason,
         token_ids=answer.token_ids if chat.return_token_ids else UNSET,
@@ -214,17 +223,18 @@ def _choice(chat: ChatRequest, answer: CompletionOutput, texts: TokenTexts) -> C
 
 
 def _logprobs(entries: Sequence[Mapping[int, Logprob]], top: int, texts: TokenTexts) -> ChoiceLogprobs:
-    content = []
-    for entry in entries:
-        written = [
-            (top + 1 if each.rank is None else each.rank, _token_logprob(token_id, each, texts))
-            for token_id, each in entry.items()
-        ]
-        chosen = written[0][1]
-        best = sorted((pair for pair in written if pair[0] <= top), key=lambda pair: pair[0])
-        # The chosen one may tie with the last of them; it comes first of those that tie.
-        content.append(ChosenLogprob(chosen.token, chosen.logprob, chosen.bytes, [each for _, each in best[:top]]))
-    return ChoiceLogprobs(content)
+    return ChoiceLogprobs([_chosen(entry, top, texts) for entry in entries])
+
+
+def _chosen(entry: Mapping[int, Logprob], top: int, texts: TokenTexts) -> ChosenLogprob:
+    written = [
+        (top + 1 if each.rank is None else each.rank, _token_logprob(token_id, each, texts))
+        for token_id, each in entry.items()
+    ]
+    chosen = written[0][1]
+    best = sorted((pair for pair in written if pair[0] <= top), key=lambda pair: pair[0])
+    # The chosen one may tie with the last of them; it comes first of those that tie.
+    return ChosenLogprob(chosen.token, chosen.logprob, chosen.bytes, [each for _, each in best[:top]])
 
 
 def _token_logprob(token_id: int, entry: Logprob, texts: TokenTexts) -> TokenLogprob:
@@ -252,21 +262,21 @@ class _ChatChunks(ChunkWriter):
             self.event(b'{"index":%d,"delta":%b' % (index, role), ids) for index in range(self._num_choices)
         )
 
-    def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> list[bytes]:
-        found = []
+    def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[bytes]:
         if answer.text or (answer.token_ids and (self._ids or self._continuous or answer.logprobs)):
-            logprobs = b"null"
-            if answer.logprobs:
-                logprobs = _encode(_logprobs(answer.logprobs, self._top, self._texts))
-            ids = b',"token_ids":' + _encode(answer.token_ids) if self._ids else b""
-            opening = self._openings[answer.index]
-            found.append(
-                b'%b%b},"logprobs":%b,"finish_reason":null%b}' % (opening, _encode(answer.text), logprobs, ids)
-            )
+            for part in parts(answer, self._top):
+                yield self._news(part)
         if answer.finish_reason is not None:
             end = (answer.index, _encode(answer.finish_reason), _encode(answer.stop_reason))
-            found.append(b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % end)
-        return found
+            yield b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % end
+
+    def _news(self, answer: CompletionOutput) -> bytes:
+        logprobs = b"null"
+        if answer.logprobs:
+            logprobs = _encode(_logprobs(answer.logprobs, self._top, self._texts))
+        ids = b',"token_ids":' + _encode(answer.token_ids) if self._ids else b""
+        text = _encode(answer.text)
+        return b'%b%b},"logprobs":%b,"finish_reason":null%b}' % (self._openings[answer.index], text, logprobs, ids)
 
 
 routes: Final = [Route("/v1/chat/completions", create_chat_completion, methods=["POST"])]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -14,13 +15,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from chairlift.engine.output_stream import OutputStream
-from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from chairlift.outputs import CompletionOutput, FinishReason, FlatLogprobs, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json, until_tokens
+from chairlift.server.logprob_room import hold_logprobs
 from chairlift.server.models import check_model, engine_info
+from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
+    DEFAULT_MAX_TOKENS,
     CompletionRequest,
     no_prompt_logprobs_in_stream,
     parse,
@@ -35,21 +39,24 @@ from chairlift.server.streaming import (
     Timing,
     TokenTexts,
     Usage,
+    beside,
     collect,
     finite,
-    json_response,
+    parts,
     prompt_logprobs,
     reply_head,
     start_stream,
     submit_all,
     timing,
+    tokens_at_once,
     truncate,
 )
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["TextCompletion", "routes"]
 
-_DEFAULT_MAX_TOKENS: Final = 16
+_MAX_LIST_ENTRIES: Final = 1 << 18
+"""Entries of lists that are sent to the engine once for each prompt; 64 times a vocabulary would be gigabytes there."""
 _encode: Final = msgspec.json.encode
 _Entries = Sequence[Mapping[int, Logprob] | None]
 
@@ -103,27 +110,31 @@ async def create_completion(request: Request) -> Response:
     caller = read_promises(request, asked, ignored)
     info = engine_info(state)
     params = _params(asked, info.sampling_defaults)
+    _check_lists(params, len(given))
     state.engine.check_room(len(given), class_of(params))
     async with until_tokens(request, asked):
         prompts = [
-            truncate(await _encode_prompt(state, asked, prompt), asked.truncate_prompt_tokens, info, params.max_tokens)
-            for prompt in given
+            truncate(prompt, asked.truncate_prompt_tokens, info, params.max_tokens)
+            for prompt in await _encode_prompts(state, asked, given)
         ]
-    writer = _Writer(asked, given, prompts, state.engine.tokenizer)
+        echoes = await _echoes(state, asked, given, prompts) if asked.echo else None
+    writer = _Writer(asked, prompts, state.engine.tokenizer, echoes)
+    hold_logprobs(request, asked, prompts)
     streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), caller=caller)
     head = reply_head("cmpl", model, info, streams)
     headers = warning_headers(ignored)
     if asked.stream:
         return await start_stream(state, streams, _TextChunks(head, asked, streams, writer), headers)
-    meter = Meter(streams)
+    meter, pieces = Meter(streams), Pieces()
     choices: list[TextChoice] = []
     outputs = await collect(streams)
     for index, output in enumerate(outputs):
         delivered = _delivered(asked, output)
         meter.note(index, delivered)
-        choices += [writer.whole(index, delivered, answer) for answer in delivered.outputs]
+        choices += [writer.whole(index, delivered, answer, pieces) for answer in delivered.outputs]
     told = timing(outputs, asked.return_timing)
-    return json_response(TextCompletion(**head, choices=choices, usage=meter.usage(), timing=told), headers)
+    reply = TextCompletion(**head, choices=choices, usage=meter.usage(), timing=told)
+    return respond(state, reply, pieces, headers)
 
 
 def _params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -143,18 +154,52 @@ def _params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingPa
         of_prompt = max(logprobs, of_prompt or 0)
     if best_of > n and logprobs is None:
         logprobs = 0  # to rank the answers
-    most = _DEFAULT_MAX_TOKENS if asked.max_tokens is None else max(1, asked.max_tokens)
+    most = DEFAULT_MAX_TOKENS if asked.max_tokens is None else max(1, asked.max_tokens)
     fields = {"n": best_of, "max_tokens": most, "logprobs": logprobs, "prompt_logprobs": of_prompt}
     return sampling_params(asked, defaults, **fields)
 
 
-async def _encode_prompt(state: ServerState, asked: CompletionRequest, prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, list):
-        return prompt
-    ids = await state.engine.encode(prompt, asked.add_special_tokens is not False)
-    if not ids:
+def _check_lists(params: SamplingParams, num_prompts: int) -> None:
+    """Raise ApiError where lists that each prompt takes along to the engine have too many entries over all prompts."""
+    sizes = {
+        "allowed_token_ids": len(params.allowed_token_ids or ()),
+        "stop_token_ids": len(params.stop_token_ids or ()),
+        "bad_words": sum(map(len, params.bad_words or ())),
+    }
+    if num_prompts > 1 and num_prompts * sum(sizes.values()) > _MAX_LIST_ENTRIES:
+        largest = max(sizes, key=sizes.__getitem__)
+        message = (
+            f"{', '.join(name for name in sizes if sizes[name])} have {sum(sizes.values()):,} ids and characters, and"
+            f" each of the {num_prompts} prompts takes them along: together {num_prompts * sum(sizes.values()):,}, but"
+            f" {_MAX_LIST_ENTRIES:,} are allowed; send fewer prompts at a time, or shorter lists"
+        )
+        raise ApiError(400, message, code="invalid_value", param=largest)
+
+
+async def _encode_prompts(
+    state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]]
+) -> list[list[int]]:
+    texts, ids = [each for each in given if isinstance(each, str)], [each for each in given if isinstance(each, list)]
+    found = await state.engine.encode_all(texts, asked.add_special_tokens is not False) if texts else ids
+    if texts and not all(found):
         raise ApiError(400, "the prompt is empty; send at least one character", code="invalid_value", param="prompt")
-    return ids
+    return found
+
+
+async def _echoes(
+    state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]], prompts: Sequence[list[int]]
+) -> list[str]:
+    """What each choice begins with: the prompt as it was given, or as its tokens read."""
+    tokenizer, skip = state.engine.tokenizer, asked.skip_special_tokens is not False
+    if tokenizer is None:
+        raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
+    texts = [each for each in given if isinstance(each, str)]
+    if texts and skip and asked.truncate_prompt_tokens is None:
+        return texts
+    final = asked.max_tokens == 0
+    return await beside(
+        state, sum(map(len, prompts)), lambda: [tokenizer.decode(ids, skip, final=final) for ids in prompts]
+    )
 
 
 def _delivered(asked: CompletionRequest, output: RequestOutput) -> RequestOutput:
@@ -179,15 +224,32 @@ def _without_tokens(answer: CompletionOutput) -> CompletionOutput:
     return dataclasses.replace(answer, text="", token_ids=[], logprobs=kept, finish_reason=reason, stop_reason=None)
 
 
+class _Scored:
+    """Tokens in a row, and what the model thought of them."""
+
+    def __init__(self, token_ids: Sequence[int], logprobs: _Entries) -> None:
+        self.token_ids = token_ids
+        self._logprobs = logprobs
+
+    def entries(self) -> Iterator[tuple[int, Mapping[int, Logprob] | None]]:
+        return zip(self.token_ids, self._logprobs, strict=True)
+
+    def chosen(self) -> Iterator[tuple[int, Logprob | None]]:
+        """Only the tokens' own."""
+        if isinstance(self._logprobs, FlatLogprobs):
+            return zip(self.token_ids, self._logprobs.chosen(), strict=True)
+        return ((token_id, entry[token_id] if entry else None) for token_id, entry in self.entries())
+
+
 class _Writer:
     """Makes choices for the answers to several prompts. Choices are numbered prompt by prompt."""
 
     def __init__(
         self,
         asked: CompletionRequest,
-        given: Sequence[str | list[int]],
         prompts: Sequence[list[int]],
         tokenizer: Tokenizer | None,
+        echoes: list[str] | None,
     ) -> None:
         self._asked = asked
         self._n = asked.n or 1
@@ -195,54 +257,77 @@ class _Writer:
         self._texts = TokenTexts(tokenizer, bool(asked.return_tokens_as_token_ids))
         self._tokenizer = tokenizer
         self._skip = asked.skip_special_tokens is not False
-        self._echoes: list[str] = []
+        self._echoes = echoes or []
         self._offsets: dict[int, _Offsets] = {}
-        if asked.echo:
-            self._echoes = [self._echo(text, ids) for text, ids in zip(given, prompts, strict=True)]
-
-    def _echo(self, given: str | list[int], prompt: list[int]) -> str:
-        if self._tokenizer is None:
-            raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
-        if isinstance(given, str) and self._skip and self._asked.truncate_prompt_tokens is None:
-            return given
-        return self._tokenizer.decode(prompt, self._skip, final=self._asked.max_tokens == 0)
 
     def index(self, prompt: int, answer: CompletionOutput) -> int:
         return prompt * self._n + answer.index
 
-    def whole(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> TextChoice:
+    def whole(self, prompt: int, output: RequestOutput, answer: CompletionOutput, pieces: Pieces) -> TextChoice:
         """A finished answer, after its prompt where that was asked for."""
-        opening = self.opening(prompt, output, answer)
-        choice = self.news(prompt, answer)
+        ids, echo = self._prompts[prompt], self._echoes[prompt] if self._echoes else ""
+        choice = self._choice(prompt, answer, echo + answer.text, None)
         choice.finish_reason, choice.stop_reason = answer.finish_reason, answer.stop_reason
-        if opening is not None:
-            choice.text = opening.text + choice.text
-            choice.prompt_token_ids = opening.prompt_token_ids
-            if opening.logprobs is not None and choice.logprobs is not None:
-                choice.logprobs = _joined(opening.logprobs, choice.logprobs)
-        if self._asked.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self._texts, self._asked.prompt_logprobs)
+        if self._asked.return_token_ids:
+            choice.prompt_token_ids, choice.token_ids = ids, answer.token_ids
+        top, of_prompt = self._asked.logprobs, self._asked.prompt_logprobs
+        if top is not None:
+            scored = [_Scored(answer.token_ids, answer.logprobs or ())]
+            if self._echoes:
+                scored.insert(0, _Scored(ids, output.prompt_logprobs or [None] * len(ids)))
+            num_entries = (top + 1) * sum(len(each.token_ids) for each in scored)
+            choice.logprobs = pieces.later(self._written(prompt, scored, top), num_entries)
+        if of_prompt is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self._texts, of_prompt, pieces)
         return choice
 
-    def opening(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> TextChoice | None:
-        """What was asked for of the prompt, as the beginning of a choice."""
+    def _written(self, prompt: int, scored: Sequence[_Scored], top: int) -> Iterator[bytes]:
+        """The JSON of a TextLogprobs, list by list, so that none of them is ever there as a whole."""
+
+        def chosen() -> Iterator[tuple[int, Logprob | None]]:
+            return itertools.chain.from_iterable(one.chosen() for one in scored)
+
+        def texts() -> Iterator[tuple[int, str]]:
+            for token_id, entry in chosen():
+                yield token_id, self._text(token_id, entry or self._unscored(token_id))
+
+        yield b'{"tokens":'
+        yield from json_items(text for _, text in texts())
+        yield b',"token_logprobs":'
+        yield from json_items(None if entry is None else finite(entry.logprob) for _, entry in chosen())
+        yield b',"top_logprobs":'
+        yield from json_items(
+            self._top(entry, token_id, top) if entry else None for one in scored for token_id, entry in one.entries()
+        )
+        yield b',"text_offset":'
+        offsets = self._new_offsets(prompt)
+        yield from json_items(offsets.next(token_id, text) for token_id, text in texts())
+        yield b"}"
+
+    def openings(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[TextChoice]:
+        """What was asked for of the prompt, as the beginning of a choice; in parts, where that is much."""
         if not self._echoes and not self._asked.return_token_ids:
-            return None
-        ids, logprobs = self._prompts[prompt], None
-        if self._echoes:
-            logprobs = self._logprobs(self.index(prompt, answer), ids, output.prompt_logprobs or [None] * len(ids))
-        choice = self._choice(prompt, answer, self._echoes[prompt] if self._echoes else "", logprobs)
-        if self._asked.return_token_ids:
-            choice.prompt_token_ids = ids
-        return choice
+            return
+        ids, top = self._prompts[prompt], self._asked.logprobs
+        size = tokens_at_once(top) if self._echoes and top is not None else len(ids)
+        for start in range(0, len(ids), size):
+            logprobs, cut = None, slice(start, start + size)
+            if self._echoes:
+                entries = output.prompt_logprobs or [None] * len(ids)
+                logprobs = self._logprobs(self.index(prompt, answer), ids[cut], entries[cut])
+            choice = self._choice(prompt, answer, self._echoes[prompt] if self._echoes and not start else "", logprobs)
+            if self._asked.return_token_ids and not start:
+                choice.prompt_token_ids = ids
+            yield choice
 
-    def news(self, prompt: int, answer: CompletionOutput) -> TextChoice:
-        """What an output says about an answer, but for its end."""
-        logprobs = self._logprobs(self.index(prompt, answer), answer.token_ids, answer.logprobs or ())
-        choice = self._choice(prompt, answer, answer.text, logprobs)
-        if self._asked.return_token_ids:
-            choice.token_ids = answer.token_ids
-        return choice
+    def news(self, prompt: int, answer: CompletionOutput) -> Iterator[TextChoice]:
+        """What an output says about an answer, but for its end; in parts, where that is much."""
+        for part in parts(answer, self._asked.logprobs or 0):
+            logprobs = self._logprobs(self.index(prompt, part), part.token_ids, part.logprobs or ())
+            choice = self._choice(prompt, part, part.text, logprobs)
+            if self._asked.return_token_ids:
+                choice.token_ids = part.token_ids
+            yield choice
 
     def _choice(self, prompt: int, answer: CompletionOutput, text: str, logprobs: TextLogprobs | None) -> TextChoice:
         index = self.index(prompt, answer)
@@ -254,9 +339,7 @@ class _Writer:
             return None
         offsets = self._offsets.get(index)
         if offsets is None:
-            prompt = index // self._n
-            echo = self._echoes[prompt] if self._echoes else None
-            offsets = self._offsets[index] = _Offsets(self._tokenizer, self._skip, self._prompts[prompt], echo)
+            offsets = self._offsets[index] = self._new_offsets(index // self._n)
         out = TextLogprobs([], [], [], [])
         for token_id, entry in zip(token_ids, entries, strict=True):
             text = self._text(token_id, entry[token_id] if entry else self._unscored(token_id))
@@ -265,6 +348,10 @@ class _Writer:
             out.token_logprobs.append(finite(entry[token_id].logprob) if entry else None)
             out.top_logprobs.append(self._top(entry, token_id, top) if entry else None)
         return out
+
+    def _new_offsets(self, prompt: int) -> _Offsets:
+        echo = self._echoes[prompt] if self._echoes else None
+        return _Offsets(self._tokenizer, self._skip, self._prompts[prompt], echo)
 
     def _text(self, token_id: int, entry: Logprob) -> str:
         """As OpenAI writes it: ``bytes:\\xc3`` for a token that is a part of a character, which no text can say."""
@@ -329,15 +416,6 @@ class _Offsets:
         return start
 
 
-def _joined(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
-    return TextLogprobs(
-        first.tokens + second.tokens,
-        first.token_logprobs + second.token_logprobs,
-        first.top_logprobs + second.top_logprobs,
-        first.text_offset + second.text_offset,
-    )
-
-
 class _TextChunks(ChunkWriter):
     """The events of a streamed completion."""
 
@@ -350,29 +428,27 @@ class _TextChunks(ChunkWriter):
         self._ids = bool(asked.return_token_ids)
         self._begun: set[int] = set()
 
-    def chunk(self, prompt: int, output: RequestOutput) -> bytes:
+    def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
         good = (None, FinishReason.STOP, FinishReason.LENGTH)
         failed = any(answer.finish_reason not in good for answer in output.outputs)
         return super().chunk(prompt, output if failed else _delivered(self._asked, output))
 
-    def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> list[bytes]:
-        found = []
+    def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[bytes]:
         index = self._writer.index(prompt, answer)
         if index not in self._begun:
             self._begun.add(index)
-            opening = self._writer.opening(prompt, output, answer)
-            if opening is not None:
-                found.append(_encode(opening))
+            for opening in self._writer.openings(prompt, output, answer):
+                yield _encode(opening)
         if self._asked.logprobs is not None or self._ids:
             if answer.text or answer.token_ids:
-                found.append(_encode(self._writer.news(prompt, answer)))
+                for news in self._writer.news(prompt, answer):
+                    yield _encode(news)
         elif answer.text or (answer.token_ids and self._continuous):
             text = _encode(answer.text)
-            found.append(b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text))
+            yield b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text)
         if answer.finish_reason is not None:
             end = (index, _encode(answer.finish_reason), _encode(answer.stop_reason))
-            found.append(b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}' % end)
-        return found
+            yield b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}' % end
 
 
 routes: Final = [Route("/v1/completions", create_completion, methods=["POST"])]

@@ -39,6 +39,12 @@ _PIECE: Final = 2048
 _LEAST_READ: Final = 1 << 16
 """Bytes that a client reads at least in each ``stall_timeout`` while it is owed more."""
 
+_LOOKS: Final = 4
+"""Times in each ``stall_timeout`` that somebody looks how much a client has read, so that none has much longer."""
+
+_MOST_UNSENT: Final = 1 << 17
+"""Bytes that the kernel holds for a client whose machine takes no more. It would hold megabytes, of each connection."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
@@ -56,7 +62,7 @@ class HttpLimits:
     linger_timeout: float = 2.0
     """For a client to stop sending what is not wanted any more; closing before would cost it the answer."""
     stall_timeout: float = 60.0
-    """For a client to read the end of an answer, or as much of a long one that it can be seen to read."""
+    """For a client to read what it is owed, or 64 KiB of it: of an answer, of its end, of what a stream has so far."""
     max_ignored_bytes: int = 64 * 1024 * 1024
 
 
@@ -93,6 +99,8 @@ class HttpServer:
     async def start(self, sock: socket.socket) -> None:
         """Accept connections on a bound socket, which this server owns from now on."""
         loop = asyncio.get_running_loop()
+        with contextlib.suppress(AttributeError, OSError):  # not everywhere; connections inherit it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
         self._server = await loop.create_server(lambda: HttpProtocol(self), sock=sock, backlog=2048)
 
     def requests(self) -> set[asyncio.Task[None]]:
@@ -144,7 +152,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         """Ends the phase the connection is in: reading headers, lingering, or flushing."""
         self._stall: asyncio.TimerHandle | None = None
-        """Ends a connection whose client does not read, whatever else it does."""
+        """Ends a connection whose client does not read, whatever else it does. Set while it may be owed something."""
+        self._num_written = 0
+        """Bytes of all answers, acknowledged or not."""
         self._task: asyncio.Task[None] | None = None
         self._in_head = True
         self._overhead = 0
@@ -170,6 +180,8 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
         self._stop_timer()
         self._unset_keepalive_if_required()
         if self._task is not None and self.cycle is not None and not self.cycle.response_complete:
@@ -193,30 +205,41 @@ class HttpProtocol(HttpToolsProtocol):
             if not self._deaf and self._overhead > self._limits.max_url_bytes + self._limits.max_header_bytes + _PIECE:
                 self._headers_too_large()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._expect_reading()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+    def write(self, data: bytes) -> None:
+        """Send, and see to it that the client reads while it is owed anything."""
+        self._num_written += len(data)
+        self.transport.write(data)
+        if self._stall is None:
+            self._expect_reading()
 
     def _expect_reading(self) -> None:
-        self._stall = self.loop.call_later(self._limits.stall_timeout, self._look_for_reading, self._num_owed())
+        owed, by = self._num_owed(), self.loop.time() + self._limits.stall_timeout
+        self._look_again(self._num_written - owed, owed, by)
+
+    def _look_again(self, num_read: int, owed: int, by: float) -> None:
+        call = functools.partial(self._look_for_reading, num_read, owed, by)
+        self._stall = self.loop.call_later(self._limits.stall_timeout / _LOOKS, call)
 
     def _num_owed(self) -> int:
-        """Bytes that the client's machine has not taken yet. What the kernel holds counts: it asks for more only when
-        a third of its buffer, megabytes, has gone."""
+        """Bytes that the client's machine has not acknowledged. What the kernel here holds counts: a stream may be all
+        there, and it asks for more only when a third of its buffer has gone."""
         held = b"\0" * 4
         with contextlib.suppress(OSError, ValueError):  # the connection may have gone
             held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", held)[0])
 
-    def _look_for_reading(self, owed: int) -> None:
-        if owed - self._num_owed() >= _LEAST_READ:
+    def _look_for_reading(self, num_read: int, owed: int, by: float) -> None:
+        """Cut off a client that had read ``num_read`` bytes, was owed ``owed`` more, and has not read enough of them
+        ``by`` then, on the loop's clock."""
+        self._stall = None
+        left = self._num_owed()
+        if not left:
+            return
+        if self._num_written - left - num_read >= min(owed, _LEAST_READ):
             self._expect_reading()
+            return
+        if self.loop.time() < by:
+            self._look_again(num_read, owed, by)
             return
         request_id, limit = self.scope.get("state", {}).get("request_id", ""), self._limits.stall_timeout
         self.logger.info("request %s: nobody read its answer for %g s; it is cut off", request_id, limit)
@@ -282,6 +305,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._overhead = 0
         self._stop_timer()
+        if not self._understands_framing():
+            return
         if not self.url.startswith(b"/"):
             self._refuse(400, "invalid_http", "the request target must be a path, such as /v1/models")
             return
@@ -294,6 +319,31 @@ class HttpProtocol(HttpToolsProtocol):
         self._server.refresh_date()
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, _SoftTransport(self))
+
+    def _understands_framing(self) -> bool:
+        """Refuse what the parser takes for HTTP/1.1 with a plain body, and is not (RFC 9112, 2.3 and 6.1). A proxy in
+        front may read another body, or another request behind it."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            message = f"the request says HTTP/{version}, and this server speaks HTTP/1.1 and 1.0; send one of them"
+            self._refuse(505, "http_version_not_supported", message)
+            return False
+        given = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if not given:
+            return True
+        codings = [coding.strip(b" \t").lower() for coding in b",".join(given).split(b",")]
+        if version == "1.0":
+            message = "HTTP/1.0 has no Transfer-Encoding; send Content-Length, or HTTP/1.1"
+            self._refuse(400, "invalid_http", message)
+        elif codings[-1] != b"chunked" or b"chunked" in codings[:-1] or b"" in codings:
+            message = "Transfer-Encoding must be chunked, once; send that, or Content-Length"
+            self._refuse(400, "invalid_http", message)
+        elif len(codings) > 1:
+            message = "bodies in another transfer coding than chunked are not supported; send it as it is, chunked"
+            self._refuse(501, "unsupported_transfer_coding", message)
+        else:
+            return True
+        return False
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
@@ -380,7 +430,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._server.refused(status)
         self._stop_timer()
         self._unset_keepalive_if_required()
-        body = msgspec.json.encode(error_body(ApiError(status, message, code=code)))
+        kind = None if status == 503 else "invalid_request_error"  # also where RFC 9112 has another 5xx for it
+        body = msgspec.json.encode(error_body(ApiError(status, message, code=code, type=kind)))
         head = [
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
             "content-type: application/json",
@@ -390,7 +441,7 @@ class HttpProtocol(HttpToolsProtocol):
         ]
         if retry_after is not None:
             head.append(f"retry-after: {retry_after}")
-        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
+        self.write("\r\n".join([*head, "", ""]).encode() + body)
         self.finish_softly()
 
     def _headers_too_large(self) -> None:
@@ -422,7 +473,7 @@ class _SoftTransport:
         self._protocol = protocol
 
     def write(self, data: bytes) -> None:
-        self._protocol.transport.write(data)
+        self._protocol.write(data)
 
     def is_closing(self) -> bool:
         return self._protocol.transport.is_closing()

@@ -58,6 +58,7 @@ from chairlift.sampling_params import SamplingLimits, SamplingParams
 from chairlift.server.errors import ApiError
 
 __all__ = [
+    "DEFAULT_MAX_TOKENS",
     "REFUSED",
     "ChatRequest",
     "CompletionRequest",
@@ -74,6 +75,8 @@ __all__ = [
     "warning_headers",
 ]
 
+DEFAULT_MAX_TOKENS: Final = 16
+"""Of a text completion that says nothing about it."""
 _LIMITS: Final = SamplingLimits()
 _INT32: Final = 2**31 - 1
 _MAX_MESSAGES: Final = 1024

@@ -35,6 +35,10 @@ class ServerState:
     """Request bodies that are not tokens yet, all together."""
     reading: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while a long body is read."""
+    writing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while a piece of a long reply is written on a thread."""
+    num_logprobs: int = 0
+    """Log-probabilities that the requests in flight may bring, all together."""
     num_in_progress: int = 0
     """HTTP requests to /v1/* that have not been answered to the end."""
     live: LiveFeed | None = None

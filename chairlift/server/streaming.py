@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -27,6 +29,7 @@ from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKin
 from chairlift.sampling_params import SHAPED_REASONS, SamplingParams
 from chairlift.server.auth import Caller, salt_for
 from chairlift.server.errors import ApiError, error_body, to_api_error
+from chairlift.server.pieces import Pieces, json_items
 from chairlift.server.promises import class_of
 from chairlift.server.protocol import GenerationRequest, StreamOptions
 from chairlift.server.state import ServerState
@@ -43,21 +46,30 @@ __all__ = [
     "TokenTexts",
     "Usage",
     "abort_all",
+    "beside",
     "collect",
     "finite",
     "json_response",
     "merge",
+    "parts",
     "prompt_logprobs",
     "reply_head",
     "start_stream",
     "submit_all",
     "timing",
+    "tokens_at_once",
     "truncate",
 ]
 
 _encode: Final = msgspec.json.encode
 _LOWEST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON does not have."""
+_PIECE: Final = 1 << 16
+"""Bytes of events that are sent at a time, about, when one output has more."""
+_MANY: Final = 512
+"""More tokens than this are decoded on a thread, so that streams go on."""
+
+_T = TypeVar("_T")
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -121,6 +133,11 @@ class Meter:
 # --- the engine's side ------------------------------------------------------------------------------------------------
 
 
+async def beside(state: ServerState, size: int, work: Callable[[], _T]) -> _T:
+    """What ``work`` on so many tokens brings; of many on a thread, when its turn has come. Raises QueueFullError."""
+    return await state.engine.beside(work) if size > _MANY else work()
+
+
 def truncate(prompt: list[int], keep: int | None, info: EngineInfo, max_tokens: int | None) -> list[int]:
     """The last ``keep`` tokens of a prompt; with -1 as many as leave room for the answer, with None all."""
     if keep == -1:
@@ -144,6 +161,7 @@ async def submit_all(
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
     salt = salt_for(caller.holder, request.cache_salt or "")
+    bad_word_ids = await state.engine.encode_words(params)
     state.engine.check_room(len(prompts), class_of(params), sum(map(len, prompts)), caller.tenant)
     try:
         for index, prompt in enumerate(prompts):
@@ -158,6 +176,7 @@ async def submit_all(
                     name=caller.request_id,
                     arrival=caller.arrived,
                     has_room=True,  # or the first of many prompts would be in the way of the last
+                    bad_word_ids=bad_word_ids,
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None
@@ -292,17 +311,36 @@ class TokenTexts:
 
 
 def prompt_logprobs(
-    entries: Sequence[Mapping[int, Logprob] | None] | None, texts: TokenTexts, most: int
-) -> PromptLogprobs | None:
+    entries: Sequence[Mapping[int, Logprob] | None] | None, texts: TokenTexts, most: int, pieces: Pieces
+) -> Any:
     """The engine's, as a reply has them: the prompt's own token and the ``most`` likely, of what may be more."""
     if entries is None:
         return None
-    found: PromptLogprobs = []
-    for entry in entries:
-        kept = [(i, e) for k, (i, e) in enumerate((entry or {}).items()) if k == 0 or (e.rank or 0) <= most]
-        told = {str(i): PromptLogprob(finite(e.logprob), e.rank, texts.text(i, e)) for i, e in kept}
-        found.append(None if entry is None else told)
-    return found
+    return pieces.later(json_items(_told(entry, texts, most) for entry in entries), len(entries) * (most + 1))
+
+
+def _told(entry: Mapping[int, Logprob] | None, texts: TokenTexts, most: int) -> dict[str, PromptLogprob] | None:
+    if entry is None:
+        return None
+    kept = [(i, e) for k, (i, e) in enumerate(entry.items()) if k == 0 or (e.rank or 0) <= most]
+    return {str(i): PromptLogprob(finite(e.logprob), e.rank, texts.text(i, e)) for i, e in kept}
+
+
+def parts(answer: CompletionOutput, top: int) -> Iterator[CompletionOutput]:
+    """An answer's news, cut where its log-probabilities are many; the text is that of the first part."""
+    size = tokens_at_once(top)
+    if answer.logprobs is None or len(answer.token_ids) <= size:
+        yield answer
+        return
+    for start in range(0, len(answer.token_ids), size):
+        cut = slice(start, start + size)
+        text = "" if start else answer.text
+        yield dataclasses.replace(answer, text=text, token_ids=answer.token_ids[cut], logprobs=answer.logprobs[cut])
+
+
+def tokens_at_once(top: int) -> int:
+    """So many tokens with ``top`` likely ones each are written at a time on the event loop: 1,024 entries."""
+    return max(1, 1024 // (top + 1))
 
 
 class Chunks(Protocol):
@@ -311,8 +349,8 @@ class Chunks(Protocol):
     def start(self) -> bytes:
         """What comes before the first output."""
 
-    def chunk(self, prompt: int, output: RequestOutput) -> bytes:
-        """The events for one output of the prompt with this index; empty when there is nothing to say yet."""
+    def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
+        """The events for one output of the prompt with this index, in pieces; none when there is nothing to say yet."""
 
     def end(self) -> bytes:
         """What comes after the last output."""
@@ -336,21 +374,29 @@ class ChunkWriter:
     def start(self) -> bytes:
         return b""
 
-    def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> list[bytes]:
+    def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[bytes]:
         """The JSON of the choices that an answer's news make, one per event."""
         raise NotImplementedError
 
-    def chunk(self, prompt: int, output: RequestOutput) -> bytes:
+    def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
         self.meter.note(prompt, output)
-        choices: list[bytes] = []
         for answer in output.outputs:
             if answer.finish_reason is not None:
                 _check_end(output, answer)
-            choices += self.choices(prompt, output, answer)
-        if not choices or not output.finished or (told := timing([output], self._timing)) is UNSET:
-            return b"".join([self.event(choice) for choice in choices])
-        last = self.event(choices.pop(), b',"timing":' + _encode(told))
-        return b"".join([self.event(choice) for choice in choices]) + last
+        told = timing([output], self._timing) if output.finished else UNSET
+        held, size, last = list[bytes](), 0, b""
+        for answer in output.outputs:
+            for choice in self.choices(prompt, output, answer):
+                if last:
+                    held.append(self.event(last))
+                    size += len(held[-1])
+                last = choice
+                if size >= _PIECE:
+                    yield b"".join(held)
+                    held, size = [], 0
+        if last:
+            held.append(self.event(last, b"" if told is UNSET else b',"timing":' + _encode(told)))
+            yield b"".join(held)
 
     def event(self, choice: bytes, more: bytes = b"") -> bytes:
         """One server-sent event; ``more`` is JSON that goes behind the choices."""
@@ -372,7 +418,9 @@ async def start_stream(
         first = await anext(outputs, None)
         if first is None:
             raise EngineDeadError("the request was cut off before its answer began; send it again")
-        return EventStream(state, streams, outputs, chunks, chunks.start() + chunks.chunk(*first), headers)
+        pieces = chunks.chunk(*first)
+        begin = chunks.start() + next(pieces, b"")
+        return EventStream(state, streams, outputs, chunks, itertools.chain([begin], pieces), headers)
     except BaseException:
         await outputs.aclose()
         abort_all(streams)
@@ -380,7 +428,7 @@ async def start_stream(
 
 
 class EventStream(Response):
-    """Server-sent events: one send per output of the engine, no task and no queue in between.
+    """Server-sent events: one send per output of the engine, or several for a long one; no task, no queue in between.
 
     The engine does not wait for a reader who leaves its events unread: what comes meanwhile is one larger chunk later.
     Its connection ends in time, and this with it.
@@ -394,7 +442,7 @@ class EventStream(Response):
         streams: Sequence[OutputStream],
         outputs: AsyncGenerator[tuple[int, RequestOutput], None],
         chunks: Chunks,
-        first: bytes,
+        first: Iterator[bytes],
         headers: Mapping[str, str],
     ) -> None:
         self.status_code = 200
@@ -420,13 +468,23 @@ class EventStream(Response):
     async def _bodies(self, request_id: str) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(self._outputs) as outputs:
             try:
-                if self._first:
-                    yield self._first
+                async for body in _in_turns(self._first):
+                    yield body
                 async for prompt, output in outputs:
-                    body = self._chunks.chunk(prompt, output)
-                    if body:
+                    async for body in _in_turns(self._chunks.chunk(prompt, output)):
                         yield body
                 yield self._chunks.end()
             except Exception as error:
                 content = error_body(to_api_error(error, self._state, request_id))
                 yield b"data: " + _encode(content) + b"\n\n"
+
+
+async def _in_turns(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The pieces that are not empty; between two of them others have their turn."""
+    is_first = True
+    for piece in pieces:
+        if not is_first:
+            await asyncio.sleep(0)
+        is_first = False
+        if piece:
+            yield piece

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -16,15 +15,13 @@ from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.models import check_model, engine_info
 from chairlift.server.protocol import DetokenizeRequest, TokenizeRequest, parse, warning_headers
 from chairlift.server.state import ServerState
-from chairlift.server.streaming import json_response
+from chairlift.server.streaming import beside, json_response
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["DetokenizeReply", "TokenizeReply", "routes"]
 
-_MANY: Final = 4096
-"""More tokens than this are decoded on a thread, so that streams go on."""
-
-_T = TypeVar("_T")
+_MAX_STRINGS: Final = 2**18
+"""Tokens that are told one by one as texts; of more, each a string of its own, a reply would take gigabytes."""
 
 
 class TokenizeReply(msgspec.Struct, kw_only=True):
@@ -62,7 +59,10 @@ async def tokenize(request: Request) -> Response:
             ids = await state.engine.encode(asked.prompt, asked.add_special_tokens is not False)
         reply = TokenizeReply(count=len(ids), max_model_len=info.max_model_len, tokens=ids)
         if asked.return_token_strs:
-            reply.token_strs = await _beside(state, len(ids), lambda: [tokenizer.token_text(i) for i in ids])
+            if len(ids) > _MAX_STRINGS:
+                message = f"there are {len(ids):,} tokens, and return_token_strs takes {_MAX_STRINGS:,}; leave it out"
+                raise ApiError(400, message, code="invalid_value", param="return_token_strs")
+            reply.token_strs = await beside(state, len(ids), lambda: [tokenizer.token_text(i) for i in ids])
     return json_response(reply, warning_headers(ignored))
 
 
@@ -77,7 +77,7 @@ async def detokenize(request: Request) -> Response:
         message = f"tokens has id {max(tokens)}, but the model knows ids from 0 to {highest}"
         raise ApiError(400, message, code="invalid_value", param="tokens")
     async with until_tokens(request):
-        text = await _beside(state, len(tokens), lambda: tokenizer.decode(tokens, False))
+        text = await beside(state, len(tokens), lambda: tokenizer.decode(tokens, False))
     return json_response(DetokenizeReply(prompt=text), warning_headers(ignored))
 
 
@@ -85,10 +85,6 @@ def _tokenizer(state: ServerState) -> Tokenizer:
     if state.engine.tokenizer is None:
         raise ApiError(400, "this server works on token ids only: the tokenizer was not loaded", code="no_tokenizer")
     return state.engine.tokenizer
-
-
-async def _beside(state: ServerState, size: int, work: Callable[[], _T]) -> _T:
-    return await state.engine.beside(work) if size > _MANY else work()
 
 
 routes: Final = [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from chairlift.errors import PromptTooLongError, RequestError, TemplateError
+from chairlift.tokenizer.bad_words import distinct, spellings
 from chairlift.tokenizer.chat_template import normalize_messages
 from chairlift.tokenizer.template_worker import TemplateWorker
 from chairlift.tokenizer.tokenizer import Tokenizer
@@ -14,15 +16,22 @@ from chairlift.tokenizer.turns import Turns
 
 __all__ = ["Encoder"]
 
-_LONG_TEXT: Final = 16_384  # characters; more are tokenized on threads, two at a time: a million take 1 s and 100 MB
-_MAX_CHARS_PER_TOKEN: Final = 64  # a text with more per token of the model's length is refused as it is
+_AT_ONCE: Final = 512
+"""Characters that are tokenized on the event loop: they take less than a millisecond."""
+_LONG_TEXT: Final = 16_384
+"""Characters. More, of one call, wait in the line of long texts, so that short ones need not wait for them; and as many
+are one turn in that line, if they are several texts. A million take 1 to 5 s and 100 MB."""
+_MAX_CHARS_PER_TOKEN: Final = 64
+"""More characters than this per token of the model's length are refused before they are tokenized."""
+_ALWAYS_ALLOWED: Final = 262_144
+"""Characters that all texts of a call may have together, whatever the model's length: 64 prompts of 1,024 tokens."""
 
 _T = TypeVar("_T")
 
 
 class Encoder:
-    """``tokenizer`` is None where only token ids are taken. At most ``most_waiting`` conversations, and as many long
-    texts, wait for their turn; those beyond raise QueueFullError. One event loop owns the object."""
+    """``tokenizer`` is None where only token ids are taken. At most ``most_waiting`` conversations, and as many texts
+    and long texts, wait for their turn; those beyond raise QueueFullError. One event loop owns the object."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, max_model_len: int, most_waiting: int, chat_template: str | None = None
@@ -30,6 +39,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._threads = Turns(2, most_waiting, "long texts")
+        self._short_texts = Turns(2, most_waiting, "texts")
         self._templates: TemplateWorker | None = None
         if tokenizer is not None:
             template = chat_template or tokenizer.chat_template
@@ -47,13 +57,40 @@ class Encoder:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises RequestError, and PromptTooLongError for one far beyond the model's length."""
+        (ids,) = await self.encode_all([text], add_special_tokens)
+        return ids
+
+    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text of one request, in order. More than a few hundred characters are tokenized on a
+        thread, and what many texts have together counts.
+
+        Raises RequestError; PromptTooLongError for a text, or a sum of texts, far beyond the model's length, before
+        anything is tokenized; QueueFullError when too many wait for a thread.
+        """
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
-        if not isinstance(text, str) or len(text) <= _LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens)
-        self._check_length("the text has", len(text))
-        return await self.beside(lambda: tokenizer.encode(text, add_special_tokens))
+        lengths = [len(text) if isinstance(text, str) else 0 for text in texts]  # the tokenizer says what others are
+        total = sum(lengths)
+        for length in lengths:
+            self._check_length("the text has", length)
+        if total > max(_ALWAYS_ALLOWED, self._most_chars):
+            raise PromptTooLongError(
+                f"the texts have {total:,} characters together, but one call may have"
+                f" {max(_ALWAYS_ALLOWED, self._most_chars):,}; send fewer or shorter texts at a time"
+            )
+        if total <= _AT_ONCE:
+            return _encode(tokenizer, texts, add_special_tokens)
+        line, found = self._threads if total > _LONG_TEXT else self._short_texts, list[list[int]]()
+        for group in _groups(texts, lengths):
+            found += await _on_thread(line, functools.partial(_encode, tokenizer, group, add_special_tokens))
+        return found
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each of ``bad_words``, in all spellings (:func:`spellings`). Raises as :meth:`encode_all`."""
+        if not words or self._tokenizer is None:
+            return ()
+        return distinct(await self.encode_all(spellings(words), add_special_tokens=False))
 
     async def encode_chat(
         self,
@@ -75,10 +112,35 @@ class Encoder:
 
     async def beside(self, work: Callable[[], _T]) -> _T:
         """What ``work`` brings, on a thread: two at a time, long texts included."""
-        return await self._threads.take(lambda: asyncio.ensure_future(asyncio.to_thread(work)))
+        return await _on_thread(self._threads, work)
+
+    @property
+    def _most_chars(self) -> int:
+        return max(_LONG_TEXT, self._max_model_len * _MAX_CHARS_PER_TOKEN)
 
     def _check_length(self, what: str, num_chars: int) -> None:
-        if num_chars > max(_LONG_TEXT, self._max_model_len * _MAX_CHARS_PER_TOKEN):
+        if num_chars > self._most_chars:
             raise PromptTooLongError(
                 f"{what} {num_chars:,} characters, but the model takes {self._max_model_len:,} tokens"
             )
+
+
+async def _on_thread(line: Turns, work: Callable[[], _T]) -> _T:
+    return await line.take(lambda: asyncio.ensure_future(asyncio.to_thread(work)))
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    return [tokenizer.encode(text, add_special_tokens) for text in texts]
+
+
+def _groups(texts: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
+    """Neighbouring texts, as many as make one turn on a thread; a longer text is a group of its own."""
+    groups: list[list[str]] = []
+    room = 0
+    for text, length in zip(texts, lengths, strict=True):
+        if not groups or length > room:
+            groups.append([])
+            room = _LONG_TEXT
+        groups[-1].append(text)
+        room -= length
+    return groups

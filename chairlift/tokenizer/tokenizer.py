@@ -21,6 +21,9 @@ _log = logging.getLogger(__name__)
 _EACH_BYTE: Final = "chairlift.each_byte"
 _MOST_BYTES: Final = 4
 """Of a character."""
+_ALONE: Final = 512
+"""Characters, or tokens. Of more the library's functions for batches are asked, also of one text: those for one text
+keep the interpreter's lock until they are done, and every other thread waits for them, the event loop's too."""
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -188,7 +191,11 @@ class Tokenizer:
                 "which no encoding can carry; repair or remove it"
             ) from None
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= _ALONE:
+                ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                ids = encoding.ids
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the native library is no Exception
@@ -214,7 +221,10 @@ class Tokenizer:
     def _decode_together(self, ids: list[int], skip_special_tokens: bool) -> str:
         """As the library decodes; what its decoder breaks over token by token, and one that is to blame as U+FFFD."""
         try:
-            text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            if len(ids) > _ALONE:
+                text: str = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+            else:
+                text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic in the native library is no Exception, and must not end what others wait for

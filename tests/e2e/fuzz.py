@@ -293,7 +293,7 @@ class Fuzzer:
             raise Finding(f"no answer in {PATIENCE:g} s") from None
         except (ConnectionError, asyncio.IncompleteReadError, ValueError, KeyError, IndexError) as error:
             raise Finding(f"the answer ends or is malformed: {error!r}") from None
-        if any(status >= 500 for status in statuses):
+        if any(status >= 500 and status not in (501, 505) for status in statuses):  # those are about what was sent
             raise Finding(f"statuses {statuses}")
         if leak := _LEAKS.search(received) if statuses and statuses[0] != 200 else None:
             raise Finding(f"the answer shows {leak[0]!r}")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -287,3 +288,19 @@ def test_the_cost_of_a_token_does_not_grow(family: str, text: str) -> None:
         detokenizer.update([token_id])
         detokenizer.take_delta(finished=False)
     assert tokenizer.decoded <= 20 * len(ids)
+
+
+def test_the_cost_of_a_token_does_not_grow_with_stop_strings_that_begin_like_the_text() -> None:
+    tokenizer = tiny.make("byte_level")
+    ids = tokenizer.encode("a" * 3000, add_special_tokens=False)
+
+    def seconds(stops: list[str]) -> float:
+        detokenizer = IncrementalDetokenizer(tokenizer, ids, params(stop=stops))
+        start = time.process_time()
+        for token_id in ids:
+            assert detokenizer.update([token_id]) is None
+        return time.process_time() - start
+
+    short = min(seconds([chr(0x100 + i) * 2 for i in range(16)]) for _ in range(3))
+    for stops in ([f"ab{i}".ljust(256, "x") for i in range(16)], ["a" * i + "b" * (256 - i) for i in range(1, 17)]):
+        assert min(seconds(stops) for _ in range(3)) < 20 * short

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress
+from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress, TokenRecord
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.output_processor import OutputProcessor, RequestPhase, RequestProgress, RequestState
 from chairlift.metrics.stats import Histogram, RequestStats
-from chairlift.outputs import FinishReason
+from chairlift.outputs import FinishReason, Logprob
 from chairlift.sampling_params import SamplingParams
 
 PROMPT = [1, 2, 3]
@@ -76,3 +76,25 @@ def test_end_of_sequence_is_a_stop_token_for_who_ignores_it(ignore_eos: bool) ->
     outputs.finish([FinishedSequence("r", FinishReason.STOP, 9)], 103.0)
     (answer,) = state.answers
     assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, 9 if ignore_eos else None)
+
+
+@pytest.mark.parametrize("num_read", [0, 2])
+def test_log_probabilities_that_were_delivered_are_not_kept(num_read: int) -> None:
+    outputs = OutputProcessor(None, ())
+    prepared = PreparedRequest("r", None, PROMPT, SamplingParams(logprobs=1, prompt_logprobs=1), 0, 10)
+    state = outputs.add(prepared, stream=True)
+    scored = [TokenRecord([token, 9], [-1.0, -0.5], 2) for token in (2, 3)]
+    for _ in range(2):  # a recompute brings them again
+        outputs.take(CoreOutputs(prompt_logprobs=[("r", 1, scored[:1]), ("r", 2, scored[1:])]), 1.0)
+    delivered = []
+    for token in (5, 6, 7, 8):
+        outputs.take(CoreOutputs(["r"], [token], [TokenRecord([token, 9], [-2.0, -0.5], 2)]), 2.0)
+        if token < 5 + num_read:
+            delivered.append(state.delta())
+            assert state.answers[0].logprobs == []
+    outputs.finish([FinishedSequence("r", FinishReason.LENGTH)], 3.0)
+    delivered.append(state.delta())
+    told = [entry for output in delivered if output for answer in output.outputs for entry in answer.logprobs or ()]
+    assert told == [{token: Logprob(-2.0, 2), 9: Logprob(-0.5, 1)} for token in (5, 6, 7, 8)]
+    assert delivered[-1] is not None
+    assert delivered[-1].prompt_logprobs == [None, *({t: Logprob(-1.0, 2), 9: Logprob(-0.5, 1)} for t in (2, 3))]

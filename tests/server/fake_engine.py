@@ -143,6 +143,8 @@ class FakeEngine:
         self.streams: set[FakeStream] = set()
         self.num_aborted = 0
         self.num_queued = 0
+        self.num_beside = 0
+        """Works that were done on a thread."""
         self.engine_pid: int | None = None
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
@@ -155,6 +157,8 @@ class FakeEngine:
         self.room_asked: list[tuple[int, str]] = []
         self.tokens_asked: list[int] = []
         """Prompt tokens that each question for room was about."""
+        self.words_asked: list[tuple[str, ...]] = []
+        """Bad words that were to be tokenized."""
         self.full = False
         """Every request is refused for want of room."""
         self.failure_of_streams: Exception | None = None
@@ -216,9 +220,17 @@ class FakeEngine:
         self.encoded_at.append(time.monotonic())
         return self.tokenizer.encode(text, add_special_tokens)
 
+    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [await self.encode(text, add_special_tokens) for text in texts]
+
+    async def encode_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        self.words_asked.append(tuple(params.bad_words or ()))
+        return ()
+
     async def beside(self, work: Callable[[], Any]) -> Any:
         if self.full:
             raise QueueFullError("256 long texts wait already, as many as may; try again later")
+        self.num_beside += 1
         return work()
 
     async def encode_chat(
@@ -251,6 +263,7 @@ class FakeEngine:
         name: str = "",
         arrival: float | None = None,
         has_room: bool = False,
+        bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
     ) -> FakeStream:
         self.arrivals.append(arrival)
         self.check_room()

@@ -303,3 +303,26 @@ def test_what_a_request_leaves_out_is_as_the_model_says(http: TestClient, engine
         assert http.post(path, json={**body, **asked, "max_tokens": 3}).status_code == 200
     seen = [(params.temperature, params.top_k, params.top_p) for _, params, _ in engine.submitted]
     assert seen == [(0.6, 20, 0.9), (0.0, 20, 1.0), (0.6, -1, 0.9)]
+
+
+def test_bad_words_are_tokenized_once_for_all_prompts(http: TestClient, engine: FakeEngine) -> None:
+    answer(http, prompt=["a", "b", "c"], bad_words=["snow", "ice"])
+    assert engine.words_asked == [("snow", "ice")]
+    error = refused(http, bad_words=["x" * 256] * 33)
+    assert (error["param"], "8,448 characters, and 8,192 are allowed" in error["message"]) == ("bad_words", True)
+
+
+def test_lists_count_once_for_each_prompt(http: TestClient) -> None:
+    ids = [1] * 4096
+    assert ask(http, prompt=["a"] * 64, stop_token_ids=ids, max_tokens=1).status_code == 200
+    for more in ({"bad_words": ["x"]}, {"allowed_token_ids": [1] * 8000}):
+        error = refused(http, prompt=["a"] * 64, stop_token_ids=ids, **more)
+        assert "the 64 prompts" in error["message"] and "262,144 are allowed" in error["message"]
+    assert ask(http, allowed_token_ids=[1] * 250_000, max_tokens=1).status_code == 200
+
+
+def test_many_tokens_are_echoed_from_a_thread(http: TestClient, engine: FakeEngine) -> None:
+    for size, num in ((512, 0), (513, 1)):
+        engine.num_beside = 0
+        answer(http, prompt=[65] * size, echo=True, max_tokens=1)
+        assert engine.num_beside == num

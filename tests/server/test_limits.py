@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import string
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from chairlift.server.app import make_app
@@ -387,6 +390,33 @@ def test_trailers_are_not_headers() -> None:
         (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: 1e3\r\n\r\n", 400),
         (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n", 400),
         (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}", 400),
+        (b"POST /v1/echo HTTP/1.1\r\nHost: a\r\nContent-Length: 2, 2\r\n\r\n{}", 400),
+        *(
+            (HEAD + b"Transfer-Encoding: " + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n", status)
+            for coding, status in [
+                (b"gzip, chunked", 501),
+                (b"GZIP\t,\tChunked", 501),
+                (b"identity, chunked", 501),
+                (b"gzip\r\nTransfer-Encoding: chunked", 501),
+                (b"gzip, chunked\r\nUpgrade: h2c\r\nConnection: upgrade", 501),
+                (b"chunked, chunked", 400),
+                (b"chunked\r\nTransfer-Encoding: chunked", 400),
+                (b"chunked, gzip", 400),
+                (b", chunked", 400),
+                (b"chunked,", 400),
+                (b"chunked;q=1", 400),
+                (b"xchunked", 400),
+                (b"\x0bchunked", 400),
+                (b"", 400),
+            ]
+        ),
+        *(
+            (b"POST /v1/echo HTTP/" + version + CHUNKED.partition(b"HTTP/1.1")[2] + b"2\r\n{}\r\n0\r\n\r\n", status)
+            for version, status in [(b"1.0", 400), (b"0.9", 505), (b"2.0", 505)]
+        ),
+        (b"GET /v1/models HTTP/2.0\r\nHost: localhost\r\n\r\n", 505),
+        (b"GET * HTTP/2.0\r\nHost: localhost\r\n\r\n", 505),
         (b"POST /v1/echo HTTP/1.1\r\nHost : a\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\n b\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\nX: \x00\r\n\r\n", 400),
@@ -407,6 +437,7 @@ def test_heads(request_: bytes, status: int) -> None:
         reply = await client.raw(request_)
         assert reply.status == status
         assert reply.error["code"]
+        assert reply.error["type"] == "invalid_request_error" or status == 404
 
     run(echo_server(test, HttpLimits(linger_timeout=PATIENCE)))
 
@@ -502,9 +533,11 @@ def test_a_slow_reader_is_not_cut_off() -> None:
         await connection.reader.readexactly(1 << 17)  # far less than what the kernel asks for at once
         await until(lambda: before - served._num_owed() >= 1 << 16)
         left = served._num_owed()
-        served._look_for_reading(before)
+        served._look_for_reading(served._num_written - before, before, 0.0)
+        assert not served.transport.is_closing() and served._stall is not None
+        served._look_for_reading(served._num_written - left, left, math.inf)
         assert not served.transport.is_closing()
-        served._look_for_reading(left)
+        served._look_for_reading(served._num_written - left, left, 0.0)
         assert served.transport.is_closing()
         await connection.close()
 
@@ -533,11 +566,84 @@ def test_a_slow_reader_of_the_end_is_not_cut_off() -> None:
 def test_a_reader_who_waits_for_the_answer_is_not_cut_off() -> None:
     async def test() -> None:
         endpoints = Endpoints()
-        async with serving(make_app(make_state(), endpoints.routes), HttpLimits(stall_timeout=0.01)) as client:
+        async with serving(make_app(make_state(), endpoints.routes), HttpLimits(stall_timeout=0.1)) as client:
             connection = await client.connect()
             connection.get("/v1/stream")
-            asyncio.get_running_loop().call_later(0.1, endpoints.go_on.set)  # ten times as long as a reader may take
+            asyncio.get_running_loop().call_later(0.5, endpoints.go_on.set)  # five times as long as a reader may take
             assert (await connection.reply()).body == b"first last"
+            (served,) = client.server.state.connections
+            await until(lambda: served._stall is None)  # no timer runs where nothing is owed
+
+    run(test())
+
+
+class Stream(Endpoints):
+    """Sends so many kilobytes, in events of one, and waits."""
+
+    def __init__(self, num_events: int) -> None:
+        super().__init__()
+        self.num_events = num_events
+
+    async def stream(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(self.num_events):
+                yield b"x" * 1024
+                await asyncio.sleep(0)
+            await self.wait(request)
+
+        return StreamingResponse(events())
+
+
+async def listener(client: Client) -> tuple[Connection, HttpProtocol]:
+    """A client of a stream whose machine holds little for it, and the server's end of its connection."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", client.port))
+    connection = Connection(*await asyncio.open_connection(sock=sock, limit=4096))
+    connection.get("/v1/stream")
+    await until(lambda: bool(client.server.requests()))
+    (served,) = client.server.state.connections
+    return connection, served
+
+
+def test_the_reader_of_a_stream_that_stands_still_is_cut_off_however_little_it_is_owed() -> None:
+    async def test() -> None:
+        endpoints = Stream(100)  # the kernel would take megabytes before anything here noticed
+        async with serving(make_app(make_state(), endpoints.routes), HttpLimits(stall_timeout=0.2)) as client:
+            connection, _ = await listener(client)
+            await until(lambda: not client.server.state.connections)
+            assert endpoints.num_cancelled == 1
+            await connection.close()
+
+    run(test())
+
+
+def test_a_stream_that_grows_as_fast_as_it_is_read_is_not_cut_off() -> None:
+    async def test() -> None:
+        endpoints = Stream(4000)
+        async with serving(make_app(make_state(), endpoints.routes)) as client:
+            connection, served = await listener(client)
+            await until(lambda: served._num_owed() > 1 << 17)
+            for _ in range(10):
+                read, owed = served._num_written - served._num_owed(), served._num_owed()
+                await connection.reader.readexactly(1 << 17)
+                await until(lambda read=read: served._num_written - served._num_owed() - read >= 1 << 16)  # type: ignore[misc]
+                served._look_for_reading(read, owed, 0.0)
+                assert not served.transport.is_closing()
+            await connection.close()
+
+    run(test())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="the kernel has no such setting")
+def test_the_kernel_holds_little_for_a_reader_that_stands_still() -> None:
+    async def test() -> None:
+        async with serving(make_app(make_state(), Stream(100_000).routes)) as client:
+            connection, served = await listener(client)
+            await until(lambda: served.flow.write_paused)
+            assert served._num_owed() < 1 << 19
+            await connection.close()
 
     run(test())
 
@@ -606,6 +712,17 @@ def test_requests_sent_ahead_are_not_served() -> None:
             await asyncio.wait_for(endpoints.cancelled.wait(), PATIENCE)
 
     run(test())
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b" Chunked", b" \tchunked"])
+def test_bodies_in_chunks_are_read(coding: bytes) -> None:
+    async def test(client: Client) -> None:
+        connection = await client.connect()
+        for _ in range(2):
+            connection.send(HEAD + b"Transfer-Encoding:" + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+            assert (await connection.reply()).json() == {}
+
+    run(echo_server(test))
 
 
 def test_an_upgrade_is_offered_in_vain() -> None:

@@ -24,11 +24,14 @@ class SlowTokenizer:
     def __init__(self) -> None:
         self.allowed, self.lock = threading.Event(), threading.Lock()
         self.num_now = self.most = 0
+        self.texts: list[tuple[str, bool]] = []
+        """What was tokenized, and whether on a thread."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         with self.lock:
             self.num_now += 1
             self.most = max(self.most, self.num_now)
+            self.texts.append((text, threading.current_thread() is not threading.main_thread()))
         self.allowed.wait()
         with self.lock:
             self.num_now -= 1
@@ -70,5 +73,78 @@ def test_two_long_texts_at_a_time_also_when_their_callers_leave() -> None:
             tokenizer.allowed.set()
         assert await asyncio.gather(*staying) == [[20_000], [20_000], [11]]
         assert tokenizer.most == 2
+
+    asyncio.run(main())
+
+
+def test_what_texts_have_together_counts() -> None:
+    async def main() -> None:
+        tokenizer: Any = SlowTokenizer()
+        tokenizer.allowed.set()
+        encoder = Encoder(tokenizer, 512, 8)
+        with pytest.raises(PromptTooLongError, match="the text has 32,769 characters"):
+            await encoder.encode_all(["x", "x" * 32_769])
+        with pytest.raises(PromptTooLongError, match="262,208 characters together, but one call may have 262,144"):
+            await encoder.encode_all(["x" * 4097] * 64)
+        assert tokenizer.texts == []
+        assert await encoder.encode_all(["x" * 4096] * 64) == [[4096]] * 64
+        assert await Encoder(tokenizer, 16_384, 8).encode_all(["x" * 16_384] * 64) == [[16_384]] * 64
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("texts", "on_thread"),
+    [(["x" * 512], False), (["x" * 513], True), (["x" * 8] * 64, False), (["x" * 9] * 64, True), (["", ""], False)],
+)
+def test_more_than_a_few_hundred_characters_are_tokenized_on_a_thread(texts: list[str], on_thread: bool) -> None:
+    async def main() -> None:
+        tokenizer: Any = SlowTokenizer()
+        tokenizer.allowed.set()
+        assert await Encoder(tokenizer, 512, 8).encode_all(texts) == [[len(text)] for text in texts]
+        assert tokenizer.texts == [(text, on_thread) for text in texts]
+
+    asyncio.run(main())
+
+
+def test_short_texts_do_not_wait_for_long_ones_and_many_are_a_long_one() -> None:
+    class Held(SlowTokenizer):
+        """Holds only long ones."""
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return super().encode(text) if text[0] == "l" else [len(text)]
+
+    async def main() -> None:
+        tokenizer: Any = Held()
+        encoder = Encoder(tokenizer, 512, 2)
+        many = [asyncio.create_task(encoder.encode_all(["l" * 9000, "m" * 9000] * 3)) for _ in range(2)]
+        try:
+            while tokenizer.num_now < 2:
+                await asyncio.sleep(0)
+            assert await encoder.encode("s" * 16_384) == [16_384]
+            others = [asyncio.create_task(encoder.encode_all(["m" * 9000] * 2)) for _ in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match="2 long texts wait already"):
+                await encoder.encode_all(["m" * 600] * 28)
+        finally:
+            tokenizer.allowed.set()
+        # The others have their turn between two texts of the first ones, and not behind all of them.
+        done, _ = await asyncio.wait([*many, *others], return_when=asyncio.FIRST_COMPLETED)
+        assert done <= set(others)
+        assert await asyncio.gather(*many, *others) == [[[9000]] * 6] * 2 + [[[9000]] * 2] * 2
+
+    asyncio.run(main())
+
+
+def test_bad_words_are_tokenized_like_texts() -> None:
+    async def main() -> None:
+        tokenizer: Any = SlowTokenizer()
+        tokenizer.allowed.set()
+        encoder = Encoder(tokenizer, 512, 8)
+        assert await encoder.encode_words([" ab", "ab"]) == ((2,), (3,))
+        assert await encoder.encode_words(()) == ()
+        assert {on_thread for _, on_thread in tokenizer.texts} == {False}
+        await encoder.encode_words(["x" * 256, "y"])
+        assert tokenizer.texts[-1] == (" y", True)
 
     asyncio.run(main())

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -334,3 +336,35 @@ def test_a_panic_over_one_token_leaves_the_others_their_text() -> None:
     answer = IncrementalDetokenizer(broken, [1, 0], SamplingParams(stop=["c"]))
     assert [answer.update([token_id]) for token_id in (0, 1, 0, 2)] == [None, None, None, "c"]
     assert answer.text == "a\ufffdab"
+
+
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_long_texts_are_the_same_tokens_and_the_same_text(family: str) -> None:
+    tokenizer, text = tiny.make(family), "the chairlift é 😀 <s> stops " * 60
+    assert len(text) > 512
+    for special in (True, False):
+        assert tokenizer.encode(text, special) == tiny.library(family).encode(text, add_special_tokens=special).ids
+    ids = tokenizer.encode(text)
+    assert len(ids) > 512 or family in ("word_piece", "suffix")
+    if tokenizer.byte_decoding is None:
+        assert tokenizer.decode(ids) == tiny.library(family).decode(ids)
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized() -> None:
+    tokenizer, rng = tiny.make("byte_level"), random.Random(1)
+    text = "".join(chr(rng.randrange(0x20, 0x3000)) for _ in range(100_000))
+    took: list[float] = []
+
+    def encode() -> None:
+        start = time.perf_counter()
+        tokenizer.encode(text)
+        took.append(time.perf_counter() - start)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    longest, last = 0.0, time.perf_counter()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    thread.join()
+    assert longest < 0.5 * took[0]  # the library's function for one text holds the interpreter's lock all the time

@@ -1,0 +1,96 @@
+"""Replies that are written while they are sent: their long lists a piece at a time, on a thread.
+
+A reply with a million log-probabilities has 60 MB. Made as a whole it would keep the event loop for a second, and be in
+memory until its reader has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from chairlift.server.state import ServerState
+
+__all__ = ["Pieces", "json_items", "respond"]
+
+_PIECE: Final = 1 << 16
+"""Bytes that are written at a time, at least."""
+_AT_ONCE: Final = 2048
+"""Entries of long lists that are written on the event loop; they take a few milliseconds."""
+_encode: Final = msgspec.json.encode
+
+
+class Pieces:
+    """The long parts of one reply. ``num_entries`` says how many values there are in them."""
+
+    def __init__(self) -> None:
+        self.num_entries = 0
+        self._mark = secrets.token_hex(16).encode()  # no text that a client sends can be one
+        self._parts: list[Iterator[bytes]] = []
+
+    def later(self, part: Iterator[bytes], num_entries: int) -> Any:
+        """What stands in the reply for ``part``, JSON of so many values, until it is written."""
+        self._parts.append(part)
+        self.num_entries += num_entries
+        return msgspec.Raw(b'"%b%08d"' % (self._mark, len(self._parts) - 1))
+
+    def write(self, content: Any) -> Iterator[bytes]:
+        """The JSON of ``content`` with the parts in their places, a piece at a time."""
+        held = bytearray()
+        rest = re.split(b'"%b([0-9]{8})"' % self._mark, _encode(content))
+        for index, piece in enumerate(rest):
+            for each in self._parts[int(piece)] if index % 2 else (piece,):
+                held += each
+                if len(held) >= _PIECE:
+                    yield bytes(held)
+                    held.clear()
+        yield bytes(held)
+
+
+def json_items(items: Iterable[Any], num_at_once: int = 256) -> Iterator[bytes]:
+    """The JSON of a list, so many items at a time."""
+    left = iter(items)
+    yield b"["
+    between = b""
+    while some := list(itertools.islice(left, num_at_once)):
+        yield between + _encode(some)[1:-1]
+        between = b","
+    yield b"]"
+
+
+def respond(state: ServerState, content: Any, pieces: Pieces, headers: Mapping[str, str]) -> Response:
+    """A reply with status 200; one with many entries is written while it is sent."""
+    if pieces.num_entries <= _AT_ONCE:
+        return Response(b"".join(pieces.write(content)), headers=headers, media_type="application/json")
+    return _LongReply(state, pieces.write(content), headers)
+
+
+class _LongReply(Response):
+    """JSON in pieces. The next is made when the connection has room for it, one reply at a time on a thread."""
+
+    media_type = "application/json"
+
+    def __init__(self, state: ServerState, pieces: Iterator[bytes], headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(headers)
+        self._state = state
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while piece := await self._next():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _next(self) -> bytes:
+        async with self._state.writing:
+            return await asyncio.to_thread(next, self._pieces, b"")
