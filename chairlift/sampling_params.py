@@ -67,7 +67,8 @@ class SamplingParams:
     min_tokens: int = 0
     """End-of-sequence and stop tokens are masked until this many were generated; stop strings wait as well."""
     stop: str | Sequence[str] | None = None
-    """Stop when the text contains one of these strings."""
+    """Stop when the text contains one of these strings. One that spells a special token matches that token, also where
+    :attr:`skip_special_tokens` leaves it out of the text."""
     stop_token_ids: Sequence[int] | None = None
     """Stop when one of these tokens is generated."""
     ignore_eos: bool = False

@@ -125,7 +125,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.named_tokens: dict[str, str] = dict(named_tokens or {})
         self.chat_template: str | None = chat_template
-        self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
+        """How the vocabulary spells each special token."""
+        self.special_ids: frozenset[int] = frozenset(self.special_texts)
         self.vocab_size: int = max([backend.get_vocab_size(with_added_tokens=True) - 1, *added]) + 1
         """Every id the tokenizer can produce is below this; a model may have more rows."""
         self.bos_token_id: int | None = self._named_id("bos_token")
