@@ -106,7 +106,13 @@ async def create_completion(request: Request) -> Response:
     state.engine.check_room(len(given), class_of(params))
     async with until_tokens(request, asked):
         prompts = [
-            truncate(await _encode_prompt(state, asked, prompt), asked.truncate_prompt_tokens, info, params.max_tokens)
+            truncate(
+                await _encode_prompt(state, asked, prompt),
+                asked.truncate_prompt_tokens,
+                info,
+                params.max_tokens,
+                _num_added(state, asked, prompt),
+            )
             for prompt in given
         ]
     writer = _Writer(asked, given, prompts, state.engine.tokenizer)
@@ -155,6 +161,14 @@ async def _encode_prompt(state: ServerState, asked: CompletionRequest, prompt: s
     if not ids:
         raise ApiError(400, "the prompt is empty; send at least one character", code="invalid_value", param="prompt")
     return ids
+
+
+def _num_added(state: ServerState, asked: CompletionRequest, prompt: str | list[int]) -> tuple[int, int]:
+    """How many special tokens the tokenizer put around a prompt."""
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None or isinstance(prompt, list) or asked.add_special_tokens is False:
+        return 0, 0
+    return tokenizer.num_added
 
 
 def _delivered(asked: CompletionRequest, output: RequestOutput) -> RequestOutput:

@@ -137,7 +137,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=_LIMITS.max_logprobs)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    """Keep this many tokens of the prompt's end; -1 keeps what leaves room for the answer."""
+    """Keep this many tokens: the prompt's end, and the special tokens that the tokenizer adds to a text. -1 keeps what
+    leaves room for the answer."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Write tokens as ``token_id:17`` in logprobs, so that no two look the same."""

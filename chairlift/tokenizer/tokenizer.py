@@ -130,6 +130,8 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(self.special_texts)
         self.vocab_size: int = max([backend.get_vocab_size(with_added_tokens=True) - 1, *added]) + 1
         """Every id the tokenizer can produce is below this; a model may have more rows."""
+        self.num_added: tuple[int, int] = _num_added(backend)
+        """How many special tokens ``encode`` adds before a text, and how many behind it."""
         self.bos_token_id: int | None = self._named_id("bos_token")
         eos = self._named_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -259,6 +261,17 @@ class Tokenizer:
         """The id of a vocabulary entry, spelled as in the vocabulary; None when there is none."""
         found: int | None = self.backend.token_to_id(token)
         return found
+
+
+def _num_added(backend: tokenizers.Tokenizer) -> tuple[int, int]:
+    try:
+        mask = backend.encode("a").special_tokens_mask
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic in the native library is no Exception; a tokenizer may know no letter
+        mask = []
+    text = [place for place, added in enumerate(mask) if not added]
+    return (text[0], len(mask) - 1 - text[-1]) if text else (backend.num_special_tokens_to_add(False), 0)
 
 
 def _read_object(file: Path) -> dict[str, Any]:
