@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer import Tokenizer
 
-__all__ = ["IncrementalDetokenizer"]
+__all__ = ["IncrementalDetokenizer", "TokenText", "token_decoder"]
 
 _CONTEXT_TOKENS: Final = 8
 """Prompt tokens that a windowed decoder sees to the left of the first generated one."""
@@ -17,12 +17,20 @@ _MAX_HELD_TOKENS: Final = 4
 """A UTF-8 character has at most four bytes, so no more tokens than this can wait for one to end."""
 
 
-class _TokenText(Protocol):
+class TokenText(Protocol):
     """Turns a sequence of tokens into text; the pieces in a row are the whole text."""
 
-    def feed(self, token_id: int) -> str: ...
+    def feed(self, token_id: int) -> str:
+        """The text that becomes whole with this token."""
 
-    def flush(self) -> str: ...
+    def flush(self) -> str:
+        """The rest, where the last character stayed incomplete."""
+
+
+def token_decoder(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> TokenText:
+    """A decoder for the tokens that follow a prompt."""
+    kind = _WindowText if tokenizer.byte_decoding is None else _ByteText
+    return kind(tokenizer, prompt_token_ids, skip_special_tokens)
 
 
 class IncrementalDetokenizer:
@@ -40,8 +48,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        kind = _WindowText if tokenizer.byte_decoding is None else _ByteText
-        self._decoder: _TokenText = kind(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._decoder = token_decoder(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         stops = tuple(params.stop or ())

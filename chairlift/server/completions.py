@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from chairlift.engine.detokenizer import TokenText, token_decoder
 from chairlift.engine.output_stream import OutputStream
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
@@ -50,6 +51,8 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["TextCompletion", "routes"]
 
 _DEFAULT_MAX_TOKENS: Final = 16
+_LONG_TEXT: Final = 16_384
+"""Characters; the tokens of longer texts are placed on a thread."""
 _encode: Final = msgspec.json.encode
 _Entries = Sequence[Mapping[int, Logprob] | None]
 
@@ -115,7 +118,8 @@ async def create_completion(request: Request) -> Response:
             )
             for prompt in given
         ]
-    writer = _Writer(asked, given, prompts, state.engine.tokenizer)
+        places = [await _places(state, asked, prompt) for prompt in given]
+    writer = _Writer(asked, given, prompts, state.engine.tokenizer, places)
     streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), caller=caller)
     head = reply_head("cmpl", model, info, streams)
     headers = warning_headers(ignored)
@@ -171,6 +175,23 @@ def _num_added(state: ServerState, asked: CompletionRequest, prompt: str | list[
     return tokenizer.num_added
 
 
+async def _places(state: ServerState, asked: CompletionRequest, given: str | list[int]) -> list[int] | None:
+    """Where the tokens of an echoed prompt begin in it; None where nobody asks, or the echo is made of the tokens."""
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None or asked.logprobs is None or not _echoes_given(asked, given):
+        return None
+    text, special = str(given), asked.add_special_tokens is not False
+    if len(text) <= _LONG_TEXT:
+        return tokenizer.offsets(text, special)
+    return await state.engine.beside(lambda: tokenizer.offsets(text, special))
+
+
+def _echoes_given(asked: CompletionRequest, given: str | list[int]) -> bool:
+    """Whether a prompt is echoed as the client wrote it."""
+    whole = asked.skip_special_tokens is not False and asked.truncate_prompt_tokens is None
+    return bool(asked.echo) and isinstance(given, str) and whole
+
+
 def _delivered(asked: CompletionRequest, output: RequestOutput) -> RequestOutput:
     """The answers that the client gets: the best ``n`` of ``best_of``; with max_tokens 0 none of what was generated."""
     answers, n = output.outputs, asked.n or 1
@@ -202,6 +223,7 @@ class _Writer:
         given: Sequence[str | list[int]],
         prompts: Sequence[list[int]],
         tokenizer: Tokenizer | None,
+        places: Sequence[list[int] | None],
     ) -> None:
         self._asked = asked
         self._n = asked.n or 1
@@ -210,6 +232,7 @@ class _Writer:
         self._tokenizer = tokenizer
         self._skip = asked.skip_special_tokens is not False
         self._echoes: list[str] = []
+        self._places = places
         self._offsets: dict[int, _Offsets] = {}
         if asked.echo:
             self._echoes = [self._echo(text, ids) for text, ids in zip(given, prompts, strict=True)]
@@ -217,7 +240,7 @@ class _Writer:
     def _echo(self, given: str | list[int], prompt: list[int]) -> str:
         if self._tokenizer is None:
             raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
-        if isinstance(given, str) and self._skip and self._asked.truncate_prompt_tokens is None:
+        if isinstance(given, str) and _echoes_given(self._asked, given):
             return given
         return self._tokenizer.decode(prompt, self._skip, final=self._asked.max_tokens == 0)
 
@@ -270,12 +293,14 @@ class _Writer:
         if offsets is None:
             prompt = index // self._n
             echo = self._echoes[prompt] if self._echoes else None
-            offsets = self._offsets[index] = _Offsets(self._tokenizer, self._skip, self._prompts[prompt], echo)
+            offsets = self._offsets[index] = _Offsets(
+                self._tokenizer, self._skip, self._prompts[prompt], echo, self._places[prompt]
+            )
         out = TextLogprobs([], [], [], [])
         for token_id, entry in zip(token_ids, entries, strict=True):
             text = self._text(token_id, entry[token_id] if entry else self._unscored(token_id))
             out.tokens.append(text)
-            out.text_offset.append(offsets.next(token_id, text))
+            out.text_offset.append(offsets.next(token_id))
             out.token_logprobs.append(finite(entry[token_id].logprob) if entry else None)
             out.top_logprobs.append(self._top(entry, token_id, top) if entry else None)
         return out
@@ -304,36 +329,52 @@ class _Writer:
 class _Offsets:
     """Where tokens begin in the text of a choice, in characters; a character begins with its first byte.
 
-    ``echo`` is what the text begins with: then the tokens of ``prompt`` come first. Where a normalizer changed the
-    prompt's text, theirs are near; those behind it are right.
+    ``echo`` is what the text begins with: then the tokens of ``prompt`` come first. They begin at ``places``, or where
+    the echo is made of them, where their text does.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, skip_special_tokens: bool, prompt: Sequence[int], echo: str | None
+        self,
+        tokenizer: Tokenizer | None,
+        skip_special_tokens: bool,
+        prompt: Sequence[int],
+        echo: str | None,
+        places: Sequence[int] | None,
     ) -> None:
         decoding = None if tokenizer is None else tokenizer.byte_decoding
-        self._tokenizer = None if decoding is None else tokenizer
+        before = () if echo is not None else prompt
+        self._tokenizer = tokenizer
+        self._window: TokenText | None = None
+        if tokenizer is not None and decoding is None:
+            self._window = token_decoder(tokenizer, before, skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(decoding.errors if decoding else "replace")
         self._skip = skip_special_tokens
         self._at = 0
         self._echoed, self._echo = (0, "") if echo is None else (len(prompt), echo)
-        tail = b"" if self._echoed or self._tokenizer is None else self._tokenizer.tail_bytes(prompt, self._skip)
+        self._places = places
+        tail = b"" if tokenizer is None or decoding is None else tokenizer.tail_bytes(before, self._skip)
         self._utf8.decode(tail)
         self._at_start = decoding is not None and decoding.strip_start and not tail
 
-    def next(self, token_id: int, text: str) -> int:
-        start = self._next(token_id, text)
+    def next(self, token_id: int) -> int:
+        start = self._next(token_id)
         if not self._echoed:
             return start
+        if self._places is not None:
+            start = self._places[len(self._places) - self._echoed]
         self._echoed -= 1
         if not self._echoed:
             self._at = len(self._echo)
         return min(start, len(self._echo))
 
-    def _next(self, token_id: int, text: str) -> int:
+    def _next(self, token_id: int) -> int:
         if self._tokenizer is None:
-            self._at += len(text)
-            return self._at - len(text)
+            return 0
+        if self._window is not None:
+            piece, own = self._window.feed(token_id), self._tokenizer.token_text(token_id)
+            start, self._at = self._at, self._at + len(piece)
+            shown = own if piece.endswith(own) else own[:-1]  # of the last word's end a decoder drops the space
+            return self._at - len(shown) if shown and piece.endswith(shown) else start
         raw = self._tokenizer.token_bytes(token_id, self._skip)
         if raw and not 0x80 <= raw[0] < 0xC0:  # a character that was open stays broken, and stands before this token
             self._at += len(self._utf8.decode(b"", final=True))

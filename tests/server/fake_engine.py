@@ -277,8 +277,9 @@ class FakeEngine:
         if not prompt:
             raise RequestError("the prompt is empty; send at least one character or one token id")
         ids = [*prompt, *(params.stop_token_ids or ()), *(params.allowed_token_ids or ()), *(params.logit_bias or ())]
-        if max(ids) >= INFO.vocab_size:
-            raise RequestError(f"token id {max(ids)} is not below {INFO.vocab_size}")
+        vocab_size = (self.info or INFO).vocab_size
+        if max(ids) >= vocab_size:
+            raise RequestError(f"token id {max(ids)} is not below {vocab_size}")
         if len(prompt) + (params.max_tokens or 1) > INFO.max_model_len:
             raise PromptTooLongError(f"{len(prompt)} tokens and the answer do not fit in {INFO.max_model_len}")
 
@@ -325,7 +326,7 @@ class FakeEngine:
     def _entry(self, token: int, top: int) -> dict[int, Logprob]:
         """The chosen token first, at a rank that depends on it; the ``top`` likeliest behind it."""
         rank = token % 3 + 1
-        likely = [(token + 17 * (r - rank)) % INFO.vocab_size for r in range(1, max(top, rank) + 1)]
+        likely = [(token + 17 * (r - rank)) % (self.info or INFO).vocab_size for r in range(1, max(top, rank) + 1)]
         entry = {token: self._logprob(token, rank)}
         for r, other in enumerate(likely[:top], start=1):
             entry.setdefault(other, self._logprob(other, r))
