@@ -25,6 +25,7 @@ the ids are used, and the text is told as that of the prompt."""
 
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _MAX_ID_LENGTH = 256
+_BEFORE_WORDS = ("\n", "(")
 
 
 class _CacheRoom(Protocol):
@@ -254,15 +255,24 @@ class InputProcessor:
         return params.max_tokens
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is written at the start of a text and after a space."""
+        """Each word as it is written at the start of a text, after a space, and right behind a character such as a
+        line break, where some tokenizers write it without the space that begins a text."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             bare = word.lstrip() or word
             for text in (bare, " " + bare):
-                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False)) if self._tokenizer else ()
-                if ids:
-                    found[ids] = None
+                for before in ("", *_BEFORE_WORDS):
+                    if ids := self._ids_behind(before, text):
+                        found[ids] = None
         return tuple(found)
+
+    def _ids_behind(self, before: str, text: str) -> tuple[int, ...]:
+        """How ``text`` is written behind ``before``; empty where that changes how ``before`` is written."""
+        if self._tokenizer is None:
+            return ()
+        first = self._tokenizer.encode(before, add_special_tokens=False) if before else []
+        both = self._tokenizer.encode(before + text, add_special_tokens=False)
+        return tuple(both[len(first) :]) if both[: len(first)] == first else ()
 
 
 def unnamed(prompt: Any) -> tuple[Any, str | None]:
