@@ -63,7 +63,8 @@ class SamplingParams:
     seed: int | None = None
     """Same seed, same prompt, same text, whatever else is in the batch. None (or vLLM's -1) draws one at the door."""
     max_tokens: int | None = 16
-    """Generate at most this many tokens; None means as many as fit."""
+    """Generate at most this many tokens; None means as many as fit. 0 scores the prompt, which may then be as long as
+    the model takes, and goes with :attr:`prompt_logprobs`."""
     min_tokens: int = 0
     """End-of-sequence and stop tokens are masked until this many were generated; stop strings wait as well."""
     stop: str | Sequence[str] | None = None
@@ -110,7 +111,9 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
             _set(self, "seed", None if self.seed == -1 else self.seed)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+            if self.max_tokens == 0 and self.prompt_logprobs is None:
+                raise RequestError("max_tokens is 0, which only scores a prompt; give prompt_logprobs, or at least 1")
+            _integer("max_tokens", self.max_tokens, 0, _INT32_MAX)
         _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; lower min_tokens")

@@ -153,7 +153,9 @@ def _params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingPa
         of_prompt = max(logprobs, of_prompt or 0)
     if best_of > n and logprobs is None:
         logprobs = 0  # to rank the answers
-    most = _DEFAULT_MAX_TOKENS if asked.max_tokens is None else max(1, asked.max_tokens)
+    most = _DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    if most == 0 and of_prompt is None:
+        of_prompt = 0  # a prompt that is scored may be as long as the model takes
     fields = {"n": best_of, "max_tokens": most, "logprobs": logprobs, "prompt_logprobs": of_prompt}
     return sampling_params(asked, defaults, **fields)
 
@@ -193,25 +195,16 @@ def _echoes_given(asked: CompletionRequest, given: str | list[int]) -> bool:
 
 
 def _delivered(asked: CompletionRequest, output: RequestOutput) -> RequestOutput:
-    """The answers that the client gets: the best ``n`` of ``best_of``; with max_tokens 0 none of what was generated."""
+    """The answers that the client gets: the best ``n`` of ``best_of``."""
     answers, n = output.outputs, asked.n or 1
     if len(answers) > n:
         ranked = sorted(answers, key=lambda answer: (-_mean_logprob(answer), answer.index))[:n]
         answers = [dataclasses.replace(answer, index=index) for index, answer in enumerate(ranked)]
-    if asked.max_tokens == 0:
-        answers = [_without_tokens(answer) for answer in answers]
     return dataclasses.replace(output, outputs=answers)
 
 
 def _mean_logprob(answer: CompletionOutput) -> float:
     return finite(answer.cumulative_logprob or 0.0) / max(1, len(answer.token_ids))
-
-
-def _without_tokens(answer: CompletionOutput) -> CompletionOutput:
-    """The engine generates at least one token; whoever asked for none does not see it."""
-    kept = answer.logprobs and answer.logprobs[:0]
-    reason = answer.finish_reason and FinishReason.LENGTH
-    return dataclasses.replace(answer, text="", token_ids=[], logprobs=kept, finish_reason=reason, stop_reason=None)
 
 
 class _Writer:

@@ -129,7 +129,7 @@ def truncate(
 
     Raises ApiError where ``keep`` is less than what the tokenizer added."""
     if keep == -1:
-        keep = max(1, min(info.max_model_len, info.capacity_tokens + 1) - (max_tokens or 1))
+        keep = max(1, min(info.max_model_len, info.capacity_tokens + 1) - (1 if max_tokens is None else max_tokens))
     if keep is None or keep >= len(prompt):
         return prompt
     before, behind = added

@@ -280,11 +280,15 @@ class FakeEngine:
         vocab_size = (self.info or INFO).vocab_size
         if max(ids) >= vocab_size:
             raise RequestError(f"token id {max(ids)} is not below {vocab_size}")
-        if len(prompt) + (params.max_tokens or 1) > INFO.max_model_len:
+        if len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > INFO.max_model_len:
             raise PromptTooLongError(f"{len(prompt)} tokens and the answer do not fit in {INFO.max_model_len}")
 
     def _answer(self, prompt: list[int], params: SamplingParams, index: int) -> list[CompletionOutput]:
         """The deltas of one answer."""
+        if params.max_tokens == 0:
+            scored = None if params.logprobs is None else 0.0
+            end = FinishReason.LENGTH
+            return [CompletionOutput(index, "", [], scored, None if scored is None else [], end, None)]
         rng = random.Random(repr((prompt, params.seed, index)))
         most = params.max_tokens or rng.randrange(1, 60)
         tokens = self._script(rng, most, params)

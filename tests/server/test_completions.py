@@ -236,6 +236,17 @@ def test_no_tokens_with_echo_scores_the_prompt_alone(http: TestClient) -> None:
     assert refused(http, max_tokens=0)["param"] == "max_tokens"
 
 
+def test_a_prompt_as_long_as_the_model_is_scored_without_an_answer(http: TestClient, engine: FakeEngine) -> None:
+    longest = [1] * INFO.max_model_len
+    for fields in ({"logprobs": 0}, {}, {"truncate_prompt_tokens": -1}, {"logprobs": 0, "stream": True}):
+        assert ask(http, prompt=longest, echo=True, max_tokens=0, **fields).status_code == 200
+        prompt, params, _ = engine.submitted[-1]
+        assert (len(prompt), params.max_tokens, params.prompt_logprobs) == (len(longest), 0, 0)
+    assert refused(http, prompt=longest, echo=True, max_tokens=1)["code"] == "context_length_exceeded"
+    assert refused(http, prompt=[*longest, 1], echo=True, max_tokens=0)["code"] == "context_length_exceeded"
+    assert ask(http, prompt=longest[1:], max_tokens=1).status_code == 200
+
+
 def test_best_of_returns_the_likeliest(http: TestClient, engine: FakeEngine) -> None:
     reply = answer(http, n=2, best_of=7, seed=3, max_tokens=20)
     prompt, params, _ = engine.submitted[0]
