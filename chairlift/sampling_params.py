@@ -49,7 +49,7 @@ class SamplingParams:
     top_k: int = 0
     """Keep only the k highest logits; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches this (0 < top_p <= 1)."""
+    """Keep the smallest set of tokens whose probability reaches this (0..1); 0 keeps the most likely token."""
     min_p: float = 0.0
     """Keep tokens with at least this share of the best token's probability (0..1)."""
     presence_penalty: float = 0.0
@@ -102,7 +102,7 @@ class SamplingParams:
         _integer("n", self.n, 1, limits.max_n)
         _number("temperature", self.temperature, 0.0, 100.0)
         _integer("top_k", self.top_k, -1, _INT32_MAX)
-        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _number("top_p", self.top_p, 0.0, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -161,8 +161,9 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether no noise is added: temperatures below 1e-5 are numerically the arg max."""
-        return self.temperature < 1e-5
+        """Whether no noise is added: top_p 0 keeps one token, and temperatures below 1e-5 are numerically the arg
+        max."""
+        return self.temperature < 1e-5 or self.top_p == 0
 
 
 def _set(params: SamplingParams, name: str, value: Any) -> None:
@@ -218,8 +219,15 @@ def _logit_bias(value: Any, most: int) -> dict[int, float]:
         raise RequestError(f"logit_bias takes at most {most} entries, got {len(value)}")
     out: dict[int, float] = {}
     for key, bias in value.items():
-        token_id = int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,10}", key) else key
+        if isinstance(key, str) and not re.fullmatch("0|[1-9][0-9]{0,9}", key):
+            raise RequestError(
+                f"logit_bias has the key {key[:40]!r}, but keys are token ids written as plain decimal numbers, such as"
+                " '50'; write it so"
+            )
+        token_id = int(key) if isinstance(key, str) else key
         _integer("each token id in logit_bias", token_id, 0, _INT32_MAX)
+        if token_id in out:
+            raise RequestError(f"logit_bias has token id {token_id} twice, as text and as a number; leave one out")
         _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         out[token_id] = float(bias)
     return out

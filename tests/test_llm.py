@@ -529,6 +529,23 @@ def test_where_nobody_says_how_to_sample_the_model_does(model_dir: Path, tmp_pat
     assert without == tokens(make(model, seed=1).generate([PROMPT] * 4, SamplingParams()))
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_settings_that_keep_one_token_are_greedy(model_dir: Path, kernels: str) -> None:
+    llm = make(model_dir, kernels=kernels)
+    bias = {"repetition_penalty": 1.3, "logit_bias": {7: 1.5}, "max_tokens": 9, "ignore_eos": True}
+    expected = tokens(llm.generate([PROMPT], SamplingParams(temperature=0, **bias)))
+    for one in (
+        {"top_p": 0},
+        {"top_p": 1e-9},
+        {"top_k": 1},
+        {"min_p": 1},
+        {"temperature": 1e-6},
+        {"temperature": 1e-4},
+    ):
+        asked = SamplingParams(**{"temperature": 1.7, **bias, **one})
+        assert tokens(llm.generate([PROMPT], asked)) == expected, one
+
+
 @pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", "0.9"), ("top_k", 2.5)])
 def test_a_model_that_says_what_nobody_could_ask_for(model_dir: Path, tmp_path: Path, name: str, value: Any) -> None:
     model = sampled_model(model_dir, tmp_path / "model", **{name: value})
