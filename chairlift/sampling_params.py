@@ -51,7 +51,7 @@ class SamplingParams:
     top_k: int = 0
     """Keep only the k highest logits; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches this (0 < top_p <= 1)."""
+    """Keep the smallest set of tokens whose probability reaches this (0..1); 0 keeps the most likely token."""
     min_p: float = 0.0
     """Keep tokens with at least this share of the best token's probability (0..1)."""
     presence_penalty: float = 0.0
@@ -65,11 +65,13 @@ class SamplingParams:
     seed: int | None = None
     """Same seed, same prompt, same text, whatever else is in the batch. None (or vLLM's -1) draws one at the door."""
     max_tokens: int | None = 16
-    """Generate at most this many tokens; None means as many as fit."""
+    """Generate at most this many tokens; None means as many as fit. 0 scores the prompt, which may then be as long as
+    the model takes, and goes with :attr:`prompt_logprobs`."""
     min_tokens: int = 0
     """End-of-sequence and stop tokens are masked until this many were generated; stop strings wait as well."""
     stop: str | Sequence[str] | None = None
-    """Stop when the text contains one of these strings."""
+    """Stop when the text contains one of these strings. One that spells a special token matches that token, also where
+    :attr:`skip_special_tokens` leaves it out of the text."""
     stop_token_ids: Sequence[int] | None = None
     """Stop when one of these tokens is generated."""
     ignore_eos: bool = False
@@ -102,7 +104,7 @@ class SamplingParams:
         _integer("n", self.n, 1, limits.max_n)
         _number("temperature", self.temperature, 0.0, 100.0)
         _integer("top_k", self.top_k, -1, _INT32_MAX)
-        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _number("top_p", self.top_p, 0.0, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -111,7 +113,9 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
             _set(self, "seed", None if self.seed == -1 else self.seed)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+            if self.max_tokens == 0 and self.prompt_logprobs is None:
+                raise RequestError("max_tokens is 0, which only scores a prompt; give prompt_logprobs, or at least 1")
+            _integer("max_tokens", self.max_tokens, 0, _INT32_MAX)
         _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; lower min_tokens")
@@ -164,8 +168,9 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether no noise is added: temperatures below 1e-5 are numerically the arg max."""
-        return self.temperature < 1e-5
+        """Whether no noise is added: top_p 0 keeps one token, and temperatures below 1e-5 are numerically the arg
+        max."""
+        return self.temperature < 1e-5 or self.top_p == 0
 
 
 def _set(params: SamplingParams, name: str, value: Any) -> None:
@@ -222,8 +227,15 @@ def _logit_bias(value: Any, most: int) -> dict[int, float]:
         raise RequestError(f"logit_bias takes at most {most} entries, got {len(value)}")
     out: dict[int, float] = {}
     for key, bias in value.items():
-        token_id = int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,10}", key) else key
+        if isinstance(key, str) and not re.fullmatch("0|[1-9][0-9]{0,9}", key):
+            raise RequestError(
+                f"logit_bias has the key {key[:40]!r}, but keys are token ids written as plain decimal numbers, such as"
+                " '50'; write it so"
+            )
+        token_id = int(key) if isinstance(key, str) else key
         _integer("each token id in logit_bias", token_id, 0, _INT32_MAX)
+        if token_id in out:
+            raise RequestError(f"logit_bias has token id {token_id} twice, as text and as a number; leave one out")
         _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         out[token_id] = float(bias)
     return out

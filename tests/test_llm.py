@@ -303,6 +303,35 @@ def test_prompt_logprobs_are_transformers_log_softmax(model_dir: Path, truth: An
     assert outputs[0].outputs[0].logprobs is None
 
 
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("settings", [{}, {"num_lookahead_steps": 1}, {"batching": "static"}], ids=str)
+def test_a_prompt_as_long_as_the_model_is_scored(
+    model_dir: Path, truth: Any, block_size: int, settings: dict[str, Any]
+) -> None:
+    length = len(PROMPT)
+    asked = {"block_size": block_size, "max_model_len": length, "max_num_batched_tokens": 7, **settings}
+    llm = make(model_dir, **asked)
+    scores = greedy(0, prompt_logprobs=1, n=2, logprobs=0)
+    whole, near = llm.generate([PROMPT, PROMPT[:-1]], scores)
+    expected = truth(PROMPT)
+    for output in (whole, near):
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        for place, entry in enumerate(output.prompt_logprobs[1:], 1):
+            check_entry(entry, expected[place - 1], PROMPT[place], 1)
+        found = [(each.text, each.token_ids, each.logprobs, each.finish_reason) for each in output.outputs]
+        assert found == [("", [], [], "length")] * 2
+    one_left = llm.generate([PROMPT[:-1]], greedy(1))[0].outputs[0]
+    assert llm.generate([PROMPT[:-1]], SamplingParams(temperature=0.0, max_tokens=None))[0].outputs[0] == one_left
+    assert drained(llm)
+    for prompt, params, message in (
+        (PROMPT, greedy(1, prompt_logprobs=1), f"has {length} tokens, .* at least one"),
+        ([*PROMPT, 1], scores, f"has {length + 1} tokens, but the model takes {length}; shorten"),
+        (PROMPT[:-1], greedy(2), "lower max_tokens to 1"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate([prompt], params)
+
+
 def test_prompt_logprobs_of_a_long_chunk_do_not_depend_on_its_length(model_dir: Path, truth: Any) -> None:
     prompt = [2 + i * i % 120 for i in range(300)]
     whole = make(model_dir).generate([prompt], greedy(1, prompt_logprobs=0))[0].prompt_logprobs
@@ -498,6 +527,23 @@ def test_where_nobody_says_how_to_sample_the_model_does(model_dir: Path, tmp_pat
     )
     assert own == said != without
     assert without == tokens(make(model, seed=1).generate([PROMPT] * 4, SamplingParams()))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_settings_that_keep_one_token_are_greedy(model_dir: Path, kernels: str) -> None:
+    llm = make(model_dir, kernels=kernels)
+    bias = {"repetition_penalty": 1.3, "logit_bias": {7: 1.5}, "max_tokens": 9, "ignore_eos": True}
+    expected = tokens(llm.generate([PROMPT], SamplingParams(temperature=0, **bias)))
+    for one in (
+        {"top_p": 0},
+        {"top_p": 1e-9},
+        {"top_k": 1},
+        {"min_p": 1},
+        {"temperature": 1e-6},
+        {"temperature": 1e-4},
+    ):
+        asked = SamplingParams(**{"temperature": 1.7, **bias, **one})
+        assert tokens(llm.generate([PROMPT], asked)) == expected, one
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", "0.9"), ("top_k", 2.5)])

@@ -14,6 +14,7 @@ NAN, INF = float("nan"), float("inf")
 NUMBERS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "min_p": (0.0, 1.0),
+    "top_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
@@ -26,7 +27,7 @@ WHOLE: dict[str, tuple[int, int]] = {
     "prompt_logprobs": (0, 20),
     "priority": (-(2**31), 2**31 - 1),
 }
-ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0, "ttft_ms": 1e9, "tpot_ms": 1e9, "deadline_ms": 1e9}
+ABOVE_ZERO = {"repetition_penalty": 10.0, "ttft_ms": 1e9, "tpot_ms": 1e9, "deadline_ms": 1e9}
 SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 LISTS = ("stop_token_ids", "allowed_token_ids")
 PROMISES = {"priority", "ttft_ms", "tpot_ms", "deadline_ms"}
@@ -114,7 +115,28 @@ def test_logit_bias(bias: Any) -> None:
 
 def test_logit_bias_takes_the_api_s_text_keys() -> None:
     assert made(logit_bias={"5": 1, 6: -100}).logit_bias == {5: 1.0, 6: -100.0}
-    assert "each token id in logit_bias" in refused(logit_bias={"9" * 5000: 1})
+    assert "logit_bias has the key '9999" in refused(logit_bias={"9" * 5000: 1})
+    assert "each token id in logit_bias" in refused(logit_bias={"9" * 10: 1})
+
+
+@pytest.mark.parametrize(
+    "key", ["050", " 50", "50 ", "50\n", "+50", "-0", "5_0", "٥٠", "５０", "5e1", "0x32", "", "00"]
+)
+def test_logit_bias_takes_plain_decimal_numbers_only(key: str) -> None:
+    assert "plain decimal" in refused(logit_bias={"50": 1, key: 2})
+
+
+def test_logit_bias_has_each_token_once() -> None:
+    assert "token id 50 twice" in refused(logit_bias={"50": 1, 50: 2})
+
+
+@pytest.mark.parametrize(
+    ("fields", "greedy"),
+    [({"top_p": 0}, True), ({"top_p": -0.0}, True), ({"temperature": 1e-6}, True), ({"temperature": 1e-4}, False),
+     ({"top_p": 1e-9}, False), ({"top_k": 1}, False), ({"min_p": 1}, False)],
+)  # fmt: skip
+def test_what_adds_no_noise(fields: dict[str, Any], greedy: bool) -> None:
+    assert made(**fields).greedy is greedy
 
 
 def test_min_tokens_stays_below_max_tokens() -> None:

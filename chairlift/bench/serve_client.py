@@ -53,7 +53,7 @@ class Server(Target):
         self._session = session
         self._timeout = timeout
         path = url.rstrip("/")
-        self._root = path if re.search(r"/v\d+$", path) else f"{path}/v1"
+        self._root = path if re.search(r"/v\d+\Z", path) else f"{path}/v1"
 
     def body(self, request: TracedRequest, index: int, temperature: float, promises: bool = False) -> bytes:
         """What :meth:`send` sends. ``promises``: also the request's class, tenant and limits."""

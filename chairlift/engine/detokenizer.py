@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer import Tokenizer
 
-__all__ = ["IncrementalDetokenizer"]
+__all__ = ["IncrementalDetokenizer", "TokenText", "token_decoder"]
 
 _CONTEXT_TOKENS: Final = 8
 """Prompt tokens that a windowed decoder sees to the left of the first generated one."""
@@ -18,12 +18,20 @@ _MAX_HELD_TOKENS: Final = 4
 """A UTF-8 character has at most four bytes, so no more tokens than this can wait for one to end."""
 
 
-class _TokenText(Protocol):
+class TokenText(Protocol):
     """Turns a sequence of tokens into text; the pieces in a row are the whole text."""
 
-    def feed(self, token_id: int) -> str: ...
+    def feed(self, token_id: int) -> str:
+        """The text that becomes whole with this token."""
 
-    def flush(self) -> str: ...
+    def flush(self) -> str:
+        """The rest, where the last character stayed incomplete."""
+
+
+def token_decoder(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> TokenText:
+    """A decoder for the tokens that follow a prompt."""
+    kind = _WindowText if tokenizer.byte_decoding is None else _ByteText
+    return kind(tokenizer, prompt_token_ids, skip_special_tokens)
 
 
 class IncrementalDetokenizer:
@@ -41,11 +49,13 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        kind = _WindowText if tokenizer.byte_decoding is None else _ByteText
-        self._decoder: _TokenText = kind(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._decoder = token_decoder(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
-        self._stop = _StopMatcher(tuple(params.stop or ()))
+        stops = tuple(params.stop or ())
+        self._stop = _StopMatcher(stops)
+        spelled = tuple(stop for stop in stops if any(text in stop for text in tokenizer.special_texts.values()))
+        self._spelled = _SpelledStops(tokenizer, spelled) if spelled else None
         self._num_tokens = 0
         self._pieces: list[str] = []
         self._fresh: list[str] = []
@@ -60,13 +70,17 @@ class IncrementalDetokenizer:
         after it with ``include_stop_str_in_output``, and later tokens are ignored. A match counts only if it ends in
         text of a token past the first ``min_tokens``. ``stop_terminated`` says that the last token ended the answer
         (end of sequence or a stop token id); its text is left out unless ``include_stop_str_in_output``.
+
+        A stop string that spells a special token matches that token, also where the text leaves special tokens out;
+        ``include_stop_str_in_output`` then puts the stop string into the text as it was given.
         """
         hidden = len(token_ids) - 1 if stop_terminated and not self._include_stop else len(token_ids)
         for index, token_id in enumerate(token_ids):
             if self._ended:
                 return None
             self._num_tokens += 1
-            matched = self._append(self._decoder.feed(token_id)) if index < hidden else None
+            piece = self._decoder.feed(token_id) if index < hidden else ""
+            matched = self._append(piece, token_id)
             if matched is not None:
                 return matched
         return None
@@ -99,27 +113,38 @@ class IncrementalDetokenizer:
         self._taken += count
         return fresh[:count]
 
-    def _append(self, piece: str) -> str | None:
-        if not piece:
-            return None
-        self._pieces.append(piece)
-        self._fresh.append(piece)
-        self._length += len(piece)
+    def _append(self, piece: str, token_id: int | None = None) -> str | None:
+        """Add the text of a token; the stop string that it completes, if any."""
+        if piece:
+            self._pieces.append(piece)
+            self._fresh.append(piece)
+            self._length += len(piece)
         if not self._stop.stops:
             return None
-        found = self._stop.find(piece, counts=self._num_tokens > self._min_tokens)
-        if found is None:
+        counts = self._num_tokens > self._min_tokens
+        start = self._length - len(piece)
+        ends: list[tuple[int, int, str, str]] = []  # min takes the first of equals, which the text itself has
+        if piece and (found := self._stop.find(piece, counts)) is not None:
+            stop, end = found
+            end += start
+            ends.append((end, -len(stop), stop, self._whole()[: end if self._include_stop else end - len(stop)]))
+        if self._spelled is not None and (spelled := self._spelled.find(piece, token_id, counts)) is not None:
+            stop, end, at = spelled
+            text = self._whole()[:at] + (stop if self._include_stop else "")
+            ends.append((start + end, -len(stop), stop, text))
+        if not ends:
             return None
-        stop, end = found
-        end += self._length - len(piece)
-        text = self._whole()[: end if self._include_stop else end - len(stop)]
+        _, _, stop, text = min(ends, key=lambda found: found[:2])
         self._pieces, self._fresh = [text], [text[self._taken :]]
         self._length = len(text)
         self._ended = True
         return stop
 
     def _visible(self) -> int:
-        return self._length if self._ended or self._include_stop else self._length - self._stop.held
+        if self._ended:
+            return self._length
+        visible = self._length if self._include_stop else self._length - self._stop.held
+        return visible if self._spelled is None else min(visible, self._spelled.safe)
 
     def _whole(self) -> str:
         if len(self._pieces) > 1:
@@ -180,6 +205,59 @@ def _borders(stop: str) -> tuple[int, ...]:
         length += stop[index] == stop[length]
         borders[index] = length
     return tuple(borders)
+
+
+class _SpelledStops:
+    """Finds stop strings that spell a special token, in a second reading of the answer: its text, but each special
+    token as the vocabulary spells it. The text may have nothing there. Offsets are those of the text."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._matcher = _StopMatcher(stops)
+        self._longest = max(map(len, stops))
+        self._length = 0
+        """Characters of this reading."""
+        self._special: list[tuple[int, int, int]] = []
+        """Begin and end in this reading, and length in the text, of special tokens near the end."""
+        self._excess = 0
+        """How many more characters earlier special tokens have in this reading than in the text."""
+        self.safe = 0
+        """Characters of the text that no stop string can cut off any more."""
+
+    def find(self, piece: str, token_id: int | None, counts: bool) -> tuple[str, int, int] | None:
+        """The stop string that a token with this ``piece`` of the text completes: with the offset in the piece where
+        it is complete, and the offset in the text where it begins."""
+        spelling = None if token_id is None else self._tokenizer.special_texts.get(token_id)
+        if token_id is None or not spelling:
+            return self._read(piece, counts)
+        plain = piece.removesuffix(self._tokenizer.token_text(token_id)) if piece else ""
+        found = self._read(plain, counts)
+        if found is None:
+            self._special.append((self._length, self._length + len(spelling), len(piece) - len(plain)))
+            found = self._read(spelling, counts)
+            found = found and (found[0], len(piece), found[2])
+        return found
+
+    def _read(self, piece: str, counts: bool) -> tuple[str, int, int] | None:
+        if not piece:
+            return None
+        found = self._matcher.find(piece, counts)
+        if found is not None:
+            stop, end = found
+            return stop, end, self._in_text(self._length + end - len(stop))
+        self._length += len(piece)
+        self.safe = self._in_text(self._length - self._matcher.held)
+        while self._special and self._special[0][1] <= self._length - self._longest:
+            begin, end, length = self._special.pop(0)
+            self._excess += end - begin - length
+        return None
+
+    def _in_text(self, offset: int) -> int:
+        excess = self._excess
+        for begin, end, length in self._special:
+            if begin < offset:
+                excess += end - begin - length if end <= offset else offset - begin
+        return offset - excess
 
 
 class _ByteText:

@@ -15,7 +15,7 @@ from chairlift.sampling.row import SamplingRow
 from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
 from chairlift.service_class import DEFAULT_CLASS, ServiceClass
-from chairlift.tokenizer.bad_words import distinct, spellings
+from chairlift.tokenizer.bad_words import spellings, word_ids
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "unnamed"]
@@ -56,7 +56,7 @@ class PreparedRequest:
     seed: int
     """The caller's, or the one drawn here."""
     max_tokens: int
-    """What fits, where the caller has no limit."""
+    """What fits, where the caller has no limit; 1 where the prompt is only scored: the token is dropped."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer: the caller's, and end of sequence unless ``ignore_eos``. Ascending."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -75,9 +75,13 @@ class PreparedRequest:
         """One :class:`~chairlift.request.Request` per answer; all but the first share its prompt."""
         sequences: list[Request] = []
         ends_early = bool(self.stop_token_ids or self.params.stop)
+        others = self.params  # only the first has the prompt's log-probabilities to report
+        if self.params.prompt_logprobs is not None:
+            most = 1 if self.params.max_tokens == 0 else self.params.max_tokens
+            others = dataclasses.replace(self.params, prompt_logprobs=None, max_tokens=most)
         for index, sequence_id in enumerate(self.sequence_ids):
             row = SamplingRow(
-                params=self.params if index == 0 else dataclasses.replace(self.params, prompt_logprobs=None),
+                params=self.params if index == 0 else others,
                 seed=sample_seed(self.seed, index),
                 num_prompt_tokens=len(self.prompt_token_ids),
                 stop_token_ids=self.stop_token_ids,
@@ -145,7 +149,7 @@ class InputProcessor:
         if params.logit_bias is not None:
             params = dataclasses.replace(params)  # with a mapping of its own, which nobody changes
         prompt, own_text = unnamed(prompt)
-        token_ids = self._token_ids(prompt)
+        token_ids = self._token_ids(prompt, int(params.max_tokens != 0))
         self._check_params(params)
         max_tokens = self._max_tokens(len(token_ids), params)
         if params.min_tokens > max_tokens:
@@ -170,7 +174,7 @@ class InputProcessor:
             *self._promise(params, arrival_time, tenant),
         )
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def _token_ids(self, prompt: Prompt, least_answer: int) -> list[int]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
@@ -182,10 +186,11 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty; send at least one character or one token id")
         self._check_ids("the prompt", token_ids)
-        if len(token_ids) >= self.limits.max_model_len:
+        if len(token_ids) + least_answer > self.limits.max_model_len:
+            answer = " together with the answer, which has at least one" if least_answer else ""
             raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens, but the model takes {self.limits.max_model_len} together with"
-                " the answer, which has at least one; shorten the prompt"
+                f"the prompt has {len(token_ids)} tokens, but the model takes {self.limits.max_model_len}{answer};"
+                " shorten the prompt"
             )
         return token_ids
 
@@ -241,7 +246,9 @@ class InputProcessor:
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         # The last token sampled is never an input, so the cache holds one position less than the sequence.
-        room = min(self.limits.max_model_len, self._cache.capacity_tokens + 1) - num_prompt_tokens
+        scored = params.max_tokens == 0  # one token is generated, and dropped: it may stand behind the model's last
+        length = self.limits.max_model_len + scored
+        room = min(length, self._cache.capacity_tokens + 1) - num_prompt_tokens
         if room < 1:
             raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens, but the whole KV cache holds"
@@ -249,6 +256,8 @@ class InputProcessor:
             )
         if params.max_tokens is None:
             return room
+        if scored:
+            return 1
         if params.max_tokens > room:
             held, limit = self._cache.capacity_tokens, self.limits.max_model_len
             cache = f", the KV cache {held}" if held < limit else ""  # of sliding windows it holds any number
@@ -260,10 +269,11 @@ class InputProcessor:
         return params.max_tokens
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """In every spelling that a tokenizer may have for them: :mod:`~chairlift.tokenizer.bad_words`."""
         tokenizer = self._tokenizer
         if tokenizer is None or not params.bad_words:
             return ()
-        return distinct(tokenizer.encode(text, add_special_tokens=False) for text in spellings(params.bad_words))
+        return word_ids(params.bad_words, [tokenizer.encode(text, False) for text in spellings(params.bad_words)])
 
 
 def unnamed(prompt: Any) -> tuple[Any, str | None]:

@@ -26,9 +26,11 @@ class _Answer:
         self.index = index
         self.sequence_id = sequence_id
         self.params = prepared.params
-        self.detokenizer = (
-            None if tokenizer is None else IncrementalDetokenizer(tokenizer, prepared.prompt_token_ids, prepared.params)
-        )
+        self.only_scores = prepared.params.max_tokens == 0
+        """Whether only the prompt is asked about: the token that every request generates is dropped."""
+        self.detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None and not self.only_scores:
+            self.detokenizer = IncrementalDetokenizer(tokenizer, prepared.prompt_token_ids, prepared.params)
         self.token_ids: list[int] = []
         self.num_read = 0
         """Generated tokens the detokenizer has seen."""
@@ -61,6 +63,10 @@ class _Answer:
 
     def close(self, ended: FinishedSequence, eos: frozenset[int]) -> None:
         """Read to the end, and say why it ended: a stop string may have, now or before."""
+        if self.only_scores:
+            good = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            self.finish_reason = FinishReason.LENGTH if good else ended.finish_reason
+            return
         by_token = ended.finish_reason is FinishReason.STOP and isinstance(ended.stop_reason, int)
         self.read(by_token)
         if self.detokenizer is not None and self.stop_string is None:
@@ -349,12 +355,14 @@ class OutputProcessor:
                     self._stats.overrun_tokens += 1
                 continue
             state, answer = found
-            token = step.token_ids[row]
-            answer.token_ids.append(token)
             if self._stats is not None:
                 self._time(self._stats, state, answer, now)
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
+            if answer.only_scores:
+                continue
+            token = step.token_ids[row]
+            answer.token_ids.append(token)
             record = None if step.logprobs is None else step.logprobs[row]
             if record is not None and answer.logprobs is not None:
                 answer.logprobs.append(record.token_ids, record.logprobs, record.rank)

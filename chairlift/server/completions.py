@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from chairlift.engine.detokenizer import TokenText, token_decoder
 from chairlift.engine.output_stream import OutputStream
 from chairlift.outputs import CompletionOutput, FinishReason, FlatLogprobs, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
@@ -114,11 +115,12 @@ async def create_completion(request: Request) -> Response:
     state.engine.check_room(len(given), class_of(params))
     async with until_tokens(request, asked):
         prompts = [
-            truncate(prompt, asked.truncate_prompt_tokens, info, params.max_tokens)
-            for prompt in await _encode_prompts(state, asked, given)
+            truncate(ids, asked.truncate_prompt_tokens, info, params.max_tokens, _num_added(state, asked, prompt))
+            for prompt, ids in zip(given, await _encode_prompts(state, asked, given), strict=True)
         ]
         echoes = await _echoes(state, asked, given, prompts) if asked.echo else None
-    writer = _Writer(asked, prompts, state.engine.tokenizer, echoes)
+        places = [await _places(state, asked, prompt) for prompt in given]
+    writer = _Writer(asked, prompts, state.engine.tokenizer, echoes, places)
     hold_logprobs(request, asked, prompts)
     streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), caller=caller)
     head = reply_head("cmpl", model, info, streams)
@@ -154,7 +156,9 @@ def _params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingPa
         of_prompt = max(logprobs, of_prompt or 0)
     if best_of > n and logprobs is None:
         logprobs = 0  # to rank the answers
-    most = DEFAULT_MAX_TOKENS if asked.max_tokens is None else max(1, asked.max_tokens)
+    most = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    if most == 0 and of_prompt is None:
+        of_prompt = 0  # a prompt that is scored may be as long as the model takes
     fields = {"n": best_of, "max_tokens": most, "logprobs": logprobs, "prompt_logprobs": of_prompt}
     return sampling_params(asked, defaults, **fields)
 
@@ -202,26 +206,40 @@ async def _echoes(
     )
 
 
+def _num_added(state: ServerState, asked: CompletionRequest, prompt: str | list[int]) -> tuple[int, int]:
+    """How many special tokens the tokenizer put around a prompt."""
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None or isinstance(prompt, list) or asked.add_special_tokens is False:
+        return 0, 0
+    return tokenizer.num_added
+
+
+async def _places(state: ServerState, asked: CompletionRequest, given: str | list[int]) -> list[int] | None:
+    """Where the tokens of an echoed prompt begin in it; None where nobody asks, or the echo is made of the tokens."""
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None or asked.logprobs is None or not _echoes_given(asked, given):
+        return None
+    text, special = str(given), asked.add_special_tokens is not False
+    return await beside(state, len(text), lambda: tokenizer.offsets(text, special))
+
+
+def _echoes_given(asked: CompletionRequest, given: str | list[int]) -> bool:
+    """Whether a prompt is echoed as the client wrote it."""
+    whole = asked.skip_special_tokens is not False and asked.truncate_prompt_tokens is None
+    return bool(asked.echo) and isinstance(given, str) and whole
+
+
 def _delivered(asked: CompletionRequest, output: RequestOutput) -> RequestOutput:
-    """The answers that the client gets: the best ``n`` of ``best_of``; with max_tokens 0 none of what was generated."""
+    """The answers that the client gets: the best ``n`` of ``best_of``."""
     answers, n = output.outputs, asked.n or 1
     if len(answers) > n:
         ranked = sorted(answers, key=lambda answer: (-_mean_logprob(answer), answer.index))[:n]
         answers = [dataclasses.replace(answer, index=index) for index, answer in enumerate(ranked)]
-    if asked.max_tokens == 0:
-        answers = [_without_tokens(answer) for answer in answers]
     return dataclasses.replace(output, outputs=answers)
 
 
 def _mean_logprob(answer: CompletionOutput) -> float:
     return finite(answer.cumulative_logprob or 0.0) / max(1, len(answer.token_ids))
-
-
-def _without_tokens(answer: CompletionOutput) -> CompletionOutput:
-    """The engine generates at least one token; whoever asked for none does not see it."""
-    kept = answer.logprobs and answer.logprobs[:0]
-    reason = answer.finish_reason and FinishReason.LENGTH
-    return dataclasses.replace(answer, text="", token_ids=[], logprobs=kept, finish_reason=reason, stop_reason=None)
 
 
 class _Scored:
@@ -250,6 +268,7 @@ class _Writer:
         prompts: Sequence[list[int]],
         tokenizer: Tokenizer | None,
         echoes: list[str] | None,
+        places: Sequence[list[int] | None],
     ) -> None:
         self._asked = asked
         self._n = asked.n or 1
@@ -258,6 +277,7 @@ class _Writer:
         self._tokenizer = tokenizer
         self._skip = asked.skip_special_tokens is not False
         self._echoes = echoes or []
+        self._places = places
         self._offsets: dict[int, _Offsets] = {}
 
     def index(self, prompt: int, answer: CompletionOutput) -> int:
@@ -301,7 +321,7 @@ class _Writer:
         )
         yield b',"text_offset":'
         offsets = self._new_offsets(prompt)
-        yield from json_items(offsets.next(token_id, text) for token_id, text in texts())
+        yield from json_items(offsets.next(token_id) for token_id, _ in chosen())
         yield b"}"
 
     def openings(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[TextChoice]:
@@ -344,14 +364,14 @@ class _Writer:
         for token_id, entry in zip(token_ids, entries, strict=True):
             text = self._text(token_id, entry[token_id] if entry else self._unscored(token_id))
             out.tokens.append(text)
-            out.text_offset.append(offsets.next(token_id, text))
+            out.text_offset.append(offsets.next(token_id))
             out.token_logprobs.append(finite(entry[token_id].logprob) if entry else None)
             out.top_logprobs.append(self._top(entry, token_id, top) if entry else None)
         return out
 
     def _new_offsets(self, prompt: int) -> _Offsets:
         echo = self._echoes[prompt] if self._echoes else None
-        return _Offsets(self._tokenizer, self._skip, self._prompts[prompt], echo)
+        return _Offsets(self._tokenizer, self._skip, self._prompts[prompt], echo, self._places[prompt])
 
     def _text(self, token_id: int, entry: Logprob) -> str:
         """As OpenAI writes it: ``bytes:\\xc3`` for a token that is a part of a character, which no text can say."""
@@ -377,36 +397,52 @@ class _Writer:
 class _Offsets:
     """Where tokens begin in the text of a choice, in characters; a character begins with its first byte.
 
-    ``echo`` is what the text begins with: then the tokens of ``prompt`` come first. Where a normalizer changed the
-    prompt's text, theirs are near; those behind it are right.
+    ``echo`` is what the text begins with: then the tokens of ``prompt`` come first. They begin at ``places``, or where
+    the echo is made of them, where their text does.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, skip_special_tokens: bool, prompt: Sequence[int], echo: str | None
+        self,
+        tokenizer: Tokenizer | None,
+        skip_special_tokens: bool,
+        prompt: Sequence[int],
+        echo: str | None,
+        places: Sequence[int] | None,
     ) -> None:
         decoding = None if tokenizer is None else tokenizer.byte_decoding
-        self._tokenizer = None if decoding is None else tokenizer
+        before = () if echo is not None else prompt
+        self._tokenizer = tokenizer
+        self._window: TokenText | None = None
+        if tokenizer is not None and decoding is None:
+            self._window = token_decoder(tokenizer, before, skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(decoding.errors if decoding else "replace")
         self._skip = skip_special_tokens
         self._at = 0
         self._echoed, self._echo = (0, "") if echo is None else (len(prompt), echo)
-        tail = b"" if self._echoed or self._tokenizer is None else self._tokenizer.tail_bytes(prompt, self._skip)
+        self._places = places
+        tail = b"" if tokenizer is None or decoding is None else tokenizer.tail_bytes(before, self._skip)
         self._utf8.decode(tail)
         self._at_start = decoding is not None and decoding.strip_start and not tail
 
-    def next(self, token_id: int, text: str) -> int:
-        start = self._next(token_id, text)
+    def next(self, token_id: int) -> int:
+        start = self._next(token_id)
         if not self._echoed:
             return start
+        if self._places is not None:
+            start = self._places[len(self._places) - self._echoed]
         self._echoed -= 1
         if not self._echoed:
             self._at = len(self._echo)
         return min(start, len(self._echo))
 
-    def _next(self, token_id: int, text: str) -> int:
+    def _next(self, token_id: int) -> int:
         if self._tokenizer is None:
-            self._at += len(text)
-            return self._at - len(text)
+            return 0
+        if self._window is not None:
+            piece, own = self._window.feed(token_id), self._tokenizer.token_text(token_id)
+            start, self._at = self._at, self._at + len(piece)
+            shown = own if piece.endswith(own) else own[:-1]  # of the last word's end a decoder drops the space
+            return self._at - len(shown) if shown and piece.endswith(shown) else start
         raw = self._tokenizer.token_bytes(token_id, self._skip)
         if raw and not 0x80 <= raw[0] < 0xC0:  # a character that was open stays broken, and stands before this token
             self._at += len(self._utf8.decode(b"", final=True))

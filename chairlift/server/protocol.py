@@ -89,7 +89,9 @@ PromptItem = str | TokenId | list[TokenId]
 StopString = Annotated[str, Meta(min_length=1, max_length=_LIMITS.max_stop_length)]
 ModelName = Annotated[str, Meta(max_length=256)]
 Milliseconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
-CacheSalt = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{0,64}$")]
+_END: Final = r"$(?!\n)"
+"""The end of a pattern: before a final newline, ``$`` alone matches as well."""
+CacheSalt = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{0,64}" + _END)]
 Scalar = (
     Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     | Annotated[float, Meta(ge=-1e300, le=1e300)]
@@ -97,10 +99,10 @@ Scalar = (
     | bool
     | None
 )
-VariableName = Annotated[str, Meta(pattern="^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+VariableName = Annotated[str, Meta(pattern="^[A-Za-z][A-Za-z0-9_]{0,63}" + _END)]
 TemplateVariables = Annotated[dict[VariableName, Scalar], Meta(max_length=32)]
 LogitBias = Annotated[
-    dict[Annotated[str, Meta(pattern="^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100, le=100)]],
+    dict[Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,9})" + _END)], Annotated[float, Meta(ge=-100, le=100)]],
     Meta(max_length=_LIMITS.max_logit_bias),
 ]
 
@@ -121,7 +123,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=_LIMITS.max_stop_strings)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -140,7 +142,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=_LIMITS.max_logprobs)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    """Keep this many tokens of the prompt's end; -1 keeps what leaves room for the answer."""
+    """Keep this many tokens: the prompt's end, and the special tokens that the tokenizer adds to a text. -1 keeps what
+    leaves room for the answer."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Write tokens as ``token_id:17`` in logprobs, so that no two look the same."""
@@ -403,7 +406,7 @@ def _field_names(struct_type: type[msgspec.Struct]) -> frozenset[str]:
 # --- what msgspec says about a bad value, in words --------------------------------------------------------------------
 
 _MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
-_PLACE: Final = re.compile(r" - at (`key` in )?`\$([^`]*)`$")
+_PLACE: Final = re.compile(r" - at (`key` in )?`\$([^`]*)`\Z")
 _STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]|(\[\.\.\.\])")
 
 
@@ -423,7 +426,10 @@ def _readable(struct_type: type[msgspec.Struct], body: Mapping[str, Any], text: 
         known = known and bool(field or index)
     reason = text[: place.start()] if place else text
     if not known or kind is None:
-        where = f"{'a name' if place and place[1] else 'a value'} in {path}" if path else "the body"
+        if place and place[1] and (unlike := _unlike(kind, value)):
+            message = f"a name in {path} must be {unlike[1]}; got {_given(unlike[0])}"
+            return ApiError(400, message, code="invalid_value", param=path)
+        where = f"a value in {path}" if path else "the body"
         return ApiError(400, f"{where} is not allowed: {reason}", code="invalid_value", param=path or None)
     code = "invalid_type" if ", got" in reason else "invalid_value"
     return ApiError(400, f"{path} must be {_allowed(kind)}; got {_given(value)}", code=code, param=path)
@@ -452,6 +458,16 @@ def _inner(kind: Any, field: str) -> Any:
     return None
 
 
+def _unlike(kind: Any, value: Any) -> tuple[str, str] | None:
+    """The first name in an object that is not like those it may have, and what those are like."""
+    for option in getattr(kind, "types", (kind,)):
+        if isinstance(option, msgspec.inspect.DictType) and isinstance(option.key_type, msgspec.inspect.StrType):
+            pattern = option.key_type.pattern or ""
+            unlike = [key for key in value if not re.search(pattern, key)]
+            return (unlike[0], _allowed(option.key_type)) if unlike else None
+    return None
+
+
 def _given(value: Any) -> str:
     if isinstance(value, list) and len(value) > 6:
         return f"a list of {len(value)}"
@@ -473,7 +489,7 @@ def _allowed(kind: Any) -> str:
         return f"{noun} {low} {kind.le}"
     if isinstance(kind, types.StrType):
         if kind.pattern:
-            return f"a text like {kind.pattern}"
+            return f"a text like {kind.pattern.replace(_END, '$')}"
         if kind.max_length is None:
             return "a text"
         return f"a text of {kind.min_length or 0} to {kind.max_length} characters"

@@ -138,11 +138,24 @@ async def beside(state: ServerState, size: int, work: Callable[[], _T]) -> _T:
     return await state.engine.beside(work) if size > _MANY else work()
 
 
-def truncate(prompt: list[int], keep: int | None, info: EngineInfo, max_tokens: int | None) -> list[int]:
-    """The last ``keep`` tokens of a prompt; with -1 as many as leave room for the answer, with None all."""
+def truncate(
+    prompt: list[int], keep: int | None, info: EngineInfo, max_tokens: int | None, added: tuple[int, int] = (0, 0)
+) -> list[int]:
+    """``keep`` tokens of a prompt: its end, and the special tokens that the tokenizer ``added`` before and behind it,
+    as the tokenizer's own truncation on the left does; with -1 as many as leave room for the answer, with None all.
+
+    Raises ApiError where ``keep`` is less than what the tokenizer added."""
     if keep == -1:
-        keep = max(1, min(info.max_model_len, info.capacity_tokens + 1) - (max_tokens or 1))
-    return prompt if keep is None or keep >= len(prompt) else prompt[len(prompt) - keep :]
+        keep = max(1, min(info.max_model_len, info.capacity_tokens + 1) - (1 if max_tokens is None else max_tokens))
+    if keep is None or keep >= len(prompt):
+        return prompt
+    before, behind = added
+    if keep < max(1, before + behind):
+        own = before + behind
+        least = f"the tokenizer adds {own}, which are kept" if own else "a prompt has at least 1"
+        message = f"truncate_prompt_tokens keeps {keep} tokens, but {least}; raise it, or leave it out"
+        raise ApiError(400, message, code="invalid_value", param="truncate_prompt_tokens")
+    return prompt[:before] + prompt[len(prompt) - keep + before :]
 
 
 async def submit_all(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from chairlift.errors import PromptTooLongError, RequestError, TemplateError
-from chairlift.tokenizer.bad_words import distinct, spellings
+from chairlift.tokenizer.bad_words import spellings, word_ids
 from chairlift.tokenizer.chat_template import normalize_messages
 from chairlift.tokenizer.template_worker import TemplateWorker
 from chairlift.tokenizer.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ class Encoder:
         """Token ids of each of ``bad_words``, in all spellings (:func:`spellings`). Raises as :meth:`encode_all`."""
         if not words or self._tokenizer is None:
             return ()
-        return distinct(await self.encode_all(spellings(words), add_special_tokens=False))
+        return word_ids(words, await self.encode_all(spellings(words), add_special_tokens=False))
 
     async def encode_chat(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,17 +126,24 @@ class Tokenizer:
         backend.no_padding()
         self.backend: Final = backend
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
         added = backend.get_added_tokens_decoder()
         self.named_tokens: dict[str, str] = dict(named_tokens or {})
         self.chat_template: str | None = chat_template
-        self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
+        """How the vocabulary spells each special token."""
+        self.special_ids: frozenset[int] = frozenset(self.special_texts)
         self.vocab_size: int = max([backend.get_vocab_size(with_added_tokens=True) - 1, *added]) + 1
         """Every id the tokenizer can produce is below this; a model may have more rows."""
+        self.num_added: tuple[int, int] = _num_added(backend)
+        """How many special tokens ``encode`` adds before a text, and how many behind it."""
         self.bos_token_id: int | None = self._named_id("bos_token")
         eos = self._named_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
-        decoder = backend.decoder
-        self.byte_decoding: ByteDecoding | None = ByteDecoding.of(decoder and json.loads(decoder.__getstate__()))
+        decoder = backend.decoder and json.loads(backend.decoder.__getstate__())
+        self.byte_decoding: ByteDecoding | None = ByteDecoding.of(decoder)
+        parts = (decoder or {}).get("decoders", [decoder or {}])
+        self._marks_ends = any(part.get("type") == "BPEDecoder" for part in parts)
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -181,6 +189,10 @@ class Tokenizer:
         template already has its special tokens: encode it without more. Raises
         :class:`~chairlift.errors.RequestError` for text that no encoding can hold, or for which it has no tokens.
         """
+        ids: list[int] = self._encoding(text, add_special_tokens).ids
+        return ids
+
+    def _encoding(self, text: str, add_special_tokens: bool, with_offsets: bool = False) -> tokenizers.Encoding:
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
         try:
@@ -190,18 +202,18 @@ class Tokenizer:
                 f"the text has half a surrogate pair at character {error.start} (U+{ord(text[error.start]):04X}), "
                 "which no encoding can carry; repair or remove it"
             ) from None
+        # A batch does not hold the interpreter lock, and the fast one leaves offsets out.
+        encode_many = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
         try:
             if len(text) <= _ALONE:
-                ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-            else:
-                (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-                ids = encoding.ids
+                return self.backend.encode(text, add_special_tokens=add_special_tokens)
+            (encoding,) = encode_many([text], add_special_tokens=add_special_tokens)
+            return encoding
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the native library is no Exception
             reason = " ".join(str(error).split())[:200]
             raise RequestError(f"the model's tokenizer cannot encode the text ({reason}); change it") from None
-        return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, final: bool = True) -> str:
         """The text of a whole sequence. Ids outside the vocabulary contribute nothing; broken UTF-8 becomes U+FFFD.
@@ -235,11 +247,49 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """What one token reads like within a text, special tokens included: where a decoder drops the space at the
-        start of a sequence, a token keeps its own."""
+        start of a sequence (at the end, where it marks the ends of words), a token keeps its own."""
         decoding = self.byte_decoding
-        if decoding is None:
-            return self._decode_together([token_id], False) if 0 <= token_id < self.vocab_size else ""
-        return self.token_bytes(token_id, skip_special_tokens=False).decode("utf-8", decoding.errors)
+        if decoding is not None:
+            return self.token_bytes(token_id, skip_special_tokens=False).decode("utf-8", decoding.errors)
+        if not 0 <= token_id < self.vocab_size:
+            return ""
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = self._beside_neighbour(token_id)
+        return found
+
+    def _beside_neighbour(self, token_id: int) -> str:
+        neighbour, text = self._neighbour
+        together = self._decode_together([token_id, *neighbour] if self._marks_ends else [*neighbour, token_id], False)
+        if self._marks_ends and together.endswith(text):
+            return together[: len(together) - len(text)]
+        if not self._marks_ends and together.startswith(text):
+            return together[len(text) :]
+        return self._decode_together([token_id], False)
+
+    @functools.cached_property
+    def _neighbour(self) -> tuple[list[int], str]:
+        """A token that reads like a letter, alone and beside itself, and that letter."""
+        for token_id in range(self.vocab_size):
+            if token_id not in self.special_ids:
+                text = self._decode_together([token_id], False)
+                if len(text) == 1 and text.isalnum() and len(self._decode_together([token_id] * 2, False)) <= 3:
+                    return [token_id], text
+        return [], ""
+
+    def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Where each token of :meth:`encode` begins in ``text``, in characters: with its own space, where it has one.
+        A part of a character begins where the character does. Raises as ``encode``."""
+        encoding = self._encoding(text, add_special_tokens, with_offsets=True)
+        found, end = [], 0
+        for token_id, added, span in zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True):
+            start = end if added else span[0]
+            own = self.token_text(token_id)
+            for _ in range(len(own) - len(own.lstrip())):  # which the library may leave out
+                start -= start > end and text[start - 1].isspace()
+            found.append(start)
+            end = end if added else max(end, span[1])
+        return found
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         """What one token adds to the text; needs ``byte_decoding``. Empty for skipped and for unknown ids."""
@@ -267,6 +317,17 @@ class Tokenizer:
         """The id of a vocabulary entry, spelled as in the vocabulary; None when there is none."""
         found: int | None = self.backend.token_to_id(token)
         return found
+
+
+def _num_added(backend: tokenizers.Tokenizer) -> tuple[int, int]:
+    try:
+        mask = backend.encode("a").special_tokens_mask
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic in the native library is no Exception; a tokenizer may know no letter
+        mask = []
+    text = [place for place, added in enumerate(mask) if not added]
+    return (text[0], len(mask) - 1 - text[-1]) if text else (backend.num_special_tokens_to_add(False), 0)
 
 
 def _read_object(file: Path) -> dict[str, Any]:

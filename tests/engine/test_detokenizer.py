@@ -265,6 +265,108 @@ def test_the_stop_token_is_left_out_unless_asked_for() -> None:
         assert detokenizer.take_delta(finished=True) == expected
 
 
+# --- stop strings that spell special tokens ---------------------------------------------------------------------------
+
+
+def reference_spelled_stop(
+    pieces: Sequence[tuple[str, str]], stops: Sequence[str], specials: Iterable[str], include: bool
+) -> tuple[str, str | None]:
+    """Letter by letter over (text, spelling of a special token without text) of each token: a stop string ends the
+    answer where the text ends with it, or, if it spells a special token, where the text with spellings does."""
+    spelled = {stop for stop in stops if any(special in stop for special in specials)}
+    text, whole, shown = "", "", [0]
+    for piece, hidden in pieces:
+        for char, in_text in [*((c, True) for c in piece), *((c, False) for c in hidden)]:
+            text += char if in_text else ""
+            whole += char
+            shown.append(len(text))
+            found = [stop for stop in stops if in_text and text.endswith(stop)]
+            found += [stop for stop in spelled if whole.endswith(stop)]
+            if found:
+                stop = max(found, key=len)
+                if in_text and text.endswith(stop):
+                    return text if include else text[: -len(stop)], stop
+                cut = text[: shown[len(whole) - len(stop)]]
+                return cut + stop if include else cut, stop
+    return text, None
+
+
+SPECIAL_FAMILIES = ["byte_level", "byte_fallback", "metaspace", "word_piece"]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data(), st.sampled_from(SPECIAL_FAMILIES), st.booleans(), st.booleans())
+def test_a_stop_string_finds_the_special_tokens_it_spells(
+    data: st.DataObject, family: str, skip: bool, include: bool
+) -> None:
+    tokenizer = tiny.make(family)
+    specials = sorted(tokenizer.special_texts)
+    words = tokenizer.encode("the chairlift", add_special_tokens=False)
+    token = st.one_of(st.sampled_from(specials), st.sampled_from(words))
+    ids = data.draw(st.lists(token, min_size=1, max_size=12))
+    plain = IncrementalDetokenizer(tokenizer, words, params(skip_special_tokens=skip))
+    pieces = []
+    for token_id in ids:
+        plain.update([token_id])
+        hidden = tokenizer.special_texts.get(token_id, "") if skip else ""
+        pieces.append((plain.take_delta(finished=False), hidden))
+    whole = "".join(piece + hidden for piece, hidden in pieces)
+    part = st.integers(0, max(0, len(whole) - 1)).flatmap(lambda i: st.integers(1, 9).map(lambda n: whole[i : i + n]))
+    spelling = st.sampled_from(specials).map(tokenizer.special_texts.__getitem__)
+    around = st.tuples(st.sampled_from(["", "t", "e", " "]), spelling, st.sampled_from(["", "t", " ", "a"]))
+    stops = [stop for stop in data.draw(st.lists(st.one_of(part, around.map("".join)), max_size=3)) if stop]
+    asked = params(stop=stops, include_stop_str_in_output=include, skip_special_tokens=skip)
+    deltas, stop = stream(IncrementalDetokenizer(tokenizer, words, asked), data.draw(st.composite(chunks)(ids)))
+    expected = reference_spelled_stop(pieces, stops, tokenizer.special_texts.values(), include)
+    assert ("".join(deltas), stop) == expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "include", "text", "found"),
+    [
+        ("<|im_end|>", False, "Hi", True),
+        ("<|im_end|>", True, "Hi<|im_end|>", True),
+        ("i<|im_end|>", False, "H", True),
+        ("i<|im_end|>y", True, "Hi<|im_end|>y", True),
+        ("<|im_end|>yo", False, "Hi", True),
+        ("<|im_end|>x", True, "Hiyou", False),
+        ("im_end", False, "Hiyou", False),  # spells no special token
+        ("Hiy", False, "", True),  # the text, without the special token
+    ],
+)
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_in_stop_strings(stop: str, include: bool, text: str, found: bool, skip: bool) -> None:
+    tokenizer = tiny.make("byte_level")
+    ids = [tokenizer.encode(part, add_special_tokens=False) for part in ("Hi", "<|im_end|>", "you")]
+    asked = params(stop=stop, include_stop_str_in_output=include, skip_special_tokens=skip)
+    deltas, stopped = stream(IncrementalDetokenizer(tokenizer, [], asked), [[i] for part in ids for i in part])
+    if not skip and "<|im_end|>" not in stop:
+        text, found = ("Hi", True) if stop == "im_end" else ("Hi<|im_end|>you", False)
+        text += "<|" if stop == "im_end" else ""
+    elif not skip and not found:
+        text = "Hi<|im_end|>you"
+    assert ("".join(deltas), stopped) == (text, stop if found else None)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(("include", "text"), [(False, "H"), (True, "Hi<|im_end|>")])
+def test_a_stop_string_may_end_with_the_token_that_ends_the_answer(skip: bool, include: bool, text: str) -> None:
+    tokenizer = tiny.make("byte_level")
+    asked = params(stop="i<|im_end|>", include_stop_str_in_output=include, skip_special_tokens=skip)
+    detokenizer = IncrementalDetokenizer(tokenizer, [], asked)
+    ids = tokenizer.encode("Hi<|im_end|>", add_special_tokens=False)
+    assert detokenizer.update(ids[:-1]) is None
+    assert detokenizer.update(ids[-1:], stop_terminated=True) == "i<|im_end|>"
+    assert detokenizer.take_delta(finished=True) == text
+
+
+def test_special_tokens_in_stop_strings_wait_for_min_tokens() -> None:
+    tokenizer = tiny.make("byte_level")
+    end = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer, [], params(stop="<|im_end|>", min_tokens=2))
+    assert [detokenizer.update(end) for _ in range(3)] == [None, None, "<|im_end|>"]
+
+
 class CountingTokenizer(Tokenizer):
     """Counts the tokens that are handed to ``decode``."""
 

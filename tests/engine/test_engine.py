@@ -224,6 +224,17 @@ def test_stops_of_every_kind(depth: int, kind: str) -> None:
 # -- static and dynamic batches, and the clock -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_stop_string_that_is_a_special_token_ends_the_answer(depth: int) -> None:
+    found = ((prompt, alone(prompt, greedy(30))) for prompt in ([letter] for letter in range(EOS)))
+    prompt, tokens = next(each for each in found if EOS in each[1])
+    engine = make_engine(num_lookahead_steps=depth, text=True, eos=())
+    engine.add_request(prompt, greedy(30, stop=["<eos>"]), request_id="stops")
+    (answer,) = drain(engine)["stops"][-1].outputs
+    assert answer.token_ids == tokens[: tokens.index(EOS) + 1]
+    assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, "<eos>")
+
+
 @pytest.mark.parametrize(("batching", "steps"), [("static", [9, 9]), ("dynamic", [9, 2]), ("continuous", [9, 2])])
 def test_a_static_batch_delivers_only_at_its_end(batching: str, steps: list[int]) -> None:
     engine = make_engine(batching=batching)

@@ -15,6 +15,7 @@ from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
 from chairlift.service_class import parse_service_classes
 from chairlift.sim.oracle import byte_tokenizer
+from tests.tokenizer import tiny
 from tests.tokenizer.tiny import make
 
 VOCAB, LENGTH, EOS = 20, 32, 19
@@ -249,6 +250,20 @@ def test_bad_words_are_masked_at_the_start_and_after_a_space() -> None:
     for word in ("ab", " ab"):
         row = prepare(door(text=True), bad_words=[word]).make_sequences()[0].sampling
         assert row.bad_word_ids == ((0, 1), (18, 0, 1))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_bad_words_are_masked_wherever_a_word_begins(family: str) -> None:
+    tokenizer = make(family)
+    at = InputProcessor(ModelLimits(tokenizer.vocab_size, LENGTH), tokenizer, _Room())
+    for word in ("lift", "the", "stops"):
+        words = prepare(at, [1], bad_words=[word]).bad_word_ids
+        for before in ("", "a ", "a\n", "a(", "a  ", "a</s>"):
+            written = tokenizer.encode(before + word, add_special_tokens=False)
+            ends = [tuple(written[-len(each) :]) == each for each in words]
+            assert any(ends), (before, word)
+        for each in words:
+            assert word in tokenizer.decode(each), each
 
 
 def test_bad_words_do_not_begin_as_texts_do() -> None:

@@ -113,7 +113,7 @@ def test_blocks_of_a_class_are_counted_anew_when_one_of_it_comes_or_goes() -> No
 
 
 @pytest.mark.parametrize(("priority", "at_once"), [(-1, True), (0, True), (1, False)])
-def test_a_prompt_under_way_shares_the_budget_with_its_equals_and_not_with_lower_ones(priority: int, at_once: bool) -> None:
+def test_a_prompt_under_way_shares_the_budget_with_equals_only(priority: int, at_once: bool) -> None:
     driver = Driver(policy=Precedence({}, max_running=2), max_num_seqs=2, max_num_batched_tokens=8)
     driver.add(request("a", 40))
     driver.step()

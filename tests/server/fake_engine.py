@@ -290,13 +290,18 @@ class FakeEngine:
         if not prompt:
             raise RequestError("the prompt is empty; send at least one character or one token id")
         ids = [*prompt, *(params.stop_token_ids or ()), *(params.allowed_token_ids or ()), *(params.logit_bias or ())]
-        if max(ids) >= INFO.vocab_size:
-            raise RequestError(f"token id {max(ids)} is not below {INFO.vocab_size}")
-        if len(prompt) + (params.max_tokens or 1) > INFO.max_model_len:
+        vocab_size = (self.info or INFO).vocab_size
+        if max(ids) >= vocab_size:
+            raise RequestError(f"token id {max(ids)} is not below {vocab_size}")
+        if len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > INFO.max_model_len:
             raise PromptTooLongError(f"{len(prompt)} tokens and the answer do not fit in {INFO.max_model_len}")
 
     def _answer(self, prompt: list[int], params: SamplingParams, index: int) -> list[CompletionOutput]:
         """The deltas of one answer."""
+        if params.max_tokens == 0:
+            scored = None if params.logprobs is None else 0.0
+            end = FinishReason.LENGTH
+            return [CompletionOutput(index, "", [], scored, None if scored is None else [], end, None)]
         rng = random.Random(repr((prompt, params.seed, index)))
         most = params.max_tokens or rng.randrange(1, 60)
         tokens = self._script(rng, most, params)
@@ -338,7 +343,7 @@ class FakeEngine:
     def _entry(self, token: int, top: int) -> dict[int, Logprob]:
         """The chosen token first, at a rank that depends on it; the ``top`` likeliest behind it."""
         rank = token % 3 + 1
-        likely = [(token + 17 * (r - rank)) % INFO.vocab_size for r in range(1, max(top, rank) + 1)]
+        likely = [(token + 17 * (r - rank)) % (self.info or INFO).vocab_size for r in range(1, max(top, rank) + 1)]
         entry = {token: self._logprob(token, rank)}
         for r, other in enumerate(likely[:top], start=1):
             entry.setdefault(other, self._logprob(other, r))

@@ -101,6 +101,24 @@ def test_room_is_asked_for_the_tokens_of_all_prompts_and_nothing_is_warned_of(
     assert 3 in engine.tokens_asked
 
 
+def test_truncation_keeps_the_tokens_that_the_tokenizer_adds(http: TestClient, engine: FakeEngine) -> None:
+    engine.tokenizer = byte_tokenizer(begins=True)
+    begin, *text = engine.tokenizer.encode("Up high")
+    for fields, expected in (
+        ({"truncate_prompt_tokens": 3}, [begin, *text[-2:]]),
+        ({"truncate_prompt_tokens": 1}, [begin]),
+        ({"truncate_prompt_tokens": 8}, [begin, *text]),
+        ({"truncate_prompt_tokens": 3, "add_special_tokens": False}, text[-3:]),
+        ({"truncate_prompt_tokens": 3, "prompt": [begin, *text]}, text[-3:]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 2043}, [begin, *text[-4:]]),
+    ):
+        answer(http, **{"prompt": "Up high", "max_tokens": 1, **fields})
+        assert engine.submitted[-1][0] == expected, fields
+    error = refused(http, truncate_prompt_tokens=0)
+    assert error["param"] == "truncate_prompt_tokens" and "adds 1" in error["message"]
+    assert refused(http, truncate_prompt_tokens=0, prompt=[1])["param"] == "truncate_prompt_tokens"
+
+
 def test_echo_puts_the_prompt_in_front(http: TestClient) -> None:
     plain = answer(http, prompt="Dé <|im_end|>x", seed=1, n=2)
     echoed = answer(http, prompt="Dé <|im_end|>x", seed=1, n=2, echo=True)
@@ -216,6 +234,17 @@ def test_no_tokens_with_echo_scores_the_prompt_alone(http: TestClient) -> None:
     (unscored,) = answer(http, prompt="Up", echo=True, max_tokens=0)["choices"]
     assert (unscored["text"], unscored["logprobs"]) == ("Up", None)
     assert refused(http, max_tokens=0)["param"] == "max_tokens"
+
+
+def test_a_prompt_as_long_as_the_model_is_scored_without_an_answer(http: TestClient, engine: FakeEngine) -> None:
+    longest = [1] * INFO.max_model_len
+    for fields in ({"logprobs": 0}, {}, {"truncate_prompt_tokens": -1}, {"logprobs": 0, "stream": True}):
+        assert ask(http, prompt=longest, echo=True, max_tokens=0, **fields).status_code == 200
+        prompt, params, _ = engine.submitted[-1]
+        assert (len(prompt), params.max_tokens, params.prompt_logprobs) == (len(longest), 0, 0)
+    assert refused(http, prompt=longest, echo=True, max_tokens=1)["code"] == "context_length_exceeded"
+    assert refused(http, prompt=[*longest, 1], echo=True, max_tokens=0)["code"] == "context_length_exceeded"
+    assert ask(http, prompt=longest[1:], max_tokens=1).status_code == 200
 
 
 def test_best_of_returns_the_likeliest(http: TestClient, engine: FakeEngine) -> None:

@@ -182,19 +182,21 @@ BAD = [
     ("stream", 1.0, "got 1.0"),
     ("n", True, "got true"),
     ("temperature", "1", "temperature must be a number from 0 to 100; got '1'"),
-    ("top_p", 0, "above 0, at most 1"),
+    ("top_p", -0.1, "from 0 to 1"),
     ("seed", 2**63, "from -9223372036854775808 to 9223372036854775807"),
     ("stop", ["x"] * 17, "got a list of 17"),
     ("stop[1]", ["x", ""], "1 to 256 characters"),
     ("stop", "x" * 257, "got a text of 257 characters"),
     ("stream", "yes", "true or false"),
-    ("logit_bias", {"x": 1}, "a name in logit_bias"),
+    ("logit_bias", {"x": 1}, "a name in logit_bias must be a text like ^(0|[1-9][0-9]{0,9})$; got 'x'"),
+    *(("logit_bias", {"50": 1, key: 2}, f"got {key!r}") for key in ("050", " 50", "50\n", "+50", "5_0", "٥٠")),
     ("logit_bias[...]", {"1": 101}, "a value in logit_bias"),
     ("logit_bias", {str(i): 1 for i in range(301)}, "300 entries"),
     ("logit_bias[...]", {"1": -101}, "a value in logit_bias"),
     ("stop_token_ids[0]", [-1], "from 0"),
     ("stop_token_ids[0]", [None], "got null"),
     ("cache_salt", "a b", "A-Za-z0-9_-"),
+    ("cache_salt", "ab\n", "A-Za-z0-9_-"),
     ("cache_salt", "a" * 65, "{0,64}"),
     ("stream_options", 5, "must be an object"),
     ("stream_options.include_usage", {"include_usage": 1}, "true or false"),
@@ -279,5 +281,5 @@ def test_template_variables_cannot_replace_the_conversation() -> None:
         with pytest.raises(ApiError, match=name):
             template_variables({name: 1})
         assert template_variables({name: None, "x": None}) == {"x": None}
-    for bad in ({"_x": 1}, {"a b": 1}, {"x": []}, {"x": {}}, {"x": 2**64}, {"x": 1e308}, {"x": "y" * 5000}):
+    for bad in ({"_x": 1}, {"a b": 1}, {"a\n": 1}, {"x": []}, {"x": {}}, {"x": 2**64}, {"x": 1e308}, {"x": "y" * 5000}):
         refusal(ChatRequest, {**CHAT, "chat_template_kwargs": bad})

@@ -9,15 +9,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import tokenizers
 from starlette.testclient import TestClient
+from tokenizers import processors
 
 from chairlift.errors import EngineDeadError, OverloadedError, QueueTimeoutError
 from chairlift.sampling_params import SHAPED_REASONS
 from chairlift.server.app import make_app
+from chairlift.server.errors import ApiError
 from chairlift.server.state import ServerState
-from chairlift.server.streaming import collect, merge
-from tests.server.fake_engine import FakeEngine, FakeStream, make_state
+from chairlift.server.streaming import collect, merge, truncate
+from chairlift.tokenizer import Tokenizer
+from tests.server.fake_engine import INFO, FakeEngine, FakeStream, make_state
 from tests.server.harness import PATIENCE
+from tests.tokenizer import tiny
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -468,3 +473,23 @@ def test_a_stream_that_stops_early_is_an_error() -> None:
                 _ = [output async for output in merge(streams)]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("layout", ["$A", "</s> $A", "</s> $A </s>", "$A </s>", "</s> </s> $A"])
+@pytest.mark.parametrize("family", ["byte_level", "metaspace", "unigram_byte_fallback"])
+def test_truncation_is_that_of_the_tokenizers_library(family: str, layout: str) -> None:
+    backend = tokenizers.Tokenizer.from_str(tiny.library(family).to_str())
+    end = ("</s>", backend.token_to_id("</s>"))
+    backend.post_processor = processors.TemplateProcessing(layout, special_tokens=[end])
+    library = tokenizers.Tokenizer.from_str(backend.to_str())
+    tokenizer = Tokenizer(backend)
+    text = "the chairlift </s> never stops"
+    whole = tokenizer.encode(text)
+    assert sum(tokenizer.num_added) == layout.count("</s>")
+    for keep in range(len(whole) + 2):
+        if keep < max(1, layout.count("</s>")):
+            with pytest.raises(ApiError, match=f"keeps {keep} tokens"):
+                truncate(whole, keep, INFO, None, tokenizer.num_added)
+        else:
+            library.enable_truncation(keep, direction="left")
+            assert truncate(whole, keep, INFO, None, tokenizer.num_added) == library.encode(text).ids

@@ -145,6 +145,6 @@ def test_bad_words_are_tokenized_like_texts() -> None:
         assert await encoder.encode_words(()) == ()
         assert {on_thread for _, on_thread in tokenizer.texts} == {False}
         await encoder.encode_words(["x" * 256, "y"])
-        assert tokenizer.texts[-1] == (" y", True)
+        assert tokenizer.texts[-1] == ("( y", True)
 
     asyncio.run(main())
