@@ -207,6 +207,9 @@ async def _simulate(what: str, lines: bytes) -> bytes:
         if process.returncode is None:
             kill_child(process.pid)
             await process.wait()
+    if process.returncode is not None and process.returncode < 0:  # out of memory, or an operator
+        message = "the simulation's process was ended from outside; try again later"
+        raise ApiError(503, message, code="worker_lost", headers={"retry-after": "30"})
     if process.returncode:
         reason = error.decode("utf-8", "replace").strip().rpartition("\n")[2] or "the simulation failed"
         raise ApiError(422 if process.returncode == 2 else 500, reason, code="cannot_simulate")
