@@ -9,6 +9,7 @@
     │   └── PromptTooLongError            the request needs more tokens than the model or the KV cache has
     ├── EngineDeadError (RuntimeError)    the engine cannot go on: interrupted inside a step, or its process died
     ├── OverloadedError (RuntimeError)    nothing is wrong with the request; there is no room for it now
+    │   ├── WorkerLostError               the process that worked for it was ended from outside, twice
     │   ├── QueueFullError                too many requests, or prompt tokens, wait already, or for too long
     │   └── QueueTimeoutError             the request waited for as long as it may
     ├── DivergedError (RuntimeError)      training: the loss is no number any more
@@ -31,6 +32,7 @@ __all__ = [
     "QueueTimeoutError",
     "RequestError",
     "TemplateError",
+    "WorkerLostError",
 ]
 
 
@@ -69,6 +71,10 @@ class OverloadedError(ChairliftError, RuntimeError):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class WorkerLostError(OverloadedError):
+    """The process that worked for the request was ended from outside, and so was the one that tried again."""
 
 
 class QueueFullError(OverloadedError):

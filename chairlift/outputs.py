@@ -97,7 +97,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
             start = end
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._ranks)  # appended last: a token is there as a whole, or not
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> dict[int, Logprob]: ...
@@ -106,7 +106,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._slice(index)
-        place = range(len(self._ends))[index]
+        place = range(len(self))[index]
         start, end = self._ends[place - 1] if place else 0, self._ends[place]
         if start == end:
             return None
@@ -117,7 +117,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
         return found
 
     def __iter__(self) -> Iterator[dict[int, Logprob]]:
-        for place in range(len(self._ends)):
+        for place in range(len(self)):
             yield self[place]
 
     def __eq__(self, other: object) -> bool:

@@ -300,11 +300,14 @@ class AsyncEngine:
         with self._refusing():
             self.intake.check_wait(predicted, {"queue_timeout": patience, "timeout": limit}, service_class, now - since)
         self._client.add(prepared)
-        state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
+        try:
+            state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
+        except Exception:  # no memory for it: nobody would ever take what the core computes
+            self._client.abort(prepared.sequence_ids)
+            raise
         stream = OutputStream(state, kind, self.abort, name)
         self._streams[stream.request_id] = stream
-        for watcher in self.watchers.values():
-            watcher.began(stream)
+        self._tell(lambda watcher: watcher.began(stream))
         self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, tenant if foreseeable else None)
         if patience is not None:
             stream.set_timer(max(0.0, since + patience - now), self._queued_too_long)
@@ -327,8 +330,7 @@ class AsyncEngine:
             return
         now = time.monotonic()
         cut_off = FinishReason.ERROR if error else stream.state.failure or FinishReason.ABORT
-        for watcher in self.watchers.values():
-            watcher.ended(stream, cut_off, now)
+        self._tell(lambda watcher: watcher.ended(stream, cut_off, now))
         self.intake.leave(request_id, now, started=False)
         stream.settle()
         if self._outputs is not None and self._client is not None and request_id in self._outputs:
@@ -368,11 +370,15 @@ class AsyncEngine:
 
     def on_refused(self, refused: Refused) -> None:
         kind = PromptTooLongError if refused.too_long else RequestError
-        self._fail(refused.request_id, kind(refused.message))
+        failed = OverloadedError(refused.message, self.retry_after())
+        self._fail(refused.request_id, failed if refused.failed else kind(refused.message))
 
     def on_watched(self, lines: bytes) -> None:
         if self._watcher is not None:
-            self._watcher(lines)
+            try:
+                self._watcher(lines)
+            except Exception:
+                _log.exception("the live view missed a part of the record of steps")
 
     def on_updated(self, info: EngineInfo) -> None:
         """What steps bring from now on is of other weights."""
@@ -410,16 +416,27 @@ class AsyncEngine:
             stream = self._streams.get(state.request_id)
             if stream is not None and state.stream:
                 stream.wake()
+        for state, sequence_ids in outputs.take_broken():
+            if self._client is not None:
+                self._client.abort(sequence_ids)
+            self._settle(state.request_id, now)
 
     def _settle(self, request_id: str, now: float) -> None:
         """The request has ended well: its stream delivers what is left."""
         stream = self._streams.pop(request_id, None)
         self.intake.leave(request_id, now, started=False)
         if stream is not None:
-            for watcher in self.watchers.values():
-                watcher.ended(stream, None, now)
+            self._tell(lambda watcher: watcher.ended(stream, None, now))
             stream.settle()
             stream.wake()
+
+    def _tell(self, tell: Callable[[RequestWatcher], None]) -> None:
+        """All watchers. One that fails has missed something, and that is all: requests go on."""
+        for name, watcher in list(self.watchers.items()):
+            try:
+                tell(watcher)
+            except Exception:
+                _log.exception("%s missed a request", name)
 
     def _fail(self, request_id: str, error: ChairliftError) -> None:
         stream = self._streams.get(request_id)

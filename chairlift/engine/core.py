@@ -6,6 +6,7 @@ It runs in the caller's process under :class:`~chairlift.engine.engine.Engine`, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -20,13 +21,14 @@ from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.outlook import outlook_from
 from chairlift.engine.step_log import StepLog
-from chairlift.errors import ConfigError, InvariantError, RequestError
+from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import Executor, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.metrics.stats import EngineStats
 from chairlift.models.flat_batch import SampledTokens
 from chairlift.outputs import FinishReason
 from chairlift.request import Request
+from chairlift.sampling.failures import output_reason
 from chairlift.scheduler.answer_lengths import AnswerLengths
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
@@ -224,20 +226,21 @@ class EngineCore(EngineClient):
         return bool(self._flights) or self.scheduler.has_unfinished
 
     def add(self, request: PreparedRequest) -> None:
-        """Queue all answers of a request, or none. Raises RequestError."""
-        sequences = request.make_sequences()
-        for index, sequence in enumerate(sequences):
-            try:
+        """Queue all answers of a request, or none. Raises RequestError, and whatever else went wrong."""
+        sequences, now = request.make_sequences(), self.clock.now()
+        try:
+            for sequence in sequences:
                 self.scheduler.add(sequence)
-            except RequestError:
-                for queued in sequences[:index]:
-                    self.scheduler.abort(queued.request_id)
-                raise
-        now = self.clock.now()
+            for sequence in sequences:
+                self.causes.added(sequence, now)
+        except Exception:
+            for sequence in sequences:
+                if self.scheduler.requests.get(sequence.request_id) is sequence:
+                    self.scheduler.abort(sequence.request_id)
+                    self.causes.ended(sequence, now)
+            raise
         for sequence in sequences:
-            self.causes.added(sequence, now)
-            if self.recorder is not None:
-                self.recorder.added(sequence)
+            self._record("added", sequence)
 
     def abort(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
         """End sequences in any state. Returns mates in a static batch, which only waited for them and leave too."""
@@ -248,6 +251,10 @@ class EngineCore(EngineClient):
         or several."""
         return self._end(sequence_ids, FinishReason.STOP)
 
+    def fail(self, sequence_id: str, reason: str) -> list[FinishedSequence]:
+        """End a sequence whose output cannot be made or sent: ``reason`` says why. Returns those that have left."""
+        return self._end([sequence_id], FinishReason.ERROR, reason)
+
     def step(self) -> CoreOutputs | None:
         """Schedule and launch a step, and land the oldest one in flight; None when none had to land."""
         now = self.clock.now()
@@ -255,8 +262,7 @@ class EngineCore(EngineClient):
             self.governor.govern(now)
         out = self.scheduler.schedule(now)
         self.causes.scheduled(out, now)
-        if self.recorder is not None:
-            self.recorder.scheduled(out, now)
+        self._record("scheduled", out, now)
         for name in out.preempted_for:
             if (request := self.scheduler.requests.get(name)) is not None:
                 self._progress.append(Progress(name, request.num_output_tokens, request.num_computed_tokens, True))
@@ -303,6 +309,18 @@ class EngineCore(EngineClient):
             self.recorder = StepRecorder(self)
         elif not wanted and self.recorder is not None:
             self.recorder.close()
+            self.recorder = None
+
+    def _record(self, event: str, *facts: Any) -> None:
+        """Tell the recorder, if there is one. A view that fails ends; what it looks at goes on."""
+        if self.recorder is None:
+            return
+        try:
+            getattr(self.recorder, event)(*facts)
+        except Exception:
+            _log.exception("the record of steps failed and has ended; open the live view again")
+            with contextlib.suppress(Exception):
+                self.watch(False)
             self.recorder = None
 
     def next_event(self) -> float | None:
@@ -366,12 +384,14 @@ class EngineCore(EngineClient):
         self._flights.clear()
         self.executor.shutdown()
 
-    def _end(self, sequence_ids: Sequence[str], reason: FinishReason) -> list[FinishedSequence]:
+    def _end(
+        self, sequence_ids: Sequence[str], reason: FinishReason, error: str | None = None
+    ) -> list[FinishedSequence]:
         now = self.clock.now()
         ended: list[Request] = []
         for sequence_id in sequence_ids:
             ended += self.scheduler.finish(sequence_id, reason, None, now)
-        return self._finished(ended, now)
+        return self._finished(ended, now, error)
 
     def _launch(self, out: SchedulerOutput, now: float) -> None:
         for row in out.joined:
@@ -410,8 +430,7 @@ class EngineCore(EngineClient):
         self.causes.decoding = []
         end = self.clock.now()
         record = self.step_log.record(out, result, start, end)
-        if self.recorder is not None:
-            self.recorder.landed(record)
+        self._record("landed", record)
         if self.governor is not None:
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
         if result.sampled and self.costs.wants(out):
@@ -451,25 +470,57 @@ class EngineCore(EngineClient):
         return now
 
     def _update(self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs, now: float) -> StepResult:
-        names = {chunk.slot: name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)}
-        for report in tokens.prompt_logprobs:
-            request = self.scheduler.running.get(names[report.slot])
-            # A late report may meet another request, which was given the id of one that has left.
-            if request is not None and request.admitted_at_step <= out.step:
-                records = [_record(entry) for entry in report.entries]
-                outputs.prompt_logprobs.append((request.request_id, report.first, records))
+        ended = self._take_prompt_logprobs(out, tokens, outputs, now)
+        records = self._token_records(tokens)
         result = self.scheduler.update(out, tokens.token_ids, now)
         rows = [row for row, request in enumerate(result.sampled) if request is not None]
         rows = [row for row in rows if tokens.token_ids[row] != FAILED_ROW]
         outputs.sequence_ids = [result.sampled[row].request_id for row in rows]  # type: ignore[union-attr]
         outputs.token_ids = [tokens.token_ids[row] for row in rows]
-        if tokens.logprobs is not None:
-            entries = [tokens.logprobs[row] for row in rows]
-            outputs.logprobs = [None if entry is None else _record(entry) for entry in entries]
+        if records is not None:
+            outputs.logprobs = [records[row] for row in rows]
         failed = ((result.sampled[row], reason) for row, reason in tokens.errors.items())
         errors = {request.request_id: reason for request, reason in failed if request is not None}
-        outputs.finished = self._finished(result.finished, now, errors=errors)
+        outputs.finished = ended + self._finished(result.finished, now, errors=errors)
         return result
+
+    def _take_prompt_logprobs(
+        self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs, now: float
+    ) -> list[FinishedSequence]:
+        """Add them to ``outputs``. A request for which they cannot be made ends here, before it gets its token."""
+        names = {chunk.slot: name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)}
+        ended: list[FinishedSequence] = []
+        for report in tokens.prompt_logprobs:
+            request = self.scheduler.running.get(names[report.slot])
+            # A late report may meet another request, which was given the id of one that has left.
+            if request is None or request.admitted_at_step > out.step:
+                continue
+            reason, name = report.error, request.request_id
+            if not reason:
+                try:
+                    records = [_token_record(entry) for entry in report.entries]
+                    outputs.prompt_logprobs.append((name, report.first, records))
+                except Exception as error:
+                    reason = output_reason(error)
+            if reason:
+                _log.error("sequence %s ends with an error: %s", name, reason)
+                ended += self._finished(self.scheduler.finish(name, FinishReason.ERROR, None, now), now, reason)
+        return ended
+
+    @staticmethod
+    def _token_records(tokens: SampledTokens) -> list[TokenRecord | None] | None:
+        """Of the step's rows; None when nobody asked. A row whose record cannot be made becomes a failed one."""
+        if tokens.logprobs is None:
+            return None
+        records: list[TokenRecord | None] = [None] * len(tokens.logprobs)
+        for row, entry in enumerate(tokens.logprobs):
+            if entry is None or tokens.token_ids[row] == FAILED_ROW:
+                continue
+            try:
+                records[row] = _token_record(entry)
+            except Exception as error:
+                tokens.token_ids[row], tokens.errors[row] = FAILED_ROW, output_reason(error)
+        return records
 
     def _finished(
         self, ended: Sequence[Request], now: float, error: str | None = None, errors: Mapping[str, str] = _NO_ERRORS
@@ -479,9 +530,8 @@ class EngineCore(EngineClient):
         for request in ended:
             self.answer_lengths.add(request)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
-        if self.recorder is not None:
-            for request, causes, preempted_by, _ in charged:
-                self.recorder.ended(request, now, causes, preempted_by)
+        for request, causes, preempted_by, _ in charged:
+            self._record("ended", request, now, causes, preempted_by)
         return [
             FinishedSequence(
                 request.request_id,
@@ -497,5 +547,5 @@ class EngineCore(EngineClient):
         ]
 
 
-def _record(entry: Any) -> TokenRecord:
+def _token_record(entry: Any) -> TokenRecord:
     return TokenRecord(entry.token_ids.tolist(), entry.logprobs.tolist(), int(entry.rank))

@@ -7,13 +7,15 @@ what the next step brings.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import select
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from chairlift.engine.core import CoreOutputs, EngineCore
+from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
 from chairlift.engine.forecaster import Forecaster
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.messages import (
@@ -33,10 +35,14 @@ from chairlift.engine.messages import (
 )
 from chairlift.errors import ConfigError, ModelLoadError, PromptTooLongError, RequestError
 from chairlift.executor.executor import OnProgress
+from chairlift.outputs import FinishReason
+from chairlift.sampling.failures import output_reason
 from chairlift.scheduler.forecast import Forecast
 from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 
 __all__ = ["Connection", "CoreProcess", "FrameLogHandler"]
+
+_log = logging.getLogger(__name__)
 
 _READ: Final = 1 << 18
 _WATCH_SECONDS: Final = 0.1
@@ -167,6 +173,10 @@ class CoreProcess:
             except RequestError as error:
                 too_long = isinstance(error, PromptTooLongError)
                 self._connection.send(Refused(message.request_id, too_long, str(error)))
+            except Exception as error:  # no memory for it: nothing of it is in the core
+                _log.exception("request %s could not be taken", message.request_id)
+                why = f"the engine could not take the request ({type(error).__name__}); send it again later"
+                self._connection.send(Refused(message.request_id, False, why, failed=True))
         elif isinstance(message, Leave):
             end = self._core.stop if message.stopped else self._core.abort
             finished = end(message.sequence_ids)
@@ -198,8 +208,12 @@ class CoreProcess:
             return
         if now >= self._watched_at + _WATCH_SECONDS or not self._core.has_work:
             self._watched_at = now
-            if lines := recorder.take():
-                self._connection.send(Watched(lines))
+            try:
+                if lines := recorder.take():
+                    self._connection.send(Watched(lines))
+            except Exception:
+                _log.exception("the record of steps failed and has ended; open the live view again")
+                self._core.watch(False)
 
     def _deliver(self, outputs: CoreOutputs, *, at_once: bool = False) -> None:
         num_values = _num_values(outputs)
@@ -210,8 +224,48 @@ class CoreProcess:
             self._pending.append(outputs)
             self._num_values = num_values
         while self._pending and (at_once or not self._connection.backlog):
-            self._connection.send(Step(self._pending.pop(0), self._core.stats(), self._forecast))
+            self._send_step(self._pending.pop(0))
             self._forecast = None
+
+    def _send_step(self, outputs: CoreOutputs) -> None:
+        """Send it. Where a frame cannot be made of it, the sequence with the most log-probabilities in it ends with an
+        error and leaves the frame, until one can. Raises what stands in the way where there are none."""
+        while True:
+            try:
+                self._connection.send(Step(outputs, self._core.stats(), self._forecast))
+                return
+            except (MemoryError, RequestError) as error:
+                largest = _largest(outputs)
+                if largest is None:
+                    raise
+                reason = output_reason(error)
+                _log.error("sequence %s ends with an error: %s", largest, reason)
+                ended = {each.sequence_id: each for each in [*outputs.finished, *self._core.fail(largest, reason)]}
+                known = ended.get(largest) or FinishedSequence(largest, FinishReason.ERROR)
+                ended[largest] = dataclasses.replace(known, finish_reason=FinishReason.ERROR, error=reason)
+                outputs = dataclasses.replace(_without(outputs, largest), finished=list(ended.values()))
+
+
+def _largest(outputs: CoreOutputs) -> str | None:
+    """The sequence with the most log-probabilities; None where nobody has any."""
+    sizes: Counter[str] = Counter()
+    for name, _, entries in outputs.prompt_logprobs:
+        sizes[name] += sum(len(record.token_ids) for record in entries)
+    for name, record in zip(outputs.sequence_ids, outputs.logprobs or (), strict=False):
+        sizes[name] += 0 if record is None else len(record.token_ids)
+    return max(sizes, key=lambda name: sizes[name]) if sizes.total() else None
+
+
+def _without(outputs: CoreOutputs, name: str) -> CoreOutputs:
+    """All but the tokens and log-probabilities of one sequence."""
+    kept = [row for row, each in enumerate(outputs.sequence_ids) if each != name]
+    return dataclasses.replace(
+        outputs,
+        sequence_ids=[outputs.sequence_ids[row] for row in kept],
+        token_ids=[outputs.token_ids[row] for row in kept],
+        logprobs=None if outputs.logprobs is None else [outputs.logprobs[row] for row in kept],
+        prompt_logprobs=[each for each in outputs.prompt_logprobs if each[0] != name],
+    )
 
 
 def _num_values(outputs: CoreOutputs) -> int:

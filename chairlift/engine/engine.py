@@ -112,6 +112,9 @@ class Engine:
             self._outputs.add(prepared, stream)
         except RequestError:
             raise
+        except Exception:  # no memory for it: it leaves, and the others go on
+            self._ready += self._finish(self.core.abort(prepared.sequence_ids))
+            raise
         except BaseException:  # Ctrl-C: the request is half in
             self._dead = True
             raise
@@ -193,9 +196,23 @@ class Engine:
             return outputs
         reported = {output.request_id for output in outputs}
         growing = self._outputs.touched(step.sequence_ids)
-        return outputs + [state.output() for state in growing if state.stream and state.request_id not in reported]
+        told = [state for state in growing if state.stream and state.request_id not in reported]
+        return outputs + self._told(told)
 
     def _finish(self, finished: list[FinishedSequence]) -> list[RequestOutput]:
         states: list[RequestState] = self._outputs.finish(finished, self.clock.now())
         held = self.scheduler.membership.held  # of a static batch nothing is delivered but what is complete
-        return [state.output() for state in states if state.finished or (state.stream and not held)]
+        return self._told([state for state in states if state.finished or (state.stream and not held)])
+
+    def _told(self, states: list[RequestState]) -> list[RequestOutput]:
+        """What these requests have, and the end of those whose output cannot be made."""
+        outputs: list[RequestOutput] = []
+        for state in states:
+            try:
+                outputs.append(state.output())
+            except Exception as error:
+                self._outputs.break_off(state, error, self.clock.now())
+        for state, sequence_ids in self._outputs.take_broken():
+            outputs.append(state.output())
+            outputs += self._finish(self.core.abort(sequence_ids))
+        return outputs

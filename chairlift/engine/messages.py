@@ -118,11 +118,12 @@ class Leave(msgspec.Struct, tag="leave", forbid_unknown_fields=True):
 
 
 class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
-    """The core would not take a request."""
+    """The core would not take a request, or (``failed``) could not, which is no fault of the request."""
 
     request_id: str
     too_long: bool
     message: str
+    failed: bool = False
 
 
 class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):

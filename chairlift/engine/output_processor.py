@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 import math
 from collections.abc import Sequence
 
@@ -13,10 +14,13 @@ from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.metrics.stats import DEADLINE_KINDS, FinishedRequest, RequestStats
 from chairlift.outputs import CompletionOutput, FinishReason, FlatLogprobs, RequestMetrics, RequestOutput
+from chairlift.sampling.failures import output_reason
 from chairlift.sampling_params import SHAPED_REASONS
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["OutputProcessor", "RequestPhase", "RequestProgress", "RequestState"]
+
+_log = logging.getLogger(__name__)
 
 
 class _Answer:
@@ -80,6 +84,16 @@ class _Answer:
         if self.logprobs is not None:
             self.logprobs.truncate(len(self.token_ids) - self._taken)
         self.weight_versions = [run for run in self.weight_versions if run[0] < max(1, len(self.token_ids))]
+
+    def fail(self) -> None:
+        """End with an error, without text: what failed is not asked again. Nothing changes once the end was told."""
+        if self._told_end:
+            return
+        self.detokenizer, self.finish_reason, self.stop_reason = None, FinishReason.ERROR, None
+        if self.logprobs is not None:  # one of the two may have been appended
+            whole = min(len(self.token_ids) - self._taken, len(self.logprobs))
+            del self.token_ids[self._taken + whole :]
+            self.logprobs.truncate(whole)
 
     def weights_changed(self, version: int) -> None:
         """Tokens from now on come from other weights."""
@@ -190,6 +204,12 @@ class RequestState:
         """Tokens generated so far, over all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
 
+    def fail(self, error: Exception) -> None:
+        """Its output cannot be made: all answers that have not been delivered to their end, end with this error."""
+        self.error = output_reason(error)
+        for answer in self.answers:
+            answer.fail()
+
     def progress(self) -> RequestProgress:
         """Where it stands."""
         if self.metrics.first_scheduled_time is None:
@@ -284,6 +304,7 @@ class OutputProcessor:
         self._states: dict[str, RequestState] = {}
         self._answers: dict[str, tuple[RequestState, _Answer]] = {}
         self._decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
+        self._broken: list[tuple[RequestState, list[str]]] = []
         self.weight_version = 0
         """Of the weights that tokens come from now."""
 
@@ -323,9 +344,21 @@ class OutputProcessor:
         if self._stats is not None and now is not None:
             record = state.record(now, aborted=True)
             self._stats.request_finished(dataclasses.replace(record, reason=FinishReason.ERROR) if died else record)
-        for answer in state.answers:
-            self._answers.pop(answer.sequence_id, None)
-        return [answer.sequence_id for answer in state.answers if answer.finish_reason is None]
+        return [each.sequence_id for each in state.answers if self._answers.pop(each.sequence_id, None) is not None]
+
+    def break_off(self, state: RequestState, error: Exception, now: float) -> None:
+        """End a request whose output cannot be made. Others are not touched; :meth:`take_broken` tells of it."""
+        _log.error("request %s ends with an error: its output could not be made", state.request_id, exc_info=error)
+        state.fail(error)
+        sequences = [each for each in state.answers if self._answers.pop(each.sequence_id, None) is not None]
+        if self._states.pop(state.request_id, None) is not None:
+            self._count_end(state, now)
+        self._broken.append((state, [answer.sequence_id for answer in sequences]))
+
+    def take_broken(self) -> list[tuple[RequestState, list[str]]]:
+        """Requests broken off since the last call, and the sequences of each that the core has to abort."""
+        broken, self._broken = self._broken, []
+        return broken
 
     def take(self, step: CoreOutputs, now: float) -> list[str]:
         """Note what a step brought, and return the ids of sequences that a stop string has ended."""
@@ -338,8 +371,11 @@ class OutputProcessor:
             found = self._answers.get(sequence_id)
             if found is not None and found[0].prompt_logprobs is not None:
                 known = found[0].prompt_logprobs
-                for new in records[max(0, len(known) - first) :]:  # a recompute brings what is known
-                    known.append(new.token_ids, new.logprobs, new.rank)
+                try:
+                    for new in records[max(0, len(known) - first) :]:  # a recompute brings what is known
+                        known.append(new.token_ids, new.logprobs, new.rank)
+                except Exception as error:
+                    self.break_off(found[0], error, now)
         for sequence_id, causes, totals in step.decoding:
             if sequence_id in self._answers:
                 self._answers[sequence_id][1].decodes_since = (causes, totals)
@@ -355,22 +391,25 @@ class OutputProcessor:
                     self._stats.overrun_tokens += 1
                 continue
             state, answer = found
-            if self._stats is not None:
-                self._time(self._stats, state, answer, now)
-            if state.metrics.first_token_time is None:
-                state.metrics.first_token_time = now
-            if answer.only_scores:
-                continue
-            token = step.token_ids[row]
-            answer.token_ids.append(token)
-            record = None if step.logprobs is None else step.logprobs[row]
-            if record is not None and answer.logprobs is not None:
-                answer.logprobs.append(record.token_ids, record.logprobs, record.rank)
-                answer.cumulative += record.logprobs[0]
-            # The text of a token that ended the answer may not count.
-            if answer.params.stop and token not in state.prepared.stop_token_ids and answer.read() is not None:
-                stopped.append(sequence_id)
-        return stopped
+            try:
+                if self._stats is not None:
+                    self._time(self._stats, state, answer, now)
+                if state.metrics.first_token_time is None:
+                    state.metrics.first_token_time = now
+                if answer.only_scores:
+                    continue
+                token = step.token_ids[row]
+                answer.token_ids.append(token)
+                record = None if step.logprobs is None else step.logprobs[row]
+                if record is not None and answer.logprobs is not None:
+                    answer.logprobs.append(record.token_ids, record.logprobs, record.rank)
+                    answer.cumulative += record.logprobs[0]
+                # The text of a token that ended the answer may not count.
+                if answer.params.stop and token not in state.prepared.stop_token_ids and answer.read() is not None:
+                    stopped.append(sequence_id)
+            except Exception as error:  # no memory, a bug: the other rows go on
+                self.break_off(state, error, now)
+        return [each for each in stopped if each in self._answers]
 
     def touched(self, sequence_ids: Sequence[str]) -> list[RequestState]:
         """The requests of these sequences, as far as they have not ended; each once."""
@@ -391,22 +430,37 @@ class OutputProcessor:
             if found is None:
                 continue
             state, answer = found
-            causes = ended.causes
-            if causes is None and answer.decodes_since is not None:
-                causes = causes_until(*answer.decodes_since, self._decode_seconds)
-            state.metrics.causes, state.metrics.preempted_by = causes, ended.preempted_by
-            state.metrics.preempted_during = ended.preempted_during
-            answer.close(ended, frozenset() if state.prepared.params.ignore_eos else self._eos)
-            state.error = state.error or ended.error
-            state.metrics.num_preemptions += ended.num_preemptions
+            try:
+                self._close(state, answer, ended)
+            except Exception as error:
+                self.break_off(state, error, now)
+                continue
             states[state.request_id] = state
-        for state in states.values():
+        there = [state for state in states.values() if state.request_id in self._states]
+        for state in there:
             if state.finished:
-                self._note_end(state.metrics, now)
                 del self._states[state.request_id]
-                if self._stats is not None:
-                    self._stats.request_finished(state.record(now))
-        return list(states.values())
+                self._count_end(state, now)
+        return there
+
+    def _close(self, state: RequestState, answer: _Answer, ended: FinishedSequence) -> None:
+        causes = ended.causes
+        if causes is None and answer.decodes_since is not None:
+            causes = causes_until(*answer.decodes_since, self._decode_seconds)
+        state.metrics.causes, state.metrics.preempted_by = causes, ended.preempted_by
+        state.metrics.preempted_during = ended.preempted_during
+        answer.close(ended, frozenset() if state.prepared.params.ignore_eos else self._eos)
+        state.error = state.error or ended.error
+        state.metrics.num_preemptions += ended.num_preemptions
+
+    def _count_end(self, state: RequestState, now: float) -> None:
+        """Statistics of a request that has left. It is delivered, whatever becomes of them."""
+        try:
+            self._note_end(state.metrics, now)
+            if self._stats is not None:
+                self._stats.request_finished(state.record(now))
+        except Exception:
+            _log.exception("request %s is missing in the statistics", state.request_id)
 
     def _note_end(self, metrics: RequestMetrics, now: float) -> None:
         metrics.finished_time = now

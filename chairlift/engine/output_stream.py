@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,9 +13,12 @@ from chairlift.outputs import FinishReason, OutputKind, RequestOutput
 
 __all__ = ["OutputStream", "RequestWatcher"]
 
+_log = logging.getLogger(__name__)
+
 
 class RequestWatcher(Protocol):
-    """Who is told when requests come and go. Called on the event loop, where a step's tokens are: be quick."""
+    """Who is told when requests come and go. Called on the event loop, where a step's tokens are: be quick. What it
+    raises is logged, and changes nothing for the request."""
 
     def began(self, stream: OutputStream) -> None:
         """It was let in."""
@@ -54,7 +58,14 @@ class OutputStream:
                 raise self._error
             self._news.clear()
             finished = self._over = self.state.finished
-            output = self._next(finished)
+            try:
+                output = self._next(finished)
+            except Exception as error:  # no memory for its text, a bug: it ends, and the engine hears of it
+                _log.error("request %s ends with an error: its output could not be made", self.name, exc_info=error)
+                self.state.fail(error)
+                self._abort(self.request_id)
+                finished = self._over = True
+                output = self._next(finished)
             if output is not None:
                 return output
             if not finished:

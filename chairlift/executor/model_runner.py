@@ -17,6 +17,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PagedContext
 from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
 from chairlift.models.loader import replace_weights
+from chairlift.sampling.failures import output_reason
 from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
 from chairlift.sampling.sampler import Sampler
 
@@ -75,11 +76,16 @@ class TorchModelRunner:
             start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
             count = min(count, len(known) - 1 - first)
             entries: list[TokenLogprobs] = []
-            for at in range(0, count, self._prompt_rows):
-                targets = known[first + 1 + at : first + 1 + min(at + self._prompt_rows, count)].tolist()
-                logits = self._compute_logits(hidden[start + at : start + at + len(targets)])
-                entries += token_logprobs(logits, targets, [batch.sampling[row].params.prompt_logprobs] * len(targets))
-            tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries))
+            reason = ""
+            try:
+                for at in range(0, count, self._prompt_rows):
+                    targets = known[first + 1 + at : first + 1 + min(at + self._prompt_rows, count)].tolist()
+                    logits = self._compute_logits(hidden[start + at : start + at + len(targets)])
+                    asked = [batch.sampling[row].params.prompt_logprobs] * len(targets)
+                    entries += token_logprobs(logits, targets, asked)
+            except Exception as error:  # no memory for them: nobody else in the step is concerned
+                entries, reason = [], output_reason(error)
+            tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries, reason))
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden)

@@ -20,6 +20,7 @@ from chairlift.kernels.recording import Linear, Recorder
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
 from chairlift.models.loader import replace_weights
+from chairlift.sampling.failures import output_reason
 
 __all__ = ["NativeModelRunner"]
 
@@ -82,10 +83,14 @@ class NativeModelRunner:
             tokens = rows.sampled()
         for row, first, known in batch.prompt_rows:
             start, count = int(at[row]), min(int(at[row + 1] - at[row]), len(known) - 1 - first)
-            targets = known[first + 1 : first + 1 + count]
-            asked = NativeRows.for_targets(targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n)
-            self._head(hidden, np.arange(start, start + count, dtype=np.int32), asked)
-            tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, list(asked.logprobs())))
+            targets, slot = known[first + 1 : first + 1 + count], int(batch.slots[row])
+            try:
+                asked = NativeRows.for_targets(targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n)
+                self._head(hidden, np.arange(start, start + count, dtype=np.int32), asked)
+                report = PromptLogprobs(slot, first + 1, list(asked.logprobs()))
+            except Exception as error:  # no memory for them: nobody else in the step is concerned
+                report = PromptLogprobs(slot, first + 1, [], output_reason(error))
+            tokens.prompt_logprobs.append(report)
         return tokens
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:

@@ -72,6 +72,8 @@ class PromptLogprobs:
     """Position of the first token reported."""
     entries: list[Any]
     """One per position from ``first`` on; see :class:`SampledTokens` for the type."""
+    error: str = ""
+    """Why there are no entries: the request ends with this error, and no other request does."""
 
 
 @dataclasses.dataclass(slots=True)

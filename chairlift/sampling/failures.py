@@ -6,7 +6,7 @@ import math
 
 from chairlift.sampling_params import SHAPED_REASONS
 
-__all__ = ["raw_reason", "shaped_reason"]
+__all__ = ["output_reason", "raw_reason", "shaped_reason"]
 
 
 def raw_reason(highest: float) -> str:
@@ -14,6 +14,11 @@ def raw_reason(highest: float) -> str:
         return "the model gave every token a logit of -inf, so none can be chosen"
     kind = "NaN" if math.isnan(highest) else "+inf"
     return f"the model's logits contain {kind}; the weights or the dtype may be at fault (try float32)"
+
+
+def output_reason(error: Exception) -> str:
+    """Why an answer ended whose output could not be made: names the kind of error, and nothing of what is in it."""
+    return f"its output could not be made ({type(error).__name__}); the server's log says more"
 
 
 def shaped_reason(highest: float) -> str:

@@ -1,7 +1,7 @@
 """The ASGI application: what every request passes before and after its endpoint.
 
-In this order: a request id, the Host allow-list, the API key, the drain, then routing. Every error, from the first
-check to a bug in an endpoint, leaves as an OpenAI error object.
+In this order: a request id, the Host allow-list, the origin or the API key, the drain, then routing. Every error, from
+the first check to a bug in an endpoint, leaves as an OpenAI error object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chairlift.engine.async_engine import EngineState
 from chairlift.metrics import prometheus
 from chairlift.metrics.stats import FORECAST_RATIOS
 from chairlift.server import chat, completions, live, models, openapi, pages, queue, tokens, traffic, weights
-from chairlift.server.auth import Auth, HostCheck
+from chairlift.server.auth import Auth, HostCheck, check_origin
 from chairlift.server.errors import ApiError, error_response, to_api_error
 from chairlift.server.limits import release_body
 from chairlift.server.logprob_room import release_logprobs
@@ -96,14 +96,20 @@ class _App:
 
     def _admit(self, scope: Scope) -> None:
         """Raise ApiError for a request that is not to be looked at."""
-        hosts, authorization = [], []
+        hosts, authorization, sites, origins = [], [], [], []
         for name, value in scope["headers"]:
             if name == b"host":
                 hosts.append(value)
             elif name == b"authorization":
                 authorization.append(value)
+            elif name == b"sec-fetch-site":
+                sites.append(value)
+            elif name == b"origin":
+                origins.append(value)
         self._hosts.check(hosts)
         path = scope["path"]
+        if (sites or origins) and not self._state.api_keys:
+            check_origin(path, hosts[0], sites, origins)
         raw_path = scope.get("raw_path") or path.encode("utf-8", "replace")
         caller = self._auth.check(path, raw_path, authorization)
         scope["state"]["caller"] = dataclasses.replace(caller, request_id=scope["state"]["request_id"])

@@ -3,7 +3,7 @@
 Everything but four routes without data needs a key. What is open is decided by the path exactly as it was sent:
 nothing is decoded, folded or joined first, so no spelling of another path can pass for an open one. The Host header
 is compared with a list of names, so that a web page cannot reach the server through a name that its owner points at
-this machine (DNS rebinding).
+this machine (DNS rebinding). Without keys, a request that a browser sends for a page of another origin is refused.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "Caller",
     "HostCheck",
     "check_exposure",
+    "check_origin",
     "is_loopback",
     "load_keys",
     "salt_for",
@@ -37,11 +38,15 @@ __all__ = [
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/live"})
 """Served without a key: two answers for probes, and two pages that have no data in them."""
 
+PAGES: Final = OPEN_PATHS | {"/docs"}
+"""What a page of another origin may link to, embed or ask for: nothing of it does any work or holds a place."""
+
 ADMIN: Final = "admin"
 """Name of the keys that see every tenant's requests: when, how long and how many, never what they say."""
 
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 _HOST: Final = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_-][A-Za-z0-9._-]{0,252})(?::[0-9]{1,5})?")
+_HOST_PORT: Final = re.compile(rb":[0-9]{1,5}$")
 _KEY: Final = re.compile(r"[!-~]{1,512}")
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
@@ -187,6 +192,38 @@ class HostCheck:
                 "this server does not answer under the name in the Host header; start it with --allowed-host NAME",
                 code="host_not_allowed",
             )
+
+
+def check_origin(path: str, host: bytes, sites: Sequence[bytes], origins: Sequence[bytes]) -> None:
+    """Raise ApiError 403 for a request that a browser sends for a page of another origin.
+
+    ``sites`` and ``origins`` are the values of all Sec-Fetch-Site and Origin headers, ``host`` is the Host header's.
+    Browsers write both headers themselves; a page cannot. Programs that send neither are not browsers. Where keys are
+    set nobody needs to ask: a browser does not add a key by itself.
+    """
+    if path in PAGES:
+        return
+    if sites:
+        foreign = any(site.strip().lower() not in (b"same-origin", b"none") for site in sites)
+    else:
+        foreign = any(not _same_origin(origin, host) for origin in origins)
+    if foreign:
+        name = host.decode("latin-1")
+        whose = ", ".join(origin.decode("latin-1") for origin in origins) or "another site"
+        message = (
+            f"a browser sent this request for a page of {whose!a:.100}, but without an API key this server answers "
+            f"only its own pages; open {name} itself, ask from a program, or start the server with --api-key-file"
+        )
+        raise ApiError(403, message, code="cross_origin")
+
+
+def _same_origin(origin: bytes, host: bytes) -> bool:
+    """Whether they name the same server. A reverse proxy may have left out the port of Host."""
+    scheme, _, place = origin.strip().lower().partition(b"://")
+    name = host.strip().lower()
+    if _HOST_PORT.search(name) is None:
+        place = _HOST_PORT.sub(b"", place)
+    return scheme in (b"http", b"https") and place == name
 
 
 def _is_address(name: str) -> bool:

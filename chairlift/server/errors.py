@@ -21,12 +21,14 @@ from chairlift.errors import (
     QueueTimeoutError,
     RequestError,
     TemplateError,
+    WorkerLostError,
 )
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.state import ServerState
 
 __all__ = ["ApiError", "error_body", "error_response", "to_api_error"]
 
+_OVERLOADED = {QueueTimeoutError: "queue_timeout", WorkerLostError: "worker_lost"}
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _PROMPT_NUMBER = re.compile(r"^prompt [0-9]+: ")
 _log = logging.getLogger("chairlift.server")
@@ -90,7 +92,7 @@ def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiEr
         if isinstance(error, QueueFullError):
             code = "queue_too_long" if error.kind == "forecast" else "rate_limit_exceeded"
             return ApiError(429, str(error), code=code, headers=retry)
-        code = "queue_timeout" if isinstance(error, QueueTimeoutError) else "timeout"
+        code = next((code for kind, code in _OVERLOADED.items() if isinstance(error, kind)), "timeout")
         return ApiError(503, str(error), code=code, headers=retry)
     if isinstance(error, EngineDeadError):
         seconds = _whole_seconds(state.engine.retry_after())

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -36,6 +36,9 @@ __all__ = ["live_page", "routes"]
 
 _MOST_VIEWERS: Final = 64
 _MOST_CALLERS: Final = 8
+_MOST_VIEWERS_OF_ONE: Final = 32
+_MOST_CALLERS_OF_ONE: Final = 3
+"""Of one key, where keys tell callers apart: nobody may take all places."""
 _LOOK_SECONDS: Final = 1.0
 _BEAT_SECONDS: Final = 15.0
 _WORK_SECONDS: Final = 60.0
@@ -77,6 +80,24 @@ def _feed(request: Request) -> LiveFeed:
     return state.live
 
 
+@contextlib.contextmanager
+def _place(feed: LiveFeed, what: str, holder: str, most: int) -> Iterator[None]:
+    """One of the places that a key may take. Raises ApiError 429 when it has taken all of them."""
+    if holder and feed.places[what, holder] >= most:
+        message = f"{most} {what} of this key are under way already, as many as one key may have; end one of them"
+        raise ApiError(429, message, code="too_many_of_one_key", headers={"retry-after": "30"})
+    feed.places[what, holder] += 1
+    try:
+        yield
+    finally:
+        feed.places[what, holder] -= 1
+
+
+def _holder(request: Request) -> str:
+    caller: Caller = getattr(request.state, "caller", Caller())
+    return caller.holder
+
+
 async def _events(request: Request) -> Response:
     """The step stream as server-sent events, from the beginning of the ring on."""
     state: ServerState = request.app.state.server
@@ -85,8 +106,9 @@ async def _events(request: Request) -> Response:
         return Response(media_type=_EventStream.media_type)
     if feed.num_viewers >= _MOST_VIEWERS:
         raise ApiError(503, f"{_MOST_VIEWERS} viewers look already; close one of them", headers={"retry-after": "30"})
-    headers = {"x-recording": "1"} if feed.is_recording else {}
-    return _EventStream(_follow(feed, state), headers)
+    with _place(feed, "viewers", _holder(request), _MOST_VIEWERS_OF_ONE):
+        headers = {"x-recording": "1"} if feed.is_recording else {}
+    return _EventStream(_follow(feed, state, _holder(request)), headers)
 
 
 class _EventStream(Response):
@@ -107,8 +129,8 @@ class _EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _follow(feed: LiveFeed, state: ServerState) -> AsyncGenerator[bytes, None]:
-    with feed.looking():
+async def _follow(feed: LiveFeed, state: ServerState, holder: str = "") -> AsyncGenerator[bytes, None]:
+    with feed.looking(), _place(feed, "viewers", holder, _MOST_VIEWERS):
         at, told = feed.first, time.monotonic()
         yield b"retry: 2000\n\n"
         while not state.draining:
@@ -133,7 +155,7 @@ async def _recording(request: Request) -> bytes:
     """The lines that a request is about: what has been seen of this engine, or the simulated example."""
     feed = _feed(request)
     if request.query_params.get("source") == "demo":
-        return await _demo(feed)
+        return await _demo(request)
     with feed.looking():
         end = time.monotonic() + _FIRST_SECONDS
         while feed.first == feed.end and time.monotonic() < end:
@@ -146,53 +168,77 @@ async def _export(request: Request) -> Response:
     kind = request.query_params.get("format", "jsonl")
     if kind not in ("jsonl", "perfetto"):
         raise ApiError(400, f"format must be jsonl or perfetto, got {kind!r:.40}", param="format")
-    lines = await _recording(request)
-    content, suffix = (
-        (lines + b"\n", "jsonl") if kind == "jsonl" else (await asyncio.to_thread(to_perfetto, lines), "json")
-    )
+    if kind == "jsonl":
+        content, suffix = await _recording(request) + b"\n", "jsonl"
+    elif request.query_params.get("source") == "demo":
+        content, suffix = await asyncio.to_thread(to_perfetto, await _demo(request)), "json"
+    else:
+        content, suffix = await _in_turn(request, lambda: _converted(request)), "json"
     headers = {"content-disposition": f'attachment; filename="chairlift-{kind}-{int(time.time())}.{suffix}"'}
     return Response(content, media_type="application/json" if suffix == "json" else _NDJSON, headers=headers)
 
 
 async def _static(request: Request) -> Response:
     """The arrivals of the recording through static batching, simulated: a line that compares, then a recording."""
-    feed = _feed(request)
     if request.query_params.get("source") == "demo":
-        await _demo(feed)  # before its turn: that is one, too
-    return Response(await _work(feed, "static", lambda: _recording(request)), media_type=_NDJSON)
+        example = await _demo(request)  # before its turn: that is one, too
+        return Response(await _once(request, "static", example), media_type=_NDJSON)
+
+    async def static() -> bytes:
+        return await _simulate("static", await _recording(request))
+
+    return Response(await _in_turn(request, static), media_type=_NDJSON)
 
 
 async def _show_demo(request: Request) -> Response:
     """A simulated recording, for when there is nothing to look at yet."""
-    return Response(await _demo(_feed(request)), media_type=_NDJSON)
+    return Response(await _demo(request), media_type=_NDJSON)
 
 
-_demo_lines: list[bytes] = []
+_made: dict[str, bytes] = {}
+"""What was simulated of the example, which is always the same: once is enough, however many ask."""
 
 
-async def _demo(feed: LiveFeed) -> bytes:
-    if not _demo_lines:
-        _demo_lines.append(await _work(feed, "demo", None))
-    return _demo_lines[0]
+async def _demo(request: Request) -> bytes:
+    return await _once(request, "demo", b"")
 
 
-async def _work(feed: LiveFeed, what: str, recording: Callable[[], Awaitable[bytes]] | None) -> bytes:
-    """What the simulator makes of a recording, in a process of its own; it is copied when its turn has come.
+async def _once(request: Request, what: str, lines: bytes) -> bytes:
+    """What the simulator makes of the example, simulated by the first that asks."""
+    _feed(request)  # who may not look may not look at this
 
-    Raises ApiError with its reason, and 503 when too many wait.
+    async def make() -> bytes:
+        if what not in _made:  # somebody else may have had a turn meanwhile
+            _made[what] = await _simulate(what, lines)
+        return _made[what]
+
+    return _made.get(what) or await _in_turn(request, make)
+
+
+async def _converted(request: Request) -> bytes:
+    return await asyncio.to_thread(to_perfetto, await _recording(request))
+
+
+async def _in_turn(request: Request, work: Callable[[], Awaitable[bytes]]) -> bytes:
+    """What ``work`` brings, one at a time; it copies the recording when its turn has come.
+
+    Raises ApiError: what ``work`` does, 503 when too many wait, and 429 when too many of one key do.
     """
+    feed = _feed(request)
     if feed.num_callers >= _MOST_CALLERS:
         message = f"{feed.num_callers} simulations are asked for already; try again later"
         raise ApiError(503, message, code="overloaded", headers={"retry-after": "30"})
-    feed.num_callers += 1
-    try:
-        async with feed.working:
-            return await _simulate(what, b"" if recording is None else await recording())
-    finally:
-        feed.num_callers -= 1
+    with _place(feed, "simulations", _holder(request), _MOST_CALLERS_OF_ONE):
+        feed.num_callers += 1
+        try:
+            async with feed.working:
+                return await work()
+        finally:
+            feed.num_callers -= 1
 
 
 async def _simulate(what: str, lines: bytes) -> bytes:
+    """What the simulator makes of a recording, in a process of its own. Raises ApiError with its reason."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid()), what),
         stdin=asyncio.subprocess.PIPE,
@@ -207,6 +253,9 @@ async def _simulate(what: str, lines: bytes) -> bytes:
         if process.returncode is None:
             kill_child(process.pid)
             await process.wait()
+    if process.returncode is not None and process.returncode < 0:  # out of memory, or an operator
+        message = "the simulation's process was ended from outside; try again later"
+        raise ApiError(503, message, code="worker_lost", headers={"retry-after": "30"})
     if process.returncode:
         reason = error.decode("utf-8", "replace").strip().rpartition("\n")[2] or "the simulation failed"
         raise ApiError(422 if process.returncode == 2 else 500, reason, code="cannot_simulate")

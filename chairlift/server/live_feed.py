@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -62,6 +62,8 @@ class LiveFeed:
         """The simulator works for one viewer at a time."""
         self.num_callers = 0
         """Who waits for it."""
+        self.places: Counter[tuple[str, str]] = Counter()
+        """Of those who look and of those who wait for the simulator, how many there are of each key."""
         self._engine = engine
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
         self._clock = clock

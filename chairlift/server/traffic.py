@@ -38,6 +38,8 @@ __all__ = ["Recording", "RequestsReply", "TrafficRecord", "prefix_hashes", "rout
 
 _MOST_LISTED: Final = 1000
 _MOST_RECORDINGS: Final = 8
+_MOST_RECORDINGS_OF_ONE: Final = 3
+"""Of one tenant, where keys tell tenants apart: nobody may take all."""
 _MOST_WAITING: Final = 4096
 _MOST_WAITING_TOKENS: Final = 1 << 22
 """Records that a slow listener may leave unread, and the prompt tokens that are kept with them."""
@@ -337,7 +339,13 @@ async def stream_traffic(request: Request) -> Response:
             message = f"there is no recording {wanted!r:.80}; it has ended, or the server was started again"
             raise ApiError(404, message, code="recording_not_found", param="recording")
         return _Traffic(state, recording)
-    if sum(isinstance(each, Recording) for each in watchers.values()) >= _MOST_RECORDINGS:
+    recordings = [each for each in watchers.values() if isinstance(each, Recording)]
+    own = sum(each.caller.tenant == caller.tenant for each in recordings)
+    if caller.holder and own >= _MOST_RECORDINGS_OF_ONE:
+        message = f"{own} recordings of this key's tenant run already, and {_MOST_RECORDINGS_OF_ONE} may; end one of "
+        message += f"them and wait {_KEPT_SECONDS:.0f} s, or go on with it (recording=ID)"
+        raise ApiError(429, message, code="too_many_recordings", headers={"retry-after": f"{_KEPT_SECONDS:.0f}"})
+    if len(recordings) >= _MOST_RECORDINGS:
         message = f"{_MOST_RECORDINGS} recordings run already; end one of them, and wait {_KEPT_SECONDS:.0f} s"
         raise ApiError(429, message, code="too_many_recordings", headers={"retry-after": f"{_KEPT_SECONDS:.0f}"})
     recording = Recording(

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from chairlift.errors import OverloadedError, RequestError, TemplateError
+from chairlift.errors import OverloadedError, RequestError, TemplateError, WorkerLostError
 from chairlift.parent import die_with_parent, has_ended, kill_child
 from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables, normalize_messages
 from chairlift.tokenizer.turns import Turns
@@ -43,6 +43,11 @@ _CPU_SECONDS: Final = 3
 """Processor time per chat after which the kernel ends a worker that nobody killed."""
 _RETIRE_SHARE: Final = 0.25
 """A worker that has grown by this share of what it may is replaced: the next chat shall have all of it."""
+_EXIT_SECONDS: Final = 1.0
+"""How long the end of a process may be news, once its pipe has ended."""
+_OWN_SIGNALS: Final = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS})
+"""How a worker ends that met its limits: processor time, or memory where a library needed it. Other signals come from
+outside: an operator, or the kernel when the machine has no memory left."""
 _KEPT_ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "TZ")
 
 
@@ -103,9 +108,9 @@ class TemplateWorker:
         """The text of a chat; see :meth:`ChatTemplate.render <chairlift.tokenizer.ChatTemplate.render>`.
 
         Raises :class:`~chairlift.errors.RequestError` for messages or variables of another form and when the time is
-        up, :class:`~chairlift.errors.TemplateError` when there is no template, it fails or its process dies, and
+        up, :class:`~chairlift.errors.TemplateError` when there is no template, it fails or its process dies of it, and
         :class:`~chairlift.errors.OverloadedError` when no process can be started, it gets no processor, or (as
-        QueueFullError) too many chats wait.
+        QueueFullError) too many chats wait, or (as WorkerLostError) two processes in a row were ended from outside.
         """
         variables = dict(variables or {})
         check_variables(variables)
@@ -131,6 +136,14 @@ class TemplateWorker:
             await asyncio.gather(*map(self._reap, self._processes), *self._tasks, return_exceptions=True)
 
     async def _exchange(self, fields: Mapping[str, Any]) -> str:
+        """Raises as :meth:`render`. A chat whose worker was ended from outside is tried once more."""
+        try:
+            return await self._ask_one(fields)
+        except WorkerLostError:
+            _log.warning("a process for chat templates was ended from outside; its chat is tried again")
+            return await self._ask_one(fields)
+
+    async def _ask_one(self, fields: Mapping[str, Any]) -> str:
         process = await self._take()
         try:
             reply = await self._in_time(process, _frame(fields))
@@ -144,9 +157,14 @@ class TemplateWorker:
             self._discard(process)
             raise
         except (EOFError, OSError):
+            from_outside = await process.ended_from_outside()
             self._discard(process)
             if self._closed:  # the chat did nothing wrong
                 raise OverloadedError("the server is stopping") from None
+            if from_outside:
+                raise WorkerLostError(
+                    "the chat template's process was ended from outside (out of memory, perhaps); send the chat again"
+                ) from None
             raise TemplateError(
                 "the chat template's process died on the messages; send fewer or shorter ones"
             ) from None
@@ -295,6 +313,14 @@ class _Process:
         if not isinstance(reply, dict):
             raise ValueError(f"a frame that is a {type(reply).__name__}")
         return reply
+
+    async def ended_from_outside(self) -> bool:
+        """Whether a process whose pipe has ended was killed, and not by limits of its own."""
+        try:
+            code = await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
+        except TimeoutError:  # it has closed its pipe and lives
+            return False
+        return code < 0 and -code not in _OWN_SIGNALS
 
     def kill(self) -> None:
         kill_child(self.pid)

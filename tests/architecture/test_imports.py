@@ -38,6 +38,7 @@ ALLOWED: dict[str, list[str]] = {
         "metrics.stats",
         "models.flat_batch",
         "parent",
+        "sampling.failures",
         "sampling.row",
         "sampling.seeds",
         "tokenizer",

@@ -24,6 +24,7 @@ from chairlift.errors import (
     QueueTimeoutError,
     RequestError,
     TemplateError,
+    WorkerLostError,
 )
 from chairlift.server.app import make_app
 from chairlift.server.errors import ApiError
@@ -141,6 +142,7 @@ ERRORS: list[tuple[Exception, int, str, str, str | None]] = [
     (QueueFullError("full", 1e9), 429, "rate_limit_exceeded", "rate_limit_error", "60"),
     (QueueFullError("long", 3.2, "forecast"), 429, "queue_too_long", "rate_limit_error", "4"),
     (QueueTimeoutError("waited", 0.0), 503, "queue_timeout", "overloaded_error", "1"),
+    (WorkerLostError("killed", 2.0), 503, "worker_lost", "overloaded_error", "2"),
     (OverloadedError("late", 2.0), 503, "timeout", "overloaded_error", "2"),
     (EngineDeadError("dead"), 503, "engine_unavailable", "overloaded_error", "8"),
     (RuntimeError(SECRET), 500, "internal_error", "server_error", None),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +15,19 @@ from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
 from chairlift.server import auth as auth_module
 from chairlift.server.app import make_app
-from chairlift.server.auth import OPEN_PATHS, Auth, HostCheck, check_exposure, is_loopback, load_keys, salt_for
+from chairlift.server.auth import (
+    OPEN_PATHS,
+    PAGES,
+    Auth,
+    HostCheck,
+    check_exposure,
+    check_origin,
+    is_loopback,
+    load_keys,
+    salt_for,
+)
 from chairlift.server.errors import ApiError
-from tests.server.harness import Client, Endpoints, make_state, run, serving
+from tests.server.harness import PATIENCE, Client, Endpoints, make_state, run, serving
 
 KEY, OTHER = "sk-correct-horse", "sk-battery-staple"
 
@@ -268,10 +280,92 @@ def test_no_cross_origin_permission_is_ever_given() -> None:
                 await client.get("/v1/models", "Origin: http://evil.example"),
                 await client.post("/v1/echo", b"{}", "Origin: http://evil.example"),
             ]
-            assert [reply.status for reply in replies] == [405, 200, 200]
+            assert [reply.status for reply in replies] == [403, 403, 403]
             assert not [name for reply in replies for name in reply.headers if name.startswith("access-control")]
 
     run(test())
+
+
+EVIL = "http://evil.example"
+FORGED = {
+    "a page's picture or script": ["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors"],
+    "a page's fetch": ["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: cors", f"Origin: {EVIL}"],
+    "a page on another port of this machine": ["Sec-Fetch-Site: same-site", "Origin: http://localhost:3000"],
+    "a form": ["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", f"Origin: {EVIL}"],
+    "a link to an answer": ["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate"],
+    "an old browser": [f"Origin: {EVIL}"],
+    "a file, or a frame in a sandbox": ["Origin: null"],
+    "a page that hides": ["Sec-Fetch-Site: cross-site", "Origin: http://localhost"],
+    "another port": ["Origin: http://localhost:1"],
+    "nonsense": ["Sec-Fetch-Site: "],
+}
+OWN = {
+    "a program": [],
+    "its own page": ["Sec-Fetch-Site: same-origin", "Sec-Fetch-Mode: cors"],
+    "the address bar": ["Sec-Fetch-Site: none", "Sec-Fetch-Mode: navigate"],
+    "its own page, posting": ["Sec-Fetch-Site: same-origin", "Origin: http://{host}"],
+    "its own page in an old browser": ["Origin: http://{host}"],
+    "its own page behind TLS": ["Origin: https://{host}"],
+}
+
+
+@pytest.mark.parametrize("whose", FORGED)
+def test_no_page_of_another_origin_makes_the_server_work(whose: str) -> None:
+    """Whatever there is: every path with every method, with and without a body that needs no preflight."""
+
+    async def test() -> None:
+        app: Any = make_app(make_state())
+        routes = [(route.path, method) for route in app._router.routes for method in route.methods]
+        assert len({path for path, _ in routes}) > 20
+        async with serving(app) as client:
+            host = f"localhost:{client.port}"
+            for path, method in routes:
+                headers = [f"Host: {host}", *FORGED[whose], "Content-Type: text/plain", "Content-Length: 0"]
+                async with asyncio.timeout(PATIENCE):
+                    connection = await client.connect()
+                    connection.get(path.replace("{model:path}", "x"), *headers, method=method, host=None)
+                    status, _ = await connection.head()
+                    await connection.close()
+                if path in PAGES:
+                    assert status in (200, 503)
+                else:
+                    assert status == 403, (path, method)
+            assert app._state.live is None and app._state.num_in_progress == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize("whose", OWN)
+def test_its_own_pages_and_programs_are_answered(whose: str) -> None:
+    async def test() -> None:
+        async with serving(make_app(make_state(), Endpoints().routes)) as client:
+            for host in (f"localhost:{client.port}", f"127.0.0.1:{client.port}", "localhost"):
+                headers = [line.format(host=host) for line in OWN[whose]]
+                connection = await client.connect()
+                connection.get("/v1/models", *headers, host=host)
+                assert (await connection.reply()).status == 200
+
+    run(test())
+
+
+def test_a_page_that_has_the_key_may_ask_and_one_that_has_none_may_not() -> None:
+    """Behind a proxy that permits it, say. A browser adds no key by itself, so nothing can be forged."""
+
+    async def test() -> None:
+        async with serving(make_app(make_state(api_key=(KEY,)), Endpoints().routes)) as client:
+            foreign = ["Sec-Fetch-Site: cross-site", f"Origin: {EVIL}"]
+            assert (await client.get("/v1/models", *foreign, f"Authorization: Bearer {KEY}")).status == 200
+            assert (await client.get("/v1/models", *foreign)).status == 401
+
+    run(test())
+
+
+def test_a_refused_page_is_told_what_to_do() -> None:
+    with pytest.raises(ApiError) as caught:
+        check_origin("/v1/traffic", b"localhost:8000", [b"cross-site"], [EVIL.encode()])
+    assert (caught.value.status, caught.value.code) == (403, "cross_origin")
+    for part in (EVIL, "localhost:8000", "--api-key-file"):
+        assert part in caught.value.message
 
 
 def test_keys_share_no_cache_and_one_key_does() -> None:

@@ -421,6 +421,77 @@ def test_who_waits_for_the_simulator_holds_no_recording_and_not_everybody_waits(
     run(test())
 
 
+def test_one_key_cannot_take_all_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_MOST_VIEWERS_OF_ONE", 1)
+    (tmp_path / "keys").write_text("admin sk-1\nadmin sk-2\nalice sk-3\n")
+    first, second = ("Authorization: Bearer sk-1",), ("Authorization: Bearer sk-2",)
+
+    async def test() -> None:
+        state = make_state(WatchedEngine(), api_key_file=str(tmp_path / "keys"))
+        state.live = LiveFeed(None, recording=b"no recording")
+        async with serving(make_app(state)) as client:
+            await state.live.working.acquire()
+            waiting = [await client.connect() for _ in range(3)]
+            for number, connection in enumerate(waiting):
+                connection.get("/live/export?format=perfetto" if number else "/live/static", *first)
+            await until(lambda: state.live is not None and state.live.num_callers == 3)
+            refused = await client.get("/live/static", *first)
+            assert (refused.status, refused.error["code"]) == (429, "too_many_of_one_key")
+            other = await client.connect()
+            other.get("/live/static", *second)
+            await until(lambda: state.live is not None and state.live.num_callers == 4)
+            for connection in (*waiting, other):
+                await connection.close()
+            await until(lambda: state.live is not None and not state.live.num_callers)
+            state.live.working.release()
+            assert not +state.live.places
+
+            state.live = LiveFeed(state.engine)
+            viewers = [await client.connect() for _ in range(2)]
+            viewers[0].get("/live/events", *first)
+            await until(lambda: state.live is not None and state.live.num_viewers == 1)
+            refused = await client.get("/live/events", *first)
+            assert (refused.status, refused.error["code"]) == (429, "too_many_of_one_key")
+            viewers[1].get("/live/events", *second)
+            await until(lambda: state.live is not None and state.live.num_viewers == 2)
+
+    run(test())
+
+
+def test_the_example_is_simulated_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated: list[str] = []
+
+    async def simulate(what: str, lines: bytes) -> bytes:
+        simulated.append(what)
+        await asyncio.sleep(0)
+        return what.encode()
+
+    monkeypatch.setattr(live, "_made", {})
+    monkeypatch.setattr(live, "_simulate", simulate)
+
+    async def test() -> None:
+        async with serving(make_app(make_state(WatchedEngine()))) as client:
+            paths = ["/live/static?source=demo", "/live/demo"] * 4
+            replies = await asyncio.gather(*(client.get(path) for path in paths))
+            assert [reply.body for reply in replies] == [b"static", b"demo"] * 4
+            assert sorted(simulated) == ["demo", "static"]
+
+    run(test())
+
+
+def test_who_may_not_look_may_not_look_at_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_made", {"demo": b"{}", "static": b"{}"})
+    (tmp_path / "keys").write_text("admin sk-1\nalice sk-2\n")
+
+    async def test() -> None:
+        async with serving(make_app(make_state(WatchedEngine(), api_key_file=str(tmp_path / "keys")))) as client:
+            for path in ("/live/demo", "/live/static?source=demo", "/live/export?source=demo"):
+                assert (await client.get(path, "Authorization: Bearer sk-1")).status == 200
+                assert (await client.get(path, "Authorization: Bearer sk-2")).status == 403
+
+    run(test())
+
+
 def test_the_simulator_ends_with_the_server() -> None:
     """Before it reads: what it was to simulate would take it a minute."""
     command = [sys.executable, "-c", live._BOOT, live._ROOT, str(os.getppid()), "static"]  # who is not its parent
@@ -441,7 +512,7 @@ def test_what_cannot_be_simulated_says_why() -> None:
 
 def test_the_example_can_be_compared_before_anybody_has_seen_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is simulated first; both take the one turn that there is."""
-    monkeypatch.setattr("chairlift.server.live._demo_lines", [])
+    monkeypatch.setattr("chairlift.server.live._made", {})
 
     async def test() -> None:
         async with serving(make_app(make_state(WatchedEngine()))) as client:

@@ -448,6 +448,23 @@ async def test_so_many_recordings_and_no_more() -> None:
         assert len(server.engine.watchers) == 8
 
 
+def test_one_tenant_cannot_take_all_recordings(tmp_path: Path) -> None:
+    async def ask() -> None:
+        async with served(tmp_path, "a sk-a\na sk-a2\nb sk-b\n") as server:
+            for key in ("sk-a", "sk-a2", "sk-a"):
+                await (await server.record("", f"Authorization: Bearer {key}")).next()
+            reply = await server.client.get("/v1/traffic", "Authorization: Bearer sk-a2")
+            assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (
+                429,
+                "too_many_recordings",
+                "60",
+            )
+            assert "recording=ID" in reply.error["message"]
+            assert (await (await server.record("", "Authorization: Bearer sk-b")).next())[0] == "start"
+
+    run(ask())
+
+
 @asynchronous
 async def test_the_drain_ends_it_when_everybody_has_been_heard() -> None:
     async with served() as server:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from chairlift.errors import OverloadedError, QueueFullError, RequestError, TemplateError
+from chairlift.errors import OverloadedError, QueueFullError, RequestError, TemplateError, WorkerLostError
 from chairlift.tokenizer import ChatTemplate
 from chairlift.tokenizer.template_worker import TemplateWorker
 from tests.tokenizer.test_chat_template import NAMED, TEMPLATES
@@ -202,19 +202,51 @@ def test_errors_are_those_of_the_template_in_process(template: str | None, messa
     run(work)
 
 
-def test_a_killed_worker_fails_its_own_request_only() -> None:
+def test_a_chat_whose_worker_is_killed_from_outside_is_tried_once_more_and_is_not_to_blame() -> None:
     async def work() -> None:
         source = guarded(FOREVER)
         worker = TemplateWorker(source, NAMED, time_limit=20)
         await answered(worker)
-        for _ in range(3):
+        for _ in range(2):
             bomb = asyncio.ensure_future(worker.render(HI, variables={"level": 1}))
-            busy = await busy_one(worker)
-            await answered(worker)
-            os.kill(busy, signal.SIGKILL)
-            with pytest.raises(TemplateError, match="died"):
+            for _ in range(2):
+                busy = await busy_one(worker)
+                await answered(worker)
+                os.kill(busy, signal.SIGKILL)
+                while busy in worker.pids:
+                    await asyncio.sleep(0.001)
+            with pytest.raises(WorkerLostError, match="from outside"):
                 await bomb
             await answered(worker)
+        await worker.close()
+
+    run(work)
+
+
+def test_a_chat_whose_worker_is_killed_once_gets_its_text() -> None:
+    async def work() -> None:
+        loops = "{% for i in range(level) %}{% for j in range(9999) %}{% endfor %}{% endfor %}fine"
+        worker = TemplateWorker(loops, NAMED, time_limit=PATIENCE)
+        await answered(worker)
+        chat = asyncio.ensure_future(worker.render(HI, variables={"level": 2000}))
+        os.kill(await busy_one(worker), signal.SIGKILL)
+        assert await chat == "fine"
+        await worker.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "end", [signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT], ids=["processor time", "no memory", "no memory in C++"]
+)
+def test_a_worker_that_ends_at_its_own_limits_blames_the_chat_at_once(end: signal.Signals) -> None:
+    async def work() -> None:
+        worker = TemplateWorker(guarded(FOREVER), NAMED)
+        await answered(worker)
+        bomb = asyncio.ensure_future(worker.render(HI, variables={"level": 1}))
+        os.kill(await busy_one(worker), end)
+        with pytest.raises(TemplateError, match="fewer or shorter"):
+            await bomb
         await worker.close()
 
     run(work)
