@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from chairlift.errors import PromptTooLongError, RequestError, TemplateError
-from chairlift.tokenizer.chat_template import normalize_messages
+from chairlift.tokenizer.messages import normalize_messages, text_size
 from chairlift.tokenizer.template_worker import TemplateWorker
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tokenizer.turns import Turns
@@ -67,7 +67,7 @@ class Encoder:
         if self._templates is None:
             raise TemplateError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
         plain = normalize_messages(messages)
-        self._check_length("the messages have", sum(len(message["content"]) for message in plain))
+        self._check_length("the messages have", text_size(plain))
         text = await self._templates.render(
             plain, add_generation_prompt, variables, continue_final_message=continue_final_message
         )

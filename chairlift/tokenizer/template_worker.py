@@ -23,7 +23,8 @@ from typing import IO, Any, Final
 
 from chairlift.errors import OverloadedError, RequestError, TemplateError
 from chairlift.parent import die_with_parent, has_ended, kill_child
-from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables, normalize_messages
+from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables
+from chairlift.tokenizer.messages import normalize_messages
 from chairlift.tokenizer.turns import Turns
 
 __all__ = ["TemplateWorker"]
