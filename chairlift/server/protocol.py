@@ -47,7 +47,7 @@ import functools
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import msgspec.inspect
@@ -163,26 +163,35 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     """One part of a message; only text is served."""
 
-    type: Annotated[str, Meta(max_length=64)]
-    text: str | None = None
+    type: Literal["text"]
+    text: str
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One message of a conversation."""
+    """One message of a conversation, for the API's description: fields that are not here reach the chat template too.
 
-    role: Annotated[str, Meta(max_length=64)]
-    """system, developer (read as system), user or assistant."""
-    content: str | Annotated[list[ContentPart], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
-    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
+    :func:`~chairlift.tokenizer.messages.normalize_messages` checks messages, from HTTP as from Python.
+    """
+
+    role: str
+    """system, developer (read as system where the template does not know it), user, assistant, tool, function, or a
+    role that the chat template names."""
+    content: str | list[ContentPart] | None = None
+    """Only an assistant's message with tool_calls or reasoning may be without."""
+    name: str | None = None
+    reasoning_content: str | None = None
+    """What the assistant thought; clients send it back as ``reasoning`` or ``thinking`` too."""
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+AnyMessage = Annotated[dict[str, Any], Meta(max_length=64, extra_json_schema={"$ref": "#/components/schemas/Message"})]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)]
+    messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=_MAX_MESSAGES)]
     max_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     """The newer name of max_tokens; it wins over it. Without either: as many as fit."""
@@ -225,7 +234,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: ModelName | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
+    messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     """For a prompt only: the chat template writes its own."""
     add_generation_prompt: bool | None = None
@@ -383,13 +392,9 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _ignored_inside(struct_type: type[msgspec.Struct], body: Mapping[str, Any]) -> list[str]:
-    """Unknown names in messages and stream_options, which have the right form already."""
-    known, found = _field_names(struct_type), dict[str, None]()
-    for message in (body.get("messages") or ()) if "messages" in known else ():
-        found |= {f"messages.{name}": None for name, v in message.items() if v and name not in _field_names(Message)}
-    options = (body.get("stream_options") or {}) if "stream_options" in known else {}
-    found |= {f"stream_options.{name}": None for name in options if name not in _field_names(StreamOptions)}
-    return list(found)
+    """Unknown names in stream_options, which has the right form already."""
+    options = (body.get("stream_options") or {}) if "stream_options" in _field_names(struct_type) else {}
+    return [f"stream_options.{name}" for name in options if name not in _field_names(StreamOptions)]
 
 
 @functools.cache
