@@ -60,6 +60,7 @@ class TemplateForms:
     def __init__(self, tree: nodes.Template, render: Render) -> None:
         self._render = render
         self._words = frozenset(c.value for c in tree.find_all(nodes.Const) if isinstance(c.value, str))
+        self._names = self._words | {attribute.attr for attribute in tree.find_all(nodes.Getattr)}
         self._loops = loops_over_content(tree)
         self._content: dict[tuple[str, bool], ContentForm | None] = {}
         self._arguments: str | None = None
@@ -70,7 +71,8 @@ class TemplateForms:
 
         - The content of each is a string or a list of parts, as the template prints it.
         - ``developer`` is ``system`` for a template that does not know the word.
-        - An assistant's reasoning is there as ``reasoning_content`` and ``thinking``, as in transformers.
+        - An assistant's reasoning is there as ``reasoning_content`` and ``thinking``, as in transformers, and as
+          ``reasoning`` for a template that knows this name.
         - A message without a content has an empty one, unless the template takes it as it is.
         - The ``arguments`` of tool calls are objects, unless the template wants JSON text.
 
@@ -93,6 +95,8 @@ class TemplateForms:
         reasoning = next((fitted[key] for key in REASONING_KEYS if key in fitted), None)
         if reasoning is not None:
             fitted = {"thinking": reasoning, **fitted, "reasoning_content": reasoning}
+            if "reasoning" in self._names:
+                fitted["reasoning"] = reasoning
         if "tool_calls" in fitted:
             calls = enumerate(fitted["tool_calls"])
             fitted["tool_calls"] = [self._call(f"{where}.tool_calls[{i}]", call) for i, call in calls]

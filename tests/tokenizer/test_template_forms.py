@@ -190,6 +190,15 @@ def test_reasoning_reaches_the_template_under_each_of_its_names(reference: Any, 
     assert "<think>Easy.</think>(Easy.)2" in text
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["m.reasoning_content", "m.thinking", "m.reasoning", "m['reasoning']"])
+def test_a_template_that_reads_one_name_of_reasoning_gets_each(key: str, read: str) -> None:
+    """As Solar-Open, which reads ``reasoning`` only."""
+    chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", key: "Easy.", "content": "2"}]
+    template = "{% for m in messages %}{{ " + read + " or '' }}{{ m.content }}|{% endfor %}"
+    assert ChatTemplate(template).render(chat) == "1 + 1?|Easy.2|"
+
+
 def test_every_key_of_a_message_reaches_the_template(reference: Any) -> None:
     template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
     chat = [
