@@ -1,9 +1,10 @@
 """What a request body may hold: the OpenAI fields, vLLM's extensions, a type and bounds for each.
 
-The rule for fields that are known but not served: a value that asks for what happens anyway (null, false, an empty list
-or object, the values named below) is accepted. Of the others, a hint is ignored, because the answer is still an answer
-to what was asked, and the reply says so in a header (``Warning: 299 chairlift "ignored: user"``). A value without which
-the answer would be an answer to another question is refused with status 400. Fields that nobody knows are ignored like
+The rule for fields that are known but not served: a value that asks for what happens anyway (null, false, an empty
+text, list or object, the values named below) is accepted. Of the fields that ask for a format only null does: ``{}`` is
+a schema, and so is ``false``. Of the others, a hint is ignored, because the answer is still an answer to what was
+asked, and the reply says so in a header (``Warning: 299 chairlift "ignored: user"``). A value without which the answer
+would be an answer to another question is refused with status 400. Fields that nobody knows are ignored like
 hints. ``request_id`` is never the key of anything, and ``user`` of nothing but the share of the engine that its
 requests get: without API keys, and where the scheduling policy shares fairly; elsewhere it is ignored.
 
@@ -32,7 +33,8 @@ ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_iden
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
 refused              ``tools``, ``functions``, ``tool_choice`` and ``function_call`` but ``none``, ``response_format``
                      but type ``text``, ``structured_outputs``, ``guided_json``, ``guided_regex``, ``guided_choice``,
-                     ``guided_grammar``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
+                     ``guided_grammar``, ``structural_tag``, ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
+                     ``extra_body``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
                      ``chat_template``, ``documents``, ``lora_path``,
                      ``kv_transfer_params``, ``prompt_embeds``, ``logits_processors``, ``use_beam_search``,
                      ``length_penalty`` but 1, ``thinking_token_budget``, ``suffix``; and where the other endpoint has
@@ -266,6 +268,12 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "guided_regex": ((), _GRAMMAR),
     "guided_choice": ((), _GRAMMAR),
     "guided_grammar": ((), _GRAMMAR),
+    "structural_tag": ((), _GRAMMAR),
+    "json_schema": ((), _GRAMMAR),
+    "grammar": ((), _GRAMMAR),
+    "regex": ((), _GRAMMAR),
+    "ebnf": ((), _GRAMMAR),
+    "extra_body": ((), "it is an argument of OpenAI's Python client, not a field; send what is in it as fields"),
     "modalities": ((["text"],), 'answers are text; leave it out or send ["text"]'),
     "audio": ((), "answers are text; leave it out"),
     "web_search_options": ((), "the server looks nothing up; leave it out"),
@@ -284,7 +292,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "best_of": ((1,), _TEXT_ONLY),
     "add_special_tokens": ((), "the chat template writes its own special tokens; leave it out"),
     "max_completion_tokens": ((), "it belongs to /v1/chat/completions; use max_tokens"),
-    "top_logprobs": ((), "it belongs to /v1/chat/completions; give logprobs a number"),
+    "top_logprobs": ((0,), "it belongs to /v1/chat/completions; give logprobs a number"),
     "continue_final_message": ((), _CHAT_ONLY),
     "chat_template_kwargs": ((), _CHAT_ONLY),
 }
@@ -321,8 +329,8 @@ def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]
             continue
         if name not in REFUSED:
             ignored.append(name)
-        elif value and value not in REFUSED[name][0]:
-            message = f"{name} is {_repr.repr(value)}, which is not supported: {REFUSED[name][1]}"
+        elif not _asks_for_nothing(name, value):
+            message = f"{name} is {_given(value)}, which is not supported: {REFUSED[name][1]}"
             raise ApiError(400, message, code="unsupported_parameter", param=name)
     floats = ((name, value) for name, value in body.items() if isinstance(value, float) and value.is_integer())
     whole = {name: int(value) for name, value in floats if name in _whole_numbers(struct_type)}
@@ -369,6 +377,15 @@ def no_prompt_logprobs_in_stream(request: GenerationRequest) -> None:
     if request.stream and request.prompt_logprobs is not None:
         message = "prompt_logprobs is not given in a stream; leave out stream or prompt_logprobs"
         raise ApiError(400, message, code="invalid_value", param="prompt_logprobs")
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether a refused field has a value that asks for what happens anyway. 0 does so only where it is listed."""
+    harmless, reason = REFUSED[name]
+    empty = value is False or (isinstance(value, (str, list, dict)) and not value)
+    return (empty and reason is not _GRAMMAR) or any(
+        value == each and isinstance(value, bool) is isinstance(each, bool) for each in harmless
+    )
 
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
