@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jinja2
@@ -81,9 +82,19 @@ class ChatTemplate:
         variables: dict[str, Any] = dict.fromkeys(_INPUTS[:3]) | self._named_tokens | dict(scalars or {})
         return self._generate(variables | {"messages": chat, "add_generation_prompt": add_generation_prompt})
 
+    def parse(self) -> None:
+        """Raise :class:`~chairlift.errors.TemplateError` for a template that is no Jinja. Nothing of it runs, where
+        :meth:`compile` computes what is constant."""
+        if self._source is not None:
+            _ = self._tree
+
     def compile(self) -> None:
         """Compile the template now instead of at the first chat; raises :class:`~chairlift.errors.TemplateError`."""
         _ = self._template
+
+    def check(self) -> None:
+        """Compile the template, and render a small chat; raises :class:`~chairlift.errors.TemplateError`."""
+        self.render([{"role": "user", "content": "Hi"}])
 
     def _generate(self, variables: dict[str, Any]) -> str:
         template = self._template
@@ -107,21 +118,33 @@ class ChatTemplate:
     @functools.cached_property
     def _forms(self) -> TemplateForms:
         _ = self._template  # raises what is wrong with it
-        return TemplateForms(_environment().parse(self._source or ""), self._render)
+        return TemplateForms(self._tree, self._render)
 
     @functools.cached_property
-    def _template(self) -> jinja2.Template:
+    def _tree(self) -> jinja2.nodes.Template:
         if self._source is None:
             raise TemplateError(
                 "this model has no chat template; send a plain prompt or token ids instead (generate), "
                 "or put a chat_template.jinja into the model directory"
             )
-        try:
-            return _environment().from_string(self._source)
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"the chat template is invalid at line {error.lineno}: {_one_line(error)}") from None
-        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
-            raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}") from None
+        with _complaining():
+            return _environment().parse(self._source)
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        _ = self._tree
+        with _complaining():
+            return _environment().from_string(self._source or "")
+
+
+@contextlib.contextmanager
+def _complaining() -> Iterator[None]:
+    try:
+        yield
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(f"the chat template is invalid at line {error.lineno}: {_one_line(error)}") from None
+    except (jinja2.TemplateError, RecursionError, MemoryError) as error:
+        raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}") from None
 
 
 def check_variables(scalars: Mapping[str, Any]) -> None:

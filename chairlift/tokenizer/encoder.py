@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from chairlift.errors import PromptTooLongError, RequestError, TemplateError
+from chairlift.errors import OverloadedError, PromptTooLongError, RequestError, TemplateError
 from chairlift.tokenizer.messages import normalize_messages, text_size
 from chairlift.tokenizer.template_worker import TemplateWorker
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tokenizer.turns import Turns
 
 __all__ = ["Encoder"]
+
+_log = logging.getLogger(__name__)
 
 _LONG_TEXT: Final = 16_384  # characters; more are tokenized on threads, two at a time: a million take 1 s and 100 MB
 _MAX_CHARS_PER_TOKEN: Final = 64  # a text with more per token of the model's length is refused as it is
@@ -36,9 +39,16 @@ class Encoder:
             self._templates = TemplateWorker(template, tokenizer.named_tokens, most_waiting=most_waiting)
 
     async def start(self) -> None:
-        """Have a worker for chat templates ready. Raises OverloadedError when none can be started."""
+        """Have a worker for chat templates ready, and say so if the template cannot work. Raises OverloadedError when
+        none can be started."""
         if self._templates is not None:
             await self._templates.start()
+            try:
+                await self._templates.check()
+            except (RequestError, TemplateError) as error:
+                _log.warning("completions work, but chats will be refused: %s", error)
+            except OverloadedError as error:
+                _log.warning("the chat template was not checked: %s", error)
 
     async def close(self) -> None:
         """End the workers. Chats under way end with an error."""

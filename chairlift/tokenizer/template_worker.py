@@ -93,6 +93,16 @@ class TemplateWorker:
         if self._has_template and not self._idle:
             self._idle.append(await self._start_process())
 
+    async def check(self) -> None:
+        """Raise what every chat will: TemplateError for a template that is invalid or fails for a small chat, or
+        RequestError for one that takes too long. A model without a template is fine."""
+        if self._has_template:
+            self._starting = True  # no spare for it
+            try:
+                await self._exchange({"check": True})
+            finally:
+                self._starting = False
+
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -350,6 +360,9 @@ def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 def _reply(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
     try:
+        if "check" in chat:
+            template.check()
+            return {"text": ""}
         text = template.render(
             chat["messages"], chat["add_generation_prompt"], chat["continue_final_message"], **chat["variables"]
         )

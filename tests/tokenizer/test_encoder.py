@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.errors import PromptTooLongError, QueueFullError
+from chairlift.errors import PromptTooLongError, QueueFullError, TemplateError
 from chairlift.tokenizer.encoder import Encoder
 from tests.server.fake_engine import byte_tokenizer
 
@@ -72,3 +72,49 @@ def test_two_long_texts_at_a_time_also_when_their_callers_leave() -> None:
         assert tokenizer.most == 2
 
     asyncio.run(main())
+
+
+class Templated:
+    """A tokenizer, as far as a worker for its template asks."""
+
+    named_tokens: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, chat_template: str | None) -> None:
+        self.chat_template = chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [len(text)]
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ messages[0].content }}", None),
+        (None, None),
+        ("x\n{% for %}", "invalid at line 2"),
+        ("{{ messages | shout }}", "No filter named 'shout'"),
+        ("{{ raise_exception('no tools') }}", "refused the messages: no tools"),
+        ("{{ tools.items() }}", "'None' has no attribute 'items'"),
+    ],
+)
+def test_a_models_own_broken_template_is_told_once_at_the_start(
+    caplog: pytest.LogCaptureFixture, template: str | None, told: str | None
+) -> None:
+    async def main() -> None:
+        tokenizer: Any = Templated(template)
+        encoder = Encoder(tokenizer, 1000, 8)
+        await encoder.start()
+        assert encoder._templates is not None and len(encoder._templates.pids) == (template is not None)
+        assert await encoder.encode("text") == [4]
+        if template is None or told:
+            for _ in range(2):
+                with pytest.raises(TemplateError, match=told or "no chat template"):
+                    await encoder.encode_chat([{"role": "user", "content": "Hi"}], True, False, {})
+        else:
+            assert await encoder.encode_chat([{"role": "user", "content": "Hi"}], True, False, {}) == [2]
+        await encoder.close()
+
+    with caplog.at_level("WARNING", "chairlift"):
+        asyncio.run(main())
+    assert len(caplog.records) == (told is not None)
+    assert told is None or (told in caplog.text and "completions work" in caplog.text)
