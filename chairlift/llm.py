@@ -14,7 +14,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
-from chairlift.errors import EngineDeadError, RequestError
+from chairlift.errors import EngineDeadError, RequestError, TemplateError
 from chairlift.loading import Progress, load_executor, read_tokenizer
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
@@ -64,6 +64,10 @@ class LLM:
         self._turn, self._process = threading.RLock(), os.getpid()
         self._ended: dict[str, RequestOutput] = {}  # reported to one who waited for others
         self._template = ChatTemplate(source.chat_template, source.named_tokens) if source else ChatTemplate(None)
+        try:
+            self._template.parse()
+        except TemplateError as error:
+            _log.warning("prompts work, but chats will be refused: %s", error)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a call without ``sampling_params`` asks for: the model's own temperature and so on, where it has any."""

@@ -76,7 +76,10 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
         return len(self._ids)
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float], rank: int) -> None:
-        """One more token: itself first, with its ``rank``, then the most likely ones. Empty: it is not scored."""
+        """One more token: itself first, with its ``rank``, then the most likely ones. Empty: it is not scored.
+        Raises ValueError where there are not as many ids as log-probabilities."""
+        if len(token_ids) != len(logprobs):
+            raise ValueError(f"{len(token_ids)} token ids have {len(logprobs)} log-probabilities")
         self._ids.extend(token_ids)
         self._logprobs.extend(logprobs)
         self._ends.append(len(self._ids))

@@ -212,6 +212,21 @@ def test_chat_without_a_template(model_dir: Path, tmp_path: Path) -> None:
     assert drained(llm)
 
 
+def test_a_broken_chat_template_is_told_at_load(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.tokenizer.tiny import byte_level_backend
+
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("\n{% for %}")
+    with caplog.at_level("WARNING", "chairlift"):
+        llm = make(model_dir, skip_tokenizer_init=False, tokenizer=str(tmp_path))
+    assert [record.getMessage() for record in caplog.records if "invalid at line 2" in record.getMessage()]
+    assert llm.generate([[5, 9]], greedy(2))[0].outputs
+    with pytest.raises(TemplateError, match="invalid at line 2"):
+        llm.chat([{"role": "user", "content": "Hi"}], greedy())
+
+
 def test_text_and_token_ids_may_be_mixed(tmp_path: Path) -> None:
     from tests.tokenizer.tiny import byte_level_backend
 

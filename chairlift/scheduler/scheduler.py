@@ -246,7 +246,8 @@ class Scheduler(GivingWay):
         if rest:
             budget = self._run_smallest(out, flight, budget + rest)
             if budget and self.waiting:
-                out.held_up_by = ""
+                if out.held_up_by == "tokens":
+                    out.held_up_by = ""
                 self._admit(out, flight, budget)
 
     def _split_at_the_line(self, rows: list[Request]) -> tuple[list[Request], list[Request]]:

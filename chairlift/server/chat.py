@@ -23,7 +23,6 @@ from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
     ChatRequest,
-    Message,
     TokenizeRequest,
     no_prompt_logprobs_in_stream,
     parse,
@@ -50,9 +49,8 @@ from chairlift.server.streaming import (
     truncate,
 )
 
-__all__ = ["ChatCompletion", "encode_messages", "plain_messages", "routes"]
+__all__ = ["ChatCompletion", "encode_messages", "routes"]
 
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _encode: Final = msgspec.json.encode
 
 
@@ -157,40 +155,11 @@ async def encode_messages(state: ServerState, request: ChatRequest | TokenizeReq
         message = "add_generation_prompt and continue_final_message exclude each other; leave one out"
         raise ApiError(400, message, code="invalid_value", param="continue_final_message")
     return await state.engine.encode_chat(
-        plain_messages(request.messages or ()),
+        request.messages or (),
         add_generation_prompt=not request.continue_final_message if opens is None else opens,
         continue_final_message=bool(request.continue_final_message),
         **template_variables(request.chat_template_kwargs),
     )
-
-
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Role and text of each message. Raises ApiError for what is not text, and for roles nobody knows."""
-    return [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
-
-
-def _plain(where: str, message: Message) -> dict[str, str]:
-    if message.tool_calls or message.tool_call_id or message.function_call or message.role in ("tool", "function"):
-        reason = f"{where} is about a tool, and tools are not supported yet; leave it out"
-        raise ApiError(400, reason, code="unsupported_parameter", param=where)
-    role = _ROLES.get(message.role)
-    if role is None:
-        reason = f"{where}.role must be one of {', '.join(_ROLES)}; got {message.role!r}"
-        raise ApiError(400, reason, code="invalid_value", param=f"{where}.role")
-    content = message.content
-    if content is None:
-        reason = f"{where}.content must be a text or a list of text parts; got null"
-        raise ApiError(400, reason, code="invalid_type", param=f"{where}.content")
-    if not isinstance(content, str):
-        for index, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                place = f"{where}.content[{index}]"
-                got = "no text" if part.type == "text" else f"type {part.type!r}"
-                reason = f"{place} must be a text part ({{'type': 'text', 'text': '...'}}); got {got}"
-                raise ApiError(400, reason, code="unsupported_content", param=place)
-        content = "\n".join(part.text or "" for part in content)
-    plain = {"role": role, "content": content}
-    return plain if message.name is None else {**plain, "name": message.name}
 
 
 def _params(chat: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:

@@ -30,6 +30,8 @@ __all__ = ["ApiError", "error_body", "error_response", "to_api_error"]
 
 _OVERLOADED = {QueueTimeoutError: "queue_timeout", WorkerLostError: "worker_lost"}
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_OF_MESSAGES = re.compile(r"messages(\[[0-9]+\][\w.\[\]-]{0,200})?|continue_final_message")
+_OF_PARTS = re.compile(r"messages\[[0-9]+\]\.content\[[0-9]+\]")
 _PROMPT_NUMBER = re.compile(r"^prompt [0-9]+: ")
 _log = logging.getLogger("chairlift.server")
 
@@ -86,7 +88,9 @@ def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiEr
     if isinstance(error, PromptTooLongError):
         return ApiError(400, str(error) + _context_length(state), code="context_length_exceeded")
     if isinstance(error, (RequestError, TemplateError)):
-        return ApiError(400, str(error), code="invalid_value", param=_field(str(error)))
+        param = _field(str(error))
+        code = "unsupported_content" if param and _OF_PARTS.fullmatch(param) else "invalid_value"
+        return ApiError(400, str(error), code=code, param=param)
     if isinstance(error, OverloadedError):
         retry = {"retry-after": _whole_seconds(error.retry_after)}
         if isinstance(error, QueueFullError):
@@ -112,7 +116,7 @@ def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiEr
 def _field(message: str) -> str | None:
     """The field that a refusal is about, where it begins with its name: ``ttft_ms is 5.0, but ...``."""
     first = _PROMPT_NUMBER.sub("", message).partition(" ")[0]
-    return first if first in _FIELDS else None
+    return first if first in _FIELDS or _OF_MESSAGES.fullmatch(first) else None
 
 
 def _context_length(state: ServerState) -> str:

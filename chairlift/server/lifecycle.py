@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo
-from chairlift.errors import ConfigError, EngineDeadError
+from chairlift.errors import ConfigError, EngineDeadError, TemplateError
 from chairlift.loading import read_tokenizer
 from chairlift.server.app import make_app
 from chairlift.server.auth import check_exposure, load_keys
@@ -29,6 +29,7 @@ from chairlift.server.http_protocol import HttpLimits, HttpServer
 from chairlift.server.state import ServerState
 from chairlift.server.status_line import PreemptionAlarm, StatusLine
 from chairlift.server.tracing import RequestTracer, otlp_exporter
+from chairlift.tokenizer.chat_template import ChatTemplate
 
 __all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names", "start_engine"]
 
@@ -89,6 +90,12 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(f"cannot read the chat template {config.chat_template}: {reason}") from None
+        try:
+            ChatTemplate(template).compile()
+        except TemplateError as error:
+            raise ConfigError(
+                f"{config.chat_template}: {error}; correct the file, or leave out --chat-template for the model's own"
+            ) from None
     return AsyncEngine.start(
         engine_config,
         read_tokenizer=read_tokenizer,

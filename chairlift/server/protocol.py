@@ -1,9 +1,10 @@
 """What a request body may hold: the OpenAI fields, vLLM's extensions, a type and bounds for each.
 
-The rule for fields that are known but not served: a value that asks for what happens anyway (null, false, an empty list
-or object, the values named below) is accepted. Of the others, a hint is ignored, because the answer is still an answer
-to what was asked, and the reply says so in a header (``Warning: 299 chairlift "ignored: user"``). A value without which
-the answer would be an answer to another question is refused with status 400. Fields that nobody knows are ignored like
+The rule for fields that are known but not served: a value that asks for what happens anyway (null, false, an empty
+text, list or object, the values named below) is accepted. Of the fields that ask for a format only null does: ``{}`` is
+a schema, and so is ``false``. Of the others, a hint is ignored, because the answer is still an answer to what was
+asked, and the reply says so in a header (``Warning: 299 chairlift "ignored: user"``). A value without which the answer
+would be an answer to another question is refused with status 400. Fields that nobody knows are ignored like
 hints. ``request_id`` is never the key of anything, and ``user`` of nothing but the share of the engine that its
 requests get: without API keys, and where the scheduling policy shares fairly; elsewhere it is ignored.
 
@@ -32,7 +33,8 @@ ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_iden
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
 refused              ``tools``, ``functions``, ``tool_choice`` and ``function_call`` but ``none``, ``response_format``
                      but type ``text``, ``structured_outputs``, ``guided_json``, ``guided_regex``, ``guided_choice``,
-                     ``guided_grammar``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
+                     ``guided_grammar``, ``structural_tag``, ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
+                     ``extra_body``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
                      ``chat_template``, ``documents``, ``lora_path``,
                      ``kv_transfer_params``, ``prompt_embeds``, ``logits_processors``, ``use_beam_search``,
                      ``length_penalty`` but 1, ``thinking_token_budget``, ``suffix``; and where the other endpoint has
@@ -47,7 +49,7 @@ import functools
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import msgspec.inspect
@@ -169,26 +171,35 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     """One part of a message; only text is served."""
 
-    type: Annotated[str, Meta(max_length=64)]
-    text: str | None = None
+    type: Literal["text"]
+    text: str
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One message of a conversation."""
+    """One message of a conversation, for the API's description: fields that are not here reach the chat template too.
 
-    role: Annotated[str, Meta(max_length=64)]
-    """system, developer (read as system), user or assistant."""
-    content: str | Annotated[list[ContentPart], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
-    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
+    :func:`~chairlift.tokenizer.messages.normalize_messages` checks messages, from HTTP as from Python.
+    """
+
+    role: str
+    """system, developer (read as system where the template does not know it), user, assistant, tool, function, or a
+    role that the chat template names."""
+    content: str | list[ContentPart] | None = None
+    """Only an assistant's message with tool_calls or reasoning may be without."""
+    name: str | None = None
+    reasoning_content: str | None = None
+    """What the assistant thought; clients send it back as ``reasoning`` or ``thinking`` too."""
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+AnyMessage = Annotated[dict[str, Any], Meta(max_length=64, extra_json_schema={"$ref": "#/components/schemas/Message"})]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)]
+    messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=_MAX_MESSAGES)]
     max_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     """The newer name of max_tokens; it wins over it. Without either: as many as fit."""
@@ -231,7 +242,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: ModelName | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
+    messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     """For a prompt only: the chat template writes its own."""
     add_generation_prompt: bool | None = None
@@ -263,6 +274,12 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "guided_regex": ((), _GRAMMAR),
     "guided_choice": ((), _GRAMMAR),
     "guided_grammar": ((), _GRAMMAR),
+    "structural_tag": ((), _GRAMMAR),
+    "json_schema": ((), _GRAMMAR),
+    "grammar": ((), _GRAMMAR),
+    "regex": ((), _GRAMMAR),
+    "ebnf": ((), _GRAMMAR),
+    "extra_body": ((), "it is an argument of OpenAI's Python client, not a field; send what is in it as fields"),
     "modalities": ((["text"],), 'answers are text; leave it out or send ["text"]'),
     "audio": ((), "answers are text; leave it out"),
     "web_search_options": ((), "the server looks nothing up; leave it out"),
@@ -281,7 +298,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "best_of": ((1,), _TEXT_ONLY),
     "add_special_tokens": ((), "the chat template writes its own special tokens; leave it out"),
     "max_completion_tokens": ((), "it belongs to /v1/chat/completions; use max_tokens"),
-    "top_logprobs": ((), "it belongs to /v1/chat/completions; give logprobs a number"),
+    "top_logprobs": ((0,), "it belongs to /v1/chat/completions; give logprobs a number"),
     "continue_final_message": ((), _CHAT_ONLY),
     "chat_template_kwargs": ((), _CHAT_ONLY),
 }
@@ -318,8 +335,8 @@ def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]
             continue
         if name not in REFUSED:
             ignored.append(name)
-        elif value and value not in REFUSED[name][0]:
-            message = f"{name} is {_repr.repr(value)}, which is not supported: {REFUSED[name][1]}"
+        elif not _asks_for_nothing(name, value):
+            message = f"{name} is {_given(value)}, which is not supported: {REFUSED[name][1]}"
             raise ApiError(400, message, code="unsupported_parameter", param=name)
     floats = ((name, value) for name, value in body.items() if isinstance(value, float) and value.is_integer())
     whole = {name: int(value) for name, value in floats if name in _whole_numbers(struct_type)}
@@ -368,6 +385,15 @@ def no_prompt_logprobs_in_stream(request: GenerationRequest) -> None:
         raise ApiError(400, message, code="invalid_value", param="prompt_logprobs")
 
 
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether a refused field has a value that asks for what happens anyway. 0 does so only where it is listed."""
+    harmless, reason = REFUSED[name]
+    empty = value is False or (isinstance(value, (str, list, dict)) and not value)
+    return (empty and reason is not _GRAMMAR) or any(
+        value == each and isinstance(value, bool) is isinstance(each, bool) for each in harmless
+    )
+
+
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 
 
@@ -389,13 +415,9 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _ignored_inside(struct_type: type[msgspec.Struct], body: Mapping[str, Any]) -> list[str]:
-    """Unknown names in messages and stream_options, which have the right form already."""
-    known, found = _field_names(struct_type), dict[str, None]()
-    for message in (body.get("messages") or ()) if "messages" in known else ():
-        found |= {f"messages.{name}": None for name, v in message.items() if v and name not in _field_names(Message)}
-    options = (body.get("stream_options") or {}) if "stream_options" in known else {}
-    found |= {f"stream_options.{name}": None for name in options if name not in _field_names(StreamOptions)}
-    return list(found)
+    """Unknown names in stream_options, which has the right form already."""
+    options = (body.get("stream_options") or {}) if "stream_options" in _field_names(struct_type) else {}
+    return [f"stream_options.{name}" for name in options if name not in _field_names(StreamOptions)]
 
 
 @functools.cache

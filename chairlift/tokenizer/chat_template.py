@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jinja2
@@ -17,12 +18,13 @@ import jinja2.sandbox
 import jinja2.utils
 
 from chairlift.errors import RequestError, TemplateError
+from chairlift.tokenizer.messages import normalize_messages
+from chairlift.tokenizer.template_forms import TemplateForms
 
-__all__ = ["MAX_TEXT", "ChatTemplate", "check_variables", "normalize_messages"]
+__all__ = ["MAX_TEXT", "ChatTemplate", "check_variables"]
 
 MAX_TEXT: Final = 16 * 1024 * 1024
 """Characters a template may render or build by repetition; far above any model's context."""
-_MESSAGE_KEYS: Final = ("role", "content", "name")
 _INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 _OPTIONAL_INPUTS: Final = ("tools", "documents", "chat_template")
 _END_OF_FINAL_MESSAGE: Final = "CHAIRLIFT_END_OF_FINAL_MESSAGE"
@@ -35,6 +37,8 @@ class ChatTemplate:
     ``named_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template. ``max_chars`` bounds what it may
     render. Memory and time have no bound here: where messages come from strangers use
     :class:`~chairlift.tokenizer.template_worker.TemplateWorker`.
+
+    Messages are given to the template as it takes them (:class:`~chairlift.tokenizer.template_forms.TemplateForms`).
     """
 
     def __init__(
@@ -55,28 +59,42 @@ class ChatTemplate:
         """The text of a chat, ready for ``Tokenizer.encode(text, add_special_tokens=False)``.
 
         ``messages`` are dicts with a ``role`` and a ``content``: a string, or text parts
-        (``[{"type": "text", "text": ...}]``), which are joined by newlines. ``add_generation_prompt`` opens the
-        assistant's turn. ``continue_final_message`` leaves the last message open instead, for the model to go on with
-        it. ``scalars`` are further variables (``enable_thinking=False``): text, numbers, booleans, None.
+        (``[{"type": "text", "text": ...}]``). A template that prints parts gets them; for others they are joined by
+        newlines. All other keys (``reasoning_content``, ``tool_calls``, ...) reach the template too.
+        ``add_generation_prompt`` opens the assistant's turn. ``continue_final_message`` leaves the last message open
+        instead, for the model to go on with it. ``scalars`` are further variables (``enable_thinking=False``): text,
+        numbers, booleans, None.
 
-        Raises :class:`~chairlift.errors.RequestError` for messages of another form and
-        :class:`~chairlift.errors.TemplateError` when there is no template or it fails.
+        Raises :class:`~chairlift.errors.RequestError` for messages of another form, or in a role that the template
+        prints nothing of, and :class:`~chairlift.errors.TemplateError` when there is no template or it fails.
         """
         check_variables(scalars)
         plain = normalize_messages(messages)
+        chat = self._forms.fit(plain)
         if continue_final_message:
-            plain[-1]["content"] += f"{_END_OF_FINAL_MESSAGE} "
-        variables: dict[str, Any] = dict.fromkeys(_INPUTS[:3]) | self._named_tokens | scalars
-        variables |= {
-            "messages": plain,
-            "add_generation_prompt": add_generation_prompt and not continue_final_message,
-        }
-        text = self._generate(variables)
+            chat[-1]["content"] += f"{_END_OF_FINAL_MESSAGE} "
+        text = self._render(chat, add_generation_prompt and not continue_final_message, scalars)
         return _up_to_final_message(text) if continue_final_message else text
+
+    def _render(
+        self, chat: list[dict[str, Any]], add_generation_prompt: bool, scalars: Mapping[str, Any] | None = None
+    ) -> str:
+        variables: dict[str, Any] = dict.fromkeys(_INPUTS[:3]) | self._named_tokens | dict(scalars or {})
+        return self._generate(variables | {"messages": chat, "add_generation_prompt": add_generation_prompt})
+
+    def parse(self) -> None:
+        """Raise :class:`~chairlift.errors.TemplateError` for a template that is no Jinja. Nothing of it runs, where
+        :meth:`compile` computes what is constant."""
+        if self._source is not None:
+            _ = self._tree
 
     def compile(self) -> None:
         """Compile the template now instead of at the first chat; raises :class:`~chairlift.errors.TemplateError`."""
         _ = self._template
+
+    def check(self) -> None:
+        """Compile the template, and render a small chat; raises :class:`~chairlift.errors.TemplateError`."""
+        self.render([{"role": "user", "content": "Hi"}])
 
     def _generate(self, variables: dict[str, Any]) -> str:
         template = self._template
@@ -98,18 +116,35 @@ class ChatTemplate:
         return "".join(pieces)
 
     @functools.cached_property
-    def _template(self) -> jinja2.Template:
+    def _forms(self) -> TemplateForms:
+        _ = self._template  # raises what is wrong with it
+        return TemplateForms(self._tree, self._render)
+
+    @functools.cached_property
+    def _tree(self) -> jinja2.nodes.Template:
         if self._source is None:
             raise TemplateError(
                 "this model has no chat template; send a plain prompt or token ids instead (generate), "
                 "or put a chat_template.jinja into the model directory"
             )
-        try:
-            return _environment().from_string(self._source)
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"the chat template is invalid at line {error.lineno}: {_one_line(error)}") from None
-        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
-            raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}") from None
+        with _complaining():
+            return _environment().parse(self._source)
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        _ = self._tree
+        with _complaining():
+            return _environment().from_string(self._source or "")
+
+
+@contextlib.contextmanager
+def _complaining() -> Iterator[None]:
+    try:
+        yield
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(f"the chat template is invalid at line {error.lineno}: {_one_line(error)}") from None
+    except (jinja2.TemplateError, RecursionError, MemoryError) as error:
+        raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}") from None
 
 
 def check_variables(scalars: Mapping[str, Any]) -> None:
@@ -121,57 +156,6 @@ def check_variables(scalars: Mapping[str, Any]) -> None:
                 f"chat template variable {name!r:.80} must be a string, number, boolean or null and none of "
                 f"{', '.join(_INPUTS)}, got {type(value).__name__}"
             )
-
-
-def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Plain ``{role, content}`` dicts of strings, a ``name`` kept, what is null or empty left out.
-
-    Raises :class:`~chairlift.errors.RequestError`.
-    """
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(
-            f"messages must be a list like [{{'role': 'user', 'content': 'Hi'}}], got {type(messages).__name__}"
-        )
-    if not messages:
-        raise RequestError("messages is empty; send at least one")
-    return [_message(i, message) for i, message in enumerate(messages)]
-
-
-def _message(index: int, message: Any) -> dict[str, str]:
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise RequestError(f"{where} must be an object with role and content, got {type(message).__name__}")
-    # OpenAI's clients and Parquet give a message every field of its kind: those without a value say nothing.
-    unknown = [str(key) for key, value in message.items() if key not in _MESSAGE_KEYS and not _is_nothing(value)]
-    if unknown:
-        raise RequestError(f"{where} has unknown keys {', '.join(unknown)[:80]}; known are {', '.join(_MESSAGE_KEYS)}")
-    plain = {"role": message.get("role"), "content": _content(where, message.get("content"))}
-    if message.get("name") is not None:
-        plain["name"] = message["name"]
-    for key in plain.keys() - {"content"}:
-        if not isinstance(plain[key], str) or not plain[key]:
-            raise RequestError(f"{where}.{key} must be a non-empty string, got {str(plain[key])[:40]!r}")
-    # str() drops subclasses, whose extra methods the sandbox would let a template call.
-    return {key: str.__str__(value) for key, value in plain.items()}
-
-
-def _is_nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, (list, tuple, dict)) and not value)
-
-
-def _content(where: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence) and not isinstance(content, bytes):
-        texts = [
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
-        ]
-        if texts and all(isinstance(text, str) for text in texts):
-            return "\n".join(text for text in texts if isinstance(text, str))
-    raise RequestError(
-        f"{where}.content must be a string or a list of text parts "
-        f'([{{"type": "text", "text": "..."}}]; images and audio are not supported), got {str(content)[:60]!r}'
-    )
 
 
 def _one_line(error: Exception) -> str:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from chairlift.errors import PromptTooLongError, RequestError, TemplateError
+from chairlift.errors import OverloadedError, PromptTooLongError, RequestError, TemplateError
 from chairlift.tokenizer.bad_words import spellings, word_ids
-from chairlift.tokenizer.chat_template import normalize_messages
+from chairlift.tokenizer.messages import normalize_messages, text_size
 from chairlift.tokenizer.template_worker import TemplateWorker
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tokenizer.turns import Turns
 
 __all__ = ["Encoder"]
+
+_log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 512
 """Characters that are tokenized on the event loop: they take less than a millisecond."""
@@ -46,9 +49,16 @@ class Encoder:
             self._templates = TemplateWorker(template, tokenizer.named_tokens, most_waiting=most_waiting)
 
     async def start(self) -> None:
-        """Have a worker for chat templates ready. Raises OverloadedError when none can be started."""
+        """Have a worker for chat templates ready, and say so if the template cannot work. Raises OverloadedError when
+        none can be started."""
         if self._templates is not None:
             await self._templates.start()
+            try:
+                await self._templates.check()
+            except (RequestError, TemplateError) as error:
+                _log.warning("completions work, but chats will be refused: %s", error)
+            except OverloadedError as error:
+                _log.warning("the chat template was not checked: %s", error)
 
     async def close(self) -> None:
         """End the workers. Chats under way end with an error."""
@@ -104,7 +114,7 @@ class Encoder:
         if self._templates is None:
             raise TemplateError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
         plain = normalize_messages(messages)
-        self._check_length("the messages have", sum(len(message["content"]) for message in plain))
+        self._check_length("the messages have", text_size(plain))
         text = await self._templates.render(
             plain, add_generation_prompt, variables, continue_final_message=continue_final_message
         )

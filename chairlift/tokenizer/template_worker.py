@@ -23,7 +23,8 @@ from typing import IO, Any, Final
 
 from chairlift.errors import OverloadedError, RequestError, TemplateError, WorkerLostError
 from chairlift.parent import die_with_parent, has_ended, kill_child
-from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables, normalize_messages
+from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables
+from chairlift.tokenizer.messages import normalize_messages
 from chairlift.tokenizer.turns import Turns
 
 __all__ = ["TemplateWorker"]
@@ -96,6 +97,16 @@ class TemplateWorker:
         """Have a worker ready before the first chat. Raises OverloadedError when none can be started."""
         if self._has_template and not self._idle:
             self._idle.append(await self._start_process())
+
+    async def check(self) -> None:
+        """Raise what every chat will: TemplateError for a template that is invalid or fails for a small chat, or
+        RequestError for one that takes too long. A model without a template is fine."""
+        if self._has_template:
+            self._starting = True  # no spare for it
+            try:
+                await self._exchange({"check": True})
+            finally:
+                self._starting = False
 
     async def render(
         self,
@@ -375,6 +386,9 @@ def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 def _reply(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
     try:
+        if "check" in chat:
+            template.check()
+            return {"text": ""}
         text = template.render(
             chat["messages"], chat["add_generation_prompt"], chat["continue_final_message"], **chat["variables"]
         )

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import tokenizers
 
 from chairlift.errors import ConfigError
-from chairlift.tokenizer.chat_template import ChatTemplate, normalize_messages
+from chairlift.tokenizer.chat_template import ChatTemplate
+from chairlift.tokenizer.messages import normalize_messages
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.train.sequences import read_sample
 

@@ -66,8 +66,9 @@ def test_a_broken_chat_template_is_found(chairlift: Run, model_dir: Path, tmp_pa
     (broken / "chat_template.jinja").write_text("{% for %}")
     code, _, err = chairlift("check", broken, "--num-kv-blocks", "64")
     assert code == 2
-    assert len(err) == 1
-    assert "chat template" in err[0]
+    warning, error = err
+    assert "warning: prompts work, but chats will be refused" in warning
+    assert "error: the chat template is invalid at line 1" in error
 
 
 def test_an_empty_name_is_not_the_bundled_model(chairlift: Run) -> None:

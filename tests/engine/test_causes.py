@@ -165,7 +165,7 @@ def test_whoever_does_not_fit_into_memory_waits_for_blocks() -> None:
 def test_prompts_that_fill_the_budget_make_others_wait_for_tokens() -> None:
     line = Timeline()
     line.add("a", 48, 1)
-    line.add("b", 8, 1)
+    line.add("b", 48, 1)  # a smaller one would share the budget
     charged = line.run()
     assert charged["b"]["waiting_tokens"] == pytest.approx(3 * (STEP + 16 * TOKEN) + 3 * HOST)
     assert "tokens" in line.held_up_by()

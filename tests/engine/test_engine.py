@@ -307,18 +307,18 @@ def test_the_step_log_says_who_did_what_and_why() -> None:
     log = list(engine.step_log)
     rows = [[(row.request_id, row.num_tokens, row.why) for row in record.rows] for record in log]
     assert rows == [
-        [("a", 6, "prefill")],
-        [("a", 2, "prefill"), ("b", 3, "prefill")],
+        [("a", 4, "prefill"), ("b", 2, "prefill")],
+        [("a", 4, "prefill"), ("b", 1, "prefill")],
         [("a", 1, "decode"), ("b", 1, "decode")],
         [("a", 1, "decode")],
     ]
     assert [record.num_tokens for record in log] == [6, 5, 2, 1]
-    assert [record.num_waiting for record in log] == [1, 0, 0, 0]
+    assert [record.num_waiting for record in log] == [0, 0, 0, 0]
     assert [record.finished for record in log] == [(), (), ("b",), ("a",)]
     # Two blocks of four for a, one for b; then one more each where a position opens it.
-    assert [record.unused_slots for record in log] == [8 - 6, 12 - 11, 16 - 13, 12 - 10]
-    assert [record.padding_avoided for record in log] == [0, 3 * 2 - 5, 0, 0]
-    assert [record.blocks.used for record in log] == [2, 3, 4, 3]
+    assert [record.unused_slots for record in log] == [12 - 6, 12 - 11, 16 - 13, 12 - 10]
+    assert [record.padding_avoided for record in log] == [4 * 2 - 6, 4 * 2 - 5, 0, 0]
+    assert [record.blocks.used for record in log] == [3, 3, 4, 3]
 
 
 def test_a_prefix_read_from_the_cache_is_reported() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from chairlift.outputs import Logprob
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.app import make_app
 from chairlift.server.chat import _logprobs
+from chairlift.tokenizer import ChatTemplate
 from tests.server.fake_engine import FakeEngine, make_state
 
 PATH = "/v1/chat/completions"
@@ -136,6 +138,18 @@ def test_the_official_client_raises_its_errors(client: openai.OpenAI, engine: Fa
         list(create(stream=True, max_tokens=50, extra_body={"ignore_eos": True}))
 
 
+@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice", "structured_outputs"])
+@pytest.mark.parametrize("value", [{}, {"json": {}}, "", []])
+def test_no_format_is_promised_and_not_kept(client: openai.OpenAI, name: str, value: Any) -> None:
+    """Neither by the client's ``extra_body`` nor by a field of that name, which some send."""
+    for body in ({name: value}, {"extra_body": {name: value}}):
+        with pytest.raises(openai.BadRequestError, match="not supported"):
+            client.chat.completions.create(model="fake", messages=MESSAGES, extra_body=body)
+        with pytest.raises(openai.BadRequestError, match="not supported"):
+            client.completions.create(model="fake", prompt="Hi", extra_body=body)
+    assert client.completions.create(model="fake", prompt="Hi", extra_body={name: None}, max_tokens=1).choices
+
+
 def test_a_stream_closed_early_ends_the_request(client: openai.OpenAI, engine: FakeEngine) -> None:
     with client.chat.completions.create(model="fake", messages=MESSAGES, stream=True) as stream:
         next(iter(stream))
@@ -188,16 +202,58 @@ def test_roles_and_parts(http: TestClient, engine: FakeEngine) -> None:
     assert engine.submitted[0][0] == engine.submitted[1][0]
 
 
+GUARD = "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{{ part.text }}{% endfor %}\n{% endfor %}"
+SHOWS_ALL = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+CALL = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+TOOL_CHAT = [
+    {"role": "user", "content": "Look!", "name": "Ann", "mood": {"good": True}},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm.", "refusal": None},
+    {"role": "tool", "content": "Blue.", "tool_call_id": "call12345", "name": "look"},
+    {"role": "assistant", "content": "It is blue.", "reasoning": "Easy."},
+    {"role": "user", "content": PARTS},
+]
+
+
+def test_a_guard_model_sees_what_the_user_says(
+    http: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.tokenizer is not None
+    monkeypatch.setattr(engine.tokenizer, "chat_template", GUARD)
+    for content, shown in (("Is this safe?", "Is this safe?"), (PARTS, "ab")):
+        assert ask(http, messages=[{"role": "user", "content": content}], max_tokens=1).status_code == 200
+        assert engine.tokenizer.decode(engine.submitted[-1][0], False) == f"user: {shown}"
+
+
+@pytest.mark.parametrize("template", [None, GUARD.replace("part.text", "part.text or part"), SHOWS_ALL])
+def test_every_key_of_a_message_reaches_the_template_as_in_python(
+    http: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, template: str | None
+) -> None:
+    assert engine.tokenizer is not None
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template or engine.tokenizer.chat_template)
+    reply = ask(http, messages=TOOL_CHAT, max_tokens=1)
+    assert reply.status_code == 200 and "warning" not in reply.headers
+    given = copy.deepcopy(TOOL_CHAT)
+    text = ChatTemplate(engine.tokenizer.chat_template, engine.tokenizer.named_tokens).render(given)
+    assert engine.tokenizer.decode(engine.submitted[-1][0], False) == text
+    assert http.post("/tokenize", json={"messages": TOOL_CHAT}).json()["tokens"] == engine.submitted[-1][0]
+    if template == SHOWS_ALL:
+        for each in ('"reasoning_content": "Hm."', '"arguments": {"at": "sky"}', '"tool_call_id"', '"mood"', "Easy."):
+            assert each in text
+
+
 BAD_MESSAGES = [
     ({"role": "pilot", "content": "x"}, "messages[0].role", "must be one of system, developer, user, assistant"),
-    ({"role": "tool", "content": "x"}, "messages[0]", "tools are not supported"),
-    ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages[0]", "tools are not supported"),
-    ({"role": "user"}, "messages[0].content", "got null"),
-    ({"role": "user", "content": []}, "messages[0].content", "1 to 1024 entries"),
+    ({"role": "assistant", "content": None, "tool_calls": 3}, "messages[0].tool_calls", "must be a list of objects"),
+    ({"role": "user"}, "messages[0].content", "it is missing"),
+    ({"role": "user", "content": None}, "messages[0].content", "got null"),
+    ({"role": "user", "content": []}, "messages[0].content", "at least one"),
     ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]", "image_url"),
     ({"role": "user", "content": [{"type": "refusal", "text": "No"}]}, "messages[0].content[0]", "refusal"),
     ({"role": "user", "content": [{"type": "text", "text": None}]}, "messages[0].content[0]", "got no text"),
-    ({"role": "user", "content": [{"text": "x"}]}, "messages[0].content[0].type", "missing"),
+    ({"role": "user", "content": [{"text": "x"}]}, "messages[0].content[0]", "must be a text part"),
+    ({"content": "x"}, "messages[0].role", "is missing"),
+    ("x", "messages[0]", "must be an object"),
 ]
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from chairlift.engine.async_engine import EngineState
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
 from chairlift.server import lifecycle
 from chairlift.server.app import make_app
-from chairlift.server.lifecycle import ExitCode, Stop, banner, bind, serve, served_names
+from chairlift.server.lifecycle import ExitCode, Stop, banner, bind, serve, served_names, start_engine
 from tests.server.harness import INFO, PATIENCE, Connection, Endpoints, StateOnlyEngine, make_state, run, until
 
 
@@ -277,6 +278,25 @@ def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port}.*--port"):
             asyncio.run(serve(ServerConfig(port=port), EngineConfig(), stop=None, start_engine=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("{{ messages }}\n{% for %}", r"chat\.jinja: the chat template is invalid at line 2: .*--chat-template"),
+        ("\n\n{{ messages | shout }}", r"chat\.jinja: the chat template is invalid at line 3: .*shout"),
+        (None, r"cannot read the chat template .*chat\.jinja: No such file"),
+        (b"\xff", r"chat\.jinja: it is not UTF-8 text"),
+    ],
+)
+def test_a_broken_chat_template_is_told_before_anything_is_loaded(
+    tmp_path: Path, template: str | bytes | None, complaint: str
+) -> None:
+    file = tmp_path / "chat.jinja"
+    if template is not None:
+        file.write_bytes(template if isinstance(template, bytes) else template.encode())
+    with pytest.raises(ConfigError, match=complaint):
+        start_engine(EngineConfig(), ServerConfig(chat_template=str(file)), lambda *_: None)
 
 
 def test_a_host_without_an_address_is_told() -> None:

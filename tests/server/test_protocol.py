@@ -96,6 +96,9 @@ KNOWN = [
 ]
 
 
+FORMATS = [name for name in REFUSED if REFUSED[name][1] is protocol._GRAMMAR]
+
+
 def rows() -> dict[str, set[str]]:
     """The docstring's table: what happens -> fields."""
     texts: dict[str, str] = {}
@@ -139,8 +142,25 @@ def test_what_changes_the_meaning_is_refused(name: str) -> None:
         error = refusal(kind, {**body, name: {"some": "value"}})
         assert (error.param, error.code) == (name, "unsupported_parameter")
         assert name in error.message
-        for value in (None, False, [], {}, "", *harmless):
+        empty = () if name in FORMATS else (False, [], {}, "")
+        for value in (None, *empty, *harmless):
             assert parse(kind, {**body, name: value})[1] == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [{}, [], "", False, 0, True, {"json": {}}, {"json": None}, "a+", ["a", "b"]])
+def test_a_format_is_asked_for_by_an_empty_value_too(name: str, value: Any) -> None:
+    """An answer in any form is no answer to ``guided_json: {}``, which asks for JSON."""
+    for kind, body in [*BODIES, (TokenizeRequest, TEXT)]:
+        error = refusal(kind, {**body, name: value})
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+        assert parse(kind, {**body, name: None})[1] == []
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "length_penalty", "max_completion_tokens"])
+def test_nought_is_a_number(name: str) -> None:
+    assert "is 0, which is not supported" in refusal(CompletionRequest, {**TEXT, name: 0}).message
+    assert parse(CompletionRequest, {**TEXT, "length_penalty": 1.0, "top_logprobs": 0})[1] == []
 
 
 @pytest.mark.parametrize("name", sorted(rows()["ignored"]))
@@ -151,9 +171,8 @@ def test_hints_are_ignored_and_named(name: str) -> None:
 
 
 def test_unknown_names_inside_are_reported() -> None:
-    message = {"role": "user", "content": "Hi", "refusal": None, "tool_calls": [], "mood": "good"}
-    body = {"messages": [message, message], "stream_options": {"include_obfuscation": False}}
-    assert parse(ChatRequest, body)[1] == ["messages.mood", "stream_options.include_obfuscation"]
+    body = {**CHAT, "stream_options": {"include_obfuscation": False}}
+    assert parse(ChatRequest, body)[1] == ["stream_options.include_obfuscation"]
     assert parse(CompletionRequest, {**TEXT, "messages": 5})[1] == ["messages"]
 
 
@@ -221,8 +240,8 @@ def test_refusals_tell_another_type_from_another_value() -> None:
 def test_missing_fields_are_named() -> None:
     assert refusal(ChatRequest, {}).param == "messages"
     assert refusal(CompletionRequest, {}).param == "prompt"
-    error = refusal(ChatRequest, {"messages": [{"role": "user"}, {"content": "x"}]})
-    assert (error.param, error.code) == ("messages[1].role", "missing_required_parameter")
+    error = refusal(ChatRequest, {"messages": [{"role": "user", "content": "x"}, 5]})
+    assert (error.param, error.code) == ("messages[1]", "invalid_type")
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])

@@ -152,9 +152,9 @@ def test_text_parts_are_joined_and_variables_reach_the_template() -> None:
     assert template.render(chat, level=None, bos_token="<b>") == "one\ntwo|Ann|None|<b>"
 
 
-def test_what_is_null_or_empty_says_nothing() -> None:
+def test_what_is_null_says_nothing() -> None:
     template = ChatTemplate("{{ messages[0] | tojson }}{{ tools }}")
-    nothing = {"name": None, "refusal": None, "tool_calls": [], "function_call": {}, "audio": None, "annotations": ()}
+    nothing = {"name": None, "refusal": None, "tool_calls": [], "function_call": None, "audio": None}
     shown = template.render(
         [{"role": "user", "content": "", **nothing}], tools=None, documents=None, chat_template=None
     )
@@ -165,9 +165,21 @@ class _Sneaky(str):
     secret = "unreachable"
 
 
-def test_only_plain_strings_reach_the_template() -> None:
-    template = ChatTemplate("[{{ messages[0].content.secret }}]")
-    assert template.render([{"role": "user", "content": _Sneaky("x")}]) == "[]"
+@pytest.mark.parametrize("key", ["content", "name", "mood", "tags[0]", "nested.inner", "content[0].text"])
+def test_only_plain_data_reaches_the_template(key: str) -> None:
+    shown = "{% for part in messages[0].content %}{{ part.text.secret }}{% endfor %}"
+    template = ChatTemplate("[" + (shown if "[0].text" in key else "{{ messages[0]." + key + ".secret }}") + "]")
+    sneaky = {"name": _Sneaky("x"), "mood": _Sneaky("x"), "tags": [_Sneaky("x")], "nested": {"inner": _Sneaky("x")}}
+    content = [{"type": "text", "text": _Sneaky("x")}] if key.startswith("content[") else _Sneaky("x")
+    assert template.render([{"role": "user", "content": content, **sneaky}]) == "[]"
+
+
+def test_a_message_may_be_as_deep_as_a_body() -> None:
+    deep: Any = "x"
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(RequestError, match="at most 64 deep"):
+        ChatTemplate(CHATML).render([{"role": "user", "content": "Hi", "deep": deep}])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +190,7 @@ def test_only_plain_strings_reach_the_template() -> None:
         (5, "must be a list"),
         ([], "empty"),
         (["Hi"], r"messages\[0\] must be an object"),
-        ([{"content": "Hi"}], r"messages\[0\]\.role must be a non-empty string"),
+        ([{"content": "Hi"}], r"messages\[0\]\.role is missing; it is required"),
         ([{"role": "", "content": "Hi"}], "non-empty string"),
         ([{"role": 1, "content": "Hi"}], "non-empty string"),
         ([{"role": "user"}], r"messages\[0\]\.content must be"),
@@ -186,10 +198,23 @@ def test_only_plain_strings_reach_the_template() -> None:
         ([{"role": "user", "content": []}], "content must be"),
         ([{"role": "user", "content": b"Hi"}], "content must be"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "images and audio"),
-        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content must be"),
-        ([{"role": "user", "content": [{"type": "input_image", "text": "a cat"}]}], "content must be"),
-        ([{"role": "user", "content": ["Hi"]}], "content must be"),
-        ([{"role": "user", "content": "Hi", "tool_calls": [3]}], "unknown keys tool_calls"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], r"content\[0\] must be .* got no text"),
+        ([{"role": "user", "content": [{"type": "input_image", "text": "a cat"}]}], "got type 'input_image'"),
+        ([{"role": "user", "content": ["Hi"]}], r"messages\[0\]\.content\[0\] must be a text part .* got 'Hi'"),
+        (
+            [{"role": "user", "content": "Hi", "tool_calls": [3]}],
+            r"messages\[0\]\.tool_calls must be a list of objects",
+        ),
+        ([{"role": "assistant", "refusal": "No"}], r"messages\[0\]\.content must be .* it is missing"),
+        ([{"role": "user", "content": None, "reasoning": "x"}], "only an assistant's message"),
+        (
+            [{"role": "user", "content": "Hi", "when": datetime.date(2024, 1, 1)}],
+            r"messages\[0\]\.when must be .* got date",
+        ),
+        ([{"role": "user", "content": "Hi", "ids": [1, 2**64]}], r"messages\[0\]\.ids\[1\] must be"),
+        ([{"role": "user", "content": "Hi", "map": {1: 2}}], r"messages\[0\]\.map must be"),
+        ([{"role": "user", "content": "Hi", 3: 4}], r"messages\[0\] has a key that is no text"),
+        ([{"role": "pilot", "content": "Hi"}], r"messages\[0\]\.role must be one of system, .* got 'pilot'"),
         ([{"role": "user", "content": "Hi", "name": ""}], r"messages\[0\]\.name"),
         ([{"role": "user", "content": "Hi"}, 3], r"messages\[1\]"),
     ],

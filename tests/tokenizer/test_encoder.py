@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.errors import PromptTooLongError, QueueFullError
+from chairlift.errors import PromptTooLongError, QueueFullError, TemplateError
 from chairlift.tokenizer.encoder import Encoder
 from tests.server.fake_engine import byte_tokenizer
 
@@ -42,7 +42,7 @@ def test_a_conversation_that_cannot_fit_is_refused_before_it_is_laid_out() -> No
     async def main() -> None:
         encoder = Encoder(byte_tokenizer(), 1000, 8)
         for content in ("x" * 32_001, [{"type": "text", "text": "x" * 32_001}]):
-            with pytest.raises(PromptTooLongError, match=r"64,00\d characters, but the model takes 1,000 tokens"):
+            with pytest.raises(PromptTooLongError, match=r"64,0\d\d characters, but the model takes 1,000 tokens"):
                 await encoder.encode_chat([{"role": "user", "content": content}] * 2, True, False, {})
         assert encoder._templates is not None and encoder._templates.pids == []  # nothing was even begun
         fits = [{"role": "user", "content": "x" * 31_000}] * 2
@@ -148,3 +148,49 @@ def test_bad_words_are_tokenized_like_texts() -> None:
         assert tokenizer.texts[-1] == ("( y", True)
 
     asyncio.run(main())
+
+
+class Templated:
+    """A tokenizer, as far as a worker for its template asks."""
+
+    named_tokens: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, chat_template: str | None) -> None:
+        self.chat_template = chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [len(text)]
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ messages[0].content }}", None),
+        (None, None),
+        ("x\n{% for %}", "invalid at line 2"),
+        ("{{ messages | shout }}", "No filter named 'shout'"),
+        ("{{ raise_exception('no tools') }}", "refused the messages: no tools"),
+        ("{{ tools.items() }}", "'None' has no attribute 'items'"),
+    ],
+)
+def test_a_models_own_broken_template_is_told_once_at_the_start(
+    caplog: pytest.LogCaptureFixture, template: str | None, told: str | None
+) -> None:
+    async def main() -> None:
+        tokenizer: Any = Templated(template)
+        encoder = Encoder(tokenizer, 1000, 8)
+        await encoder.start()
+        assert encoder._templates is not None and len(encoder._templates.pids) == (template is not None)
+        assert await encoder.encode("text") == [4]
+        if template is None or told:
+            for _ in range(2):
+                with pytest.raises(TemplateError, match=told or "no chat template"):
+                    await encoder.encode_chat([{"role": "user", "content": "Hi"}], True, False, {})
+        else:
+            assert await encoder.encode_chat([{"role": "user", "content": "Hi"}], True, False, {}) == [2]
+        await encoder.close()
+
+    with caplog.at_level("WARNING", "chairlift"):
+        asyncio.run(main())
+    assert len(caplog.records) == (told is not None)
+    assert told is None or (told in caplog.text and "completions work" in caplog.text)

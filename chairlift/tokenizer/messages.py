@@ -1,0 +1,126 @@
+"""Chat messages as callers send them: checked by one validator for HTTP, Python and training, and made plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from chairlift.errors import RequestError
+
+__all__ = ["REASONING_KEYS", "normalize_messages", "text_size"]
+
+REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names under which clients send an assistant's reasoning back. The first that is there counts, as in transformers."""
+_SAYS_SOMETHING: Final = ("tool_calls", "function_call", *REASONING_KEYS)
+"""An assistant's message may lack a content where it has one of these."""
+_MAX_DEPTH: Final = 64
+"""Of lists and objects inside each other; as deep as a body may be."""
+_LONGEST: Final = 60
+"""Characters of a caller's value in an error."""
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """New dicts of exact plain types, with every key that has a value: the chat template decides what it reads.
+
+    A ``role`` is required. A ``content`` is a text or a list of text parts; it may be missing from an assistant's
+    message with tool calls or reasoning. Keys whose value is null are left out, as transformers does, and so is an
+    empty ``tool_calls``, as vLLM does: clients send every field that a message could have.
+
+    Raises :class:`~chairlift.errors.RequestError` that begins with the path of what is wrong.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(
+            f"messages must be a list like [{{'role': 'user', 'content': 'Hi'}}], got {type(messages).__name__}"
+        )
+    if not messages:
+        raise RequestError("messages is empty; send at least one")
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def text_size(value: Any) -> int:
+    """Characters of all texts and names in plain data."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(len, value)) + sum(map(text_size, value.values()))
+    return sum(map(text_size, value)) if isinstance(value, list) else 0
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be an object with role and content, got {type(message).__name__}")
+    plain: dict[str, Any] = {}
+    for key, value in message.items():
+        if not isinstance(key, str):
+            raise RequestError(f"{where} has a key that is no text: {str(key)[:_LONGEST]!r}; name its fields by text")
+        if key == "content":
+            content = _content(where, value)
+        elif value is not None and not (key == "tool_calls" and isinstance(value, (list, tuple)) and not value):
+            content = _plain(f"{where}.{key:.{_LONGEST}}", value, 1)
+        else:
+            continue
+        if content is not None:
+            plain[str.__str__(key)] = content
+    if "role" not in plain:
+        raise RequestError(f"{where}.role is missing; it is required: system, developer, user, assistant or tool")
+    for key in ("role", "name"):
+        if key in plain and not (isinstance(plain[key], str) and plain[key]):
+            raise RequestError(f"{where}.{key} must be a non-empty string, got {str(plain[key])[:_LONGEST]!r}")
+    calls = plain.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RequestError(
+            f'{where}.tool_calls must be a list of objects ([{{"type": "function", "function": {{"name": ..., '
+            f'"arguments": ...}}}}]), got {str(calls)[:_LONGEST]!r}'
+        )
+    if "content" not in plain and not (plain["role"] == "assistant" and any(plain.get(key) for key in _SAYS_SOMETHING)):
+        got = "got null" if "content" in message else "it is missing"
+        raise RequestError(
+            f"{where}.content must be a string or a list of text parts, {got}; only an assistant's message with "
+            "tool_calls or reasoning_content may be without"
+        )
+    return plain
+
+
+def _content(where: str, content: Any) -> str | list[dict[str, Any]] | None:
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return str.__str__(content)
+    if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
+        raise RequestError(
+            f"{where}.content must be a string or a list of text parts, at least one "
+            f'([{{"type": "text", "text": "..."}}]), got {str(content)[:_LONGEST]!r}'
+        )
+    parts = []
+    for index, part in enumerate(content):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+        if kind != "text" or not isinstance(text, str):
+            got = "no text" if kind == "text" else repr(part)[:_LONGEST] if kind is None else f"type {str(kind)[:40]!r}"
+            raise RequestError(
+                f"{where}.content[{index}] must be a text part ({{'type': 'text', 'text': '...'}}; images and audio "
+                f"are not supported), got {got}"
+            )
+        # Parquet gives every part the fields of all kinds, and templates ask only whether a part has an "image".
+        given = {key: value for key, value in part.items() if value is not None}
+        parts.append(_plain(f"{where}.content[{index}]", given, 2))
+    return parts
+
+
+def _plain(where: str, value: Any, depth: int) -> Any:
+    """Exact types: subclasses have methods that the sandbox would let a template call."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int) and abs(value) < 2**64:
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
+        return [_plain(f"{where}[{index}]", item, depth + 1) for index, item in enumerate(value)]
+    if depth < _MAX_DEPTH and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {str.__str__(key): _plain(f"{where}.{key:.{_LONGEST}}", v, depth + 1) for key, v in value.items()}
+    raise RequestError(
+        f"{where[:200]} must be text, a number of at most 64 bits, true, false, null, or a list or an object (with "
+        f"names of text) of those, at most {_MAX_DEPTH} deep; got {type(value).__name__}"
+    )

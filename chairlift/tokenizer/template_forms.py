@@ -1,0 +1,290 @@
+"""In which form a chat template takes messages: found out once per template, by its syntax tree and by trying.
+
+Some templates concatenate a message's content, some loop over its parts, many do both, and for system messages often
+otherwise than for the user's. Nothing in a model's files says so. A content in the wrong form raises an error at best;
+at worst the text is not there, or there as Python would print a list. transformers hands on what it is given. vLLM
+(``--chat-template-content-format auto``) looks in the syntax tree for a loop over the content, and then makes parts of
+every content. llama.cpp renders small chats and looks for their words; so does this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from jinja2 import nodes
+
+from chairlift.errors import RequestError, TemplateError
+from chairlift.tokenizer.messages import REASONING_KEYS
+
+__all__ = ["ContentForm", "TemplateForms", "loops_over_content"]
+
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+_FIRST: Final = "alphachair"
+"""A word that no template has, for the text of messages tried; and so are the next three."""
+_SECOND: Final = "omegalift"
+_DUMP: Final = "dumpedpart"
+_KEY: Final = "argumentkey"
+
+Render = Callable[[list[dict[str, Any]], bool], str]
+"""Messages, and whether the assistant's turn is opened -> the text. Raises TemplateError."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContentForm:
+    """What a template does with the content of one role's messages."""
+
+    text: bool = True
+    """It prints a string."""
+    parts: bool = False
+    """It prints all of several text parts, and nothing of the list around them."""
+    one_part: bool = False
+    """It prints a list of one text part."""
+
+    def fit(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        """The content as the template takes it; parts that must become one text are joined by newlines, as in vLLM."""
+        if isinstance(content, str):
+            wrapped = not self.text and (self.parts or self.one_part)
+            return [{"type": "text", "text": content}] if wrapped else content
+        if self.parts or (self.one_part and len(content) == 1):
+            return content
+        joined = "\n".join(part["text"] for part in content)
+        return self.fit(joined)
+
+
+class TemplateForms:
+    """The forms in which one template takes messages. ``render`` renders it; each role is tried when it first comes."""
+
+    def __init__(self, tree: nodes.Template, render: Render) -> None:
+        self._render = render
+        self._words = frozenset(c.value for c in tree.find_all(nodes.Const) if isinstance(c.value, str))
+        self._names = self._words | {attribute.attr for attribute in tree.find_all(nodes.Getattr)}
+        self._loops = loops_over_content(tree)
+        self._content: dict[tuple[str, bool], ContentForm | None] = {}
+        self._arguments: str | None = None
+        self._no_content: bool | None = None
+
+    def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Plain messages as the template takes them.
+
+        - The content of each is a string or a list of parts, as the template prints it.
+        - ``developer`` is ``system`` for a template that does not know the word.
+        - An assistant's reasoning is there as ``reasoning_content`` and ``thinking``, as in transformers, and as
+          ``reasoning`` for a template that knows this name.
+        - A message without a content has an empty one, unless the template takes it as it is.
+        - The ``arguments`` of tool calls are objects, unless the template wants JSON text.
+
+        Raises RequestError for a role that the template does not know, or prints nothing of.
+        """
+        return [self._fit(f"messages[{index}]", index, message) for index, message in enumerate(messages)]
+
+    def _fit(self, where: str, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        fitted = {**message, "role": self._role(where, message["role"])}
+        if "content" in fitted:
+            form = self.content(fitted["role"], first=index == 0)
+            if form is None:
+                raise RequestError(
+                    f"{where}.role is {message['role']!r}, but the model's chat template prints nothing of such a "
+                    "message there; put its text into a message of the user"
+                )
+            fitted["content"] = form.fit(fitted["content"])
+        elif not self._takes_no_content():
+            fitted["content"] = self._fitted("assistant", "")
+        reasoning = next((fitted[key] for key in REASONING_KEYS if key in fitted), None)
+        if reasoning is not None:
+            fitted = {"thinking": reasoning, **fitted, "reasoning_content": reasoning}
+            if "reasoning" in self._names:
+                fitted["reasoning"] = reasoning
+        if "tool_calls" in fitted:
+            calls = enumerate(fitted["tool_calls"])
+            fitted["tool_calls"] = [self._call(f"{where}.tool_calls[{i}]", call) for i, call in calls]
+        return fitted
+
+    def _role(self, where: str, role: str) -> str:
+        if role == "developer" and role not in self._words:
+            return "system"
+        if role not in _ROLES and role not in self._words:
+            raise RequestError(
+                f"{where}.role must be one of {', '.join(_ROLES)}, or one that the model's chat template names; got "
+                f"{role[:60]!r}"
+            )
+        return role
+
+    def content(self, role: str, *, first: bool = True) -> ContentForm | None:
+        """How the template takes the content of a role's messages; None when it prints nothing of them.
+
+        ``first`` is whether it is the chat's first message, where a template may look for instructions.
+        """
+        key = (role, first or role not in ("system", "developer"))
+        if key not in self._content:
+            self._content[key] = self._try_content(*key)
+        return self._content[key]
+
+    def _try_content(self, role: str, first: bool) -> ContentForm | None:
+        part = {"type": "text", "text": _FIRST, "unknown": _DUMP}
+        contents = (_FIRST, [part, {**part, "text": _SECOND}], [part])
+        # Per chat and form: printed, not printed, or None for an error, which says nothing.
+        seen: list[tuple[bool | None, ...]] = []
+        for wrapped in (False, True):
+            for chat in _chats(role, first, wrapped):
+                found = tuple(self._prints(chat, content) for content in contents)
+                if any(found) or found[0] is False:
+                    seen.append(found)
+            if any(any(found) for found in seen):
+                break
+        shown = [found for found in seen if any(found)]
+        if not shown:
+            if seen and role != "user" and self._prints_users():
+                return None
+            return ContentForm(parts=self._loops, one_part=self._loops)  # an error, or no word, whatever it is given
+        forms = zip(*shown, strict=True)
+        return ContentForm(*[any(prints) and False not in prints for prints in forms])
+
+    def _prints_users(self) -> bool:
+        """Whether what a user says is in the text at all: it is not where a template only counts messages, say."""
+        form = self.content("user")
+        return form is not None and any(
+            self._prints(chat, form.fit(_FIRST)) for wrapped in (False, True) for chat in _chats("user", True, wrapped)
+        )
+
+    def _prints(self, chat: Callable[[Any], list[dict[str, Any]]], content: Any) -> bool | None:
+        messages = chat(content)
+        try:
+            text = self._render(messages, messages[-1]["role"] != "assistant")
+        except TemplateError:
+            return None
+        first = text.rfind(_FIRST)
+        several = isinstance(content, list) and len(content) > 1
+        return first >= 0 and _DUMP not in text and (not several or text.find(_SECOND, first) >= 0)
+
+    def _takes_no_content(self) -> bool:
+        """Whether it renders a message with tool calls only; some templates add its content to a text."""
+        if self._no_content is None:
+            calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
+            del calling["content"]
+            try:
+                self._render([{"role": "user", "content": self._fitted("user", "x")}, calling], False)
+                self._no_content = True
+            except TemplateError:
+                self._no_content = False
+        return self._no_content
+
+    def _call(self, where: str, call: Mapping[str, Any]) -> dict[str, Any]:
+        inner = call.get("function")
+        if isinstance(inner, dict):
+            return {**call, "function": self._with_arguments(f"{where}.function", inner)}
+        return self._with_arguments(where, call)
+
+    def _with_arguments(self, where: str, function: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = function.get("arguments")
+        if arguments is None:
+            return dict(function)
+        as_text = self._takes_arguments() == "text"
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+        if not as_text and not isinstance(arguments, dict):
+            raise RequestError(
+                f"{where}.arguments must be a JSON object, as it is or as text; got {str(function['arguments'])[:60]!r}"
+            )
+        return {**function, "arguments": arguments}
+
+    def _takes_arguments(self) -> str:
+        if self._arguments is None:
+            given = {_KEY: _FIRST}
+            forms = {"object": self._prints_arguments(given), "text": self._prints_arguments(json.dumps(given))}
+            self._arguments = "text" if forms["text"] and not forms["object"] else "object"
+        return self._arguments
+
+    def _prints_arguments(self, arguments: Any) -> bool:
+        """Whether they are in the text, neither as Python prints an object nor as text in quotes within quotes."""
+        user = {"role": "user", "content": self._fitted("user", "x")}
+        try:
+            text = self._render([user, _calling(arguments), {**user}], True)
+        except TemplateError:
+            try:
+                text = self._render([user, _calling(arguments)], False)
+            except TemplateError:
+                return False
+        return all(word in text for word in (_KEY, _FIRST)) and not any(
+            spoilt in text for spoilt in (f"'{_KEY}'", f'\\"{_KEY}')
+        )
+
+    def _fitted(self, role: str, text: str) -> Any:
+        form = self.content(role)
+        return text if form is None else form.fit(text)
+
+
+def _calling(arguments: Any) -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call12345", "type": "function", "function": function}],
+    }
+
+
+def _chats(role: str, first: bool, wrapped: bool) -> Iterator[Callable[[Any], list[dict[str, Any]]]]:
+    """Small chats with a message of the role in them. ``wrapped``: the other messages have parts."""
+
+    def other(name: str) -> dict[str, Any]:
+        return {"role": name, "content": [{"type": "text", "text": "x"}] if wrapped else "x"}
+
+    user, assistant, calling = other("user"), other("assistant"), _calling({"place": "x"})
+    around: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]
+    if role in ("system", "developer"):
+        around = [([], [user])] if first else [([user, assistant], [user]), ([user], [user]), ([other(role)], [user])]
+    elif role == "user":
+        around = [([], []), ([user, assistant], []), ([], [assistant, user])]
+    elif role == "assistant":
+        around = [([user], []), ([user], [user])]
+    elif role in ("tool", "function"):
+        around = [([user, calling], []), ([user, assistant], [])]
+    else:
+        around = [([user], []), ([], [user]), ([user, assistant], []), ([], [])]
+    for before, after in around:
+
+        def chat(content: Any, before: Any = before, after: Any = after) -> list[dict[str, Any]]:
+            message = {"role": role, "content": content}
+            if role in ("tool", "function"):
+                message |= {"tool_call_id": "call12345", "name": "look"}
+            return [*before, message, *after]
+
+        yield chat
+
+
+def loops_over_content(tree: nodes.Template) -> bool:
+    """Whether a template has a loop over a message's ``content``, also by way of variables and macros (as vLLM asks).
+
+    It decides where trying fails, because the template raises an error for every small chat.
+    """
+    names = {"content"}
+    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+
+    def is_content(node: nodes.Node) -> bool:
+        inner = [node, *node.find_all((nodes.Getattr, nodes.Getitem, nodes.Name))]
+        return any(
+            (isinstance(each, nodes.Getattr) and each.attr == "content")
+            or (isinstance(each, nodes.Getitem) and isinstance(each.arg, nodes.Const) and each.arg.value == "content")
+            or (isinstance(each, nodes.Name) and each.name in names)
+            for each in inner
+        )
+
+    size = 0
+    while size != len(names):
+        size = len(names)
+        for assign in tree.find_all(nodes.Assign):
+            if isinstance(assign.target, nodes.Name) and is_content(assign.node):
+                names.add(assign.target.name)
+        for call in tree.find_all(nodes.Call):
+            macro = macros.get(call.node.name) if isinstance(call.node, nodes.Name) else None
+            for argument, given in zip(macro.args if macro else (), call.args, strict=False):
+                if is_content(given):
+                    names.add(argument.name)
+    return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
