@@ -6,8 +6,8 @@
 Simulated on a modelled machine at a load of 0.85 of what it can do: chat, code and document traffic, and samples drawn
 in the layouts of the Azure 2023, BurstGPT and Mooncake traces, written and read back as such files. Every round draws
 one trace per kind of traffic and serves it with each fraction. Printed are ratios to a fraction of 1, which hands out
-all prompt tokens in policy order: percentiles over the requests of all rounds. ``--real`` serves the example of the
-documentation: six prompts of 2,000 tokens, then one of 8.
+all prompt tokens in policy order: percentiles over the requests of all rounds. ``--real`` serves, on the bundled model and with 512
+tokens a step, six prompts as long as it takes and then one of 8 tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +131,14 @@ def simulated(machine: str, model: str, rounds: int, count: int, load: float) ->
 
 
 def real() -> dict[str, Any]:
-    """Six prompts of 2,000 tokens, then one of 8, on the bundled model: when the short one has its first token."""
+    """Six long prompts, then one of 8 tokens, on the bundled model: when the short one has its first token."""
     from chairlift.engine.engine import Engine
     from chairlift.llm import LLM
     from chairlift.sampling_params import SamplingParams
 
     report: dict[str, Any] = {}
     for fraction in (1.0, 0.75, 1.0, 0.75):
-        llm = LLM(policy_share=fraction)
+        llm = LLM(policy_share=fraction, max_num_batched_tokens=512)
         engine: Engine = llm.engine
         longest = min(2000, engine.limits.max_model_len - 8)
         params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -147,16 +146,15 @@ def real() -> dict[str, Any]:
             engine.add_request([10 + number] * longest, params, request_id=f"long {number}")
         engine.add_request([3] * 8, params, request_id="short")
         begin, steps = time.perf_counter(), 0
-        done: Callable[[], bool] = lambda: any(row.request_id.startswith("short") for row in engine.step_log[-1].rows)
-        while True:
+        served = False
+        while not served:
             engine.step()
             steps += 1
-            if done():
-                break
+            served = any(row.request_id.startswith("short") for row in engine.step_log[-1].rows)
         seconds = time.perf_counter() - begin
         report.setdefault(str(fraction), []).append({"step": steps, "seconds": seconds})
         print(f"fraction {fraction}: {longest} tokens x 6, then 8: served in step {steps}, after {seconds:.3f} s")
-        llm.shutdown()
+        engine.shutdown()
     return report
 
 
