@@ -57,8 +57,10 @@ class LLM:
         )
         info = loaded.info(self.config, self.engine.kv.capacity_tokens)
         self._sampling_defaults = info.sampling_defaults
+        self.notes: tuple[str, ...] = info.notes
+        """What to know about the model as it is served here, a line each; logged as warnings."""
         problem = info.too_much_reserved(self.config.scheduler.promises)
-        for each in [*self.config.without_effect(), *([problem] if problem else [])]:
+        for each in [*self.config.without_effect(), *info.notes, *([problem] if problem else [])]:
             _log.warning("%s", each)
         source = self.tokenizer
         self._turn, self._process = threading.RLock(), os.getpid()

@@ -47,6 +47,8 @@ class LoadedExecutor:
     graphs: str = ""
     """CUDA graphs recorded at the start, in words."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """See :attr:`EngineInfo.notes`."""
     block_bytes: int = 0
     """Of a KV block, over its layers; the mean of the cache groups."""
 
@@ -80,6 +82,7 @@ class LoadedExecutor:
             fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
             sampling_defaults=self.sampling_defaults,
+            notes=self.notes,
         )
 
 
@@ -116,7 +119,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     bundled = Path(__file__).parent / "assets"
     model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, config.model.revision)
     network = read_config(model_dir)
-    sampling = dict(network.sampling_defaults) if config.model.generation_config == "auto" else {}
+    asked_of_model = config.model.generation_config == "auto"
+    sampling = dict(network.sampling_defaults) if asked_of_model else {}
     try:
         SamplingParams(**sampling)
     except RequestError as error:
@@ -158,6 +162,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         max_model_len=max_model_len,
         eos_token_ids=tuple(network.eos_token_ids),
         sampling_defaults=sampling,
+        notes=tuple(network.notes(asked_of_model)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
         kernels=kernels,

@@ -544,6 +544,19 @@ def test_where_nobody_says_how_to_sample_the_model_does(model_dir: Path, tmp_pat
     assert without == tokens(make(model, seed=1).generate([PROMPT] * 4, SamplingParams()))
 
 
+def test_a_model_that_does_not_sample_is_greedy_and_says_what_is_not_applied(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = sampled_model(model_dir, tmp_path / "model", do_sample=False, temperature=2.0, stop_strings=["x"])
+    llm = make(model)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
+    assert tokens(llm.generate([PROMPT])) == tokens(llm.generate([PROMPT], SamplingParams(temperature=0)))
+    (note,) = llm.notes
+    assert "not applied: stop_strings ['x']; requests can say so themselves: stop" in note
+    assert caplog.text.count(note) == 1
+    assert make(model, generation_config="vllm").notes == ()
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_settings_that_keep_one_token_are_greedy(model_dir: Path, kernels: str) -> None:
     llm = make(model_dir, kernels=kernels)

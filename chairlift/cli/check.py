@@ -100,6 +100,8 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     _tell("chat template", template)
     _tell("KV per token", f"{kv_bytes:,} bytes")
     _tell("memory", llm.memory_plan)
+    for note in llm.notes:
+        _tell("note", note)
     return quantization or name
 
 

@@ -516,7 +516,7 @@ class AsyncEngine:
             self._encoder = Encoder(self.tokenizer, info.max_model_len, most, self._chat_template)
             await self._encoder.start()
             problem = info.too_much_reserved(self.service_classes)
-            for each in [*self.config.without_effect(), *([problem] if problem else [])]:
+            for each in [*self.config.without_effect(), *info.notes, *([problem] if problem else [])]:
                 _log.warning("%s", each)
         eos = set(info.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
         self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))

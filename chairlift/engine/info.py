@@ -52,6 +52,8 @@ class EngineInfo:
     """Of the layers' weights."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Sampling parameters where a request gives none."""
+    notes: tuple[str, ...] = ()
+    """What a person should know about the model as it is served here, a line each."""
     block_bytes: int = 0
     """Bytes of a block, K and V of all layers in its cache group (their mean, where groups differ); 0 if unknown."""
     graphs: str = ""

@@ -26,6 +26,48 @@ _MAX_CONTEXT = 2**27
 _ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GENERATION_APPLIED = {*_SAMPLING, "eos_token_id", "do_sample"}
+_GENERATION_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "early_stopping": (False,),
+    "encoder_repetition_penalty": (1,),
+    "guidance_scale": (1,),
+    "length_penalty": (1,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "top_h": (1,),
+    "typical_p": (1,),
+}
+"""Values, beside false, 0 and empty ones, with which a setting of ``generation_config.json`` changes nothing."""
+_GENERATION_HARMLESS = (
+    *(
+        "_commit_hash",
+        "_from_model_config",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "pad_token_id",
+        "transformers_version",
+        "use_cache",
+    ),
+    *("cache_config", "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile"),
+    *("is_assistant", "low_memory", "max_cache_len", "max_matching_ngram_size", "prefill_chunk_size"),
+    *("prompt_lookup_num_tokens", "return_dict_in_generate", "return_legacy_cache", "speculation_type"),
+    *("target_lookbehind", "trust_remote_code", "use_model_defaults", "use_mtp"),
+)
+_GENERATION_HARMLESS_STARTS = ("assistant_", "num_assistant_tokens", "output_")
+"""Settings that change how transformers computes an answer, but not which."""
+_GENERATION_PARAMETERS = {
+    "bad_words_ids": "bad_words",
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_length": "min_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "sequence_bias": "logit_bias",
+    "stop_strings": "stop",
+    "suppress_tokens": "logit_bias",
+}
+"""What a request can say instead."""
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _DEFAULT_CONTEXT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 # Keys by which other architectures change the maths of a layer. A config that sets one is not what it says it is.
@@ -106,6 +148,8 @@ class ModelConfig:
     """Tokens that end an answer: those of ``generation_config.json`` where it names any, else of ``config.json``."""
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """What ``generation_config.json`` says of sampling, by the names of SamplingParams, unchecked."""
+    generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """What else it says that would change answers, and that nobody here applies."""
 
     layer_windows: tuple[int | None, ...]
     """Per layer, how many tokens a query sees (itself included); None sees all."""
@@ -113,6 +157,22 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+
+    def notes(self, with_generation_config: bool = True) -> list[str]:
+        """Where answers differ from those of transformers for what the model's files say, a line each."""
+        found = []
+        if self.rope.rope_type == "dynamic":
+            found.append(
+                f"rope_type is 'dynamic': positions are scaled for {self.max_model_len:,} tokens from the first on, as"
+                f" in vLLM, while transformers scales them only past {self.rope.original_max_position_embeddings:,};"
+                " answers to shorter texts differ from those of transformers"
+            )
+        if self.generation_unapplied and with_generation_config:
+            listed = ", ".join(f"{name} {str(value)[:60]}" for name, value in self.generation_unapplied.items())
+            instead = dict.fromkeys(filter(None, map(_GENERATION_PARAMETERS.get, self.generation_unapplied)))
+            hint = f"; requests can say so themselves: {', '.join(instead)}" if instead else ""
+            found.append(f"generation_config.json says what is not applied: {listed}{hint}")
+        return found
 
     @property
     def max_model_len(self) -> int:
@@ -209,7 +269,8 @@ def parse_config(
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(raw, where),
         eos_token_ids=_token_ids(eos, where),
-        sampling_defaults={name: value for name in _SAMPLING if (value := (generation or {}).get(name)) is not None},
+        sampling_defaults=_sampling_defaults(generation or {}, where),
+        generation_unapplied=_generation_unapplied(generation or {}, context),
         layer_windows=_layer_windows(fields, model_type, layers),
         qkv_bias=attention_bias or model_type == "qwen2",
         o_bias=attention_bias,
@@ -307,6 +368,26 @@ def _token_ids(value: Any, where: str) -> tuple[int, ...]:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= _INT32_MAX:
             raise ModelLoadError(f"{where}: eos_token_id must be a token id or a list of them, got {value!r:.80}")
     return tuple(dict.fromkeys(ids))
+
+
+def _sampling_defaults(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """By the names of SamplingParams. Without ``do_sample`` the others count, as in vLLM; with false none is drawn."""
+    found = {name: value for name in _SAMPLING if (value := generation.get(name)) is not None}
+    if _Fields(generation, f"{where}: generation_config.json").boolean("do_sample", True):
+        return found
+    return {"temperature": 0.0, **{name: found[name] for name in ("repetition_penalty",) if name in found}}
+
+
+def _generation_unapplied(generation: Mapping[str, Any], context: int) -> dict[str, Any]:
+    found = {}
+    for name, value in sorted(generation.items()):
+        known = name in _GENERATION_APPLIED or name in _GENERATION_HARMLESS
+        if known or name.startswith(_GENERATION_HARMLESS_STARTS) or not value:
+            continue
+        longest = name in ("max_length", "max_new_tokens") and isinstance(value, int) and value >= context
+        if not longest and value not in _GENERATION_NEUTRAL.get(name, ()):
+            found[name] = value
+    return found
 
 
 def _layer_windows(fields: _Fields, model_type: str, layers: int) -> tuple[int | None, ...]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -50,6 +51,19 @@ def test_it_says_what_runs_the_model(chairlift: Run, model_dir: Path, flags: lis
     assert code == 0
     [kernels] = [each for each in out if each.startswith("kernels")]
     assert kernels.split(maxsplit=1)[1].startswith(line)
+
+
+def test_it_says_how_answers_differ_from_transformers(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, model := tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "generation_config.json").write_text(json.dumps({"forced_eos_token_id": 1}))
+    code, out, err = chairlift("check", model, "--num-kv-blocks", "64")
+    assert code == 0
+    notes = [line.split(maxsplit=1)[1] for line in out if line.startswith("note")]
+    assert len(notes) == 2 and "'dynamic'" in notes[0] and "not applied: forced_eos_token_id 1" in notes[1]
+    assert all(note in "\n".join(err) for note in notes)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

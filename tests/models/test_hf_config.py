@@ -91,6 +91,41 @@ def test_generation_config_says_how_to_sample() -> None:
     assert parse_config(QWEN2).sampling_defaults == {}
 
 
+def test_a_model_that_does_not_sample_is_greedy_by_default() -> None:
+    asked = {"do_sample": False, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+    assert parse_config(QWEN2, asked).sampling_defaults == {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert parse_config(QWEN2, {"do_sample": None, "top_k": 5}).sampling_defaults == {"top_k": 5}
+    with pytest.raises(ModelLoadError, match=r"generation_config.json: do_sample must be true or false, got 'no'"):
+        parse_config(QWEN2, {"do_sample": "no"})
+
+
+def test_what_a_generation_config_says_in_vain_is_told() -> None:
+    applied = {"do_sample": True, "temperature": 0.5, "eos_token_id": [1, 2], "top_k": 50, "repetition_penalty": 1.1}
+    neutral = {
+        **{"num_beams": 1, "max_new_tokens": None, "typical_p": 1.0, "min_length": 0, "suppress_tokens": []},
+        **{"pad_token_id": 3, "bos_token_id": 1, "use_cache": True, "transformers_version": "5", "max_length": 32768},
+        **{"output_scores": True, "assistant_lookbehind": 10, "length_penalty": 1.0, "guidance_scale": None},
+    }
+    assert parse_config(QWEN2, {**applied, **neutral}).notes() == []
+    told = {
+        **{"max_new_tokens": 256, "max_length": 512, "min_new_tokens": 4, "stop_strings": ["X"], "num_beams": 4},
+        **{"suppress_tokens": [7], "bad_words_ids": [[5]], "forced_bos_token_id": 9, "forced_eos_token_id": 2},
+        **{"begin_suppress_tokens": [1], "no_repeat_ngram_size": 3, "typical_p": 0.9, "made_up": 1},
+    }
+    config = parse_config(QWEN2, {**applied, **neutral, **told})
+    assert config.generation_unapplied == told
+    (note,) = config.notes()
+    assert all(f"{name} {value}" in note for name, value in told.items())
+    assert note.endswith("requests can say so themselves: bad_words, max_tokens, min_tokens, stop, logit_bias")
+    assert config.notes(with_generation_config=False) == []
+
+
+def test_dynamic_rope_says_how_it_differs() -> None:
+    (note,) = parse_config({**QWEN2, "rope_scaling": {"type": "dynamic", "factor": 4.0}}).notes()
+    assert "scaled for 131,072 tokens" in note and "only past 32,768" in note
+    assert parse_config({**QWEN2, "rope_scaling": {"type": "linear", "factor": 4.0}}).notes() == []
+
+
 def test_longest_sequence_counts_rotary_scaling_in() -> None:
     def longest(**rope: Any) -> int:
         return parse_config({**QWEN2, "rope_scaling": rope}).max_model_len
