@@ -40,6 +40,7 @@ from chairlift.errors import (
 from chairlift.metrics.stats import RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.prompt_share import PromptShare
 from chairlift.service_class import DEFAULT_CLASS
 from chairlift.tokenizer.encoder import Encoder
 from chairlift.tokenizer.tokenizer import Tokenizer
@@ -87,6 +88,8 @@ class AsyncEngine:
     ) -> None:
         scheduler = config.scheduler
         self.config = config
+        open_to_all = config.scheduler.batching == "continuous"
+        self._prompt_share = PromptShare(config.scheduler.policy_share if open_to_all else 1.0)
         self.service_classes = scheduler.promises
         """What classes of service promise; None where the scheduling policy does not look at promises."""
         self.state = EngineState.LOADING
@@ -190,8 +193,9 @@ class AsyncEngine:
 
     @property
     def _free_rows(self) -> int:
+        """How many more may run, without the rows that are reserved for short requests."""
         rows = self.stats.engine.running_limit or self.config.scheduler.max_num_seqs
-        return max(0, rows - self.stats.engine.num_running)
+        return max(0, rows - self._prompt_share.reserved_rows(rows) - self.stats.engine.num_running)
 
     def retry_after(self) -> float:
         """Seconds, 1 to 60, after which there should be room in the queue."""
