@@ -171,8 +171,9 @@ class LLM:
         2025), or, with ``in_flight="recompute"``, compute them again first and lose no token (AReaL; Fu et al., 2025).
         The first costs nothing, but their later tokens are not exactly those of the new weights.
 
-        Raises ModelLoadError, naming the tensor, when the weights do not fit, and ConfigError for a bad argument:
-        then the model serves on as before, bit by bit. EngineDeadError when reading a file failed half way.
+        Raises ModelLoadError, naming the tensor, when the weights do not fit or are not finite, and ConfigError for a
+        bad argument: then the model serves on as before, bit by bit. EngineDeadError when reading a file failed half
+        way.
         """
         self._check_process()
         with self._turn:

@@ -162,7 +162,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         max_model_len=max_model_len,
         eos_token_ids=tuple(network.eos_token_ids),
         sampling_defaults=sampling,
-        notes=tuple(network.notes(asked_of_model)),
+        notes=(*network.notes(asked_of_model), *_thread_notes(config)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
         kernels=kernels,
@@ -257,6 +257,18 @@ def _threads(config: EngineConfig, kernels: str) -> int:
     from chairlift.kernels.cpu.library import default_threads
 
     return config.model.threads or default_threads()
+
+
+def _thread_notes(config: EngineConfig) -> list[str]:
+    from chairlift.kernels.cpu.library import default_threads
+
+    asked, processors = config.model.threads, default_threads()
+    if asked is None or asked <= processors or config.model.device != "cpu":
+        return []
+    return [
+        f"threads is {asked}, but this process may use {processors} processors (by its affinity and its control groups'"
+        " quotas): threads that wait for one another make steps slower; lower threads, or leave it out"
+    ]
 
 
 _PIECES_OF_WEIGHTS: Final = 256

@@ -20,6 +20,7 @@ from chairlift import LLM, ConfigError, RequestError, SamplingParams
 from chairlift.engine.input_processor import PreparedRequest, Prompt
 from chairlift.errors import TemplateError
 from chairlift.executor.local import LocalExecutor
+from chairlift.kernels.cpu.library import default_threads
 from chairlift.models.flat_batch import FlatBatch
 from chairlift.outputs import Logprob, RequestOutput
 from chairlift.scheduler.output import SchedulerOutput
@@ -384,13 +385,17 @@ def test_late_prompt_logprobs_do_not_reach_the_next_request_of_that_name(model_d
     assert [output.prompt_logprobs for output in outputs] == [[None]] * 4
 
 
-def test_a_model_with_broken_weights_fails_its_requests_and_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_model_with_broken_weights_fails_its_requests_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kernels: str
+) -> None:
     model_dir = tiny_hf_model(tmp_path, "llama")
     path = model_dir / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"].fill_(float("nan"))
     save_file(tensors, path, metadata={"format": "pt"})
-    llm = make(model_dir)
+    llm = make(model_dir, kernels=kernels)
+    assert "1 of the tensors (model.embed_tokens.weight) have NaN or infinity" in caplog.text
     output = llm.generate([PROMPT], greedy())[0]
     assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
     assert "NaN" in (output.error or "")
@@ -542,6 +547,14 @@ def test_where_nobody_says_how_to_sample_the_model_does(model_dir: Path, tmp_pat
     )
     assert own == said != without
     assert without == tokens(make(model, seed=1).generate([PROMPT] * 4, SamplingParams()))
+
+
+def test_more_threads_than_processors_are_warned_of(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    processors = default_threads()
+    assert make(model_dir, threads=processors).notes == make(model_dir).notes == ()
+    (note,) = make(model_dir, threads=processors + 1).notes
+    assert f"threads is {processors + 1}, but this process may use {processors} processors" in note
+    assert note in caplog.text
 
 
 def test_a_model_that_does_not_sample_is_greedy_and_says_what_is_not_applied(

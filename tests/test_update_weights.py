@@ -149,9 +149,24 @@ def surplus(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(96, 64)
 
 
+def not_a_number(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"][-1, -1] = float("nan")
+
+
+def infinite(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.self_attn.q_proj.bias"][3] = -float("inf")
+
+
+def too_large(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double() * 1e300
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (not_a_number, r"lm_head\.weight has NaN or infinity, .* rows 0 to \d+; the model is unchanged"),
+        (infinite, r"model\.layers\.1\.self_attn\.q_proj\.bias has NaN or infinity"),
+        (too_large, r"model\.norm\.weight has NaN or infinity, or numbers too large for float32"),
         (
             misshapen,
             r"model\.layers\.2\.mlp\.up_proj\.weight has shape \[95, 64\], but config\.json asks for \[96, 64\]",
@@ -207,13 +222,21 @@ def test_bad_arguments(models: tuple[Path, Path], source: Any, version: Any, in_
 
 def test_a_half_written_model_is_not_used(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     llm, read = make(models[0]), loader._read
+    before = answers(llm)
+    times = {"left": 0}
 
     def fails_in_the_middle(tensors: Any, part: Any) -> Tensor:
         if part.name == "model.layers.1.mlp.down_proj.weight":
-            raise ModelLoadError("the disk is gone")
+            times["left"] -= 1
+            if times["left"] < 0:
+                raise ModelLoadError("the disk is gone")
         return read(tensors, part)
 
     monkeypatch.setattr(loader, "_read", fails_in_the_middle)
+    with pytest.raises(ModelLoadError, match="the disk is gone"):  # while numbers are checked: nothing is written
+        llm.update_weights(models[1], 1)
+    assert answers(llm) == before
+    times["left"] = 1
     with pytest.raises(EngineDeadError, match=r"in part only \(ModelLoadError: the disk is gone\)"):
         llm.update_weights(models[1], 1)
     with pytest.raises(EngineDeadError):

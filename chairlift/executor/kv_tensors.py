@@ -13,6 +13,7 @@ import torch
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
 from chairlift.executor.host_memory import host_memory
+from chairlift.kernels.control_group import memory_limit
 from chairlift.models.context import LayerCache
 
 __all__ = [
@@ -79,11 +80,8 @@ def available_memory(device: torch.device) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
         if line.startswith("MemTotal:"):
             total = int(line.split()[1]) * 1024
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        path = Path(name)
-        if path.exists() and (text := path.read_text().strip()).isdigit():
-            total = min(total or int(text), int(text))
-    return total or 4 << 30
+    limit = memory_limit()
+    return (total if limit is None else min(total or limit, limit)) or 4 << 30
 
 
 def gpu_cache_memory(free: int, total: int, utilization: float, step_bytes: int) -> int:

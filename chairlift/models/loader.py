@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
 from chairlift.kernels.cpu.library import Memory, why_unavailable
-from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedWeight, copy_rows, packed_bytes
+from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedWeight, by_slices, copy_rows, packed_bytes
 from chairlift.kernels.fp8 import Fp8Weight
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
@@ -114,7 +114,13 @@ def load_model(
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, stack)
         parts = _checked_parts(tensors, model, model_dir)
-        _fill(model, parts, tensors, torch_dtype, device, progress, layout)
+        broken = _fill(model, parts, tensors, torch_dtype, device, progress, layout)
+    if broken:
+        _log.warning(
+            "%s: %d of the tensors (%s) have NaN or infinity, or numbers too large for %s; answers that meet them end"
+            " with an error: download or convert the weights again",
+            *(model_dir, len(broken), _few(broken), str(torch_dtype).removeprefix("torch.")),
+        )
     return model.eval().requires_grad_(False)
 
 
@@ -124,7 +130,7 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
     ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float dtype on
     any device; a tied output head may be among them or not. ``progress`` is as for :func:`load_model`.
     Packed weights, those in fp8, their biases and plain parameters keep their addresses; what oneDNN packed is packed
-    again. Names, shapes and dtypes are compared before anything is written:
+    again. Names, shapes and dtypes are compared, and all numbers must be finite, before anything is written:
     :class:`~chairlift.errors.ModelLoadError` means that nothing was. An error after that, of reading a file, is
     :class:`~chairlift.errors.EngineDeadError`.
     """
@@ -153,8 +159,10 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
                 message = f"cannot read {str(source)!r} ({error.strerror}); give a directory that this process may read"
                 raise ModelLoadError(message) from None
         parts = _checked_parts(tensors, blank, where)
+        mapped = not isinstance(source, Mapping)
+        _check_finite(tensors, parts, model.model.norm.weight.dtype, where, progress, mapped=mapped)
         try:
-            _refill(model, parts, tensors, progress, mapped=not isinstance(source, Mapping))
+            _refill(model, parts, tensors, progress, mapped=mapped)
         except Exception as error:
             raise EngineDeadError(
                 f"the weights of {where} could be read in part only ({type(error).__name__}: {error}), and the model "
@@ -177,8 +185,9 @@ def _fill(
     device: torch.device,
     progress: Progress | None,
     layout: WeightLayout,
-) -> None:
-    """Replace each meta parameter by a real one, or by its packed form as soon as it is complete."""
+) -> list[str]:
+    """Replace each meta parameter by a real one, or by its packed form as soon as it is complete. Returns the names of
+    tensors with numbers that are not finite."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     total, done = sum(shape.numel() for shape in shapes.values()), 0
     if layout is WeightLayout.NATIVE:
@@ -187,16 +196,20 @@ def _fill(
         for module in model.modules():  # the output head, like the embedding, loses more by it than it gains
             if isinstance(module, Linear) and module is not model.lm_head:
                 module.fp8, module.weight = Fp8Weight(module.out_features, module.in_features, device), None
+    broken = []
     for name, group in _by_parameter(parts).items():
         owner_name, _, attribute = name.rpartition(".")
         owner = model.get_submodule(owner_name)
-        if (laid_out := _laid_out(owner, attribute)) is not None:
-            for part in group:
-                laid_out.pack_rows(_read(tensors, part), part.start, mapped=True)
-        else:
-            value = torch.empty(shapes[name], dtype=dtype, device=device)
-            for part in group:
-                copy_rows(value[part.start : part.start + part.shape[0]], _read(tensors, part))
+        laid_out = _laid_out(owner, attribute)
+        value = torch.empty(shapes[name] if laid_out is None else 0, dtype=dtype, device=device)
+        for part, start, rows in _pieces(tensors, group):
+            if not _finite(rows, dtype) and part.name not in broken:
+                broken.append(part.name)
+            if laid_out is not None:
+                laid_out.pack_rows(rows, start, mapped=True)
+            else:
+                copy_rows(value[start : start + len(rows)], rows)
+        if laid_out is None:
             setattr(owner, attribute, nn.Parameter(value, requires_grad=False))
             if isinstance(owner, Linear) and owner.native is not None:
                 owner.native.set_bias(value)
@@ -208,6 +221,37 @@ def _fill(
     model.tie_weights()
     if layout is WeightLayout.ONEDNN:
         model.lm_head.prepack()
+    return broken
+
+
+def _finite(rows: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all numbers are finite, also once they are rounded to ``dtype``. Not-a-number is the least and the most
+    of any that it is among."""
+    return bool(torch.stack(torch.aminmax(rows)).to(dtype).isfinite().all())
+
+
+def _check_finite(
+    tensors: Mapping[str, Any],
+    parts: list[CheckpointPart],
+    dtype: torch.dtype,
+    where: Path,
+    progress: Progress | None,
+    *,
+    mapped: bool,
+) -> None:
+    groups = _by_parameter(parts)
+    for done, group in enumerate(groups.values()):
+        for part, start, rows in _pieces(tensors, group):
+            if progress is not None:
+                progress("checking weights", done / len(groups) / 2)
+            if not _finite(rows, dtype):
+                first = start - part.start
+                raise ModelLoadError(
+                    f"{where}: tensor {part.name} has NaN or infinity, or numbers too large for"
+                    f" {str(dtype).removeprefix('torch.')}, in rows {first} to {first + len(rows) - 1}; the model is"
+                    " unchanged: save or train the weights again"
+                )
+            by_slices(rows, lambda *_: None, mapped=mapped)  # lets go of the file's pages
 
 
 def _laid_out(owner: nn.Module, attribute: str) -> PackedWeight | Fp8Weight | None:
@@ -239,9 +283,9 @@ def _refill(
             value = torch.empty(shape, dtype=packed.dtype)
         elif laid_out is None:
             value = getattr(owner, attribute).detach()
-        for start, rows in _pieces(tensors, group):
+        for _, start, rows in _pieces(tensors, group):
             if progress is not None:
-                progress("replacing weights", done / len(groups))
+                progress("replacing weights", (1 + done / len(groups)) / 2)
             if laid_out is not None:
                 laid_out.pack_rows(rows, start, mapped=mapped)
             elif mapped:
@@ -258,12 +302,13 @@ def _refill(
         model.lm_head.prepack()
 
 
-def _pieces(tensors: Mapping[str, Any], group: list[CheckpointPart]) -> Iterator[tuple[int, Tensor]]:
+def _pieces(tensors: Mapping[str, Any], group: list[CheckpointPart]) -> Iterator[tuple[CheckpointPart, int, Tensor]]:
     """A parameter's rows, and where each of these pieces begins: a slow disk reads a large one for minutes."""
     for part in group:
         given = _read(tensors, part)
         count = max(_PIECE_BYTES // max(given[:1].nbytes, 1), 1)
-        yield from ((part.start + first, given[first : first + count]) for first in range(0, len(given), count))
+        for first in range(0, len(given), count):
+            yield part, part.start + first, given[first : first + count]
 
 
 class _InMemory:

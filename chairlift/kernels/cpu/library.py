@@ -7,7 +7,6 @@ field; :func:`load` compares their sizes and refuses a library that was built fr
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import math
@@ -23,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from chairlift.kernels.control_group import processor_limit
 
 __all__ = [
     "ABI_VERSION",
@@ -149,10 +150,6 @@ SAMPLING_ROW = np.dtype(
 )
 """``cl_sampling_row`` as a numpy record, so that a whole step's rows are filled and read by columns."""
 
-_CGROUP = Path("/sys/fs/cgroup")
-_QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
-"""Where control groups of version 2, and of version 1, have quota and period."""
-
 _STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize)
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
@@ -258,14 +255,9 @@ def best_isa() -> str | None:
 
 
 def default_threads() -> int:
-    """How many processors this process may use, by its affinity mask and its control group's quota; at most 256."""
-    allowed = min(_allowed_processors(), MAX_THREADS)
-    for names in _QUOTAS:
-        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # another version, or no quota ("max")
-            quota, period = map(int, " ".join((_CGROUP / name).read_text() for name in names).split())
-            if quota > 0:  # -1 is none
-                return max(1, min(allowed, math.ceil(quota / period)))
-    return allowed
+    """How many processors this process may use, by its affinity mask and its control groups' quotas; at most 256."""
+    allowed, limit = min(_allowed_processors(), MAX_THREADS), processor_limit()
+    return allowed if limit is None else max(1, min(allowed, math.ceil(limit)))
 
 
 def _allowed_processors() -> int:

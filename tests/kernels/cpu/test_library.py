@@ -247,29 +247,9 @@ def test_a_pool_pins_only_when_it_has_every_processor() -> None:
             library.Pool(count)
 
 
-@pytest.mark.parametrize(
-    ("content", "threads"),
-    [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 5), ("99999999 100000", 5), ("", 5)],
-)
-def test_threads_respect_affinity_and_quota(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, threads: int
-) -> None:
-    (tmp_path / "cpu.max").write_text(content)
-    monkeypatch.setattr(library, "_CGROUP", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 5, 7, 9})
-    assert library.default_threads() == threads
-    (tmp_path / "cpu.max").unlink()
-    assert library.default_threads() == 5
-
-
-@pytest.mark.parametrize(("quota", "threads"), [("150000", 2), ("50000", 1), ("-1", 5), ("99999999", 5), ("", 5)])
-def test_threads_respect_the_quota_of_an_older_control_group(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, threads: int
-) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    monkeypatch.setattr(library, "_CGROUP", tmp_path)
+@pytest.mark.parametrize(("limit", "threads"), [(1.5, 2), (0.5, 1), (None, 5), (999.0, 5)])
+def test_threads_respect_affinity_and_quota(monkeypatch: pytest.MonkeyPatch, limit: float | None, threads: int) -> None:
+    monkeypatch.setattr(library, "processor_limit", lambda: limit)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 5, 7, 9})
     assert library.default_threads() == threads
 
