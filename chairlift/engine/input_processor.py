@@ -256,6 +256,11 @@ class InputProcessor:
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each word as it is written at the start of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
+        if params.bad_words and self._tokenizer is not None and self._tokenizer.doubt:
+            raise RequestError(
+                f"bad_words cannot be used with this model: {self._tokenizer.doubt}; use logit_bias or "
+                "allowed_token_ids, which take token ids"
+            )
         for word in params.bad_words or ():
             bare = word.lstrip() or word
             for text in (bare, " " + bare):
