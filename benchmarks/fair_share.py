@@ -6,8 +6,8 @@
 Simulated on a modelled machine at a load of 0.85 of what it can do: chat, code and document traffic, and samples drawn
 in the layouts of the Azure 2023, BurstGPT and Mooncake traces, written and read back as such files. Every round draws
 one trace per kind of traffic and serves it with each fraction. Printed are ratios to a fraction of 1, which hands out
-all prompt tokens in policy order: percentiles over the requests of all rounds. ``--real`` serves, on the bundled model and with 512
-tokens a step, six prompts as long as it takes and then one of 8 tokens.
+all prompt tokens in policy order: percentiles over the requests of all rounds. ``--real`` serves, on the bundled model
+and with 512 tokens a step, six prompts as long as it takes and then one of 8 tokens.
 """
 
 from __future__ import annotations

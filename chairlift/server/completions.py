@@ -217,7 +217,7 @@ def _num_added(state: ServerState, asked: CompletionRequest, prompt: str | list[
 async def _places(state: ServerState, asked: CompletionRequest, given: str | list[int]) -> list[int] | None:
     """Where the tokens of an echoed prompt begin in it; None where nobody asks, or the echo is made of the tokens."""
     tokenizer = state.engine.tokenizer
-    if tokenizer is None or asked.logprobs is None or not _echoes_given(asked, given):
+    if tokenizer is None or tokenizer.doubt or asked.logprobs is None or not _echoes_given(asked, given):
         return None
     text, special = str(given), asked.add_special_tokens is not False
     return await beside(state, len(text), lambda: tokenizer.offsets(text, special))

@@ -12,6 +12,7 @@ from chairlift.errors import OverloadedError, PromptTooLongError, RequestError, 
 from chairlift.tokenizer.bad_words import spellings, word_ids
 from chairlift.tokenizer.messages import normalize_messages, text_size
 from chairlift.tokenizer.template_worker import TemplateWorker
+from chairlift.tokenizer.text_worker import TextWorker
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tokenizer.turns import Turns
 
@@ -32,6 +33,14 @@ _ALWAYS_ALLOWED: Final = 262_144
 _T = TypeVar("_T")
 
 
+def _worker_for(tokenizer: Tokenizer | None, max_model_len: int, most_waiting: int) -> TextWorker | None:
+    """None where the tokenizer is bounded, and may work in this process."""
+    if not isinstance(tokenizer, Tokenizer) or not tokenizer.doubt or tokenizer.folder is None:
+        return None
+    _log.warning("texts are encoded in processes of their own, which is slower: %s", tokenizer.doubt)
+    return TextWorker(str(tokenizer.folder), max(_LONG_TEXT, max_model_len * _MAX_CHARS_PER_TOKEN), most_waiting)
+
+
 class Encoder:
     """``tokenizer`` is None where only token ids are taken. At most ``most_waiting`` conversations, and as many texts
     and long texts, wait for their turn; those beyond raise QueueFullError. One event loop owns the object."""
@@ -44,13 +53,16 @@ class Encoder:
         self._threads = Turns(2, most_waiting, "long texts")
         self._short_texts = Turns(2, most_waiting, "texts")
         self._templates: TemplateWorker | None = None
+        self._texts = _worker_for(tokenizer, max_model_len, most_waiting)
         if tokenizer is not None:
             template = chat_template or tokenizer.chat_template
             self._templates = TemplateWorker(template, tokenizer.named_tokens, most_waiting=most_waiting)
 
     async def start(self) -> None:
-        """Have a worker for chat templates ready, and say so if the template cannot work. Raises OverloadedError when
-        none can be started."""
+        """Have the workers ready, and say so if the chat template cannot work. Raises OverloadedError when none can be
+        started."""
+        if self._texts is not None:
+            await self._texts.start()
         if self._templates is not None:
             await self._templates.start()
             try:
@@ -61,7 +73,9 @@ class Encoder:
                 _log.warning("the chat template was not checked: %s", error)
 
     async def close(self) -> None:
-        """End the workers. Chats under way end with an error."""
+        """End the workers. What is under way ends with an error."""
+        if self._texts is not None:
+            await self._texts.close()
         if self._templates is not None:
             await self._templates.close()
 
@@ -89,6 +103,8 @@ class Encoder:
                 f"the texts have {total:,} characters together, but one call may have"
                 f" {max(_ALWAYS_ALLOWED, self._most_chars):,}; send fewer or shorter texts at a time"
             )
+        if self._texts is not None:
+            return [await self._texts.encode(text, add_special_tokens) for text in texts]
         if total <= _AT_ONCE:
             return _encode(tokenizer, texts, add_special_tokens)
         line, found = self._threads if total > _LONG_TEXT else self._short_texts, list[list[int]]()

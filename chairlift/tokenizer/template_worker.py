@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -27,7 +27,7 @@ from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_vari
 from chairlift.tokenizer.messages import normalize_messages
 from chairlift.tokenizer.turns import Turns
 
-__all__ = ["TemplateWorker"]
+__all__ = ["TemplateWorker", "WorkerPool", "environment", "limit_resources", "serve"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,172 @@ outside: an operator, or the kernel when the machine has no memory left."""
 _KEPT_ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "TZ")
 
 
-class TemplateWorker:
+class WorkerPool:
+    """Processes that answer one request each at a time, and are killed when that takes longer than it may.
+
+    ``module`` is what they run; ``setup`` is sent to each at its start, with ``memory_bytes``, what it may take beyond
+    what it has then. ``what`` names the requests in errors, ``max_reply`` is the longest answer in bytes.
+    ``num_workers`` requests at a time; one more worker is kept ready, so that a killed one delays nobody by the start
+    of an interpreter. At most ``most_waiting`` requests wait for their turn. One event loop owns the object.
+    """
+
+    def __init__(
+        self, module: str, setup: dict[str, Any], what: str, max_reply: int, num_workers: int, most_waiting: int
+    ) -> None:
+        self._module = module
+        self._setup = setup
+        self._what = what
+        self._max_reply = max_reply
+        self._turns = Turns(num_workers, most_waiting, what)
+        self._processes: set[_Process] = set()
+        self._idle: list[_Process] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._starting = False
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers that run now, busy or not."""
+        return [process.pid for process in self._processes]
+
+    async def start(self) -> None:
+        """Have a worker ready before the first request. Raises OverloadedError when none can be started."""
+        if not self._idle:
+            self._idle.append(await self._start_process())
+
+    async def ask(self, fields: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """The reply to a request that may take ``seconds`` of processor time.
+
+        Raises TimeoutError when the time is up, EOFError when the process dies of the request, ValueError when it sends
+        nonsense, and OverloadedError when no process can be started, it gets no processor, or (as QueueFullError) too
+        many requests wait, or (as WorkerLostError) two processes in a row were ended from outside.
+        """
+        # A caller that goes away leaves the worker to finish: killing it would cost more than the request.
+        return await self._turns.take(lambda: self._background(self._exchange(fields, seconds)))
+
+    async def _exchange(self, fields: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """A request whose worker was ended from outside is tried once more."""
+        try:
+            return await self._ask_one(fields, seconds)
+        except WorkerLostError:
+            _log.warning("a process for %s was ended from outside; its request is tried again", self._what)
+            return await self._ask_one(fields, seconds)
+
+    async def _ask_one(self, fields: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        process = await self._take()
+        try:
+            reply = await self._in_time(process, _frame(fields), seconds)
+        except (TimeoutError, OverloadedError, ValueError):
+            self._discard(process)
+            raise
+        except (EOFError, OSError):
+            from_outside = await process.ended_from_outside()
+            self._discard(process)
+            if self._closed:  # the request did nothing wrong
+                raise OverloadedError("the server is stopping") from None
+            if from_outside:
+                raise WorkerLostError(
+                    f"the process for {self._what} was ended from outside (out of memory, perhaps); send the request "
+                    "again"
+                ) from None
+            raise EOFError from None
+        if reply.get("retire") or self._closed:
+            self._discard(process)
+        else:
+            self._idle.append(process)
+        return reply
+
+    async def close(self) -> None:
+        """End all workers. Chats under way end with an error."""
+        self._closed = True
+        self._idle.clear()
+        while self._processes or self._tasks:
+            for process in self._processes:
+                process.kill()
+            await asyncio.gather(*map(self._reap, self._processes), *self._tasks, return_exceptions=True)
+
+    async def _in_time(self, process: _Process, frame: bytes, limit: float) -> dict[str, Any]:
+        """The reply. Raises TimeoutError when the worker has computed for too long, and OverloadedError when it does
+        not come to that: it got no processor, for which the chat is not to blame."""
+        task = asyncio.ensure_future(process.ask(frame, self._max_reply))
+        begin, used, waited = process.seconds_computed(), 0.0, 0.0
+        try:
+            while waited < _PATIENCE * limit:
+                timeout = max(_TICK, limit - used)
+                await asyncio.wait({task}, timeout=timeout)
+                if task.done():
+                    return task.result()
+                waited += timeout  # not by the clock: while this process stood still it could not hear the reply
+                used = process.seconds_computed() - begin
+                if used >= limit:
+                    raise TimeoutError
+            raise OverloadedError(f"the machine is too busy for {self._what}; try again later")
+        finally:
+            task.cancel()
+
+    async def _take(self) -> _Process:
+        """A worker nobody uses, and another one on its way where that was the last."""
+        process = None
+        while self._idle and process is None:
+            process = self._idle.pop()
+            if not process.alive:
+                self._discard(process)
+                process = None
+        if process is None:
+            process = await self._start_process()
+        self._keep_spare()
+        return process
+
+    def _keep_spare(self) -> None:
+        if not self._idle and not self._starting and not self._closed:
+            self._starting = True
+            self._background(self._start_spare())
+
+    async def _start_spare(self) -> None:
+        try:
+            self._idle.append(await self._start_process())
+        except OverloadedError as error:
+            if not self._closed:
+                _log.warning("no spare worker for %s: %s", self._what, error)
+        finally:
+            self._starting = False
+
+    async def _start_process(self) -> _Process:
+        if self._closed:
+            raise OverloadedError("the server is stopping")
+        process = None
+        try:
+            process = await _Process.start(self._module)
+            self._processes.add(process)
+            await asyncio.wait_for(process.ask(_frame(self._setup), _MAX_ERROR), _START_SECONDS)
+        except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
+            if process is not None:
+                self._discard(process)
+            raise OverloadedError(f"the process for {self._what} does not start ({error!r:.200}); try again") from None
+        return process
+
+    def _discard(self, process: _Process) -> None:
+        process.kill()
+        self._background(self._reap(process))
+        self._keep_spare()
+
+    async def _reap(self, process: _Process) -> None:
+        await process.wait()
+        self._processes.discard(process)
+
+    def _background(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may have gone; an error nobody fetches would be logged
+
+
+class TemplateWorker(WorkerPool):
     """Renders chats as :class:`~chairlift.tokenizer.chat_template.ChatTemplate` does, out of process.
 
     ``num_workers`` chats at a time; one more worker is kept ready, so that a killed one delays nobody by the start of
@@ -72,31 +237,21 @@ class TemplateWorker:
         num_workers: int = 2,
         most_waiting: int = 256,
     ) -> None:
-        self._setup = {
+        setup = {
             "template": template,
             "named_tokens": dict(named_tokens or {}),
             "max_chars": max_chars,
             "memory_bytes": memory_bytes,
         }
+        max_reply = _BYTES_PER_CHAR * max(max_chars, _MAX_ERROR) + 1024
+        super().__init__(__name__, setup, "chats", max_reply, num_workers, most_waiting)
         self._has_template = template is not None
         self._time_limit = time_limit
-        self._max_reply = _BYTES_PER_CHAR * max(max_chars, _MAX_ERROR) + 1024
-        self._turns = Turns(num_workers, most_waiting, "chats")
-        self._processes: set[_Process] = set()
-        self._idle: list[_Process] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._starting = False
-        self._closed = False
-
-    @property
-    def pids(self) -> list[int]:
-        """The workers that run now, busy or not."""
-        return [process.pid for process in self._processes]
 
     async def start(self) -> None:
         """Have a worker ready before the first chat. Raises OverloadedError when none can be started."""
-        if self._has_template and not self._idle:
-            self._idle.append(await self._start_process())
+        if self._has_template:
+            await super().start()
 
     async def check(self) -> None:
         """Raise what every chat will: TemplateError for a template that is invalid or fails for a small chat, or
@@ -104,7 +259,7 @@ class TemplateWorker:
         if self._has_template:
             self._starting = True  # no spare for it
             try:
-                await self._exchange({"check": True})
+                await self._text_of(self._exchange({"check": True}, self._time_limit))
             finally:
                 self._starting = False
 
@@ -134,144 +289,27 @@ class TemplateWorker:
             "continue_final_message": bool(continue_final_message),
             "variables": variables,
         }
-        # A caller that goes away leaves the worker to finish: killing it would cost more than the chat.
-        return await self._turns.take(lambda: self._background(self._exchange(fields)))
+        return await self._text_of(self.ask(fields, self._time_limit))
 
-    async def close(self) -> None:
-        """End all workers. Chats under way end with an error."""
-        self._closed = True
-        self._idle.clear()
-        while self._processes or self._tasks:
-            for process in self._processes:
-                process.kill()
-            await asyncio.gather(*map(self._reap, self._processes), *self._tasks, return_exceptions=True)
-
-    async def _exchange(self, fields: Mapping[str, Any]) -> str:
-        """Raises as :meth:`render`. A chat whose worker was ended from outside is tried once more."""
+    async def _text_of(self, replies: Awaitable[dict[str, Any]]) -> str:
+        """The text of a worker's reply. Raises as :meth:`render`."""
         try:
-            return await self._ask_one(fields)
-        except WorkerLostError:
-            _log.warning("a process for chat templates was ended from outside; its chat is tried again")
-            return await self._ask_one(fields)
-
-    async def _ask_one(self, fields: Mapping[str, Any]) -> str:
-        process = await self._take()
-        try:
-            reply = await self._in_time(process, _frame(fields))
+            reply = await replies
         except TimeoutError:
-            self._discard(process)
             raise RequestError(
                 f"the chat template was not done with the messages after {self._time_limit:g} s of processor time; "
                 "send fewer or shorter messages"
             ) from None
-        except OverloadedError:
-            self._discard(process)
-            raise
-        except (EOFError, OSError):
-            from_outside = await process.ended_from_outside()
-            self._discard(process)
-            if self._closed:  # the chat did nothing wrong
-                raise OverloadedError("the server is stopping") from None
-            if from_outside:
-                raise WorkerLostError(
-                    "the chat template's process was ended from outside (out of memory, perhaps); send the chat again"
-                ) from None
+        except EOFError:
             raise TemplateError(
                 "the chat template's process died on the messages; send fewer or shorter ones"
             ) from None
         except ValueError as error:
-            self._discard(process)
             raise TemplateError(f"the chat template's process sent nonsense: {error}") from None
-        if reply.get("retire") or self._closed:
-            self._discard(process)
-        else:
-            self._idle.append(process)
         if "text" in reply:
             return str(reply["text"])
         message = str(reply.get("error", "the chat template failed"))[:_MAX_ERROR]
         raise (RequestError if reply.get("kind") == "request" else TemplateError)(message)
-
-    async def _in_time(self, process: _Process, frame: bytes) -> dict[str, Any]:
-        """The reply. Raises TimeoutError when the worker has computed for too long, and OverloadedError when it does
-        not come to that: it got no processor, for which the chat is not to blame."""
-        task = asyncio.ensure_future(process.ask(frame, self._max_reply))
-        begin, used, waited = process.seconds_computed(), 0.0, 0.0
-        try:
-            while waited < _PATIENCE * self._time_limit:
-                timeout = max(_TICK, self._time_limit - used)
-                await asyncio.wait({task}, timeout=timeout)
-                if task.done():
-                    return task.result()
-                waited += timeout  # not by the clock: while this process stood still it could not hear the reply
-                used = process.seconds_computed() - begin
-                if used >= self._time_limit:
-                    raise TimeoutError
-            raise OverloadedError("the machine is too busy for the chat template; try again later")
-        finally:
-            task.cancel()
-
-    async def _take(self) -> _Process:
-        """A worker nobody uses, and another one on its way where that was the last."""
-        process = None
-        while self._idle and process is None:
-            process = self._idle.pop()
-            if not process.alive:
-                self._discard(process)
-                process = None
-        if process is None:
-            process = await self._start_process()
-        self._keep_spare()
-        return process
-
-    def _keep_spare(self) -> None:
-        if not self._idle and not self._starting and not self._closed:
-            self._starting = True
-            self._background(self._start_spare())
-
-    async def _start_spare(self) -> None:
-        try:
-            self._idle.append(await self._start_process())
-        except OverloadedError as error:
-            if not self._closed:
-                _log.warning("no spare worker for chat templates: %s", error)
-        finally:
-            self._starting = False
-
-    async def _start_process(self) -> _Process:
-        if self._closed:
-            raise OverloadedError("the server is stopping")
-        process = None
-        try:
-            process = await _Process.start()
-            self._processes.add(process)
-            await asyncio.wait_for(process.ask(_frame(self._setup), _MAX_ERROR), _START_SECONDS)
-        except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
-            if process is not None:
-                self._discard(process)
-            raise OverloadedError(
-                f"the process for chat templates does not start ({error!r:.200}); try again"
-            ) from None
-        return process
-
-    def _discard(self, process: _Process) -> None:
-        process.kill()
-        self._background(self._reap(process))
-        self._keep_spare()
-
-    async def _reap(self, process: _Process) -> None:
-        await process.wait()
-        self._processes.discard(process)
-
-    def _background(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # its caller may have gone; an error nobody fetches would be logged
 
 
 class _Process:
@@ -284,15 +322,12 @@ class _Process:
         self.pid = process.pid
 
     @classmethod
-    async def start(cls) -> _Process:
-        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
-        # The same packages as here, wherever they were found; and none from the directory the server runs in.
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    async def start(cls, module: str) -> _Process:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", __name__, str(os.getpid())),
+            *(sys.executable, "-P", "-m", module, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=environment,
+            env=environment(),
             start_new_session=True,  # Ctrl-C reaches a terminal's whole group, and a worker that starts knows no better
         )
         if process.stdin is None or process.stdout is None:
@@ -344,6 +379,13 @@ class _Process:
             await self._stdin.wait_closed()
 
 
+def environment() -> dict[str, str]:
+    """For a process with the same packages as here, wherever they were found; and none from the directory that the
+    server runs in."""
+    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
 def _frame(fields: Mapping[str, Any]) -> bytes:
     # Half surrogate pairs stay in one piece: whoever encodes the text for the model refuses them with a good message.
     body = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -357,31 +399,45 @@ def _read_frame(pipe: IO[bytes]) -> dict[str, Any] | None:
     return json.loads(body) if body else None
 
 
-def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """The worker's life: a frame with what to render with, then one per chat, until the server closes the pipe."""
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+"""From a request to its reply."""
+Prepare = Callable[[dict[str, Any]], tuple[Answer, Callable[[], object]]]
+"""From the setup to what answers, and what is to be done once the limits hold."""
+
+
+def _serve(requests: IO[bytes], replies: IO[bytes], prepare: Prepare, too_much: str) -> None:
+    """The worker's life: a frame with its setup, then one per request, until the server closes the pipe."""
     setup = _read_frame(requests)
     if setup is None:
         return
-    template = ChatTemplate(setup["template"], setup["named_tokens"], max_chars=setup["max_chars"])
+    answer, begin = prepare(setup)
     at_start = _address_space()
     _limit_memory(at_start, setup["memory_bytes"])
     replies.write(_frame({}))
     replies.flush()
-    _limit_processor_time()
-    with contextlib.suppress(TemplateError):  # it is raised again for each chat
-        template.compile()
-    while (chat := _read_frame(requests)) is not None:
-        _limit_processor_time()
-        reply = _reply(template, chat)
-        reply["retire"] = _address_space() - at_start > _RETIRE_SHARE * setup["memory_bytes"]
+    _limit_processor_time(_CPU_SECONDS)
+    begin()
+    while (asked := _read_frame(requests)) is not None:
+        _limit_processor_time(asked.get("cpu_seconds", _CPU_SECONDS))
         try:
+            reply = answer(asked)
+            reply["retire"] = _address_space() - at_start > _RETIRE_SHARE * setup["memory_bytes"]
             frame = _frame(reply)
         except MemoryError:
-            message = "the chat template takes more memory than it may; send fewer or shorter messages"
-            frame = _frame({"error": message, "retire": True})
+            frame = _frame({"error": too_much, "kind": "request", "retire": True})
         replies.write(frame)
         replies.flush()
-        del chat, reply, frame
+        asked, reply, frame = {}, {}, b""
+
+
+def _prepare(setup: dict[str, Any]) -> tuple[Answer, Callable[[], object]]:
+    template = ChatTemplate(setup["template"], setup["named_tokens"], max_chars=setup["max_chars"])
+
+    def begin() -> None:
+        with contextlib.suppress(TemplateError):  # it is raised again for each chat
+            template.compile()
+
+    return lambda chat: _reply(template, chat), begin
 
 
 def _reply(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
@@ -397,6 +453,12 @@ def _reply(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
     except TemplateError as error:
         return {"error": str(error)[:_MAX_ERROR]}
     return {"text": text}
+
+
+def limit_resources(memory_bytes: int, seconds: int) -> None:
+    """Have the kernel end this process when it takes so much more memory, or so many more seconds of processor time."""
+    _limit_memory(_address_space(), memory_bytes)
+    _limit_processor_time(seconds)
 
 
 def _address_space() -> int:
@@ -420,14 +482,16 @@ def _limit(what: int, value: int) -> None:
     resource.setrlimit(what, (value, value))
 
 
-def _limit_processor_time() -> None:
+def _limit_processor_time(more: int) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(used.ru_utime + used.ru_stime) + _CPU_SECONDS
+    seconds = int(used.ru_utime + used.ru_stime) + more
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (seconds if hard == resource.RLIM_INFINITY else min(seconds, hard), hard))
 
 
-def _main() -> None:
+def serve(prepare: Prepare, too_much: str) -> None:
+    """A worker's main(): its parent's process id is the first argument. ``too_much`` is the error for a request that
+    takes more memory than it may."""
     die_with_parent(int(sys.argv[1]))
     # Whoever stops the server may signal its whole group; the server still needs its workers while it drains.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -437,8 +501,8 @@ def _main() -> None:
     for number in (0, 1, 2):
         os.dup2(nothing, number)
     with contextlib.suppress(BrokenPipeError):
-        _serve(requests, replies)
+        _serve(requests, replies, prepare, too_much)
 
 
 if __name__ == "__main__":
-    _main()
+    serve(_prepare, "the chat template takes more memory than it may; send fewer or shorter messages")

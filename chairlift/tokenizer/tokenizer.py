@@ -14,6 +14,7 @@ from typing import Any, Final
 import tokenizers
 
 from chairlift.errors import ModelLoadError, RequestError
+from chairlift.tokenizer.growth import check_growth, doubt_about, read_parts
 
 __all__ = ["ByteDecoding", "Tokenizer", "byte_level_alphabet"]
 
@@ -125,6 +126,10 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend: Final = backend
+        self.folder: Path | None = None
+        """Where it was read from."""
+        self.doubt = ""
+        """Why nobody can tell how long it takes to encode a text; empty where its time and memory are bounded."""
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
         added = backend.get_added_tokens_decoder()
@@ -146,10 +151,11 @@ class Tokenizer:
         self._marks_ends = any(part.get("type") == "BPEDecoder" for part in parts)
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> Tokenizer:
+    def from_dir(cls, path: str | Path, *, probe: bool = True) -> Tokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` from a model directory.
 
-        Only ``tokenizer.json`` must be there. Raises :class:`~chairlift.errors.ModelLoadError`.
+        Only ``tokenizer.json`` must be there. Raises :class:`~chairlift.errors.ModelLoadError`. With ``probe``, one of
+        which nobody can tell how long it takes is tried in a process with limits first.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -159,7 +165,20 @@ class Tokenizer:
                 "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)) or send token ids with skip_tokenizer_init"
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            data = file.read_bytes()
+        except OSError as error:
+            raise ModelLoadError(f"{file} cannot be read ({error}); download or save the tokenizer again") from None
+        # The library normalizes added tokens while it reads, so what must not run is refused before.
+        parts = read_parts(data)
+        check_growth(parts)
+        doubt = doubt_about(parts)
+        del parts  # some times as large as the file
+        if doubt and probe:
+            from chairlift.tokenizer.text_worker import try_out  # which reads tokenizers itself
+
+            try_out(folder, len(data), doubt)
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(data)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the native library is no Exception
@@ -170,6 +189,7 @@ class Tokenizer:
         _add_tokens(backend, config, list(named.values()))
         backend.encode_special_tokens = config.get("split_special_tokens") is True
         tokenizer = cls(backend, named, _chat_template(folder, config))
+        tokenizer.folder, tokenizer.doubt = folder, doubt
         if config.get("add_bos_token") is True and tokenizer.bos_token_id not in tokenizer.encode(""):
             _log.warning(
                 "%s: add_bos_token is true, but tokenizer.json adds no bos_token, and so prompts get none (as in "

@@ -1,0 +1,235 @@
+"""How much longer a text may get on its way to tokens, read from ``tokenizer.json`` before anything is encoded.
+
+A few nested replacements make a terabyte of one letter, and a pattern can take years to find that it does not match.
+Neither is known from the outside: a file decides. So a file that makes texts far longer is refused, and one for which
+it cannot be told encodes in a process that can be killed (:mod:`~chairlift.tokenizer.text_worker`).
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from chairlift.errors import ModelLoadError
+
+__all__ = ["check_growth", "doubt_about", "read_parts"]
+
+MOST_GROWTH: Final = 64
+"""Times its length in bytes that a text may get. Normalization to NFKC makes 11 of one, ``▁`` for a space 3."""
+MOST_ADDED: Final = 4096
+"""Bytes or tokens that may be added to a text, however short it is."""
+_MOST_PASSES: Final = 4
+"""How often a post-processor may repeat a text."""
+_UNICODE: Final = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "BertNormalizer": 3, "ByteLevel": 2, "Metaspace": 3}
+"""Times that these make a text longer at most, when they are not the first of their kind. The first is always fine."""
+_LONGEST_CHARSMAP: Final = 36
+"""Bytes that one character becomes at most in the normalization of SentencePiece."""
+
+_LETTERS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_MARKS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED: Final = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_SLASHED: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+KNOWN_PATTERNS: Final = frozenset(
+    {
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        *(
+            f"{_CONTRACTIONS}|{_LETTERS}|{digits}|{_MARKS}"
+            for digits in (r"\p{N}", r"\p{N}{1,3}", r"\p{N}+", r"\p{N}{1,2}")
+        ),
+        *(
+            f"{_CASED % (end, end)}|{digits}|{marks}"
+            for end in ("", f"{_CONTRACTIONS}?")
+            for digits in (r"\p{N}", r"\p{N}{1,3}")
+            for marks in (_SLASHED, _MARKS)
+        ),
+        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|" + _SLASHED,
+        f"{_CONTRACTIONS}|" + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        " ?[^(\\s|[.,!?…。，、।۔،])]+",
+    }
+)
+"""Patterns of GPT-2, Llama 3, Qwen, GPT-4o, Mistral, DeepSeek and BLOOM: each run of characters is read a few times."""
+
+_CLASS: Final = r"\[(?:\\[^pP]|\\[pP]\{\^?\w{1,30}\}|[^\[\]\\])+\]"
+_ATOM: Final = rf"\\[pP]\{{\^?\w{{1,30}}\}}|\\[^pPbBGAzZkgKRXyYcCM1-9]|{_CLASS}|[^\\\[\](){{}}|?*+^$]"
+_ELEMENT: Final = re.compile(rf"(?:{_ATOM})(?P<times>[?*+]|\{{[0-9](?:,[0-9]?)?\}})?|(?P<bar>\|)")
+_MOST_CHOICES: Final = 4
+"""Elements of a branch that may be there or not before one that must: each doubles what has to be tried."""
+
+
+def check_growth(files: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError for the ``tokenizer.json`` of which a short text is known to get too long.
+
+    ``files`` is what the file says, as far as it is understood: parts of another form are the library's to refuse.
+    """
+    for part, verb in (("normalizer", "text"), ("decoder", "token")):
+        steps = [step for step in _flat(files.get(part)) if step.get("type") in ("Replace", "Prepend")]
+        seed = _grows(steps)
+        if seed is not None:
+            raise ModelLoadError(
+                f"the {part} in tokenizer.json makes a {verb} more than {MOST_GROWTH} times as long (it does with "
+                f"{seed!a:.40}), which would take all memory; use the tokenizer of another release of this model, or "
+                "send token ids with skip_tokenizer_init"
+            )
+    added = passes = 0
+    for step in _flat(files.get("post_processor")):
+        pieces = step.get("single")
+        pieces = pieces if isinstance(pieces, list) else []
+        ids = _special_sizes(step)
+        specials = [piece["SpecialToken"] for piece in pieces if isinstance(piece, Mapping) and "SpecialToken" in piece]
+        added += sum(ids.get(str(each.get("id")), 1) for each in specials if isinstance(each, Mapping))
+        here = sum(isinstance(piece, Mapping) and "Sequence" in piece for piece in pieces)
+        passes = max(1, passes) * max(1, here)
+    if passes > _MOST_PASSES or added > MOST_ADDED:
+        raise ModelLoadError(
+            f"the post_processor in tokenizer.json repeats a text {passes} times and adds {added} tokens; at most "
+            f"{_MOST_PASSES} and {MOST_ADDED} are allowed: save the tokenizer again"
+        )
+    if any(_pattern_doubt(step) for step in _flat(files.get("decoder"))) or _factor(files.get("decoder")) > MOST_GROWTH:
+        raise ModelLoadError(
+            "the decoder in tokenizer.json has replacements or patterns that may take for ever; use the tokenizer of "
+            "another release of this model, or send token ids with skip_tokenizer_init"
+        )
+
+
+def doubt_about(files: Mapping[str, Any]) -> str:
+    """Why it cannot be told how long encoding takes, or how much memory; empty when it can."""
+    for part in ("normalizer", "pre_tokenizer"):
+        for step in _flat(files.get(part)):
+            if doubt := _pattern_doubt(step):
+                return f"the {part} has a pattern that may take for ever ({doubt!a:.60})"
+    growth = _factor(files.get("normalizer")) * _factor(files.get("pre_tokenizer"))
+    if growth > MOST_GROWTH or _constant(files.get("normalizer")) > MOST_ADDED:
+        return f"the normalizer may make a text more than {MOST_GROWTH} times as long"
+    model = files.get("model")
+    affixes = ("continuing_subword_prefix", "end_of_word_suffix")
+    if isinstance(model, Mapping) and any(len(str(model.get(name) or "")) > MOST_GROWTH for name in affixes):
+        return "the model adds a long text to every part of a word"
+    return ""
+
+
+def _flat(part: Any) -> Iterator[Mapping[str, Any]]:
+    """The steps of a part in order, sequences in sequences included. Without recursion: a file nests as it likes."""
+    line = [part]
+    while line:
+        step = line.pop(0)
+        if not isinstance(step, Mapping):
+            continue
+        inner = next((step[name] for name in _INNER if isinstance(step.get(name), list)), None)
+        if inner is None:
+            yield step
+        else:
+            line[:0] = inner
+
+
+_INNER: Final = ("normalizers", "pretokenizers", "processors", "decoders")
+
+
+def _pattern(step: Mapping[str, Any]) -> tuple[str, str]:
+    """(kind, text) of a step's pattern: String, Regex, or nothing."""
+    pattern = step.get("pattern")
+    for kind in ("String", "Regex"):
+        if isinstance(pattern, Mapping) and isinstance(pattern.get(kind), str):
+            return kind, pattern[kind]
+    return "", ""
+
+
+def _pattern_doubt(step: Mapping[str, Any]) -> str:
+    kind, text = _pattern(step)
+    return text if kind == "Regex" and text not in KNOWN_PATTERNS and not _is_simple(text) else ""
+
+
+def _is_simple(pattern: str) -> bool:
+    """Whether nothing has to match behind what repeats without end, so that nothing is tried over and over. Only
+    characters, classes and what repeats them is understood: with groups or anchors a pattern is not simple."""
+    at = choices = 0
+    endless = False
+    while at < len(pattern):
+        found = _ELEMENT.match(pattern, at)
+        if found is None:
+            return False
+        at, times = found.end(), found["times"] or ""
+        if found["bar"]:
+            choices, endless = 0, False
+            continue
+        if (endless or choices > _MOST_CHOICES) and not (times in ("?", "*") or times.startswith("{0")):
+            return False
+        endless = endless or times in ("*", "+") or times.endswith(",}")
+        choices += times == "?" or "," in times
+    return True
+
+
+def _factor(part: Any) -> float:
+    """Times its length in bytes that a text gets at most, in whatever order its characters come."""
+    factor, seen = 1.0, set()
+    for step in _flat(part):
+        name = str(step.get("type"))
+        if name == "Replace":
+            kind, old = _pattern(step)
+            new = len(str(step.get("content", "")).encode(errors="replace"))
+            size = len(old.encode(errors="replace"))
+            factor *= max(1.0, new / size) if kind == "String" and size else 1.0 + new
+        elif name == "Precompiled":
+            factor *= max(1.0, _longest_entry(step) / _LONGEST_CHARSMAP) * (11 if name in seen else 1)
+        elif name in seen:
+            factor *= _UNICODE.get(name, 1)
+        seen.add(name)
+    return factor
+
+
+def _constant(part: Any) -> int:
+    return sum(len(str(step.get("prepend", "")).encode(errors="replace")) for step in _flat(part))
+
+
+def _longest_entry(step: Mapping[str, Any]) -> int:
+    """Bytes of the longest text that a character map has for a character. A file that cannot be read has none."""
+    try:
+        data = base64.b64decode(step.get("precompiled_charsmap") or "")
+        entries = data[4 + int.from_bytes(data[:4], "little") :]
+    except (ValueError, TypeError):
+        return 0
+    return max(map(len, entries.split(b"\0")), default=0)
+
+
+def _special_sizes(step: Mapping[str, Any]) -> dict[str, int]:
+    tokens = step.get("special_tokens")
+    return {
+        str(name): len(token["ids"])
+        for name, token in (tokens.items() if isinstance(tokens, Mapping) else ())
+        if isinstance(token, Mapping) and isinstance(token.get("ids"), list)
+    }
+
+
+def _grows(steps: Sequence[Mapping[str, Any]]) -> str | None:
+    """A short text that plain replacements make too long: of those they look for, and of their characters."""
+    plain = [step for step in steps if step.get("type") == "Prepend" or _pattern(step)[0] == "String"]
+    seeds = {_pattern(step)[1] for step in plain} | {char for step in plain for char in _pattern(step)[1]}
+    for seed in itertools.islice(sorted(seeds - {""}), 1000):
+        text = seed
+        for step in plain:
+            if step.get("type") == "Prepend":
+                continue
+            old, new = _pattern(step)[1], str(step.get("content", ""))
+            count = text.count(old) if old else 0
+            if len(text) + count * (len(new) - len(old)) > MOST_GROWTH * max(4, len(seed)):
+                return seed
+            text = text.replace(old, new) if old else text
+    return None
+
+
+def read_parts(data: bytes) -> dict[str, Any]:
+    """What a ``tokenizer.json`` says; empty for what is none, which the library refuses with its own words."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,129 @@
+"""Texts to token ids in processes that can be killed, for tokenizers of which nobody can tell how long they take.
+
+As with chat templates the kernel keeps the limits: processor time and memory. What ``growth`` has no doubt about is
+encoded in the server's own process, which is faster.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.errors import ModelLoadError, RequestError
+from chairlift.tokenizer.growth import MOST_ADDED, MOST_GROWTH
+from chairlift.tokenizer.template_worker import Answer, WorkerPool, environment, limit_resources, serve
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["TextWorker", "try_out"]
+
+_MOST_TOKENS: Final = 1 << 22
+_BYTES_PER_TOKEN: Final = 12
+"""Of an id as JSON, with what separates it from the next."""
+_BYTES_PER_CHAR: Final = 256
+"""Memory that encoding takes per character: a million take 100 MB."""
+_SECONDS: Final = 1.0
+_SECONDS_PER_CHAR: Final = 10e-6
+"""Ten times what they take: a million take a second."""
+
+
+_TRIAL_SECONDS: Final = 20
+_TRIAL_BYTES: Final = 1 << 30
+_BYTES_PER_BYTE: Final = 32
+"""What a tokenizer takes of processor time and memory while it is read: the largest files, of 30 MB, a tenth of it."""
+
+
+def try_out(folder: Path, file_bytes: int, doubt: str) -> None:
+    """Raise ModelLoadError for a tokenizer that a process with limits cannot read, or use for short texts."""
+    command = [sys.executable, "-P", "-m", __name__, "try", str(folder), str(file_bytes)]
+    try:
+        trial = subprocess.run(
+            command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=10 * _TRIAL_SECONDS
+        )
+        code = trial.returncode
+    except subprocess.TimeoutExpired:
+        code = -1
+    if code == 0:
+        return
+    told = trial.stdout.decode(errors="replace").strip()[:400] if code == 1 else ""
+    raise ModelLoadError(
+        told
+        or f"{folder / 'tokenizer.json'} takes too much time or memory for a few characters, because {doubt}; use the "
+        "tokenizer of another release of this model, or send token ids with skip_tokenizer_init"
+    )
+
+
+def _try(folder: str, file_bytes: int) -> int:
+    """In the process with limits: 0 when all is well, 1 when what is wrong was printed, else another code."""
+    limit_resources(_TRIAL_BYTES + _BYTES_PER_BYTE * file_bytes, _TRIAL_SECONDS)
+    try:
+        tokenizer = Tokenizer.from_dir(folder, probe=False)
+    except ModelLoadError as error:
+        print(error)
+        return 1
+    for text in (*(4 * char for char in string.printable), string.printable, "Grüße, 你好 😀"):
+        ids = tokenizer.encode(text)
+        if len(ids) > MOST_ADDED + MOST_GROWTH * len(text.encode()):
+            return 3
+    return 0
+
+
+class TextWorker(WorkerPool):
+    """Encodes with the tokenizer in ``folder``, out of process. ``max_chars`` is the longest text there is."""
+
+    def __init__(self, folder: str, max_chars: int, most_waiting: int = 256, memory_bytes: int = 128 << 20) -> None:
+        memory = memory_bytes + _BYTES_PER_CHAR * max_chars
+        setup = {"folder": folder, "memory_bytes": memory}
+        reply = _BYTES_PER_TOKEN * _MOST_TOKENS + 4096
+        super().__init__(__name__, setup, "texts", reply, num_workers=2, most_waiting=most_waiting)
+        self.seconds = _SECONDS
+        """Of processor time for a short text."""
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises RequestError for one that takes too long or too much memory, and what
+        :meth:`WorkerPool.ask` raises when it is not to blame."""
+        if not isinstance(text, str):
+            raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
+        seconds = self.seconds + _SECONDS_PER_CHAR * len(text)
+        fields = {"text": text, "special": bool(add_special_tokens), "cpu_seconds": 2 + math.ceil(seconds)}
+        try:
+            reply = await self.ask(fields, seconds)
+        except TimeoutError:
+            raise RequestError(
+                f"the model's tokenizer was not done with the text after {seconds:.3g} s of processor time; send a "
+                "shorter text, or token ids"
+            ) from None
+        except (EOFError, ValueError):
+            raise RequestError(
+                "the model's tokenizer needs more memory or time for the text than it may take; send a shorter text, "
+                "or token ids"
+            ) from None
+        ids = reply.get("ids")
+        if isinstance(ids, list):
+            return ids
+        raise RequestError(str(reply.get("error", "the model's tokenizer cannot encode the text; change it"))[:1000])
+
+
+def _prepare(setup: dict[str, Any]) -> tuple[Answer, Callable[[], object]]:
+    tokenizer = Tokenizer.from_dir(setup["folder"], probe=False)
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        try:
+            ids = tokenizer.encode(asked["text"], asked["special"])
+        except RequestError as error:
+            return {"error": str(error)}
+        if len(ids) > _MOST_TOKENS:
+            return {"error": f"the text has {len(ids):,} tokens, and at most {_MOST_TOKENS:,} are allowed; shorten it"}
+        return {"ids": ids}
+
+    return answer, lambda: None
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "try":
+        sys.exit(_try(sys.argv[2], int(sys.argv[3])))
+    serve(_prepare, "the model's tokenizer takes more memory for the text than it may; send a shorter text")
