@@ -230,7 +230,8 @@ class _SpelledStops:
         spelling = None if token_id is None else self._tokenizer.special_texts.get(token_id)
         if token_id is None or not spelling:
             return self._read(piece, counts)
-        plain = piece.removesuffix(self._tokenizer.token_text(token_id)) if piece else ""
+        shown = spelling if piece.endswith(spelling) else self._tokenizer.token_text(token_id) if piece else ""
+        plain = piece.removesuffix(shown)
         found = self._read(plain, counts)
         if found is None:
             self._special.append((self._length, self._length + len(spelling), len(piece) - len(plain)))

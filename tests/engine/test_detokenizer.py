@@ -348,6 +348,14 @@ def test_special_tokens_in_stop_strings(stop: str, include: bool, text: str, fou
     assert ("".join(deltas), stopped) == (text, stop if found else None)
 
 
+def test_a_special_token_that_is_shown_matches_as_it_is_shown() -> None:
+    tokenizer = tiny.make("word_piece")
+    ids = [i for word in ("the", "[SEP]") if (i := tokenizer.token_to_id(word)) is not None]
+    for stop, found in (("e[SEP]", False), ("e [SEP]", True), ("[SEP]", True)):
+        detokenizer = IncrementalDetokenizer(tokenizer, ids, params(stop=stop, skip_special_tokens=False))
+        assert (detokenizer.update(ids) is not None) == found
+
+
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize(("include", "text"), [(False, "H"), (True, "Hi<|im_end|>")])
 def test_a_stop_string_may_end_with_the_token_that_ends_the_answer(skip: bool, include: bool, text: str) -> None:
