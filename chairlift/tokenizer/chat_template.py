@@ -62,19 +62,21 @@ class ChatTemplate:
         (``[{"type": "text", "text": ...}]``). A template that prints parts gets them; for others they are joined by
         newlines. All other keys (``reasoning_content``, ``tool_calls``, ...) reach the template too.
         ``add_generation_prompt`` opens the assistant's turn. ``continue_final_message`` leaves the last message open
-        instead, for the model to go on with it. ``scalars`` are further variables (``enable_thinking=False``): text,
-        numbers, booleans, None.
+        instead, for the model to go on with it: the text ends where the template puts the end of its content, found by
+        a mark as in transformers. ``scalars`` are further variables (``enable_thinking=False``): text, numbers,
+        booleans, None.
 
         Raises :class:`~chairlift.errors.RequestError` for messages of another form, or in a role that the template
-        prints nothing of, and :class:`~chairlift.errors.TemplateError` when there is no template or it fails.
+        prints nothing of, and :class:`~chairlift.errors.TemplateError` when there is no template, it fails, or it does
+        not lay out the final message so that it can be continued.
         """
         check_variables(scalars)
         plain = normalize_messages(messages)
         chat = self._forms.fit(plain)
-        if continue_final_message:
-            chat[-1]["content"] += f"{_END_OF_FINAL_MESSAGE} "
-        text = self._render(chat, add_generation_prompt and not continue_final_message, scalars)
-        return _up_to_final_message(text) if continue_final_message else text
+        if not continue_final_message:
+            return self._render(chat, add_generation_prompt, scalars)
+        marked = [*chat[:-1], _marked(chat[-1])]
+        return _up_to_final_message(chat, self._render(chat, False, scalars), self._render(marked, False, scalars))
 
     def _render(
         self, chat: list[dict[str, Any]], add_generation_prompt: bool, scalars: Mapping[str, Any] | None = None
@@ -163,16 +165,55 @@ def _one_line(error: Exception) -> str:
     return " ".join(message.split())[:200]
 
 
-def _up_to_final_message(text: str) -> str:
-    """Cut after the last message, whose content ends with the mark; the mark's space tells whether it was trimmed."""
-    end = text.rfind(_END_OF_FINAL_MESSAGE)
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with a mark at the end of its content, or of the last of its parts."""
+    if "content" not in message:
+        raise RequestError(_cannot_continue("the final message has no content"))
+    for key in ("tool_calls", "function_call"):
+        if message.get(key):
+            raise RequestError(_cannot_continue(f"the final message has {key}, which follow its content"))
+    content, mark = message["content"], f"{_END_OF_FINAL_MESSAGE} "
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]}
+
+
+def _up_to_final_message(chat: Sequence[Mapping[str, Any]], text: str, marked: str) -> str:
+    """The text of a chat up to the end of its last content, found in the text of the same chat with a mark there.
+
+    As in transformers, a space behind the mark tells whether the template trims contents, and a content that the
+    template does not print as it is cannot be continued. What transformers lets pass is refused as well: a mark that
+    changes what the template writes before it, and messages that come after the final one. Of a content that is
+    printed twice the last copy is continued, and the first keeps no mark.
+    """
+    end = marked.rfind(_END_OF_FINAL_MESSAGE)
     if end < 0:
-        raise TemplateError(
-            "the chat template does not show the end of the final message, so it cannot be continued; "
-            "leave out continue_final_message"
-        )
-    kept = text[end:].startswith(f"{_END_OF_FINAL_MESSAGE} ")
-    return text[:end] if kept else text[:end].rstrip()
+        raise TemplateError(_cannot_continue("the chat template does not print the end of the final message"))
+    kept = marked[end:].startswith(f"{_END_OF_FINAL_MESSAGE} ")
+    before = marked[:end] if kept else marked[:end].rstrip()
+    before = before.replace(f"{_END_OF_FINAL_MESSAGE} ", "").replace(_END_OF_FINAL_MESSAGE, "")
+    if not text.startswith(before):
+        raise TemplateError(_cannot_continue("the chat template writes another text where the final message goes on"))
+    if _texts(chat[-1])[-1].strip() not in before:
+        raise TemplateError(_cannot_continue("the chat template does not print the final message as it is"))
+    after = text[len(before) :]
+    if any(
+        words not in before and words in after
+        for other in chat[:-1]
+        for each in _texts(other)
+        if (words := each.strip())
+    ):
+        raise TemplateError(_cannot_continue("the chat template puts other messages after the final one"))
+    return before
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content", [])
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def _cannot_continue(reason: str) -> str:
+    return f"continue_final_message is not possible: {reason}; leave it out"
 
 
 def _check_size(size: int, most: int = MAX_TEXT) -> None:

@@ -247,8 +247,13 @@ class FakeEngine:
             self.waiting.set()
             await self.template_gate.wait()
         template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer.named_tokens)
-        text = template.render(messages, add_generation_prompt=add_generation_prompt, **template_variables)
-        return self.tokenizer.encode(text.removesuffix("<|im_end|>\n") if continue_final_message else text, False)
+        text = template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_variables,
+        )
+        return self.tokenizer.encode(text, False)
 
     async def submit(
         self,

@@ -271,6 +271,9 @@ def test_a_message_can_be_continued(http: TestClient, engine: FakeEngine) -> Non
     assert engine.tokenizer.decode(engine.submitted[0][0], False).endswith("<|im_start|>assistant\nWell, I")
     error = refused(http, messages=messages, continue_final_message=True, add_generation_prompt=True)
     assert error["param"] == "continue_final_message"
+    call = {"role": "assistant", "content": "Well", "tool_calls": [CALL]}
+    error = refused(http, messages=[*MESSAGES, call], continue_final_message=True)
+    assert error["param"] == "continue_final_message" and "tool_calls" in error["message"]
     assert ask(http, add_generation_prompt=False, max_tokens=1).status_code == 200
     assert engine.tokenizer.decode(engine.submitted[1][0], False).endswith("<|im_end|>\n")
 

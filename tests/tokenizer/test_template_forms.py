@@ -275,6 +275,83 @@ def test_a_template_that_fails_for_every_small_chat_is_judged_by_its_syntax_tree
         ChatTemplate(needs + PRINTS).render(chat)
 
 
+def each(shown: str) -> str:
+    return "{% for m in messages %}<|{{ m.role }}|>" + shown + "<|end|>{% endfor %}"
+
+
+CONTINUED = {
+    "as it is": each("{{ m.content }}"),
+    "trimmed": each("{{ m.content | trim }}"),
+    "thoughts cut off": each("{{ m.content.split('</think>')[-1] }}"),
+    "parts": ONLY_PARTS,
+    "both": BOTH,
+    "in a summary, too": "{{ messages[-1].content }}\n" + each("{{ m.content }}"),
+    "trimmed in a summary": "{{ messages[-1].content | trim }}\n" + each("{{ m.content }}"),
+    "after its length": each("{{ m.content | length }}: {{ m.content }}"),
+    "first": "{% for m in messages | reverse %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}",
+    "not at all": "{% for m in messages[:-1] %}{{ m.content }}{% endfor %}",
+    "lower": each("{{ m.content | lower }}"),
+}
+# Whether ours is transformers' text, both refuse, only we refuse, or transformers leaves its mark in the text.
+OUTCOMES = dict.fromkeys(CONTINUED, "same") | {
+    "thoughts cut off": "both refuse",
+    "parts": "same, of parts",
+    "in a summary, too": "no mark",
+    "trimmed in a summary": "no mark",
+    "after its length": "we refuse",
+    "first": "we refuse",
+    "not at all": "both refuse",
+    "lower": "both refuse",
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("end", ["", " ", "\n\n"])
+def test_a_final_message_is_continued_as_in_transformers_or_refused(reference: Any, name: str, end: str) -> None:
+    template, words = CONTINUED[name], "<think>a</think>Well, I"
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": words + end}]
+    given = [{**m, "content": parts(m["content"])} for m in chat] if OUTCOMES[name] == "same, of parts" else chat
+
+    def ours() -> str:
+        return ChatTemplate(template, NAMED).render(chat, continue_final_message=True)
+
+    def theirs() -> str:
+        text: str = reference.apply_chat_template(
+            given, chat_template=template, continue_final_message=True, tokenize=False
+        )
+        return text
+
+    trims_the_copy = name == "trimmed in a summary" and bool(end)  # the mark keeps what would have been trimmed there
+    if "refuse" in OUTCOMES[name] or trims_the_copy:
+        with pytest.raises(TemplateError, match=r"^continue_final_message is not possible: .*; leave it out$"):
+            ours()
+        if OUTCOMES[name] == "both refuse":
+            with pytest.raises(ValueError, match="final message"):
+                theirs()
+    elif OUTCOMES[name] == "no mark":
+        assert ours() == f"{words}{end}\n<|user|>Hi<|end|><|assistant|>{words}{end}"
+        assert "TAG" in theirs()
+    else:
+        assert ours() == theirs()
+
+
+def test_the_last_part_is_continued(reference: Any) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts("One.", " Two ")}]
+    text = ChatTemplate(BOTH, NAMED).render(chat, continue_final_message=True)
+    assert text == "<|user|>Hi<|end|><|assistant|>One. Two "
+    assert text == reference.apply_chat_template(chat, chat_template=BOTH, continue_final_message=True, tokenize=False)
+    assert ChatTemplate(ADDS).render(chat, continue_final_message=True).endswith("One.\n Two ")
+
+
+@pytest.mark.parametrize("more", [{"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, {"reasoning": "x"}])
+def test_a_final_message_with_calls_or_without_content_is_not_continued(more: dict[str, Any]) -> None:
+    content = {} if "reasoning" in more else {"content": "Well"}
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", **content, **more}]
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    with pytest.raises((RequestError, TemplateError), match=r"^continue_final_message is not possible"):
+        ChatTemplate(template).render(chat, continue_final_message=True)
+
+
 @pytest.mark.parametrize(
     ("source", "loops"),
     [
