@@ -385,17 +385,13 @@ def test_late_prompt_logprobs_do_not_reach_the_next_request_of_that_name(model_d
     assert [output.prompt_logprobs for output in outputs] == [[None]] * 4
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_a_model_with_broken_weights_fails_its_requests_and_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kernels: str
-) -> None:
+def test_a_model_with_broken_weights_fails_its_requests_and_says_why(tmp_path: Path) -> None:
     model_dir = tiny_hf_model(tmp_path, "llama")
     path = model_dir / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"].fill_(float("nan"))
     save_file(tensors, path, metadata={"format": "pt"})
-    llm = make(model_dir, kernels=kernels)
-    assert "1 of the tensors (model.embed_tokens.weight) have NaN or infinity" in caplog.text
+    llm = make(model_dir)
     output = llm.generate([PROMPT], greedy())[0]
     assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
     assert "NaN" in (output.error or "")

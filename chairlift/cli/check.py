@@ -22,8 +22,8 @@ __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 SUMMARY: Final = "validate a model directory and show what fits into memory"
 DESCRIPTION: Final = """Load a model as the engine would, show its size and the memory plan, and test it.
 
-The test: each of a few prompts must get the same greedy tokens alone and in a batch. Exit code 0 when all is well,
-2 when not."""
+The test: all weights must be finite numbers, and each of a few prompts must get the same greedy tokens alone and in a
+batch. Exit code 0 when all is well, 2 when not."""
 
 _PROMPTS: Final = ("The", "What is continuous batching?", "1, 2, 3, 4,", "Once upon a time there was a chairlift that")
 _NUM_TOKENS: Final = 8
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
     from chairlift.executor.local import LocalExecutor
     from chairlift.models.hf_config import read_config  # takes torch along
-    from chairlift.models.loader import resolve_model_dir
+    from chairlift.models.loader import check_weights, resolve_dtype, resolve_model_dir
 
     bundled = Path(chairlift.__file__).parent / "assets"
     model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, settings.get("revision"))
@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     network = read_config(model_dir)
     _tell("model", name)
     dtype = _describe(llm, network)
+    check_weights(model_dir, network, resolve_dtype(network, llm.config.model.dtype))
+    _tell("weights", "all numbers are finite")
     _tell("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
     executor = llm.engine.core.executor
     if isinstance(executor, LocalExecutor) and (graphs := executor.describe_graphs()):

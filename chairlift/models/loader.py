@@ -31,7 +31,15 @@ from chairlift.models.layers.embedding import Embedding
 from chairlift.models.layers.linear import Linear, WeightLayout
 from chairlift.models.registry import model_class
 
-__all__ = ["WeightLayout", "load_model", "read_config", "replace_weights", "resolve_dtype", "resolve_model_dir"]
+__all__ = [
+    "WeightLayout",
+    "check_weights",
+    "load_model",
+    "read_config",
+    "replace_weights",
+    "resolve_dtype",
+    "resolve_model_dir",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -114,14 +122,18 @@ def load_model(
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, stack)
         parts = _checked_parts(tensors, model, model_dir)
-        broken = _fill(model, parts, tensors, torch_dtype, device, progress, layout)
-    if broken:
-        _log.warning(
-            "%s: %d of the tensors (%s) have NaN or infinity, or numbers too large for %s; answers that meet them end"
-            " with an error: download or convert the weights again",
-            *(model_dir, len(broken), _few(broken), str(torch_dtype).removeprefix("torch.")),
-        )
+        _fill(model, parts, tensors, torch_dtype, device, progress, layout)
     return model.eval().requires_grad_(False)
+
+
+def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Read all weights of ``config`` in a directory. Raises :class:`~chairlift.errors.ModelLoadError` unless every
+    number is finite, also once it is rounded to ``dtype``."""
+    with torch.device("meta"):
+        model = model_class(config.model_type)(config)
+    with contextlib.ExitStack() as stack:
+        tensors = _open_tensors(model_dir, stack)
+        _check_finite(tensors, _checked_parts(tensors, model, model_dir), dtype, model_dir, None, mapped=True)
 
 
 def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], progress: Progress | None = None) -> None:
@@ -185,9 +197,8 @@ def _fill(
     device: torch.device,
     progress: Progress | None,
     layout: WeightLayout,
-) -> list[str]:
-    """Replace each meta parameter by a real one, or by its packed form as soon as it is complete. Returns the names of
-    tensors with numbers that are not finite."""
+) -> None:
+    """Replace each meta parameter by a real one, or by its packed form as soon as it is complete."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     total, done = sum(shape.numel() for shape in shapes.values()), 0
     if layout is WeightLayout.NATIVE:
@@ -196,20 +207,16 @@ def _fill(
         for module in model.modules():  # the output head, like the embedding, loses more by it than it gains
             if isinstance(module, Linear) and module is not model.lm_head:
                 module.fp8, module.weight = Fp8Weight(module.out_features, module.in_features, device), None
-    broken = []
     for name, group in _by_parameter(parts).items():
         owner_name, _, attribute = name.rpartition(".")
         owner = model.get_submodule(owner_name)
-        laid_out = _laid_out(owner, attribute)
-        value = torch.empty(shapes[name] if laid_out is None else 0, dtype=dtype, device=device)
-        for part, start, rows in _pieces(tensors, group):
-            if not _finite(rows, dtype) and part.name not in broken:
-                broken.append(part.name)
-            if laid_out is not None:
-                laid_out.pack_rows(rows, start, mapped=True)
-            else:
-                copy_rows(value[start : start + len(rows)], rows)
-        if laid_out is None:
+        if (laid_out := _laid_out(owner, attribute)) is not None:
+            for part in group:
+                laid_out.pack_rows(_read(tensors, part), part.start, mapped=True)
+        else:
+            value = torch.empty(shapes[name], dtype=dtype, device=device)
+            for part in group:
+                copy_rows(value[part.start : part.start + part.shape[0]], _read(tensors, part))
             setattr(owner, attribute, nn.Parameter(value, requires_grad=False))
             if isinstance(owner, Linear) and owner.native is not None:
                 owner.native.set_bias(value)
@@ -221,7 +228,6 @@ def _fill(
     model.tie_weights()
     if layout is WeightLayout.ONEDNN:
         model.lm_head.prepack()
-    return broken
 
 
 def _finite(rows: Tensor, dtype: torch.dtype) -> bool:
@@ -248,8 +254,8 @@ def _check_finite(
                 first = start - part.start
                 raise ModelLoadError(
                     f"{where}: tensor {part.name} has NaN or infinity, or numbers too large for"
-                    f" {str(dtype).removeprefix('torch.')}, in rows {first} to {first + len(rows) - 1}; the model is"
-                    " unchanged: save or train the weights again"
+                    f" {str(dtype).removeprefix('torch.')}, in rows {first} to {first + len(rows) - 1}; nothing of"
+                    " it is used: train, convert or download the weights again"
                 )
             by_slices(rows, lambda *_: None, mapped=mapped)  # lets go of the file's pages
 

@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
 from chairlift.cli import check
@@ -35,6 +36,7 @@ def test_a_good_model_gets_a_report(chairlift: Run, model_dir: Path) -> None:
     assert report["kernels"].startswith(f"{best_isa() or 'PyTorch'} in float32")
     assert report["chat template"] == "yes"
     assert "room for about 42 chats of 256 tokens at once" in report["memory"]
+    assert report["weights"] == "all numbers are finite"
     assert "same 8 greedy tokens alone and in a batch" in report["self-test"]
 
 
@@ -72,6 +74,17 @@ def test_half_precision_passes(chairlift: Run, model_dir: Path, dtype: str) -> N
     assert code == 0
     assert ["PyTorch runs this model" in line for line in err] == [True] * (dtype == "float16")
     assert f"in {dtype}" in "\n".join(out)
+
+
+def test_weights_that_are_not_finite_are_found(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
+    """In the row of a token that no prompt of the self-test has."""
+    shutil.copytree(model_dir, broken := tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1, 0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = chairlift("check", broken, "--num-kv-blocks", "64")
+    assert code == 2
+    assert "tensor model.embed_tokens.weight has NaN or infinity" in "\n".join(err)
 
 
 def test_a_broken_chat_template_is_found(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
