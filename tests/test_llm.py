@@ -410,7 +410,8 @@ def test_whoever_shares_the_beginning_of_a_broken_prompt_is_well(
     save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
     prompts = [[*PROMPT[:16], 5, 99, *PROMPT], [*PROMPT[:16], 7, 8, 9]]
     expected = make(model_dir, kernels=kernels).generate(prompts[1:], greedy())
-    llm = make(model_dir, kernels=kernels, max_num_batched_tokens=12)
+    # In policy order, so that the second begins when the first has something to share.
+    llm = make(model_dir, kernels=kernels, max_num_batched_tokens=12, policy_share=1.0)
     broken, sound = llm.generate(prompts, greedy())
     assert broken.error is not None and sound.num_cached_tokens == 16
     assert tokens([sound]) == tokens(expected)

@@ -249,6 +249,8 @@ class Scheduler(GivingWay):
                 if out.held_up_by == "tokens":
                     out.held_up_by = ""
                 self._admit(out, flight, budget)
+        if not out.chunks:
+            self.prompt_share.carried = flight.carried
 
     def _split_at_the_line(self, rows: list[Request]) -> tuple[list[Request], list[Request]]:
         """Those before the first in line, and those behind it, who joined for their size, in policy order."""
@@ -370,6 +372,8 @@ class Scheduler(GivingWay):
         last. Returns the budget left."""
         waiting = self.waiting
         if not waiting or out.preempted:  # what was taken is not given to another
+            return budget
+        if flight.passed and not waiting.may_pass(flight.passed):
             return budget
         places = self.membership.places(waiting, len(self.running), self.open_rows, self.now)
         if not places or budget < self.membership.needs_budget():

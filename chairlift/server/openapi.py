@@ -14,13 +14,7 @@ from chairlift.server.chat import ChatCompletion
 from chairlift.server.completions import TextCompletion
 from chairlift.server.models import ModelCard, ModelList
 from chairlift.server.promises import TTFT_HEADER
-from chairlift.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Message,
-    TokenizeRequest,
-)
+from chairlift.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.server.queue import QueueReply
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
@@ -84,7 +78,7 @@ _STATUSES: Final = {
 _ALWAYS: Final = (400, 401, 421, 500, 503)
 _WITH_BODY: Final = (404, 408, 413, 415)
 _TYPES: Final = (
-    *(Message, ChatRequest, ChatCompletion, CompletionRequest, TextCompletion, TokenizeRequest, TokenizeReply),
+    *(ChatRequest, ChatCompletion, CompletionRequest, TextCompletion, TokenizeRequest, TokenizeReply),
     *(DetokenizeRequest, DetokenizeReply, ModelList, ModelCard, ErrorReply, StatusReply, VersionReply, LoadReply),
     *(QueueReply, RequestsReply, TrafficRecord, WeightsRequest, WeightsReply),
 )

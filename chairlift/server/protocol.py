@@ -49,7 +49,7 @@ import functools
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import msgspec.inspect
@@ -64,7 +64,6 @@ __all__ = [
     "REFUSED",
     "ChatRequest",
     "CompletionRequest",
-    "ContentPart",
     "DetokenizeRequest",
     "GenerationRequest",
     "Message",
@@ -168,38 +167,39 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Say where the time went: ``timing`` in the reply, or in the last chunk of each prompt's answers."""
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message; only text is served."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(msgspec.Struct, kw_only=True):
-    """One message of a conversation, for the API's description: fields that are not here reach the chat template too.
-
-    :func:`~chairlift.tokenizer.messages.normalize_messages` checks messages, from HTTP as from Python.
-    """
-
-    role: str
-    """system, developer (read as system where the template does not know it), user, assistant, tool, function, or a
-    role that the chat template names."""
-    content: str | list[ContentPart] | None = None
-    """Only an assistant's message with tool_calls or reasoning may be without."""
-    name: str | None = None
-    reasoning_content: str | None = None
-    """What the assistant thought; clients send it back as ``reasoning`` or ``thinking`` too."""
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-
-AnyMessage = Annotated[dict[str, Any], Meta(max_length=64, extra_json_schema={"$ref": "#/components/schemas/Message"})]
+_PART_SCHEMA: Final = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE_SCHEMA: Final = {
+    "description": "One message of a conversation. Fields that are not here reach the chat template too.",
+    "required": ["role"],
+    "properties": {
+        "role": {
+            "description": "system, developer (read as system where the template does not know it), user, assistant, "
+            "tool, function, or a role that the chat template names.",
+            "type": "string",
+            "minLength": 1,
+        },
+        "content": {
+            "description": "Only an assistant's message with tool_calls or reasoning_content may be without.",
+            "anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA, "minItems": 1}, {"type": "null"}],
+        },
+        "name": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]},
+        "reasoning_content": {"description": "What the assistant thought; also as reasoning or thinking."},
+        "tool_calls": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+        "tool_call_id": {"description": "Of a tool's message: the call that it answers."},
+    },
+}
+Message = Annotated[dict[str, Any], Meta(max_length=64, extra_json_schema=_MESSAGE_SCHEMA)]
+"""Checked by :func:`~chairlift.tokenizer.messages.normalize_messages`, from HTTP as from Python."""
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=_MAX_MESSAGES)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)]
     max_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     """The newer name of max_tokens; it wins over it. Without either: as many as fit."""
@@ -242,7 +242,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: ModelName | None = None
     prompt: str | None = None
-    messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     """For a prompt only: the chat template writes its own."""
     add_generation_prompt: bool | None = None

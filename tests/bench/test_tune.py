@@ -129,8 +129,10 @@ FEW = {
     "admission_watermark": 0.01,
     "prefill_mode": "mixed",
     "preemption_mode": "auto",
+    "policy_share": 1.0,
 }
-"""Leaves the number of slots to be searched."""
+"""Leaves the number of slots to be searched. All prompt tokens in policy order: the promises asked for are those that
+just break so."""
 SPACE = Space(
     rows=(4, 8, 16, 32, 64),
     tokens=(64, 256, 1024),
@@ -181,7 +183,7 @@ def test_log_normal_traffic_and_short_memory(tmp_path: Path) -> None:
     assert price * sides["chosen"].full.output_tokens_per_second * 3600 / 1e6 == pytest.approx(2.0)
     settings = yaml.safe_load("\n".join(config_lines(said)))
     assert EngineConfig.from_flat(settings).scheduler.max_num_seqs == found.settings["chosen"].max_num_seqs
-    assert settings.keys() == set(SEARCHED)
+    assert settings.keys() == {*SEARCHED, "policy_share"}
     page = tune_page(said)
     assert page.count("<svg") >= 5
     assert "http" not in page.replace("http://www.w3.org", "")

@@ -81,11 +81,6 @@ def size_is_what_is_left(patch: Patch) -> None:
 
 
 @mutant
-def size_is_the_whole_prompt(patch: Patch) -> None:
-    patch(WaitingQueue, "size_order", lambda self, r: (*self.policy.standing(r), len(r.token_ids), r.sequence))
-
-
-@mutant
 def size_comes_before_priority(patch: Patch) -> None:
     patch(Precedence, "standing", lambda self, request: ())
 

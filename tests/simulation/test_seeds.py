@@ -63,8 +63,8 @@ def test_execution_does_not_depend_on_the_hash_seed() -> None:
 def test_worlds_reach_what_they_are_there_for() -> None:
     """A simulator that never preempts, forks, shares or fails would find nothing."""
     names = ["preempted", "cached", "forked", "late", "held", "failed", "text", "passed"]
-    seen = dict.fromkeys([*names, "swapped", "tails", "dropped", "past deadline", "brought back"], 0)
-    for seed in range(500):
+    seen = dict.fromkeys([*names, "swapped", "tails", "dropped", "past deadline", "brought back", "reserved", "jumped"], 0)
+    for seed in range(700):
         simulation = run_world(make_world(seed))
         engine, world = simulation.engine, simulation.world
         seen["preempted"] += engine.scheduler.num_preemptions
@@ -80,6 +80,8 @@ def test_worlds_reach_what_they_are_there_for() -> None:
         seen["dropped"] += simulation.num_dropped
         seen["past deadline"] += engine.scheduler.num_past_deadline
         seen["brought back"] += engine.kv.num_brought_back
+        seen["reserved"] += simulation.num_reserved
+        seen["jumped"] += simulation.share.num_jumps if simulation.share else 0
     assert all(count >= 5 for count in seen.values()), seen
 
 
