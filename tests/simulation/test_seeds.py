@@ -63,7 +63,8 @@ def test_execution_does_not_depend_on_the_hash_seed() -> None:
 def test_worlds_reach_what_they_are_there_for() -> None:
     """A simulator that never preempts, forks, shares or fails would find nothing."""
     names = ["preempted", "cached", "forked", "late", "held", "failed", "text", "passed"]
-    seen = dict.fromkeys([*names, "swapped", "tails", "dropped", "past deadline", "brought back", "reserved", "jumped"], 0)
+    names += ["swapped", "tails", "dropped", "past deadline", "brought back", "reserved", "jumped"]
+    seen = dict.fromkeys(names, 0)
     for seed in range(700):
         simulation = run_world(make_world(seed))
         engine, world = simulation.engine, simulation.world
