@@ -122,14 +122,13 @@ class GivingWay(Population):
 
     def _take_from(self, request: Request, out: SchedulerOutput, flight: InFlight, done: int) -> None:
         """The step that is being put together computes nothing for the request, which has computed ``done`` before."""
-        idle = request.decoding or any(other is request and chunk.samples for other, chunk in flight.chunks)
         out.chunks = [chunk for chunk in out.chunks if chunk.slot != request.slot]
         flight.chunks = [entry for entry in flight.chunks if entry[0] is not request]
         flight.finals = [other for other in flight.finals if other is not request]
         out.preempted.append(request.request_id)
         if request.decoding:
             self.decodes.stop(request)
-        if idle:  # it was not among those that have tokens to compute, but is now
+        if request not in self._catching_up:  # it decoded, or only waited for its last token
             self._catching_up.append(request)
         self.num_computed_tokens -= request.num_computed_tokens - done
         request.num_computed_tokens = done

@@ -7,6 +7,7 @@ hooks. Interpreted: PyTorch gives products in fp8 in bfloat16 alone on a GPU, wh
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,12 +145,12 @@ def test_new_weights_are_rounded_where_the_old_ones_lay(models: Any, device: tor
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's
-def test_a_weight_that_is_no_number_fails_the_request(models: Any, device: torch.device) -> None:
-    model_dir, _ = models("llama")
+def test_a_weight_that_is_no_number_fails_the_request(models: Any, device: torch.device, tmp_path: Path) -> None:
+    model_dir = Path(shutil.copytree(models("llama")[0], tmp_path / "model"))
     weights = load_file(model_dir / "model.safetensors")
-    llm = triton_llm(model_dir, greedy(1, 5, 2), device, **FP8)
     weights["model.layers.0.mlp.up_proj.weight"][3, 4] = float("inf")
-    llm.update_weights(weights, 1)
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    llm = triton_llm(model_dir, greedy(1, 5, 2), device, **FP8)
     [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
     assert output.error is not None and "logits contain" in output.error
 
