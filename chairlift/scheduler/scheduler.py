@@ -194,7 +194,8 @@ class Scheduler(GivingWay):
 
     def _run_decodes(self, out: SchedulerOutput, flight: InFlight) -> None:
         stalled = [request for request in self.decodes.due() if not self._attend(request, out, flight)]
-        self._catching_up[:0] = [request for request in stalled if request.slot >= 0]
+        # One that has also given blocks away since is among them already.
+        self._catching_up[:0] = [r for r in stalled if r.slot >= 0 and r not in self._catching_up]
         if stalled:
             out.stalled = tuple([request.request_id for request in stalled])
         if self.decodes.stale:
