@@ -313,7 +313,9 @@ class Scheduler(GivingWay):
 
     def _lets_in(self, request: Request, out: SchedulerOutput, flight: InFlight) -> bool:
         """Give the smallest newcomer a row and blocks: open ones, else those of the reserve, which nobody before it
-        could have."""
+        could have. Nobody, when this step has preempted a request since the newcomer was chosen."""
+        if out.preempted:
+            return False
         if self.open_rows and self._may_pass(flight) and self._try_admit(request, out):
             for other in flight.passed:
                 other.times_passed += 1
