@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from chairlift.config import EngineConfig
-from chairlift.sim.machines import Deployment, deploy, shape_from_name
-from chairlift.sim.replay import RequestTiming, serve_trace, simulated_core
-from chairlift.workload.formats import read_trace
-from chairlift.workload.lengths import LogNormal
-from chairlift.workload.trace import TracedRequest
+from chairlift.replay.machines import Deployment, deploy, shape_from_name
+from chairlift.replay.replay import RequestTiming, serve_trace, simulated_core
+from chairlift.workbench.workload.formats import read_trace
+from chairlift.workbench.workload.lengths import LogNormal
+from chairlift.workbench.workload.trace import TracedRequest
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25)
 KINDS: dict[str, tuple[LogNormal, LogNormal]] = {

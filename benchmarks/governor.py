@@ -9,7 +9,7 @@ traffic. The best fixed setting is the one with the highest score among those th
 requests; it is picked knowing the whole trace, which no operator can. The score is output tokens per second, or, on
 traces with latency targets, the share of the requests that met them.
 
-Everything is *modelled, unvalidated*: machines are those of ``chairlift.sim.machines``.
+Everything is *modelled, unvalidated*: machines are those of ``chairlift.replay.machines``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 import chairlift
 from chairlift.config import EngineConfig
-from chairlift.sim.machines import MODELLED, Deployment, deploy, shape_from_name
-from chairlift.sim.replay import ServedTrace, serve_trace, simulated_core
-from chairlift.workload.arrivals import parse_arrivals
-from chairlift.workload.trace import TracedRequest, draw_trace
+from chairlift.replay.machines import MODELLED, Deployment, deploy, shape_from_name
+from chairlift.replay.replay import ServedTrace, serve_trace, simulated_core
+from chairlift.workbench.workload.arrivals import parse_arrivals
+from chairlift.workbench.workload.trace import TracedRequest, draw_trace
 
 ROWS = (4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 256)
 WATERMARKS = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4)

@@ -86,10 +86,10 @@ def floor_of(model: Path, requests: Requests) -> tuple[float, dict[str, Any]]:
     """Seconds that the GPU's limits allow at best, and these limits."""
     import torch
 
-    from chairlift.bench.floor import GPU_BUDGETS, ModelCost, workload_floor
-    from chairlift.bench.limits import GPU, measure_device
-    from chairlift.bench.report import limits_lines, limits_record
     from chairlift.models.hf_config import read_config
+    from chairlift.workbench.bench.floor import GPU_BUDGETS, ModelCost, workload_floor
+    from chairlift.workbench.bench.limits import GPU, measure_device
+    from chairlift.workbench.bench.report import limits_lines, limits_record
 
     limits = measure_device(torch.device("cuda"), torch.bfloat16)
     print("", *limits_lines(limits), sep="\n")

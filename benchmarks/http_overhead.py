@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from chairlift import LLM
-from chairlift.bench.offline import fit, room_of, run_offline
-from chairlift.workload.lengths import Workload
+from chairlift.workbench.bench.offline import fit, room_of, run_offline
+from chairlift.workbench.workload.lengths import Workload
 
 Requests = list[tuple[list[int], int]]
 

@@ -42,16 +42,16 @@ from pathlib import Path
 from typing import Any
 
 from chairlift import __version__
-from chairlift.bench.machine import describe_machine
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import ModelLimits
+from chairlift.replay.machines import Deployment, deploy, read_deployment, shape_from_name
+from chairlift.replay.replay import RequestTiming, ServedTrace, serve_trace, simulated_core
 from chairlift.scheduler.fairness import DECODE_WEIGHT, PREFILL_WEIGHT
-from chairlift.sim.machines import Deployment, deploy, read_deployment, shape_from_name
-from chairlift.sim.replay import RequestTiming, ServedTrace, serve_trace, simulated_core
-from chairlift.workload.arrivals import AllAtOnce, Arrivals, Gamma
-from chairlift.workload.lengths import LogNormal
-from chairlift.workload.trace import TracedRequest
+from chairlift.workbench.bench.machine import describe_machine
+from chairlift.workbench.workload.arrivals import AllAtOnce, Arrivals, Gamma
+from chairlift.workbench.workload.lengths import LogNormal
+from chairlift.workbench.workload.trace import TracedRequest
 
 CHAT = (LogNormal(4.6, 0.8, 8, 512), LogNormal(4.2, 0.7, 4, 256))
 PROMPTS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chairlift.workload.lengths import LogNormal, Workload
+from chairlift.workbench.workload.lengths import LogNormal, Workload
 
 __all__ = ["draw", "totals"]
 

@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.config import EngineConfig
+from chairlift.replay.machines import deploy, shape_from_name
+from chairlift.replay.replay import serve_trace, simulated_core
 from chairlift.scheduler.learned_governor import FEATURES, MOVES, LearnedGovernor, Weights
-from chairlift.sim.machines import deploy, shape_from_name
-from chairlift.sim.replay import serve_trace, simulated_core
-from chairlift.workload.arrivals import parse_arrivals
-from chairlift.workload.trace import TracedRequest, draw_trace
+from chairlift.workbench.workload.arrivals import parse_arrivals
+from chairlift.workbench.workload.trace import TracedRequest, draw_trace
 
 __all__ = ["EPISODES", "main", "start", "train"]
 

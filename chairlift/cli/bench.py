@@ -16,14 +16,14 @@ from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.cli.flags import whole_number as _number
 from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields
 from chairlift.errors import ConfigError
-from chairlift.workload.writing import check_writable, replacing
+from chairlift.writing import check_writable, replacing
 
 if TYPE_CHECKING:
     import torch
 
-    from chairlift.bench.kernels import KernelSettings
-    from chairlift.bench.limits import Limits
-    from chairlift.bench.machine import Machine
+    from chairlift.workbench.bench.kernels import KernelSettings
+    from chairlift.workbench.bench.limits import Limits
+    from chairlift.workbench.bench.machine import Machine
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
@@ -138,11 +138,11 @@ def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
 def _run_kernels(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from chairlift.bench.kernels import measure_kernels
-    from chairlift.bench.limits import measure_device, measure_limits
-    from chairlift.bench.machine import describe_machine
-    from chairlift.bench.report import doubts, kernel_tables, limits_lines, limits_record, machine_lines
     from chairlift.loading import device_name
+    from chairlift.workbench.bench.kernels import measure_kernels
+    from chairlift.workbench.bench.limits import measure_device, measure_limits
+    from chairlift.workbench.bench.machine import describe_machine
+    from chairlift.workbench.bench.report import doubts, kernel_tables, limits_lines, limits_record, machine_lines
 
     machine = describe_machine()
     settings = _kernel_settings(args, machine)
@@ -180,8 +180,8 @@ def _run_kernels(args: argparse.Namespace) -> dict[str, Any]:
 def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettings:
     import torch
 
-    from chairlift.bench.kernels import KernelSettings
-    from chairlift.bench.shapes import Shapes
+    from chairlift.workbench.bench.kernels import KernelSettings
+    from chairlift.workbench.bench.shapes import Shapes
 
     names = ("shapes", "rows", "contexts", "batches")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -203,10 +203,10 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
     """Whose kernels to measure. Raises ConfigError where they cannot run."""
     import torch
 
-    from chairlift.bench.limits import GPU
     from chairlift.executor.select import why_not_fp8, why_not_triton
     from chairlift.kernels.cpu.library import best_isa, why_unavailable
     from chairlift.loading import find_device
+    from chairlift.workbench.bench.limits import GPU
 
     EngineConfig.from_flat({"device": args.device})
     if args.device != "cpu":
@@ -242,9 +242,9 @@ def _run_startup(args: argparse.Namespace) -> dict[str, Any]:
     settings, _ = read_settings(args, sampling=False)
     if args.model is not None:
         settings |= {"model": args.model}
-    from chairlift.bench.machine import describe_machine
-    from chairlift.bench.report import machine_lines
-    from chairlift.bench.startup import measure_startup, startup_lines
+    from chairlift.workbench.bench.machine import describe_machine
+    from chairlift.workbench.bench.report import machine_lines
+    from chairlift.workbench.bench.startup import measure_startup, startup_lines
 
     machine = describe_machine()
     _print(*machine_lines(machine), f"model: {settings.get('model', BUNDLED_MODEL)}", "")

@@ -18,11 +18,11 @@ from chairlift.config import BUNDLED_MODEL, EngineConfig, flat_fields
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from chairlift.bench.machine import Machine
-    from chairlift.bench.offline import NativePath, OfflineRun
-    from chairlift.bench.serve_run import Load, ServeRun
     from chairlift.llm import LLM
     from chairlift.models.hf_config import ModelConfig
+    from chairlift.workbench.bench.machine import Machine
+    from chairlift.workbench.bench.offline import NativePath, OfflineRun
+    from chairlift.workbench.bench.serve_run import Load, ServeRun
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
@@ -106,10 +106,10 @@ def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[str, 
 
 
 def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> Result:
-    from chairlift.bench.machine import describe_machine
-    from chairlift.bench.offline import native_path
-    from chairlift.bench.report import machine_lines
-    from chairlift.bench.serve_result import parse_goodput
+    from chairlift.workbench.bench.machine import describe_machine
+    from chairlift.workbench.bench.offline import native_path
+    from chairlift.workbench.bench.report import machine_lines
+    from chairlift.workbench.bench.serve_result import parse_goodput
 
     slo = parse_goodput([args.slo]) if args.slo is not None else {}
     changes = [] if args.compare is None else [_changes(args.compare)]
@@ -163,8 +163,8 @@ def _measure(
 
     Ends after a run that was interrupted.
     """
-    from chairlift.bench.offline import room_of, run_here
-    from chairlift.bench.serve_run import Dialect, Target, fit
+    from chairlift.workbench.bench.offline import room_of, run_here
+    from chairlift.workbench.bench.serve_run import Dialect, Target, fit
 
     # Both are asked the same, so what fits into both must be known before the first run.
     rooms = []
@@ -197,11 +197,11 @@ def _measure(
 
 
 def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> Result:
-    from chairlift.bench.machine import describe_machine
-    from chairlift.bench.offline import fit, native_path, room_of, run_offline
-    from chairlift.bench.offline_report import offline_page
-    from chairlift.bench.report import machine_lines, offline_lines
-    from chairlift.workload.lengths import Workload
+    from chairlift.workbench.bench.machine import describe_machine
+    from chairlift.workbench.bench.offline import fit, native_path, room_of, run_offline
+    from chairlift.workbench.bench.offline_report import offline_page
+    from chairlift.workbench.bench.report import machine_lines, offline_lines
+    from chairlift.workbench.workload.lengths import Workload
 
     name, model_dir, network = _model(args, settings)
     if network is None:
@@ -252,9 +252,9 @@ def _floor(
     result: OfflineRun,
 ) -> dict[str, Any]:
     """Print, and return for the record, the limits of this machine and how near the engine came to them."""
-    from chairlift.bench.floor import ModelCost
-    from chairlift.bench.offline import floor_of, limits_of
-    from chairlift.bench.report import limits_lines, limits_record
+    from chairlift.workbench.bench.floor import ModelCost
+    from chairlift.workbench.bench.offline import floor_of, limits_of
+    from chairlift.workbench.bench.report import limits_lines, limits_record
 
     try:
         limits = limits_of(llm, path, machine)

@@ -1,6 +1,6 @@
 """``chairlift bench serve``: flags and plan; and what ``bench offline`` shares with it: traffic, lines, files.
 
-The measuring is in ``chairlift/bench/serve.py``.
+The measuring is in ``chairlift/workbench/bench/serve.py``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from chairlift.cli.remote_server import RemoteServer, plain, read_key
 from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from chairlift.bench.serve import Plan
-    from chairlift.bench.serve_result import Figures, Ratio
-    from chairlift.bench.serve_run import Load, Outcome, Progress, ServeRun
-    from chairlift.workload.arrivals import Arrivals
-    from chairlift.workload.lengths import Lengths
-    from chairlift.workload.traced_request import TracedRequest
+    from chairlift.replay.traced_request import TracedRequest
+    from chairlift.workbench.bench.serve import Plan
+    from chairlift.workbench.bench.serve_result import Figures, Ratio
+    from chairlift.workbench.bench.serve_run import Load, Outcome, Progress, ServeRun
+    from chairlift.workbench.workload.arrivals import Arrivals
+    from chairlift.workbench.workload.lengths import Lengths
 
 __all__ = [
     *("DESCRIPTION", "SIDES", "SUMMARY", "Cell", "add_arguments", "add_traffic_flags", "check_ranges", "loads_of"),
@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], str], in
 
     Raises ConfigError, before anything is sent if it can.
     """
-    from chairlift.bench.serve import raise_file_limit
-    from chairlift.bench.serve_result import parse_goodput
+    from chairlift.workbench.bench.serve import raise_file_limit
+    from chairlift.workbench.bench.serve_result import parse_goodput
 
     slo = parse_goodput(args.goodput) if args.goodput else {}
     plan, cells = _plan(args, slo)
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], str], in
 
 def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, list[dict[str, Any]]]:
     """The plan, and of each load what the record says about it."""
-    from chairlift.bench.serve import Plan
+    from chairlift.workbench.bench.serve import Plan
 
     check_ranges(args, rounds=(1, 1000), num_warmups=(0, 10_000), timeout=(0.001, 1e6), temperature=(0, 100))
     loads, cells = loads_of(args, slo, temperature=args.temperature, promises=args.promises)
@@ -201,7 +201,7 @@ def loads_of(
 
     ``fields`` are further ones of the loads.
     """
-    from chairlift.bench.serve_run import Load
+    from chairlift.workbench.bench.serve_run import Load
 
     rates = [None] if args.request_rate is None else [_rate(text) for text in args.request_rate.split(",")]
     if args.compare is not None and len(rates) > 1:
@@ -234,7 +234,7 @@ Source = Callable[[float | None], "tuple[Sequence[TracedRequest], int | None, st
 def _source(args: argparse.Namespace) -> Source:
     if args.trace is None:
         return lambda rate: _drawn(args, rate)
-    from chairlift.workload.formats import read_trace
+    from chairlift.workbench.workload.formats import read_trace
 
     recorded = read_trace(args.trace)[: args.num_prompts]
 
@@ -259,8 +259,8 @@ def _source(args: argparse.Namespace) -> Source:
 def _drawn(args: argparse.Namespace, rate: float | None) -> tuple[Sequence[TracedRequest], int | None, str]:
     import numpy as np
 
-    from chairlift.workload.trace import draw_trace
-    from chairlift.workload.traced_request import TracedRequest
+    from chairlift.replay.traced_request import TracedRequest
+    from chairlift.workbench.workload.trace import draw_trace
 
     count = args.num_prompts or _DEFAULT_PROMPTS
     arrivals, users, words = _arrivals(args, rate)
@@ -277,14 +277,14 @@ def _drawn(args: argparse.Namespace, rate: float | None) -> tuple[Sequence[Trace
 
 def _lengths(text: str, of: Literal["prompt", "output"] = "prompt") -> Lengths:
     """A number is a fixed length."""
-    from chairlift.workload.lengths import parse_lengths
+    from chairlift.workbench.workload.lengths import parse_lengths
 
     return parse_lengths(f"fixed:{text}" if text.isdigit() else text, of)
 
 
 def _arrivals(args: argparse.Namespace, rate: float | None) -> tuple[Arrivals, int | None, str]:
     """When requests come, the users of a closed loop, and the same in words."""
-    from chairlift.workload.arrivals import AllAtOnce, ClosedLoop, Gamma, parse_arrivals
+    from chairlift.workbench.workload.arrivals import AllAtOnce, ClosedLoop, Gamma, parse_arrivals
 
     if args.arrivals is not None:
         arrivals = parse_arrivals(args.arrivals)
@@ -322,7 +322,7 @@ def _settings(
 
 async def _measure(plan: Plan, settings: Sequence[Mapping[str, Any]], slo: Mapping[str, float]) -> list[Cell]:
     """Run the plan, and print each run when it has ended."""
-    from chairlift.bench.serve import measure
+    from chairlift.workbench.bench.serve import measure
 
     cells: list[Cell] = []
     compared = len(plan.urls) > 1
@@ -375,8 +375,8 @@ class Cell:
 
 def show(run: ServeRun, place: int, told: Mapping[str, Any], slo: Mapping[str, float], compared: bool) -> Cell:
     """Add up a run, and print it."""
-    from chairlift.bench.serve_report import run_lines, serve_record
-    from chairlift.bench.serve_result import figures_of
+    from chairlift.workbench.bench.serve_report import run_lines, serve_record
+    from chairlift.workbench.bench.serve_result import figures_of
 
     figures = figures_of(run, slo)
     which = f"{SIDES[place]}, round {told['round']}" if compared else told["arrivals"]
@@ -412,8 +412,8 @@ def results(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any]
 
 def _record(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Ratio], list[list[str]]]:
     """What ``--json`` gets; of two sides also the ratios, as a table too. That of several rates is printed."""
-    from chairlift.bench.serve_report import COMPARED, aligned, compared_rows, sweep_rows
-    from chairlift.bench.serve_result import compare
+    from chairlift.workbench.bench.serve_report import COMPARED, aligned, compared_rows, sweep_rows
+    from chairlift.workbench.bench.serve_result import compare
 
     if not names:
         if len(cells) == 1:
@@ -457,7 +457,7 @@ def _rate_label(cell: Cell) -> str:
 def _page(
     cells: Sequence[Cell], names: Sequence[str], ratios: Mapping[str, Ratio], table: Sequence[Sequence[str]]
 ) -> str:
-    from chairlift.bench.serve_page import serve_page
+    from chairlift.workbench.bench.serve_page import serve_page
 
     results: dict[str, list[tuple[ServeRun, Figures]]] = {}
     for cell in cells:

@@ -70,11 +70,11 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     """Print what the model is and what fits; returns the name of the dtype that rounds most."""
     import torch
 
-    from chairlift.bench.floor import ModelCost
-    from chairlift.bench.offline import native_path
     from chairlift.loading import device_name
     from chairlift.models.loader import resolve_dtype
     from chairlift.models.registry import model_class
+    from chairlift.workbench.bench.floor import ModelCost
+    from chairlift.workbench.bench.offline import native_path
 
     with torch.device("meta"):  # shapes only
         model = model_class(network.model_type)(network)

@@ -18,7 +18,7 @@ from chairlift.cli.flags import add_engine_flags, add_sampling_flags, load_llm, 
 from chairlift.errors import ChairliftError, ConfigError
 from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
-from chairlift.workload.writing import check_writable
+from chairlift.writing import check_writable
 
 if TYPE_CHECKING:
     from chairlift.engine.step_log import StepLog

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from chairlift.errors import ConfigError
-from chairlift.workload.writing import replacing
+from chairlift.writing import replacing
 
 if TYPE_CHECKING:
     from chairlift.train.encoder import Encode

@@ -13,12 +13,12 @@ import chairlift
 from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
 from chairlift.config import BUNDLED_MODEL, EngineConfig, Flag, flat_fields
 from chairlift.errors import ConfigError
-from chairlift.workload.writing import check_writable, replacing
+from chairlift.writing import check_writable, replacing
 
 if TYPE_CHECKING:
-    from chairlift.sim.machines import Deployment
-    from chairlift.sim.replay import SimReport
-    from chairlift.workload.trace import TracedRequest
+    from chairlift.replay.machines import Deployment
+    from chairlift.replay.replay import SimReport
+    from chairlift.workbench.workload.trace import TracedRequest
 
 __all__ = [
     *("DESCRIPTION", "SUMMARY", "add_arguments", "add_traffic_flags", "read_traffic", "report_lines", "run"),
@@ -100,8 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate; 0. What keeps it from running raises ChairliftError."""
     if args.simulation is not None:
-        from chairlift.sim.__main__ import run_seeds
-        from chairlift.sim.gate import run_gate
+        from chairlift.workbench.sim.__main__ import run_seeds
+        from chairlift.workbench.sim.gate import run_gate
 
         chosen = range(args.first, args.first + args.seeds) if args.one_seed is None else [args.one_seed]
         if not chosen:
@@ -119,10 +119,10 @@ def run(args: argparse.Namespace) -> int:
     trace, users, traffic = read_traffic(args)
     deployment = _deployment(args, configs[0][1])
     if args.save is not None:
-        from chairlift.sim.machines import write_deployment
+        from chairlift.replay.machines import write_deployment
 
         write_deployment(args.save, deployment)
-    from chairlift.sim.replay import replay
+    from chairlift.replay.replay import replay
 
     reports = [(value, replay(trace, config, deployment, max_concurrency=users)) for value, config in configs]
     print(f"{traffic}\n{deployment.model} on {deployment.machine} ({deployment.validity})\n")
@@ -197,8 +197,8 @@ def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | N
 
     Raises ConfigError.
     """
-    from chairlift.workload.arrivals import ClosedLoop, parse_arrivals
-    from chairlift.workload.trace import draw_trace, read_trace
+    from chairlift.workbench.workload.arrivals import ClosedLoop, parse_arrivals
+    from chairlift.workbench.workload.trace import draw_trace, read_trace
 
     if args.num_prompts is not None and not 1 <= args.num_prompts <= _MOST_REQUESTS:
         raise ConfigError(f"num_prompts must be from 1 to {_MOST_REQUESTS:,}, got {args.num_prompts}")
@@ -220,7 +220,7 @@ def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | N
 
 
 def _deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
-    from chairlift.sim.machines import MACHINES, deploy, read_deployment, shape_from_name
+    from chairlift.replay.machines import MACHINES, deploy, read_deployment, shape_from_name
 
     if args.save_steps is not None and args.fit is None:
         raise ConfigError("save_steps goes with --fit, which times the steps; leave it out")
@@ -237,12 +237,12 @@ def _deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
 
 
 def _fitted_here(args: argparse.Namespace) -> Deployment:
-    from chairlift.bench.machine import describe_machine
     from chairlift.engine.input_processor import ModelLimits
     from chairlift.models.hf_config import read_config
     from chairlift.models.loader import resolve_dtype, resolve_model_dir
-    from chairlift.sim.calibrate import fit_core
-    from chairlift.sim.machines import ModelShape
+    from chairlift.replay.calibrate import fit_core
+    from chairlift.replay.machines import ModelShape
+    from chairlift.workbench.bench.machine import describe_machine
 
     settings, _ = read_settings(args, sampling=False)
     model_dir = Path(chairlift.__file__).parent / "assets" if args.fit == BUNDLED_MODEL else resolve_model_dir(args.fit)
@@ -264,8 +264,8 @@ def _fitted_here(args: argparse.Namespace) -> Deployment:
 
 
 def _fitted_on_log(args: argparse.Namespace, config: EngineConfig) -> Deployment:
-    from chairlift.sim.calibrate import fit_deployment, read_steps
-    from chairlift.sim.machines import shape_from_name
+    from chairlift.replay.calibrate import fit_deployment, read_steps
+    from chairlift.replay.machines import shape_from_name
 
     steps, shape, memory = read_steps(args.step_log), shape_from_name(args.model), config.cache.kv_cache_memory_bytes
     if memory is None and config.cache.num_kv_blocks is None:
@@ -277,7 +277,7 @@ def _fitted_on_log(args: argparse.Namespace, config: EngineConfig) -> Deployment
 
 
 def report_lines(report: SimReport) -> list[str]:
-    from chairlift.bench.serve_report import aligned
+    from chairlift.workbench.bench.serve_report import aligned
 
     served = report.served
     lines = [
@@ -312,7 +312,7 @@ def report_lines(report: SimReport) -> list[str]:
 
 
 def _comparison_lines(compare: str, reports: list[tuple[str, SimReport]]) -> list[str]:
-    from chairlift.bench.serve_report import aligned
+    from chairlift.workbench.bench.serve_report import aligned
 
     name = compare.partition("=")[0]
     table = [

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 from chairlift.cli import trace_record, trace_view
 from chairlift.cli.flags import whole_number
 from chairlift.errors import ConfigError
-from chairlift.workload.writing import check_writable
+from chairlift.writing import check_writable
 
 if TYPE_CHECKING:
-    from chairlift.workload.trace import LoadedTrace, TracedRequest, Traffic
-    from chairlift.workload.traffic import RequestClass
+    from chairlift.workbench.workload.trace import LoadedTrace, TracedRequest, Traffic
+    from chairlift.workbench.workload.traffic import RequestClass
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
@@ -150,7 +150,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _sample(args: argparse.Namespace) -> int:
-    from chairlift.workload.sample import sample_trace
+    from chairlift.workbench.workload.sample import sample_trace
 
     if args.window and args.num_prompts is None:
         raise ConfigError("--window is a number of neighbours; say how many with -n")
@@ -164,9 +164,9 @@ def _sample(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> LoadedTrace:
-    from chairlift.workload.arrivals import parse_arrivals
-    from chairlift.workload.columns import parse_columns
-    from chairlift.workload.trace import load_trace
+    from chairlift.workbench.workload.arrivals import parse_arrivals
+    from chairlift.workbench.workload.columns import parse_columns
+    from chairlift.workbench.workload.trace import load_trace
 
     return load_trace(
         args.file,
@@ -197,7 +197,7 @@ def _check_output(args: argparse.Namespace) -> None:
 
 def _write(args: argparse.Namespace, trace: list[TracedRequest]) -> None:
     from chairlift.cli.trace_picture import fact_lines
-    from chairlift.workload.trace import write_trace
+    from chairlift.workbench.workload.trace import write_trace
 
     write_trace(args.output, trace)
     print("\n".join([f"wrote {args.output}", *fact_lines(trace)]))
@@ -241,7 +241,7 @@ def _add_draw_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _draw(args: argparse.Namespace) -> int:
-    from chairlift.workload.arrivals import ClosedLoop, parse_arrivals
+    from chairlift.workbench.workload.arrivals import ClosedLoop, parse_arrivals
 
     _check_output(args)
     arrivals = parse_arrivals(args.arrivals)
@@ -255,9 +255,9 @@ def _draw(args: argparse.Namespace) -> int:
 
 
 def _traffic(args: argparse.Namespace) -> Traffic:
-    from chairlift.workload.lengths import parse_lengths
-    from chairlift.workload.trace import WORKLOADS
-    from chairlift.workload.traffic import Cancels, Chats
+    from chairlift.workbench.workload.lengths import parse_lengths
+    from chairlift.workbench.workload.trace import WORKLOADS
+    from chairlift.workbench.workload.traffic import Cancels, Chats
 
     if args.workload not in WORKLOADS:
         raise ConfigError(f"workload must be one of {', '.join(WORKLOADS)}; got {args.workload!r}")
@@ -286,7 +286,7 @@ def _traffic(args: argparse.Namespace) -> Traffic:
 
 
 def _prefixes(text: str) -> Any:
-    from chairlift.workload.traffic import SharedPrefixes
+    from chairlift.workbench.workload.traffic import SharedPrefixes
 
     kinds: list[tuple[str, Callable[[str], Any]]] = [
         ("tokens", int),
@@ -304,7 +304,7 @@ def _prefixes(text: str) -> Any:
 
 
 def _request_class(text: str) -> RequestClass:
-    from chairlift.workload.traffic import RequestClass
+    from chairlift.workbench.workload.traffic import RequestClass
 
     kinds: dict[str, Callable[[str], Any]] = {
         "weight": float,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from chairlift.workload.summary import LengthFacts, summarise
+from chairlift.workbench.workload.summary import LengthFacts, summarise
 
 if TYPE_CHECKING:
-    from chairlift.workload.trace import TracedRequest
+    from chairlift.workbench.workload.trace import TracedRequest
 
 __all__ = ["fact_lines", "histogram_lines", "write_picture"]
 
@@ -82,7 +82,7 @@ def histogram_lines(trace: Sequence[TracedRequest]) -> list[str]:
 
 def write_picture(path: Path, name: str, trace: Sequence[TracedRequest]) -> None:
     """The same as a PNG. Raises ConfigError when it cannot be written."""
-    from chairlift.bench import plots
+    from chairlift.workbench.bench import plots
 
     lengths = {
         "prompts": [float(request.prompt_tokens) for request in trace],

@@ -158,7 +158,7 @@ class _TraceFile:
 
     def finish(self, feed: _Feed) -> int:
         """Put it in order, and say what became of the recording; the exit code."""
-        from chairlift.workload.formats import read_trace, write_trace
+        from chairlift.workbench.workload.formats import read_trace, write_trace
 
         if not self.num_lines:
             print(f"nothing was recorded: no request came and ended{feed.losses()}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import chairlift
 from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.errors import ConfigError
-from chairlift.workload.writing import check_writable, replacing
+from chairlift.writing import check_writable, replacing
 
 if TYPE_CHECKING:
     from chairlift.engine.step_export import Recording
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"port must be from 0 to 65535, got {args.port}")
     if args.demo:
-        from chairlift.sim.side_by_side import demo
+        from chairlift.replay.side_by_side import demo
 
         data = demo()
     else:
@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
 def replay(args: argparse.Namespace) -> int:
     """Simulate, and print the report; 0. Raises ConfigError for what is no recording, or cannot be simulated."""
     from chairlift.cli.sim import report_lines
-    from chairlift.sim.replay import replay as simulate
-    from chairlift.sim.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace
+    from chairlift.replay.replay import replay as simulate
+    from chairlift.replay.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace
 
     check_writable(args.json, "json", args.file, args.config)
     _, recording = _read(args.file)

@@ -18,13 +18,13 @@ from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.cli.sim import add_traffic_flags, read_traffic
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.errors import ConfigError
-from chairlift.workload.writing import replacing
+from chairlift.writing import replacing
 
 if TYPE_CHECKING:
-    from chairlift.bench.tune_lab import MakeCore
     from chairlift.engine.core import EngineCore
     from chairlift.engine.input_processor import ModelLimits
-    from chairlift.workload.trace import TracedRequest
+    from chairlift.workbench.bench.tune_lab import MakeCore
+    from chairlift.workbench.workload.trace import TracedRequest
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
@@ -86,12 +86,12 @@ def run(args: argparse.Namespace) -> int:
         args.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the directory {args.output}: {error.strerror}; give another --output") from None
-    from chairlift.bench.machine import describe_machine
-    from chairlift.bench.tune import Question, tune
-    from chairlift.bench.tune_page import tune_page
-    from chairlift.bench.tune_report import Answer, config_lines, report_lines, verdict
-    from chairlift.bench.tune_state import State
     from chairlift.engine.clock import SystemClock
+    from chairlift.workbench.bench.machine import describe_machine
+    from chairlift.workbench.bench.tune import Question, tune
+    from chairlift.workbench.bench.tune_page import tune_page
+    from chairlift.workbench.bench.tune_report import Answer, config_lines, report_lines, verdict
+    from chairlift.workbench.bench.tune_state import State
 
     machine = describe_machine()
     inputs = {
@@ -172,7 +172,7 @@ def _model(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
     from chairlift import LLM
     from chairlift.models.hf_config import read_config
     from chairlift.models.loader import resolve_dtype, resolve_model_dir
-    from chairlift.sim.machines import ModelShape
+    from chairlift.replay.machines import ModelShape
 
     bundled = Path(chairlift.__file__).parent / "assets"
     model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, fixed.get("revision"))

@@ -48,7 +48,7 @@ _NDJSON: Final = "application/x-ndjson"
 _ROOT: Final = str(Path(__file__).parents[2])
 _BOOT: Final = (
     "import sys; sys.path.append(sys.argv[1]); from chairlift.parent import die_with_parent;"
-    " die_with_parent(int(sys.argv[2])); from chairlift.sim.side_by_side import main; main()"
+    " die_with_parent(int(sys.argv[2])); from chairlift.replay.side_by_side import main; main()"
 )
 
 

@@ -48,41 +48,53 @@ ALLOWED: dict[str, list[str]] = {
     "llm": [*PLAIN, "engine", "loading", "tokenizer"],
     "async_llm": [*PLAIN, "engine", "loading"],
     "engine_process": ["errors", "config", "engine", "loading", "parent"],
-    "server": [*PLAIN, "version", "engine", "loading", "metrics", "parent", "tokenizer"],
-    "workload": ["errors"],
-    "bench": [*PLAIN, "llm", "engine", "executor", "models", "kernels", "scheduler.cost_model", "sim", "workload"],
+    "server": [*PLAIN, "version", "engine", "loading", "metrics", "parent", "replay", "tokenizer"],
+    "writing": ["errors"],
+    "replay": [*PLAIN, "engine", "models.flat_batch", "models.hf_config", "scheduler", "writing"],
+    "workbench.workload": ["errors", "replay.traced_request", "writing"],
+    "workbench.bench": [
+        *PLAIN,
+        "engine",
+        "executor",
+        "kernels",
+        "llm",
+        "models",
+        "replay",
+        "scheduler.cost_model",
+        "workbench.workload",
+        "writing",
+    ],
     "train": ["errors", "models", "kernels", "parent", "tokenizer"],
     "rollout": [*PLAIN, "llm", "train"],
-    "sim": [
+    "workbench.sim": [
         *PLAIN,
         *BRAIN,
         "engine",
         "executor",
         "models.flat_batch",
         "models.hashlm",
-        "models.hf_config",
         "sampling",
         "tokenizer",
-        "workload",
     ],
+    "workbench": [],
     "cli": [
         *PLAIN,
         *BRAIN,
         "",
-        "bench",
         "engine",
         "executor",
         "kernels",
         "llm",
         "loading",
         "models",
+        "replay",
         "sampling",
         "server",
-        "sim",
         "tokenizer",
         "train",
         "version",
-        "workload",
+        "workbench",
+        "writing",
     ],
     "__main__": ["cli"],
     "": [*PLAIN, "async_llm", "llm", "version"],  # chairlift/__init__.py
@@ -160,7 +172,7 @@ def test_the_brain_is_standard_library_only(module: str) -> None:
     [
         "chairlift",
         "chairlift.tokenizer",
-        "chairlift.sim",
+        "chairlift.workbench.sim",
         "chairlift.engine.engine",
         "chairlift.llm",
         "chairlift.async_llm",
@@ -210,3 +222,13 @@ def test_templates_run_in_the_sandbox(module: str) -> None:
         assert named not in {"Environment", "NativeEnvironment", "SandboxedEnvironment"}, (
             "use ImmutableSandboxedEnvironment"
         )
+
+
+def test_serving_needs_neither_workbench_nor_training() -> None:
+    code = (
+        "import sys, chairlift, chairlift.cli.serve, chairlift.server.lifecycle, chairlift.engine_process\n"
+        "chairlift.LLM, chairlift.AsyncLLM\n"
+        "print([n for n in sys.modules if n.startswith(('chairlift.workbench', 'chairlift.train'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

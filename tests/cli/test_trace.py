@@ -11,8 +11,8 @@ import pytest
 
 from chairlift.cli.main import main
 from chairlift.cli.trace_picture import fact_lines
-from chairlift.workload.arrivals import Gamma
-from chairlift.workload.trace import TracedRequest, draw_trace, read_trace
+from chairlift.workbench.workload.arrivals import Gamma
+from chairlift.workbench.workload.trace import TracedRequest, draw_trace, read_trace
 from tests.cli.conftest import Run
 from tests.tokenizer import tiny
 

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from chairlift.cli import trace_record
 from chairlift.errors import ChairliftError
-from chairlift.workload.trace import TracedRequest, read_trace
+from chairlift.workbench.workload.trace import TracedRequest, read_trace
 from tests.cli.conftest import Result, Run
 from tests.cli.terminal import Terminal
 from tests.server.openai_fake import FakeServer, serve_fake

@@ -14,7 +14,7 @@ from chairlift.outputs import RequestOutput
 from chairlift.sampling.row import SamplingRow
 from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
-from chairlift.sim.oracle import byte_tokenizer
+from chairlift.workbench.sim.oracle import byte_tokenizer
 
 __all__ = ["EOS", "LENGTH", "VOCAB", "alone", "drain", "greedy", "make_engine"]
 

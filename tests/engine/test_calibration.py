@@ -14,10 +14,10 @@ from chairlift.engine.forecaster import Forecaster
 from chairlift.engine.input_processor import InputProcessor
 from chairlift.engine.intake import Intake
 from chairlift.metrics.stats import FORECAST_RATIOS, LATENCY_BUCKETS, Histogram
+from chairlift.replay.machines import deploy, shape_from_name
+from chairlift.replay.replay import simulated_core
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.policy import FirstComeFirstServed
-from chairlift.sim.machines import deploy, shape_from_name
-from chairlift.sim.replay import simulated_core
 
 
 def test_figures_are_those_of_the_newest_waits() -> None:

@@ -24,9 +24,9 @@ from chairlift.metrics.stats import EngineStats
 from chairlift.models.flat_batch import FlatBatch
 from chairlift.models.hashlm import HashLM
 from chairlift.outputs import FinishReason, OutputKind, RequestMetrics
+from chairlift.replay.machines import deploy, shape_from_name
+from chairlift.replay.replay import simulated_core
 from chairlift.sampling_params import SamplingParams
-from chairlift.sim.machines import deploy, shape_from_name
-from chairlift.sim.replay import simulated_core
 from tests.engine.make import BLOCK, LENGTH, VOCAB, greedy
 
 STEP, TOKEN, HOST = 0.010, 0.001, 0.002

@@ -14,7 +14,7 @@ from chairlift.request import Service
 from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
 from chairlift.service_class import parse_service_classes
-from chairlift.sim.oracle import byte_tokenizer
+from chairlift.workbench.sim.oracle import byte_tokenizer
 from tests.tokenizer import tiny
 from tests.tokenizer.tiny import make
 

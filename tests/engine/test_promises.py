@@ -24,7 +24,7 @@ from chairlift.server.auth import Caller
 from chairlift.server.protocol import CompletionRequest
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import submit_all
-from chairlift.sim.oracle import byte_tokenizer
+from chairlift.workbench.sim.oracle import byte_tokenizer
 from tests.engine.make import drain, greedy, make_engine
 from tests.engine.test_async_engine import LONG, collect, quiet, run, running
 

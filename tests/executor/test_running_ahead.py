@@ -15,8 +15,8 @@ from chairlift.executor.local import LocalExecutor
 from chairlift.models.flat_batch import FlatBatch, SampledTokens
 from chairlift.models.hashlm import HashLM
 from chairlift.scheduler.output import SchedulerOutput
-from chairlift.sim import simulator
-from chairlift.sim.world import make_world
+from chairlift.workbench.sim import simulator
+from chairlift.workbench.sim.world import make_world
 from tests.engine.make import alone, drain, greedy, make_engine
 from tests.executor.test_input_batch import chunk, row
 from tests.sweep import sweep

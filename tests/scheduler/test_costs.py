@@ -6,12 +6,12 @@ import pytest
 
 from chairlift.config import EngineConfig
 from chairlift.engine.input_processor import InputProcessor
+from chairlift.replay.machines import deploy, shape_from_name
+from chairlift.replay.replay import simulated_core
 from chairlift.request import Service
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
-from chairlift.sim.machines import deploy, shape_from_name
-from chairlift.sim.replay import simulated_core
 from tests.scheduler.driver import Driver, request
 
 

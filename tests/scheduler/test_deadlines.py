@@ -10,11 +10,11 @@ from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor
 from chairlift.outputs import FinishReason
+from chairlift.replay.machines import deploy, shape_from_name
+from chairlift.replay.replay import simulated_core
 from chairlift.request import Request, Service
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.deadlines import Deadlines, Outlook
-from chairlift.sim.machines import deploy, shape_from_name
-from chairlift.sim.replay import simulated_core
 
 
 def engine(machine: str = "ryzen-9950x", shape: str = "qwen2.5-0.5b") -> tuple[EngineCore, InputProcessor]:

@@ -12,12 +12,12 @@ from chairlift.config import CacheGroup, EngineConfig
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
+from chairlift.replay.machines import Deployment, deploy, shape_from_name
+from chairlift.replay.replay import SimExecutor, simulated_core
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.answer_lengths import AnswerLengths
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.forecast import Forecast, foresee
-from chairlift.sim.machines import Deployment, deploy, shape_from_name
-from chairlift.sim.replay import SimExecutor, simulated_core
 
 
 def last(items: Iterator[Forecast | None]) -> Forecast:

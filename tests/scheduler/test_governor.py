@@ -19,6 +19,8 @@ from chairlift.engine.core import EngineCore
 from chairlift.errors import ConfigError
 from chairlift.metrics.prometheus import render
 from chairlift.metrics.stats import EngineStats, RequestStats
+from chairlift.replay.machines import deploy, shape_from_name
+from chairlift.replay.replay import ServedTrace, serve_trace, simulated_core
 from chairlift.request import Request
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
@@ -40,12 +42,10 @@ from chairlift.scheduler.governor_loop import GovernorLoop, Window
 from chairlift.scheduler.guard_rails import GuardRails
 from chairlift.scheduler.learned_governor import FEATURES, MOVES, LearnedGovernor, features, read_weights
 from chairlift.scheduler.population import Population
-from chairlift.sim.machines import deploy, shape_from_name
-from chairlift.sim.replay import ServedTrace, serve_trace, simulated_core
-from chairlift.sim.simulator import Violation, run_world
-from chairlift.sim.world import make_world
-from chairlift.workload.arrivals import parse_arrivals
-from chairlift.workload.trace import draw_trace
+from chairlift.workbench.sim.simulator import Violation, run_world
+from chairlift.workbench.sim.world import make_world
+from chairlift.workbench.workload.arrivals import parse_arrivals
+from chairlift.workbench.workload.trace import draw_trace
 from tests.scheduler.driver import Driver, request
 
 CONFIGURED = Settings(64, 2048, 0.01)

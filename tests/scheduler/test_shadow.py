@@ -18,9 +18,9 @@ from chairlift.scheduler.policy import FCFS, FirstComeFirstServed, Policy
 from chairlift.scheduler.precedence import Precedence
 from chairlift.scheduler.shadow import ShadowPolicy
 from chairlift.service_class import ServiceClass
-from chairlift.sim.gate import check_policy
-from chairlift.sim.simulator import Simulation, run_world
-from chairlift.sim.world import make_world
+from chairlift.workbench.sim.gate import check_policy
+from chairlift.workbench.sim.simulator import Simulation, run_world
+from chairlift.workbench.sim.world import make_world
 from tests.scheduler.driver import BLOCK, Driver, request
 
 RESERVING = {"priority": ServiceClass(min_seqs=1, priority=-5)}

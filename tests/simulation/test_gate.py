@@ -14,8 +14,8 @@ from chairlift.scheduler.deadlines import Outlook
 from chairlift.scheduler.policy import FirstComeFirstServed, Policy
 from chairlift.scheduler.precedence import Precedence
 from chairlift.service_class import ServiceClass, parse_service_classes
-from chairlift.sim.gate import check_policy
-from chairlift.sim.policy_watch import PROMISES
+from chairlift.workbench.sim.gate import check_policy
+from chairlift.workbench.sim.policy_watch import PROMISES
 from tests.simulation.policies import BROKEN, EarliestDeadlineFirst, FairShares, SeededRandom, ShortestPromptFirst
 
 RESERVING = {"priority": ServiceClass(priority=-5, min_seqs=1), "chat": ServiceClass(min_blocks=3, min_step_tokens=1)}

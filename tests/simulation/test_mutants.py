@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.sim.minimise import failure_of
-from chairlift.sim.world import make_world
+from chairlift.workbench.sim.minimise import failure_of
+from chairlift.workbench.sim.world import make_world
 from tests.simulation.mutants import MUTANTS
 
 MOST_SEEDS = 2_000

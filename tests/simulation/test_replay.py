@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chairlift.bench.tune_state import kept_latencies
 from chairlift.config import EngineConfig
 from chairlift.engine.step_export import read_recording
 from chairlift.engine.step_recorder import StepRecorder
 from chairlift.errors import ConfigError
-from chairlift.scheduler.cost_model import CostModel, Roofline, StepFeatures
-from chairlift.sim.calibrate import calibrate, describe_fit, fit_steps
-from chairlift.sim.machines import (
+from chairlift.replay.calibrate import calibrate, describe_fit, fit_steps
+from chairlift.replay.machines import (
     MACHINES,
     MODELLED,
     MODELS,
@@ -26,10 +24,12 @@ from chairlift.sim.machines import (
     deploy,
     shape_from_name,
 )
-from chairlift.sim.replay import RequestTiming, ServedTrace, SimReport, replay, serve_trace, simulated_core
-from chairlift.sim.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace
-from chairlift.workload.arrivals import Gamma, parse_arrivals
-from chairlift.workload.trace import TracedRequest, draw_trace
+from chairlift.replay.replay import RequestTiming, ServedTrace, SimReport, replay, serve_trace, simulated_core
+from chairlift.replay.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace
+from chairlift.scheduler.cost_model import CostModel, Roofline, StepFeatures
+from chairlift.workbench.bench.tune_state import kept_latencies
+from chairlift.workbench.workload.arrivals import Gamma, parse_arrivals
+from chairlift.workbench.workload.trace import TracedRequest, draw_trace
 
 STEP = Roofline(
     weight_seconds=0.02,
@@ -118,8 +118,8 @@ def test_one_seed_is_one_result() -> None:
 
 def test_the_result_does_not_depend_on_the_hash_seed() -> None:
     code = (
-        "import json; from chairlift.config import EngineConfig; from chairlift.sim.machines import *\n"
-        "from chairlift.sim.replay import replay; from chairlift.workload.trace import draw_trace\n"
+        "import json; from chairlift.config import EngineConfig; from chairlift.replay.machines import *\n"
+        "from chairlift.replay.replay import replay; from chairlift.workbench.workload.trace import draw_trace\n"
         "trace = draw_trace('assistant', count=40)\n"
         "print(json.dumps(replay(trace, EngineConfig(), deploy('l4', MODELS['llama-3-8b'])).to_dict()))"
     )

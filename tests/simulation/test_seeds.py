@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from chairlift.sim.__main__ import main, report
-from chairlift.sim.minimise import failure_of, minimise
-from chairlift.sim.simulator import run_world
-from chairlift.sim.world import make_world
+from chairlift.workbench.sim.__main__ import main, report
+from chairlift.workbench.sim.minimise import failure_of, minimise
+from chairlift.workbench.sim.simulator import run_world
+from chairlift.workbench.sim.world import make_world
 from tests.simulation.mutants import MUTANTS
 
 FAILED_ONCE = (3728, 14738, 15549, 33268, 42650, 56820, 65585)
@@ -50,7 +50,8 @@ def test_one_seed_is_one_execution(seed: int) -> None:
 
 def test_execution_does_not_depend_on_the_hash_seed() -> None:
     code = (
-        "from chairlift.sim.simulator import run_world; from chairlift.sim.world import make_world\n"
+        "from chairlift.workbench.sim.simulator import run_world\n"
+        "from chairlift.workbench.sim.world import make_world\n"
         "print([run_world(make_world(seed)).trace for seed in range(25)])"
     )
     runs = [
@@ -99,4 +100,4 @@ def test_failing_world_is_cut_down_and_replayed(
         fewer = small.events[:index] + small.events[index + 1 :]
         assert failure_of(dataclasses.replace(small, events=fewer)) is None, "an event was left in that is not needed"
     assert main(["--seed", str(seed)]) == 1
-    assert f"replay: python -m chairlift.sim --seed {seed}" in capsys.readouterr().out
+    assert f"replay: python -m chairlift.workbench.sim --seed {seed}" in capsys.readouterr().out

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.bench.device_programs import DeviceKernels
-from chairlift.bench.kernels import KernelSettings, measure_kernels
-from chairlift.bench.limits import GPU, Limits, Peak, Rate
-from chairlift.bench.machine import describe_machine
-from chairlift.bench.programs import WEIGHT_STD, Prepare
-from chairlift.bench.report import kernel_tables
-from chairlift.bench.shapes import ModelShape, Product, Shapes
 from chairlift.kernels.fp8 import quantize
+from chairlift.workbench.bench.device_programs import DeviceKernels
+from chairlift.workbench.bench.kernels import KernelSettings, measure_kernels
+from chairlift.workbench.bench.limits import GPU, Limits, Peak, Rate
+from chairlift.workbench.bench.machine import describe_machine
+from chairlift.workbench.bench.programs import WEIGHT_STD, Prepare
+from chairlift.workbench.bench.report import kernel_tables
+from chairlift.workbench.bench.shapes import ModelShape, Product, Shapes
 from tests.rowwise import needs_rowwise_products
 
 TINY = ModelShape("tiny", hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab_size=60)

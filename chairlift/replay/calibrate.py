@@ -1,0 +1,145 @@
+"""A cost model from real steps: those of a short calibration, or those that a step log on file has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+from chairlift.engine.core import EngineCore
+from chairlift.engine.input_processor import ModelLimits
+from chairlift.engine.step_export import read_recording
+from chairlift.engine.step_log import StepRecord
+from chairlift.errors import ConfigError
+from chairlift.replay.machines import MACHINES, Deployment, ModelShape
+from chairlift.replay.replay import serve_trace
+from chairlift.replay.traced_request import PREFIX_BLOCK, TracedRequest
+from chairlift.scheduler.cost_model import CostModel, StepFeatures
+
+__all__ = ["StepTimes", "calibrate", "describe_fit", "fit_core", "fit_deployment", "fit_steps", "read_steps"]
+
+_PROMPTS: Final = (16, 200, 64)
+_ANSWER: Final = 12
+_USUAL: Final = "genoa-9654"
+"""A machine of the usual ratio of arithmetic to bandwidth, for CPUs without matrix units."""
+_LONG_PROMPTS: Final = (32, 96, 200, 400, 800, 1600)
+_MOST_FITTED_ROWS: Final = 64
+
+
+class StepTimes:
+    """A listener of a :class:`~chairlift.engine.step_log.StepLog` that keeps what a cost model learns from."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[StepFeatures, float]] = []
+        self.lines: list[str] = []
+        """The records as JSON, one each."""
+        self._last_end = 0.0
+
+    def __call__(self, record: StepRecord) -> None:
+        # With look-ahead a step is scheduled while the one before it still runs.
+        self.steps.append((record.features, record.end - max(record.start, self._last_end)))
+        self.lines.append(record.to_json())
+        self._last_end = record.end
+
+
+def calibrate(core: EngineCore, limits: ModelLimits, most_rows: int) -> StepTimes:
+    """Time real steps: batches of 1, 2, 4, ... up to ``most_rows`` rows, and prompts of many lengths.
+
+    All of it twice, there and back, so that a moment in which the machine is slow does not fall on one size alone. The
+    core must be idle. Takes some 280 steps for 64 rows. Prompts are cut where the model or the cache has no room.
+    """
+    room = min(limits.max_model_len, core.kv.capacity_tokens + 1)
+    counts = sorted({min(1 << power, most_rows) for power in range(most_rows.bit_length() + 1)})
+    batches = [[(_PROMPTS[row % len(_PROMPTS)], _ANSWER) for row in range(count)] for count in counts]
+    batches += [[(length, 3)] for length in _LONG_PROMPTS]
+    # Rows with little and with much to attend to, or the prices of the two could not be told apart.
+    batches += [[(16, _ANSWER)] * min(most_rows, 24), [(900, _ANSWER)] * min(most_rows, 4)]
+    times, serial = StepTimes(), 0
+    for index, batch in enumerate([[(16, 4)], *batches, *batches[::-1]]):
+        requests = []
+        for prompt, answer in batch:
+            answer = min(answer, room // 2)
+            prompt = min(prompt, room - answer)
+            # A number of its own in front of each prompt, so that none is found in the prefix cache.
+            own = tuple(range(serial, serial - (-prompt // PREFIX_BLOCK)))
+            serial += len(own)
+            requests.append(TracedRequest(arrival=0.0, prompt_tokens=prompt, output_tokens=answer, prefix_ids=own))
+        core.step_log.listener = times if index else None  # the first batch warms up
+        try:
+            serve_trace(core, requests, limits)
+        finally:
+            core.step_log.listener = None
+    return times
+
+
+def fit_steps(steps: list[tuple[StepFeatures, float]], shape: ModelShape | None = None) -> CostModel:
+    """A cost model of real steps; the shape says what to assume where there are none, up to a factor.
+
+    Raises ConfigError when there are too few.
+    """
+    count = sum(seconds > 0 for _, seconds in steps)
+    if count < 16:
+        raise ConfigError(f"a cost model needs at least 16 steps that took time, and there are {count}; record more")
+    model = CostModel(None if shape is None else shape.on(MACHINES[_USUAL]))
+    model.fit(steps)
+    return model
+
+
+def describe_fit(model: CostModel, steps: list[tuple[StepFeatures, float]]) -> str:
+    """What the model is worth, in a few words."""
+    errors = model.errors(steps)
+    half, most = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
+    return f"fitted on {len(errors):,} real steps, half of them within {half:.0%} and nine of ten within {most:.0%}"
+
+
+def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelShape) -> tuple[Deployment, StepTimes]:
+    """Time steps of a real, idle engine (:func:`calibrate`) and fit a deployment with its KV cache on them."""
+    times = calibrate(core, limits, min(core.scheduler.max_running, _MOST_FITTED_ROWS))
+    memory = core.executor.cache_groups[0].num_blocks * core.executor.block_size * shape.kv_bytes
+    return fit_deployment(machine, shape, times.steps, memory, limits.max_model_len), times
+
+
+def fit_deployment(
+    machine: str, shape: ModelShape, steps: list[tuple[StepFeatures, float]], memory: int, max_model_len: int
+) -> Deployment:
+    """A model on the machine that the steps were timed on. Raises ConfigError when they are too few."""
+    cost = fit_steps(steps, shape)
+    return Deployment(
+        machine=machine,
+        model=shape.name,
+        cost=cost,
+        kv_bytes_per_token=shape.kv_bytes,
+        kv_memory_bytes=memory,
+        max_model_len=max_model_len,
+        validity=describe_fit(cost, steps),
+    )
+
+
+def read_steps(path: Path) -> list[tuple[StepFeatures, float]]:
+    """The steps of a log on file, one JSON object per line, or of a recording that the live view saved. Raises
+    ConfigError that names the line."""
+    steps: list[tuple[StepFeatures, float]] = []
+    last_end = 0.0
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the step log {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text in UTF-8") from None
+    if text.startswith('{"key":'):
+        return read_recording(text.encode()).steps
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            fields = json.loads(line)
+            features = StepFeatures(*(float(fields[name]) for name in StepFeatures._fields))  # type: ignore[arg-type]
+            start, end = float(fields["start"]), float(fields["end"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            wanted = ", ".join(("start", "end", *StepFeatures._fields))
+            raise ConfigError(
+                f"line {number} of {path} is not a step: it must be a JSON object with {wanted}"
+            ) from None
+        if not all(0 <= value < 1e15 for value in (*features, start, end)) or end <= start:  # nor NaN
+            raise ConfigError(f"line {number} of {path}: a step cannot have {line.strip():.80}")
+        steps.append((features, end - max(start, last_end)))
+        last_end = end
+    return steps

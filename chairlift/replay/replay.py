@@ -1,0 +1,323 @@
+"""A trace through the real engine on a virtual clock: what these settings would do to that traffic, in seconds.
+
+Scheduler, KV cache and engine core are the ones that serve. Only the executor is another: it computes nothing, and a
+step takes as long as the cost model says. Requests arrive at their times, also in the middle of a step, and are seen at
+the next one, as in an engine whose loop is busy. The same :func:`serve_trace` drives a real engine on the system's
+clock, so that measured and simulated figures mean the same. Simulating a deployment from a profile of its steps is
+Vidur's idea (MLSys 2024).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+from chairlift.config import CacheGroup, EngineConfig
+from chairlift.engine.clock import Clock, VirtualClock
+from chairlift.engine.core import EngineCore
+from chairlift.engine.input_processor import InputProcessor, ModelLimits
+from chairlift.errors import ConfigError, InvariantError, RequestError
+from chairlift.models.flat_batch import SampledTokens
+from chairlift.replay.machines import Deployment
+from chairlift.replay.served import Collector, RequestTiming, ServedTrace, Watch
+from chairlift.replay.traced_request import TracedRequest, prompt_token_ids
+from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.cost_model import CostModel, StepFeatures
+from chairlift.scheduler.output import SchedulerOutput
+
+__all__ = ["RequestTiming", "ServedTrace", "SimExecutor", "SimReport", "replay", "serve_trace", "simulated_core"]
+
+_VOCAB_SIZE: Final = 2**31 - 1
+"""Of simulated models: large, so that prompts that differ do not begin alike."""
+_TOKEN: Final = 1
+_MOST_HOST_BLOCKS: Final = 1 << 22
+
+
+class _Pending:
+    """Tokens that are there when the clock says so."""
+
+    __slots__ = ("_clock", "_ready_at", "_tokens")
+
+    def __init__(self, tokens: SampledTokens, clock: Clock, ready_at: float) -> None:
+        self._tokens, self._clock, self._ready_at = tokens, clock, ready_at
+
+    def result(self) -> SampledTokens:
+        self._clock.wait_until(self._ready_at)
+        return self._tokens
+
+
+class SimExecutor:
+    """Takes the time that the cost model predicts, one step after the other, and returns a dummy token per row.
+
+    Copies to and from host memory come on top, at the cost model's bandwidth. On the system's clock it sleeps so long.
+    """
+
+    def __init__(
+        self, cost: CostModel, clock: Clock, *, group: CacheGroup, block_size: int, bytes_per_token: int
+    ) -> None:
+        self.cache_groups = [group]
+        self.block_size = block_size
+        self.block_bytes = [block_size * bytes_per_token]
+        self.num_lookahead_steps = 0
+        self._cost = cost
+        self._clock = clock
+        self._free_at = 0.0
+
+    def execute(self, out: SchedulerOutput) -> SchedulerOutput:
+        seconds = self._cost.step_seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
+        if out.swap_out or out.swap_in:
+            seconds += self._cost.copy_seconds((len(out.swap_out) + len(out.swap_in)) * self.block_bytes[0])
+        self._free_at = max(self._free_at, self._clock.now()) + seconds
+        return out
+
+    def sample(self, handle: SchedulerOutput, masks: Any = None) -> _Pending:
+        count = handle.num_decodes + sum(chunk.samples for chunk in handle.chunks)
+        return _Pending(SampledTokens([_TOKEN] * count), self._clock, self._free_at)
+
+    def shutdown(self) -> None:
+        """Nothing outlives the object."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SimReport:
+    """A served trace, and what the figures are worth."""
+
+    machine: str
+    model: str
+    validity: str
+    """``modelled, unvalidated`` unless the cost model was fitted on real steps."""
+    served: ServedTrace
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+class _Clients:
+    """Who is sent when: at its time, not before the turn before it has ended, with so many in flight at most."""
+
+    def __init__(self, trace: Sequence[TracedRequest], begin: float, most: int | None) -> None:
+        self._trace, self._begin = trace, begin
+        self._places = None if most is None else deque([begin] * most)
+        """Since when each user of a closed loop has had no request in flight."""
+        self._later: dict[str, deque[int]] = {}
+        order = list(range(len(trace)))
+        if any(request.session for request in trace):
+            order.sort(key=lambda index: (trace[index].turn, index))
+        first = []
+        for index in order:
+            turns = self._later.get(trace[index].session)
+            if turns is not None:
+                turns.append(index)
+                continue
+            first.append((begin + trace[index].arrival, index))
+            if trace[index].session:
+                self._later[trace[index].session] = deque()
+        heapq.heapify(first)
+        self._ready: list[tuple[float, int]] = first
+        self._leaving: list[tuple[float, int]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether all have been sent that can be without another one ending."""
+        return not self._ready
+
+    def next_event(self) -> float | None:
+        """When the next is sent or leaves, if nobody ends before."""
+        sent = self._ready[0][0] if self._ready and self._places is None else None
+        if self._ready and self._places:
+            sent = max(self._ready[0][0], self._places[0])
+        return min(
+            (when for when in (sent, *[each[0] for each in self._leaving[:1]]) if when is not None), default=None
+        )
+
+    def send(self, now: float) -> tuple[int, float] | None:
+        """The next to send at ``now``, and since when it could be."""
+        if not self._ready or self._ready[0][0] > now or (self._places is not None and not self._places):
+            return None
+        when, index = heapq.heappop(self._ready)
+        if self._places is not None:
+            when = max(when, self._places.popleft())
+        patience = self._trace[index].cancel_ms
+        if patience is not None:
+            heapq.heappush(self._leaving, (when + patience / 1000, index))
+        return index, when
+
+    def leaving(self, now: float) -> list[int]:
+        """Those who do not wait any longer, answered or not."""
+        over = []
+        while self._leaving and self._leaving[0][0] <= now:
+            over.append(heapq.heappop(self._leaving)[1])
+        return over
+
+    def ended(self, index: int, now: float) -> None:
+        """Its user, and the next turn of its session, may go on."""
+        if self._places is not None:
+            self._places.append(now)
+        turns = self._later.get(self._trace[index].session)
+        if turns:
+            later = turns.popleft()
+            heapq.heappush(self._ready, (max(now, self._begin + self._trace[later].arrival), later))
+
+
+def serve_trace(
+    core: EngineCore,
+    trace: Sequence[TracedRequest],
+    limits: ModelLimits,
+    timings: list[RequestTiming] | None = None,
+    *,
+    max_concurrency: int | None = None,
+    watch: Watch | None = None,
+) -> ServedTrace:
+    """Serve a trace to its end, greedily and to exactly its lengths; arrivals count from now on the core's clock.
+
+    ``timings`` is given one entry for every request that was let in. A turn of a session is sent at its time or when
+    the turn before it has ended, whichever is later; a request with ``cancel_ms`` is aborted then; with
+    ``max_concurrency`` no more than so many requests are in flight, as in a closed loop of users.
+
+    Works for simulated and real cores alike; the core must be idle. Raises RequestError when a request that was let in
+    fails and nobody watches; those that the door refuses, and those dropped at their deadline, are counted.
+    """
+    clock, door = core.clock, InputProcessor(limits, None, core.kv, seed=0)
+    collector = Collector(watch, core.scheduler.membership.held)
+    refused, preemptions = 0, core.scheduler.num_preemptions
+    clients = _Clients(trace, clock.now(), max_concurrency)
+    while core.has_work or not clients.done:
+        now = clock.now()
+        while (sent := clients.send(now)) is not None:
+            if not _enter(core, door, trace[sent[0]], *sent, collector):
+                refused += 1
+                clients.ended(sent[0], now)
+        _let_go(core, clients, collector, now)
+        event = clients.next_event()
+        if not core.has_work:
+            if event is not None:
+                clock.wait_until(event)
+            elif not clients.done:
+                raise InvariantError("requests are left that nobody will ever send")
+            continue
+        outputs = core.step()
+        if outputs is not None:
+            collector.take(outputs, clock.now())
+            collector.step(core)
+            for ended in outputs.finished:
+                clients.ended(int(ended.sequence_id), clock.now())
+        elif not core.num_in_flight:
+            events = [when for when in (core.next_event(), event) if when is not None]
+            if not events:
+                raise InvariantError("requests wait, but no step and no arrival will ever come")
+            clock.wait_until(min(events))
+    if timings is not None:
+        timings += collector.timings.values()
+    return collector.served(refused, core, preemptions)
+
+
+def _let_go(core: EngineCore, clients: _Clients, collector: Collector, now: float) -> None:
+    """Abort those whose client has left, and hear of the others that leave a static batch with them."""
+    for index in clients.leaving(now):
+        timing = collector.timings.get(str(index))
+        if timing is None or timing.left >= 0:
+            continue
+        timing.cancelled = True
+        collector.over(timing, now)
+        mates = [ended for ended in core.abort([str(index)]) if ended.sequence_id != str(index)]
+        collector.end(mates, now)
+        for gone in (index, *(int(ended.sequence_id) for ended in mates)):
+            clients.ended(gone, now)
+
+
+def _enter(
+    core: EngineCore, door: InputProcessor, request: TracedRequest, index: int, arrival: float, collector: Collector
+) -> bool:
+    """Let a request in that was sent at ``arrival``; False when the door refuses it. Policies that look at no promises
+    are told of none."""
+    asked: dict[str, Any] = {}
+    if door.limits.service_classes is not None:
+        names = ("priority", "service_tier", "ttft_ms", "tpot_ms", "deadline_ms")
+        asked = {name: getattr(request, name) or None for name in names}
+    params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True, seed=0, **asked)
+    prompt = prompt_token_ids(request, index, door.limits.vocab_size)
+    name, timing = str(index), RequestTiming(dataclasses.replace(request, arrival=arrival), index)
+    if collector.watch is not None:
+        collector.watch(timing)
+    try:
+        prepared = door.prepare(name, prompt, params, arrival, tenant=request.tenant)
+        core.add(prepared)
+    except RequestError as error:
+        timing.error = str(error)
+        collector.over(timing, arrival)
+        return False
+    service = prepared.service
+    promised = {
+        "ttft_ms": service.first_token_by - arrival,
+        "tpot_ms": service.seconds_per_token,
+        "deadline_ms": service.finish_by - arrival,
+    }
+    of_class: dict[str, Any] = {
+        name: 1000 * seconds
+        for name, seconds in promised.items()
+        if seconds < math.inf and getattr(request, name) is None
+    }
+    timing.request = dataclasses.replace(timing.request, **of_class)
+    collector.timings[name] = timing
+    return True
+
+
+def simulated_core(
+    deployment: Deployment, config: EngineConfig, clock: Clock | None = None
+) -> tuple[EngineCore, ModelLimits]:
+    """An engine core, on a virtual clock of its own unless one is given, and the limits of its model.
+
+    Raises ConfigError for settings that the deployment has no room for.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    longest = config.model.max_model_len or deployment.max_model_len
+    if longest > deployment.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {longest}, but {deployment.model} takes {deployment.max_model_len}; lower it"
+        )
+    num_blocks = cache.num_kv_blocks
+    if num_blocks is None:
+        memory = cache.kv_cache_memory_bytes or deployment.kv_memory_bytes
+        most = -(-scheduler.max_num_seqs * longest // cache.block_size) + 1
+        num_blocks = min(memory // (deployment.kv_bytes_per_token * cache.block_size), most)
+    if num_blocks < 2:
+        raise ConfigError("the KV cache has no room for two blocks; raise kv_cache_memory_bytes or lower block_size")
+    clock = clock or VirtualClock()
+    host_bytes, block_bytes = cache.swap_space_bytes, deployment.kv_bytes_per_token * cache.block_size
+    host_blocks = -(-num_blocks // 10) if host_bytes is None else host_bytes // block_bytes
+    if host_blocks > _MOST_HOST_BLOCKS:
+        raise ConfigError(
+            f"swap_space_bytes holds {host_blocks:,} blocks of this model, and a simulation has room for"
+            f" {_MOST_HOST_BLOCKS:,}; lower it to {_MOST_HOST_BLOCKS * block_bytes}"
+        )
+    executor = SimExecutor(
+        deployment.cost,
+        clock,
+        group=CacheGroup(num_blocks, None, host_blocks),
+        block_size=cache.block_size,
+        bytes_per_token=deployment.kv_bytes_per_token,
+    )
+    core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock)
+    return core, ModelLimits(_VOCAB_SIZE, longest, (), scheduler.promises)
+
+
+def replay(
+    trace: Sequence[TracedRequest], config: EngineConfig, deployment: Deployment, *, max_concurrency: int | None = None
+) -> SimReport:
+    """Simulate a trace. The same trace, settings and cost model give the same report, bit for bit.
+
+    ``max_concurrency`` is as in :func:`serve_trace`.
+
+    Raises ConfigError for settings that the deployment has no room for.
+    """
+    core, limits = simulated_core(deployment, config)
+    served = serve_trace(core, trace, limits, max_concurrency=max_concurrency)
+    return SimReport(deployment.machine, deployment.model, deployment.validity, served)

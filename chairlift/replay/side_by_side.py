@@ -1,0 +1,210 @@
+"""A recording, and what static batching would have made of the same requests, on the same machine, at the same times.
+
+The machine is known by the recorded steps: a cost model is fitted on them. Both ways of batching are then simulated
+with it, so that the difference between them is one of scheduling alone.
+
+``python -c "... main()" . static`` reads a recording and writes one line that compares, then a recording of the static
+run; with ``demo`` it writes a recording of a simulated example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from chairlift.config import EngineConfig
+from chairlift.engine.step_export import Recording, read_recording
+from chairlift.engine.step_recorder import StepRecorder
+from chairlift.errors import ChairliftError, ConfigError
+from chairlift.replay.calibrate import describe_fit, fit_steps
+from chairlift.replay.machines import Deployment
+from chairlift.replay.replay import ServedTrace, serve_trace, simulated_core
+from chairlift.replay.traced_request import TracedRequest
+from chairlift.scheduler.cost_model import CostModel, Roofline
+
+__all__ = ["compare", "compare_sides", "demo", "main", "recorded_config", "recorded_deployment", "recorded_trace"]
+
+_MOST_REQUESTS: Final = 4000
+_MOST_BYTES: Final = 256 << 20
+_DEMO_BLOCK: Final = 16
+_DROPPED: Final = ("governor", "late_requests", "scheduling_policy")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Side:
+    """What a way of batching does to the requests. Seconds, from arrival."""
+
+    tokens_per_second: float
+    first_p50: float
+    """Until the first token could be read: of a static batch that is when all of it ends."""
+    whole_p50: float
+    whole_p99: float
+    seconds: float
+    """From the first arrival to the end of the last request."""
+    held_share: float
+    """Of all tokens computed for answers, those computed for requests that had ended and stayed in their batch."""
+
+
+def recorded_trace(recording: Recording) -> list[TracedRequest]:
+    """The requests of a recording, from its first arrival on. Raises ConfigError when there are none."""
+    requests = recording.arrivals[-_MOST_REQUESTS:]
+    if not requests:
+        raise ConfigError(
+            "the recording has no request whose lengths of prompt and answer are known: "
+            "only those of requests that came while /live was open are known; record for longer, with that page open"
+        )
+    begin = requests[0].arrival
+    return [
+        TracedRequest(arrival=each.arrival - begin, prompt_tokens=each.prompt_tokens, output_tokens=each.output_tokens)
+        for each in requests
+    ]
+
+
+def recorded_config(recording: Recording, **changes: Any) -> EngineConfig:
+    """The settings that the recorded engine had, as far as a simulation knows them."""
+    about = recording.about
+    settings = {name: value for name, value in about["settings"].items() if name not in _DROPPED}
+    if (settings | changes).get("batching", "continuous") == "continuous":
+        settings.pop("preferred_batch_sizes", None)  # of an engine that is compared with this one
+    settings |= {name: about[name] for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")}
+    return EngineConfig.from_flat(settings | changes)
+
+
+def recorded_deployment(recording: Recording) -> Deployment:
+    """The machine that the steps were recorded on. Raises ConfigError when there are too few of them."""
+    cost = fit_steps(recording.steps)
+    about = recording.about
+    bytes_per_token = max(1, about["block_bytes"] // about["block_size"])
+    return Deployment(
+        machine="the recorded machine",
+        model="the recorded model",
+        cost=cost,
+        kv_bytes_per_token=bytes_per_token,
+        kv_memory_bytes=about["pools"][0] * about["block_size"] * bytes_per_token,
+        max_model_len=about["max_model_len"],
+        validity=describe_fit(cost, recording.steps),
+    )
+
+
+def _simulate(
+    trace: Sequence[TracedRequest], config: EngineConfig, deployment: Deployment
+) -> tuple[ServedTrace, bytes]:
+    """Serve a trace on a virtual clock; what became of it, and a recording of every step."""
+    core, limits = simulated_core(deployment, config)
+    core.recorder = recorder = StepRecorder(core, most_bytes=_MOST_BYTES)
+    served = serve_trace(core, trace, limits)
+    return served, recorder.take()
+
+
+def compare(data: bytes) -> bytes:
+    """The two ways of batching as one line of JSON, then the recording of the static run. Raises ConfigError."""
+    line, lines = compare_sides(read_recording(data))
+    return json.dumps({"compare": line}).encode() + b"\n" + lines
+
+
+def compare_sides(recording: Recording, **settings: Any) -> tuple[dict[str, Any], bytes]:
+    """Figures of both ways of batching, and the recording of the static run. Raises ConfigError."""
+    trace, deployment = recorded_trace(recording), recorded_deployment(recording)
+    sides: dict[str, _Side] = {}
+    lines = b""
+    for batching in ("continuous", "static"):
+        config = recorded_config(recording, **{**settings, "batching": batching})
+        served, lines = _simulate(trace, config, deployment)
+        sides[batching] = _side(served, read_recording(lines), batching == "static")
+    figures = {
+        **{name: dataclasses.asdict(side) for name, side in sides.items()},
+        "requests": len(trace),
+        "begin": recording.arrivals[-len(trace)].arrival,
+        "validity": deployment.validity,
+        "words": _words(sides["continuous"], sides["static"]),
+    }
+    return figures, lines
+
+
+def _side(served: ServedTrace, recording: Recording, held: bool) -> _Side:
+    done = [each for each in recording.arrivals if each.ended is not None]
+    whole = [(each.ended or 0.0) - each.arrival for each in done] or [0.0]
+    p50, p99 = np.percentile(whole, [50, 99]).tolist()
+    seconds = max((each.ended or 0.0 for each in done), default=0.0) - min((each.arrival for each in done), default=0.0)
+    computed = sum(features.num_decodes for features, _ in recording.steps)
+    wanted = sum(max(0, each.output_tokens - 1) for each in done)
+    return _Side(
+        tokens_per_second=served.output_tokens / seconds if seconds > 0 else 0.0,
+        first_p50=served.ttft.p50,
+        whole_p50=p50,
+        whole_p99=p99,
+        seconds=seconds,
+        held_share=max(0.0, 1 - wanted / computed) if held and computed else 0.0,
+    )
+
+
+def _words(continuous: _Side, static: _Side) -> list[str]:
+    """The difference as people would say it."""
+
+    def times(more: float, less: float) -> str:
+        ratio = more / less if less > 0 else 1.0
+        return "about as much" if 0.95 < ratio < 1.05 else f"{ratio:.1f} times as much"
+
+    return [
+        f"Continuous batching finished everything in {_seconds(continuous.seconds)}, static batching in"
+        f" {_seconds(static.seconds)}.",
+        f"It brought {continuous.tokens_per_second:,.0f} tokens per second against {static.tokens_per_second:,.0f}:"
+        f" {times(continuous.tokens_per_second, static.tokens_per_second)}.",
+        f"Half of the people saw their first word within {_seconds(continuous.first_p50)}, with static batching within"
+        f" {_seconds(static.first_p50)}, because a static batch delivers when all of it is done.",
+        f"Half of the answers were complete within {_seconds(continuous.whole_p50)} against"
+        f" {_seconds(static.whole_p50)}; 99 of 100 within {_seconds(continuous.whole_p99)} against"
+        f" {_seconds(static.whole_p99)}.",
+        f"Of what the static batches computed for answers, {static.held_share:.0%} was for rows that had ended.",
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.0f} ms" if value < 0.995 else f"{value:.1f} s"
+
+
+def demo() -> bytes:
+    """A recording of the real scheduler on a simulated machine: bursts, short and long answers, and a tight cache."""
+    rng = np.random.default_rng(7)
+    trace, now = [], 0.0
+    for burst in range(7):
+        for _ in range(int(rng.integers(8, 15))):
+            now += float(rng.exponential(0.06))
+            prompt = int(np.clip(rng.lognormal(4.8, 0.7), 16, 600))
+            answer = int(np.clip(rng.lognormal(3.7 if rng.random() < 0.7 else 5.2, 0.5), 6, 300))
+            system = tuple(range(4)) if rng.random() < 0.4 else ()  # some begin alike, and share blocks
+            prompt += _DEMO_BLOCK * len(system)
+            trace.append(
+                TracedRequest(
+                    arrival=now, prompt_tokens=prompt, output_tokens=answer, prefix_ids=system, prefix_block=_DEMO_BLOCK
+                )
+            )
+        now += 1.6 if burst % 3 else 0.8
+    prices = Roofline(weight_seconds=0.016, token_seconds=0.0002, context_seconds=4e-7, pair_seconds=2e-8)
+    deployment = Deployment(
+        machine="a simulated machine",
+        model="a simulated model",
+        cost=CostModel(prices),
+        kv_bytes_per_token=1 << 16,
+        kv_memory_bytes=1 << 40,
+        max_model_len=2048,
+    )
+    settings = {"max_num_seqs": 12, "max_num_batched_tokens": 256, "num_kv_blocks": 156}
+    return _simulate(trace, EngineConfig.from_flat(settings), deployment)[1]
+
+
+def main() -> None:
+    """What is asked for is the last argument; exit code 2 for a recording that cannot be simulated."""
+    os.nice(10)  # the engine goes first
+    try:
+        out = demo() if sys.argv[-1] == "demo" else compare(sys.stdin.buffer.read())
+    except ChairliftError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    sys.stdout.buffer.write(out)

@@ -1,0 +1,1 @@
+"""What developers and operators try things with: benchmarks, the deterministic simulator, traffic."""

@@ -1,0 +1,168 @@
+"""One kernel at a time on a GPU: what :mod:`chairlift.workbench.bench.programs` is for the compiled kernels.
+
+Each case is recorded once as a CUDA graph of equal operations on different memory, as the engine's decode steps are, so
+that what is timed is the device and not the launching. Before a run, as much is read as the L2 cache cannot hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, GraphMaker
+from chairlift.kernels import reference
+from chairlift.kernels.triton.launch import attention_launch, gemm_launch, num_multiprocessors
+from chairlift.kernels.triton.linear_small import linear_small
+from chairlift.kernels.triton.paged_attention import paged_attention
+from chairlift.kernels.triton.program import SMALL_ROWS
+from chairlift.kernels.triton.sampling import SamplingSettings, sample
+from chairlift.kernels.triton.scaled import scaled_linear
+from chairlift.workbench.bench.programs import BLOCK_SIZE, WEIGHT_STD, Prepare
+from chairlift.workbench.bench.shapes import ModelShape
+
+__all__ = ["DeviceKernels"]
+
+_INTERPRETED_CACHE: Final = 1 << 16
+_ALIGNED: Final = 1024
+"""Elements: weights begin where a tensor of their own would."""
+
+
+class DeviceKernels:
+    """Single kernels of a CUDA device in one dtype; on the CPU, in Triton's interpreter, for tests.
+
+    In fp8 (float8_e4m3fn) there are products only, of weights; activations are bfloat16, in the interpreter float32.
+    ``region_bytes`` of normal random numbers, or more where a cache could hold so many, are cycled through; no single
+    operation may read more. Raises torch.OutOfMemoryError without so much memory.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, region_bytes: int) -> None:
+        cuda = device.type == "cuda"
+        if device.index is not None:
+            torch.cuda.set_device(device)  # Triton launches where the calling thread is
+        cache = torch.cuda.get_device_properties(device).L2_cache_size if cuda else _INTERPRETED_CACHE
+        self._device, self._dtype, self._is_fp8 = device, dtype, dtype == torch.float8_e4m3fn
+        if self._is_fp8:
+            self._dtype = torch.bfloat16 if cuda else torch.float32
+        self._graphs: GraphMaker = CudaGraphs(device) if cuda else EagerSteps()
+        self._multiprocessors = num_multiprocessors(device)
+        self._generator = torch.Generator(device).manual_seed(0)
+        self._region = self._normal(max(region_bytes, 4 * cache) // dtype.itemsize)
+        # Numbers of fp8 have their size from the scales of a weight.
+        self._region = self._region.to(dtype) if self._is_fp8 else self._region.mul_(WEIGHT_STD)
+        self._other = torch.zeros(2 * cache, dtype=torch.uint8, device=device)
+        self._next = 0
+
+    def products(self, k: int, n: int, rows: int, count: int) -> dict[str, Prepare]:
+        """``count`` products [rows, k] x [k, n] by each kernel that may run them; the engine's choice comes first.
+
+        In fp8 the library's take the rows rounded first, and k and n must be multiples of 16.
+        """
+        x, weights = self._normal(rows, k), self._weights(n, k, count)
+        streamed: dict[str, Callable[..., Tensor]] = {"streamed": self._streamed(n, k)}
+        library: dict[str, Callable[..., Tensor]] = {"library": reference.linear}
+        if self._is_fp8:
+            scales = torch.full((n,), WEIGHT_STD, device=self._device)
+            streamed["streamed"] = functools.partial(streamed["streamed"], scales=scales)
+            library["library"] = functools.partial(scaled_linear, scales=scales)
+        kernels = streamed | library if rows <= SMALL_ROWS else library | (streamed if rows <= 2 * SMALL_ROWS else {})
+        return {name: self._timed(functools.partial(kernel, x, bias=None), weights) for name, kernel in kernels.items()}
+
+    def attention(
+        self, model: ModelShape, *, queries: int, context: int, batch: int, shuffled: bool, count: int
+    ) -> Prepare:
+        """Attention of ``count`` layers, as :meth:`chairlift.workbench.bench.programs.Kernels.attention`."""
+        blocks, tokens = -(-context // BLOCK_SIZE), batch * queries
+        order = torch.arange(batch * blocks, dtype=torch.int32, device=self._device)
+        if shuffled:
+            order = order[torch.randperm(len(order), generator=self._generator, device=self._device)]
+        table = order.view(batch, blocks)
+        lengths = torch.full((batch,), context, dtype=torch.int32, device=self._device)
+        starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=self._device)
+        q = self._normal(tokens, model.heads, model.head_dim)
+        launch = attention_launch(
+            head_dim=model.head_dim,
+            group=model.heads // model.kv_heads,
+            num_kv_heads=model.kv_heads,
+            max_rows=batch,
+            decode_only=queries == 1,
+            num_multiprocessors=self._multiprocessors,
+            itemsize=self._dtype.itemsize,
+        )
+
+        def attend(keys: Tensor, values: Tensor) -> Tensor:
+            return paged_attention(
+                q, keys, values, lengths, table, scale=model.head_dim**-0.5, window=None, launch=launch,
+                cu_seqlens=starts if queries > 1 else None,
+            )  # fmt: skip
+
+        shape = batch * blocks, BLOCK_SIZE, model.kv_heads, model.head_dim
+        return self._timed(attend, [(self._take(*shape), self._take(*shape)) for _ in range(count)])
+
+    def head(self, k: int, vocab_size: int, rows: int, *, temperature: float, count: int) -> Prepare:
+        """``count`` times a token for each of ``rows`` rows: output head and choice. Temperature 0 is greedy."""
+        x = self._normal(rows, k)
+        linear = self._streamed(vocab_size, k) if rows <= SMALL_ROWS else reference.linear
+        slots = torch.arange(rows, dtype=torch.int32, device=self._device)
+        settings = SamplingSettings(
+            seeds=slots.long(),
+            temperature=torch.full_like(slots, temperature, dtype=torch.float32),
+            log_min_p=torch.full_like(slots, -math.inf, dtype=torch.float32),
+            top_k=torch.zeros_like(slots),
+            top_p=torch.ones_like(slots, dtype=torch.float64),
+        )
+
+        def choose(weight: Tensor) -> Tensor:
+            return sample(linear(x, weight, bias=None), settings, slots, slots)[0]
+
+        return self._timed(choose, self._weights(vocab_size, k, count))
+
+    def _streamed(self, n: int, k: int) -> Callable[..., Tensor]:
+        return functools.partial(linear_small, launch=gemm_launch(n, k, self._multiprocessors))
+
+    def _weights(self, n: int, k: int, count: int) -> list[tuple[Tensor]]:
+        return [(self._take(n, k),) for _ in range(count)]
+
+    def _timed(self, kernel: Callable[..., Tensor], operands: Sequence[tuple[Tensor, ...]]) -> Prepare:
+        """``kernel`` with one after the other. A run returns what the last of them gave."""
+        graph: Graph[Tensor] | None = None
+
+        def step() -> Tensor:
+            for each in operands[:-1]:
+                kernel(*each)
+            return kernel(*operands[-1])
+
+        def prepare() -> Callable[[], Tensor]:
+            nonlocal graph
+            recorded = graph = graph or self._graphs.record(step)
+            self._other.sum()
+            self._wait()
+
+            def run() -> Tensor:
+                out = recorded.replay()
+                self._wait()
+                return out
+
+            return run
+
+        return prepare
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _take(self, *shape: int) -> Tensor:
+        """The next numbers of the region."""
+        size = math.prod(shape)
+        if self._next + size > len(self._region):
+            self._next = 0
+        taken = self._region[self._next : self._next + size].view(shape)
+        self._next += -(-size // _ALIGNED) * _ALIGNED
+        return taken
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(generator=self._generator)

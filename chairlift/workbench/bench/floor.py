@@ -1,0 +1,149 @@
+"""The least time a workload can take on a machine: every step reads the weights once, or computes with them.
+
+Kernels cannot be faster than memory delivers and instructions compute; an engine cannot be faster than that, summed
+over steps in which somebody has to wait for the token before. How near it comes can be compared between machines.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+
+from chairlift.models.hf_config import ModelConfig
+from chairlift.workbench.bench.limits import Roof
+
+__all__ = ["BUDGETS", "GPU_BUDGETS", "Floor", "ModelCost", "workload_floor"]
+
+BUDGETS: Final = (192, 256, 384, 512, 1024)
+"""Tokens per step that the floor is sought among: large steps share the weights, small ones waste no place."""
+
+GPU_BUDGETS: Final = (1024, 4096, 16384)
+"""The same where so much is computed while the weights are read that only large steps share them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What a step of a model costs, in weights and cached tokens."""
+
+    body_params: int
+    """Weights that every token passes. The embedding is looked up, and not one of them."""
+    head_params: int
+    """Weights that only tokens that are sampled from pass: those behind the last layer's keys and values."""
+    itemsize: int
+    """Bytes of a weight, and of an element of K and V; but for what fp8 saves."""
+    kv_bytes: tuple[tuple[int | None, int], ...]
+    """(window, bytes per token) of the layers together that see so many tokens; None sees all."""
+    body_saved: int = 0
+    """Bytes that fp8 saves of the weights that every token passes."""
+    head_saved: int = 0
+    """The same of the others."""
+
+    @classmethod
+    def of(cls, network: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> ModelCost:
+        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers in fp8."""
+        hidden, inner, dim = network.hidden_size, network.intermediate_size, network.head_dim
+        q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
+        layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + 3 * hidden * inner + 2 * hidden
+        layer += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + 2 * dim * network.qk_norm
+        layer += (2 * inner + hidden) * network.mlp_bias
+        tail = layer - 2 * kv_width * (hidden + network.qkv_bias) - dim * network.qk_norm  # the final norm included
+        saved = tail_saved = 0
+        if quantization is not None:  # one byte is left of a weight, and an output has a scale of four
+            each = dtype.itemsize - 1
+            saved = each * (2 * hidden * (q_width + kv_width) + 3 * hidden * inner)
+            saved -= 4 * (q_width + 2 * kv_width + 2 * hidden + 2 * inner)
+            tail_saved = saved - 2 * kv_width * (each * hidden - 4)
+        windows = collections.Counter(network.layer_windows)
+        return cls(
+            body_params=layer * network.num_hidden_layers + hidden - tail,
+            head_params=hidden * network.vocab_size + tail,
+            itemsize=dtype.itemsize,
+            kv_bytes=tuple((window, 2 * kv_width * dtype.itemsize * layers) for window, layers in windows.items()),
+            body_saved=saved * network.num_hidden_layers - tail_saved,
+            head_saved=tail_saved,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, which a step that samples reads."""
+        return (self.body_params + self.head_params) * self.itemsize - self.body_saved - self.head_saved
+
+    def kv_read(self, context: int) -> int:
+        """Bytes of K and V that one token at the end of ``context`` tokens reads."""
+        return sum(min(context, window or context) * nbytes for window, nbytes in self.kv_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Floor:
+    """The least time for a workload."""
+
+    seconds: float
+    steps: int
+    token_budget: int
+    """Tokens per step at which it was least."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Sequence:
+    prompt: int
+    """Prompt tokens not computed yet."""
+    output: int
+    """Tokens not generated yet."""
+    context: int = 0
+
+
+def workload_floor(
+    requests: Iterable[tuple[int, int]],
+    cost: ModelCost,
+    roof: Roof,
+    *,
+    max_num_seqs: int = 128,
+    budgets: Sequence[int] = BUDGETS,
+) -> Floor:
+    """The floor of requests of (prompt, output) lengths that all arrive at once, with the best of a few token budgets.
+
+    Of each step: the weights are read or computed with, whichever takes longer, and the cached K and V of every
+    decoding sequence are read. Attention within prompts, activations, sampling and everything else are free.
+    """
+    lengths = list(requests)
+    return min(
+        (_walk(lengths, cost, roof, max_num_seqs, budget) for budget in budgets), key=lambda floor: floor.seconds
+    )
+
+
+def _walk(lengths: Sequence[tuple[int, int]], cost: ModelCost, roof: Roof, max_num_seqs: int, budget: int) -> Floor:
+    waiting = collections.deque(_Sequence(prompt, output) for prompt, output in lengths)
+    prefilling: collections.deque[_Sequence] = collections.deque()
+    decoding: list[_Sequence] = []
+    seconds, steps = 0.0, 0
+    while waiting or prefilling or decoding:
+        kv_bytes = sum(cost.kv_read(sequence.context) for sequence in decoding)
+        tokens = sampled = len(decoding)
+        for sequence in decoding:
+            sequence.context += 1
+            sequence.output -= 1
+        while tokens < budget:
+            if not prefilling:
+                if not waiting or len(decoding) >= max_num_seqs:
+                    break
+                prefilling.append(waiting.popleft())
+            first = prefilling[0]
+            chunk = min(budget - tokens, first.prompt)
+            first.prompt -= chunk
+            first.context += chunk
+            tokens += chunk
+            if first.prompt == 0:
+                first.output -= 1
+                sampled += 1
+                decoding.append(prefilling.popleft())
+        weights = cost.body_params + (cost.head_params if sampled else 0)
+        saved = cost.body_saved + (cost.head_saved if sampled else 0)
+        operations = 2 * (tokens * cost.body_params + sampled * cost.head_params)
+        seconds += roof.seconds(weights * cost.itemsize - saved, operations) + kv_bytes / roof.bandwidth
+        steps += 1
+        decoding = [sequence for sequence in decoding if sequence.output > 0]
+    return Floor(seconds, steps, budget)

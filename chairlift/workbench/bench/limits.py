@@ -1,0 +1,189 @@
+"""The limits of this machine, measured: how fast memory can be read, and how fast the product instructions run.
+
+They are what a kernel is held against (the roofline model: Williams, Waterman and Patterson, 2009). A limit is the best
+of several trials, because whatever disturbs a trial can only slow it down; the median says how disturbed they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Final
+
+import torch
+
+from chairlift.errors import ConfigError
+from chairlift.executor.kv_tensors import available_memory
+from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
+from chairlift.workbench.bench.machine import Machine
+
+__all__ = [
+    *("GPU", "Limits", "Peak", "Rate", "Roof"),
+    *("LimitsNow", "beyond_cache", "measure_device", "measure_limits", "product_isa", "thread_counts"),
+]
+
+GPU: Final = "gpu"
+"""What stands for a path where the limits are those of a device; it counts as one thread."""
+
+_MOMENT: Final = 0.001
+_LEAST_BUFFER: Final = 256 << 20
+_CACHES: Final = 4
+"""A buffer this many times the last-level cache leaves nothing of one pass for the next."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rate:
+    """Trials of one measurement, per second."""
+
+    best: float
+    median: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peak:
+    """How fast the product instruction of one path runs from registers."""
+
+    isa: str
+    product: str
+    """``bf16``, ``f32`` (what paths without a bf16 product make one from) or ``int8``."""
+    threads: int
+    operations: Rate
+    """Additions and multiplications per second."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Roof:
+    """What bounds an operation from below: bytes per second from memory, operations per second."""
+
+    bandwidth: float
+    peak: float
+
+    def seconds(self, nbytes: float, operations: float) -> float:
+        """The least time for so many bytes and operations, when one hides behind the other perfectly."""
+        return max(nbytes / self.bandwidth, operations / self.peak)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """Measured limits of this machine."""
+
+    buffer_bytes: int
+    """How much memory each trial read."""
+    read: dict[int, Rate]
+    """Threads -> bytes per second."""
+    peaks: tuple[Peak, ...]
+    memory: str = "memory read"
+    """What ``read`` is the rate of."""
+
+    def roof(self, isa: str, dtype: torch.dtype, threads: int) -> Roof:
+        """What bounds kernels of a path in a dtype. Raises ConfigError for what was not measured."""
+        wanted = product_isa(isa, dtype), threads
+        for peak in self.peaks:
+            if (peak.isa, peak.threads) == wanted and peak.product != "int8" and threads in self.read:
+                return Roof(self.read[threads].best, peak.operations.best)
+        raise ConfigError(f"the limits of {isa} with {threads} threads were not measured; measure them first")
+
+
+def product_isa(isa: str, dtype: torch.dtype) -> str:
+    """The path whose product instruction a kernel uses: in float32 the bf16 ones do without their speciality."""
+    if dtype == torch.float32 and isa not in ("avx2", GPU):
+        return "avx512"
+    return isa
+
+
+def thread_counts(most: int, *others: int) -> list[int]:
+    """1, 2, 4, ... up to ``most``, that itself, and ``others``, in order."""
+    return sorted({*(1 << power for power in range(most.bit_length())), most, *others})
+
+
+def beyond_cache(machine: Machine) -> int:
+    """How many bytes to cycle through so that none of them stays in the last-level cache, as far as memory allows."""
+    affordable = available_memory(torch.device("cpu")) // 4
+    return min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER), affordable)
+
+
+def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Limits:
+    """Reading of memory with 1, 2, 4, ... threads up to all, and products of every path with 1 and ``threads``.
+
+    ``quick`` takes shorter trials. Raises OSError without the compiled kernels.
+    """
+    library = require()
+    nbytes = beyond_cache(machine)
+    memory = Memory(nbytes)
+    memory.tensor(torch.uint8, (nbytes,)).fill_(1)  # pages that nobody has written to are one and the same
+    seconds, trials = (0.01, 5) if quick else (0.05, 7)
+    read: dict[int, Rate] = {}
+    peaks: list[Peak] = []
+    for count in thread_counts(max(threads, machine.processors), threads):
+        pool = Pool(count)
+        read[count] = _rate(partial(library.cl_measure_read, pool.handle, memory.address, nbytes), trials)
+        for isa, int8 in product(machine.isas if count in (1, threads) else (), (0, 1)):
+            rate = _rate(partial(library.cl_measure_peak, pool.handle, ISA_NAMES.index(isa), int8, seconds), trials)
+            if rate.best > 0:  # zero: the path has no such product
+                name = "int8" if int8 else "bf16" if isa in ("avx512_bf16", "amx") else "f32"
+                peaks.append(Peak(isa, name, count, rate))
+        pool.close()
+    return Limits(nbytes, read, tuple(peaks))
+
+
+class LimitsNow:
+    """What bounds kernels of a path in a dtype at this moment, within a few milliseconds.
+
+    Processors of a virtual machine are moved about: now they share a link to memory, and now each has its own.
+    """
+
+    def __init__(self, pool: Pool, machine: Machine, isa: str, dtype: torch.dtype) -> None:
+        self._pool, self._path = pool, ISA_NAMES.index(product_isa(isa, dtype))
+        self._memory = Memory(min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER // 4), beyond_cache(machine)))
+        self._memory.tensor(torch.uint8, (self._memory.nbytes,)).fill_(1)
+
+    def __call__(self) -> Roof:
+        library, pool = require(), self._pool.handle
+        read = partial(library.cl_measure_read, pool, self._memory.address, self._memory.nbytes)
+        return Roof(_rate(read, 2).best, _rate(partial(library.cl_measure_peak, pool, self._path, 0, _MOMENT), 2).best)
+
+
+def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Limits:
+    """What a device reaches by its own libraries: bytes that a copy within its memory reads and writes, and products of
+    square matrices in ``dtype``; of fp8, with a scale for each row, in bfloat16.
+
+    ``quick`` takes small copies and matrices. Raises torch.OutOfMemoryError where less than a gigabyte is free.
+    """
+    nbytes, size, repeats, trials = (16 << 20, 256, 2, 3) if quick else (1 << 30, 8192, 10, 7)
+    nbytes = min(nbytes, available_memory(device) // 4)
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    square = torch.randn(size, size, device=device).to(dtype)
+    copied = _rate(lambda: 2 * nbytes / _seconds(lambda: target.copy_(source), device, repeats), trials)
+    multiply: Callable[[], object] = partial(torch.mm, square, square, out=torch.empty_like(square))
+    if dtype == torch.float8_e4m3fn:
+        ones = torch.ones(size, 1, device=device)
+        multiply = partial(torch._scaled_mm, square, square.t(), ones, ones.t(), out_dtype=torch.bfloat16)
+    multiplied = _rate(lambda: 2 * size**3 / _seconds(multiply, device, repeats), trials)
+    name = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "fp8"}.get(dtype, "f32")
+    return Limits(nbytes, {1: copied}, (Peak(GPU, name, 1, multiplied),), "memory read and written by a copy")
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """What one of several repeats takes, after one that only warms up."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    wait()
+    return (time.perf_counter() - begin) / repeats
+
+
+def _rate(trial: Callable[[], float], count: int) -> Rate:
+    rates = [trial() for _ in range(count)]
+    return Rate(max(rates), statistics.median(rates))

@@ -1,0 +1,268 @@
+"""``bench offline``: the engine in this process.
+
+A seeded workload, all requests at once, and how near it comes to the floor. Or traffic in an open loop, as in ``bench
+serve`` without HTTP: times are those at which the engine gives a token to its caller, counted from when the request was
+due.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import time
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from chairlift.engine.core import EngineCore
+from chairlift.engine.input_processor import ModelLimits
+from chairlift.errors import ConfigError, RequestError
+from chairlift.executor.select import choose_isa, why_not_native, why_not_triton
+from chairlift.kernels.cpu.library import default_threads
+from chairlift.models.hf_config import ModelConfig
+from chairlift.models.loader import resolve_dtype
+from chairlift.outputs import RequestOutput
+from chairlift.replay.replay import RequestTiming, serve_trace
+from chairlift.replay.served import Percentiles
+from chairlift.replay.traced_request import TracedRequest
+from chairlift.sampling_params import SamplingParams
+from chairlift.workbench.bench.floor import BUDGETS, GPU_BUDGETS, Floor, ModelCost, workload_floor
+from chairlift.workbench.bench.limits import GPU, Limits, measure_device, measure_limits
+from chairlift.workbench.bench.machine import Machine
+from chairlift.workbench.bench.serve_run import Load, Outcome, Progress, ServeRun, Target, quiet_collector
+from chairlift.workbench.bench.serve_run import fit as fit_trace
+
+if TYPE_CHECKING:
+    from chairlift.llm import LLM
+
+__all__ = [
+    *("WARM_UP", "NativePath", "OfflineRun", "fit", "floor_of", "limits_of", "native_path", "room_of", "run_here"),
+    "run_offline",
+]
+
+Requests = list[tuple[list[int], int]]
+"""Prompt token ids and number of output tokens."""
+
+_WARM_UP_TOKENS: Final = 8
+WARM_UP: Final = tuple(TracedRequest(arrival=0.0, prompt_tokens=8, output_tokens=8) for _ in range(4))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OfflineRun:
+    """What it took to answer all requests."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    output_tokens_per_second: float
+    steps: int
+    time_to_first_token: Percentiles
+    latency: Percentiles
+    """From arrival to the last token."""
+    preemptions: int
+    held_row_tokens: int
+    """Tokens computed for rows that had ended, while the rest of their static batch went on."""
+    padding_avoided: int
+    """Tokens that an engine which pads would have computed on top."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NativePath:
+    """The kernels that run a model, or why PyTorch does."""
+
+    isa: str | None
+    dtype: torch.dtype
+    threads: int
+    reason: str
+    """Empty with an isa."""
+    triton: bool = False
+    """Whether the Triton kernels do."""
+    quantization: str | None = None
+    """Of the layers' weights."""
+
+    @property
+    def kernels(self) -> str:
+        """As the setting ``kernels`` names them."""
+        return "triton" if self.triton else self.isa or "torch"
+
+    def describe(self) -> str:
+        """In a few words."""
+        name = str(self.dtype).removeprefix("torch.")
+        if self.triton:
+            return f"triton in {name}" + (f" with {self.quantization} weights" if self.quantization else "")
+        if self.isa is None:
+            return f"PyTorch in {name}: {self.reason}"
+        return f"{self.isa} in {name}, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+
+def fit(requests: Requests, most_tokens: int) -> tuple[Requests, int]:
+    """The same for prompts with their ids as :func:`chairlift.workbench.bench.serve_run.fit` does for a trace."""
+    lengths = [TracedRequest(arrival=0.0, prompt_tokens=len(ids), output_tokens=count) for ids, count in requests]
+    fitting, cut = fit_trace(lengths, most_tokens)
+    pairs = zip(requests, fitting, strict=True)
+    return [(ids[: each.prompt_tokens], each.output_tokens) for (ids, _), each in pairs], cut
+
+
+def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
+    """Answer requests greedily, to exactly their lengths, after a short warm-up.
+
+    Raises RequestError when one of them fails.
+    """
+    shortened = [(prompt[-_WARM_UP_TOKENS:], min(count, _WARM_UP_TOKENS)) for prompt, count in requests[:4]]
+    llm.generate([prompt for prompt, _ in shortened], [_greedy(count) for _, count in shortened])
+    gc.collect()
+    scheduler, log = llm.engine.scheduler, llm.engine.step_log
+    preempted, last = scheduler.num_preemptions, scheduler.step
+    held = padding = steps = 0
+    begin = time.perf_counter()
+    wanted = {llm.engine.add_request(prompt, _greedy(count), stream=False): count for prompt, count in requests}
+    outputs: list[RequestOutput] = []
+    while len(outputs) < len(requests):
+        outputs += llm.engine.step()
+        if len(log) and log[-1].step > last:  # summed up here, because the log forgets
+            last = log[-1].step
+            steps += 1
+            held += log[-1].num_held
+            padding += log[-1].padding_avoided
+    seconds = time.perf_counter() - begin
+    for output in outputs:
+        if output.error is not None or len(output.outputs[0].token_ids) != wanted[output.request_id]:
+            raise RequestError(f"a request ended early: {output.error or 'it has too few tokens'}")
+    metrics = [output.metrics for output in outputs if output.metrics is not None]
+    tokens = sum(wanted.values())
+    return OfflineRun(
+        requests=len(requests),
+        prompt_tokens=sum(len(prompt) for prompt, _ in requests),
+        output_tokens=tokens,
+        seconds=seconds,
+        output_tokens_per_second=tokens / seconds,
+        steps=steps,
+        time_to_first_token=Percentiles.of([(each.first_token_time or 0.0) - each.arrival_time for each in metrics]),
+        latency=Percentiles.of([(each.finished_time or 0.0) - each.arrival_time for each in metrics]),
+        preemptions=scheduler.num_preemptions - preempted,
+        held_row_tokens=held,
+        padding_avoided=padding,
+    )
+
+
+def native_path(llm: LLM, network: ModelConfig) -> NativePath:
+    """What runs the model of ``llm``, whose configuration is ``network``."""
+    config = llm.config
+    dtype = resolve_dtype(network, config.model.dtype)
+    device = torch.device(config.model.device)
+    threads = config.model.threads or default_threads()
+    if config.model.kernels == "torch":
+        return NativePath(None, dtype, threads, "kernels is 'torch'")
+    if device.type != "cpu" or config.model.kernels == "triton":
+        reason = why_not_triton(network, dtype, device)
+        why, quantization = reason or "the Triton kernels do", config.model.quantization
+        return NativePath(None, dtype, threads, why, triton=not reason, quantization=quantization)
+    reason = why_not_native(network, dtype, device, config.cache.block_size)
+    isa = None if reason else choose_isa(config, network, dtype, device)
+    return NativePath(isa, dtype, threads, reason)
+
+
+def limits_of(llm: LLM, path: NativePath, machine: Machine) -> Limits:
+    """The measured limits of what runs the model: this machine's, or a GPU's. Raises ConfigError for a path without
+    kernels.
+    """
+    device = torch.device(llm.config.model.device)
+    if path.isa is None and not (path.triton and device.type == "cuda"):
+        raise ConfigError(f"the floor is that of compiled kernels, and they do not run this model: {path.reason}")
+    dtype = path.dtype if path.quantization is None else torch.float8_e4m3fn
+    return measure_limits(machine, path.threads) if path.isa else measure_device(device, dtype)
+
+
+def floor_of(requests: Requests, llm: LLM, network: ModelConfig, path: NativePath, limits: Limits) -> Floor:
+    """The least time for ``requests`` on the kernels' path, within :func:`limits_of` it."""
+    roof = limits.roof(path.isa, path.dtype, path.threads) if path.isa else limits.roof(GPU, path.dtype, 1)
+    return workload_floor(
+        [(len(prompt), count) for prompt, count in requests],
+        ModelCost.of(network, path.dtype, path.quantization),
+        roof,
+        max_num_seqs=llm.config.scheduler.max_num_seqs,
+        budgets=BUDGETS if path.isa else GPU_BUDGETS,
+    )
+
+
+def room_of(llm: LLM) -> int:
+    """The most tokens, prompt and answer together, that one request may have."""
+    return min(llm.max_model_len, llm.engine.kv.capacity_tokens + 1)
+
+
+def _greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+
+
+# --- traffic ---------------------------------------------------------------------------------------------------------
+
+
+def run_here(
+    core: EngineCore, limits: ModelLimits, target: Target, load: Load, progress: Progress | None = None
+) -> ServeRun:
+    """Answer a load greedily and to exactly its lengths, on the clock of ``core``, which must be idle.
+
+    What the engine refuses, drops or fails to compute is an outcome with status ``failed``. Ctrl-C ends the run early,
+    and what has come by then is returned; the engine cannot go on afterwards.
+    """
+    sent: list[RequestTiming] = []
+    running = 0
+
+    def watch(timing: RequestTiming) -> None:
+        nonlocal running
+        if timing.left < 0:
+            running += 1
+            sent.append(timing)
+            return
+        running -= 1
+        if progress is not None:
+            progress(running, _outcome(timing, timing.left))
+
+    interrupted = False
+    serve_trace(core, WARM_UP, limits)
+    date, begin = datetime.datetime.now(), core.clock.now()
+    with quiet_collector():
+        try:
+            serve_trace(core, load.requests, limits, max_concurrency=load.max_concurrency, watch=watch)
+        except KeyboardInterrupt:
+            interrupted = True
+    end = core.clock.now()
+    return ServeRun(
+        server=target,
+        load=load,
+        outcomes=[_outcome(timing, end) for timing in sorted(sent, key=lambda timing: timing.index)],
+        date=date,
+        begin=begin,
+        seconds=max(end - begin, 1e-9),
+        cpu_share=None,
+        interrupted=interrupted,
+    )
+
+
+def _outcome(timing: RequestTiming, now: float) -> Outcome:
+    request = timing.request
+    found = Outcome(
+        index=timing.index,
+        scheduled=request.arrival,
+        start=request.arrival,
+        headers=timing.started,
+        end=timing.left if timing.left >= 0 else now,
+        wanted_tokens=request.output_tokens,
+        prompt_tokens=request.prompt_tokens,
+        times=timing.times,
+        counts=[1] * timing.tokens,
+        completion_tokens=timing.tokens,
+        cached_tokens=timing.cached_tokens,
+        preempted=timing.preempted,
+    )
+    if timing.ended:
+        found.status, found.finish_reason = "completed", "length"
+    elif timing.cancelled:
+        found.status = "cancelled"
+    elif timing.dropped:
+        found.fail("too late", "it could not be answered by its deadline")
+    elif timing.error:
+        found.fail("failed" if timing.started >= 0 else "refused", timing.error)
+    return found

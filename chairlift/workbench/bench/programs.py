@@ -1,0 +1,231 @@
+"""One kernel at a time: programs of equal operations that differ only in the memory they read.
+
+Each operation takes its weights, or its K and V, from the next place of a region that is cycled through, and the region
+is larger than every cache. So what is timed comes from memory, as it does in an engine whose model is larger too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.errors import InvariantError
+from chairlift.kernels.cpu import library as lib
+from chairlift.kernels.cpu.lowering import OpKind
+from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, packed_bytes
+from chairlift.kernels.cpu.program import SPARE_ROWS
+from chairlift.workbench.bench.shapes import ModelShape
+
+__all__ = ["BLOCK_SIZE", "WEIGHT_STD", "Kernels", "Prepare", "kv_bytes"]
+
+BLOCK_SIZE: Final = 16
+"""Tokens of a KV block: the engine's default."""
+
+Prepare = Callable[[], Callable[[], object]]
+"""Chooses the memory of the next run, and returns what is to be timed."""
+
+_PAGE: Final = 4096
+_PATTERN: Final = 1 << 20
+WEIGHT_STD: Final = 0.05
+
+
+def kv_bytes(model: ModelShape, batch: int, context: int, dtype: torch.dtype) -> int:
+    """Bytes of K and V of ``batch`` sequences of ``context`` tokens, in one layer, in whole blocks."""
+    return 2 * batch * -(-context // BLOCK_SIZE) * BLOCK_SIZE * model.kv_heads * model.head_dim * dtype.itemsize
+
+
+class Kernels:
+    """Single kernels of one instruction-set path and dtype, on a thread pool.
+
+    ``region_bytes`` of normal random numbers are cycled through; no single operation may read more. Raises OSError
+    without the compiled kernels.
+    """
+
+    def __init__(self, pool: lib.Pool, isa: str, dtype: torch.dtype, region_bytes: int) -> None:
+        self._library = lib.require()
+        self._pool = pool
+        self._isa, self._dtype = isa, dtype
+        self._region = lib.Memory(region_bytes)
+        self._generator = torch.Generator().manual_seed(0)
+        pattern = self._normal(min(_PATTERN, region_bytes // dtype.itemsize)) * WEIGHT_STD
+        values = self._region.tensor(dtype, (region_bytes // dtype.itemsize,))
+        for start in range(0, len(values), len(pattern)):
+            part = values[start : start + len(pattern)]
+            part.copy_(pattern[: len(part)])
+        self._next = 0
+
+    def products(self, k: int, n: int, rows: int, count: int) -> dict[str, Prepare]:
+        """``count`` products [rows, k] x [k, n], each with weights of its own."""
+        buffers = [self._activations(rows, k), self._buffer(rows, n)]
+        nbytes = packed_bytes(n, k, self._dtype)
+        batch = _Batch([rows], [rows])
+
+        def prepare() -> Callable[[], None]:
+            fields = {"kind": OpKind.LINEAR, "in_": 0, "out": 1, "aux": -1, "rotary": -1, "n": n, "k": k}
+            ops = [lib.Op(**fields, weight=self._take(nbytes)) for _ in range(count)]
+            return self._program(ops, buffers, [], batch)
+
+        return {"all": prepare}
+
+    def attention(
+        self, model: ModelShape, *, queries: int, context: int, batch: int, shuffled: bool, count: int
+    ) -> Prepare:
+        """Attention of ``count`` layers, over ``batch`` sequences of ``context`` tokens whose last ``queries`` attend.
+
+        Each layer has K and V of its own. The blocks of the sequences lie in order, or ``shuffled`` among each other.
+        """
+        width = model.heads * model.head_dim
+        buffers = [self._activations(batch * queries, width), self._buffer(batch * queries, width)]
+        blocks = -(-context // BLOCK_SIZE)
+        order = np.arange(batch * blocks, dtype=np.int32)
+        if shuffled:
+            np.random.default_rng(0).shuffle(order)
+        rows = _Batch([queries] * batch, [context] * batch, order.reshape(batch, blocks))
+        nbytes = kv_bytes(model, batch, context, self._dtype)
+        sizes = {"kv_heads": model.kv_heads, "head_dim": model.head_dim}
+
+        def prepare() -> Callable[[], None]:
+            layers = [
+                lib.KVLayer(
+                    kv=self._take(nbytes),
+                    block_size=BLOCK_SIZE,
+                    num_blocks=batch * blocks,
+                    **sizes,
+                )
+                for _ in range(count)
+            ]
+            fields = {
+                "kind": OpKind.ATTENTION,
+                "in_": 0,
+                "out": 1,
+                "aux": -1,
+                "rotary": -1,
+                "heads": model.heads,
+                **sizes,
+            }
+            ops = [lib.Op(**fields, layer=layer, scale=model.head_dim**-0.5) for layer in range(count)]
+            return self._program(ops, buffers, layers, rows)
+
+        return prepare
+
+    def head(self, k: int, vocab_size: int, rows: int, *, temperature: float, count: int) -> Prepare:
+        """``count`` times a token for each of ``rows`` rows: output head and choice. Temperature 0 is greedy."""
+        hidden = self._activations(rows, k)
+        token_rows = np.arange(rows, dtype=np.int32)
+        records = np.zeros(rows, dtype=lib.SAMPLING_ROW)
+        records["seed"], records["temperature"] = token_rows, temperature
+        records["top_p"] = records["repetition"] = 1
+        records["num_logprobs"] = records["target"] = -1
+        nbytes = packed_bytes(vocab_size, k, self._dtype)
+        program = lib.Program(dtype=NATIVE_DTYPES[self._dtype], isa=lib.ISA_NAMES.index(self._isa))
+
+        def prepare() -> Callable[[], None]:
+            weights = [self._take(nbytes) for _ in range(count)]
+
+            def run() -> None:
+                given = hidden.data_ptr(), hidden.stride(0), token_rows.ctypes.data, rows
+                results = records.ctypes.data, None, 0
+                for weight in weights:
+                    code = self._library.cl_head(
+                        self._pool.handle, program, *given, weight, None, vocab_size, k, *results
+                    )
+                    if code < 0:
+                        raise InvariantError(f"the native output head refused {rows} rows ({code})")
+
+            return run
+
+        return prepare
+
+    def _program(
+        self, ops: Sequence[lib.Op], buffers: Sequence[Tensor], layers: Sequence[lib.KVLayer], batch: _Batch
+    ) -> _Run:
+        arrays = (
+            (lib.Op * len(ops))(*ops),
+            (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers)),
+            (ctypes.c_int64 * len(buffers))(*(buffer.stride(0) for buffer in buffers)),
+            (lib.KVLayer * len(layers))(*layers),
+        )
+        program = lib.Program(
+            ops=arrays[0],
+            buffers=arrays[1],
+            strides=arrays[2],
+            kv_layers=arrays[3],
+            num_ops=len(ops),
+            num_buffers=len(buffers),
+            num_kv_layers=len(layers),
+            dtype=NATIVE_DTYPES[self._dtype],
+            isa=lib.ISA_NAMES.index(self._isa),
+            capacity=len(buffers[0]),
+        )
+        return _Run(self._library, self._pool, program, batch, (arrays, buffers))
+
+    def _take(self, nbytes: int) -> int:
+        """The address of the next ``nbytes`` of the region."""
+        if self._next + nbytes > self._region.nbytes:
+            self._next = 0
+        address = self._region.address + self._next
+        self._next += -(-nbytes // _PAGE) * _PAGE
+        return address
+
+    def _activations(self, rows: int, width: int) -> Tensor:
+        """Like :meth:`_buffer`, with normal random numbers in its columns."""
+        buffer = self._buffer(rows, width)
+        buffer[:, :width] = self._normal(len(buffer), width)
+        return buffer
+
+    def _buffer(self, rows: int, width: int) -> Tensor:
+        """Zeroed rows [rows + spare, stride] of ``width`` columns, padded as an engine's are."""
+        stride = -(-width // PANEL) * PANEL
+        if stride * self._dtype.itemsize % 1024 == 0:
+            stride += PANEL
+        memory = lib.Memory((rows + SPARE_ROWS) * stride * self._dtype.itemsize)
+        return memory.tensor(self._dtype, (rows + SPARE_ROWS, stride))
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator).to(self._dtype)
+
+
+class _Batch:
+    """``cl_batch`` of sequences with so many new tokens and tokens in all, and the arrays it points to."""
+
+    def __init__(
+        self, new: Iterable[int], lengths: Iterable[int], block_table: npt.NDArray[np.int32] | None = None
+    ) -> None:
+        cu_seqlens = np.cumsum([0, *new], dtype=np.int32)
+        seq_lens = np.array(list(lengths), dtype=np.int32)
+        table = np.zeros((len(seq_lens), 1), dtype=np.int32) if block_table is None else block_table
+        tables = np.array([table.ctypes.data], dtype=np.uintp)
+        strides = np.array([table.shape[1]], dtype=np.int64)
+        self._kept: Any = cu_seqlens, seq_lens, table, tables, strides
+        self.struct = lib.Batch(
+            cu_seqlens=cu_seqlens.ctypes.data,
+            seq_lens=seq_lens.ctypes.data,
+            block_tables=tables.ctypes.data,
+            table_strides=strides.ctypes.data,
+            num_tokens=int(cu_seqlens[-1]),
+            num_rows=len(seq_lens),
+            num_groups=1,
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """One call of the library, and everything that its structs point to."""
+
+    library: lib.Library
+    pool: lib.Pool
+    program: lib.Program
+    batch: _Batch
+    kept: Any
+
+    def __call__(self) -> None:
+        code = self.library.cl_run(self.pool.handle, self.program, self.batch.struct, 0)
+        if code != self.program.num_ops:
+            raise InvariantError(f"the native kernels refused a program of {self.program.num_ops} operations ({code})")

@@ -1,0 +1,198 @@
+"""``bench serve``: requests sent to a server at their times, whatever the server does.
+
+An open loop, as in real traffic: who comes next does not know how the server does. With a limit of concurrency, or a
+fixed number of users, it is a closed loop, and a slow server is asked less often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import functools
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+from chairlift.errors import ConfigError
+from chairlift.workbench.bench.serve_client import Server, clock, connect
+from chairlift.workbench.bench.serve_run import Dialect, Load, Outcome, Progress, ServeRun, Watch, fit, quiet_collector
+
+__all__ = ["Plan", "measure", "raise_file_limit", "run_load"]
+
+_MOST_ID: Final = 1 << 62
+_WARM_UP_TOKENS: Final = 16
+_FILES_BESIDES: Final = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Loads that are sent one after the other: to one server, or each to both of two that are compared."""
+
+    urls: Sequence[str]
+    loads: Sequence[Load]
+    api_key: str | None = None
+    model: str | None = None
+    """None: the first that each server lists."""
+    chat: bool = False
+    ignore_eos: bool = False
+    num_warmups: int = 0
+    timeout: float = 600.0
+    """Seconds that a request may take."""
+
+
+async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, ServeRun]]:
+    """Run a plan: index of the load, index of the server, and what became of it.
+
+    Two servers take turns (A B, B A, A B, ...), so that what else the machine does meets both alike. Their prompts have
+    the same lengths, shared beginnings included, and other tokens. Ends after a run
+    that was interrupted. Raises ConfigError when a server cannot be measured.
+    """
+    async with connect(plan.urls, plan.api_key, plan.timeout) as servers:
+        for server in servers:
+            await server.learn(plan.model, chat=plan.chat, ignore_eos=plan.ignore_eos)
+        common = functools.reduce(Dialect.common, [server.dialect for server in servers])
+        room = min([server.max_model_len for server in servers if server.max_model_len is not None], default=None)
+        loads = []
+        for load in plan.loads:
+            requests, shortened = fit(load.requests, room)
+            loads.append(dataclasses.replace(load, requests=requests, shortened=shortened))
+        for server in servers:
+            server.dialect = common
+            await _warm_up(server, loads[0], plan.num_warmups)
+        for index, load in enumerate(loads):
+            turn = list(enumerate(servers))
+            for place, server in reversed(turn) if index % 2 else turn:
+                # Two URLs may be one server: it must not know its prompts from the other half of the round.
+                fresh = dataclasses.replace(load, salt=load.salt ^ place << 59)
+                with watch(server.url, len(load.requests)) as progress:
+                    run = await run_load(server, fresh, progress)
+                yield index, place, run
+                if run.interrupted:
+                    return
+
+
+async def _warm_up(server: Server, load: Load, count: int) -> None:
+    """Answer the first ``count`` requests, cut short, all at once. Raises ConfigError when none is answered."""
+    chosen = [
+        dataclasses.replace(
+            each, arrival=0.0, output_tokens=min(each.output_tokens, _WARM_UP_TOKENS), session="", turn=0
+        )
+        for each in load.requests[:count]
+    ]
+    run = await run_load(server, dataclasses.replace(load, requests=chosen, salt=load.salt ^ 1 << 60))
+    if run.interrupted:
+        raise asyncio.CancelledError
+    failed = [each for each in run.outcomes if each.status == "failed"]
+    if failed and len(failed) == len(run.outcomes):
+        raise ConfigError(f"{server.url} answers none of the warm-up requests: {failed[0].kind}: {failed[0].message}")
+
+
+async def run_load(server: Server, load: Load, progress: Progress | None = None) -> ServeRun:
+    """Send the requests, each at its time, and wait for all answers.
+
+    When the task is cancelled (Ctrl-C) it stops, and returns what there is.
+    """
+    with quiet_collector():
+        return await _Sender(server, load, progress).run()
+
+
+class _Sender:
+    """One run under way."""
+
+    def __init__(self, server: Server, load: Load, progress: Progress | None) -> None:
+        self._server = server
+        self._load = load
+        self._progress = progress
+        self._outcomes: list[Outcome] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = None if load.max_concurrency is None else asyncio.Semaphore(load.max_concurrency)
+        self._turns: dict[str, asyncio.Event] = {}
+        """Of each session: that its last turn so far has ended."""
+        self._num_running = 0
+        self._begin = 0.0
+
+    async def run(self) -> ServeRun:
+        date, cpu, interrupted = datetime.datetime.now(), time.process_time(), False
+        self._begin = clock()
+        try:
+            await self._dispatch()
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+        except asyncio.CancelledError:
+            interrupted = True
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            for each in self._tasks:
+                each.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        seconds = max(clock() - self._begin, 1e-9)
+        return ServeRun(
+            server=self._server,
+            load=self._load,
+            outcomes=self._outcomes,
+            date=date,
+            begin=self._begin,
+            seconds=seconds,
+            cpu_share=(time.process_time() - cpu) / seconds,
+            interrupted=interrupted,
+        )
+
+    async def _dispatch(self) -> None:
+        """Start a task for each request when it is due. Its body is made before, so that this costs it no time."""
+        load = self._load
+        for index, request in enumerate(load.requests):
+            if request.prefix_ids:
+                fresh = tuple((each + load.salt) % _MOST_ID for each in request.prefix_ids)
+                request = dataclasses.replace(request, prefix_ids=fresh)
+            body = self._server.body(request, load.salt + index, load.temperature, load.promises)
+            due = self._begin + request.arrival
+            await asyncio.sleep(max(0.0, due - clock()))
+            while (early := due - clock()) > 0:  # timers of event loops may be a millisecond early
+                await asyncio.sleep(early)
+            outcome = Outcome(
+                index=index, scheduled=due, wanted_tokens=request.output_tokens, prompt_tokens=request.prompt_tokens
+            )
+            self._outcomes.append(outcome)
+            before, ended = self._turns.get(request.session), asyncio.Event()
+            if request.session:
+                self._turns[request.session] = ended
+            task = asyncio.create_task(self._one(outcome, body, request.cancel_ms, before, ended))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _one(
+        self, outcome: Outcome, body: bytes, cancel_ms: float | None, before: asyncio.Event | None, ended: asyncio.Event
+    ) -> None:
+        try:
+            if before is not None and not before.is_set():
+                outcome.held = True
+                await before.wait()
+                outcome.scheduled = clock()
+            if self._slots is not None and self._slots.locked():
+                outcome.held = True
+            async with self._slots or contextlib.nullcontext():
+                if outcome.held:
+                    outcome.scheduled = clock()
+                self._num_running += 1
+                try:
+                    await self._server.send(body, outcome, cancel_ms)
+                finally:
+                    self._num_running -= 1
+        finally:
+            ended.set()
+        if self._progress is not None:
+            self._progress(self._num_running, outcome)
+
+
+def raise_file_limit(connections: int) -> None:
+    """Let this process open that many connections, as far as the system allows."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = connections + _FILES_BESIDES
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

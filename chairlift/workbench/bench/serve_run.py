@@ -1,0 +1,237 @@
+"""What is sent in ``bench serve`` and ``bench offline``, to whom, and what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import gc
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from chairlift.errors import ConfigError
+from chairlift.replay.traced_request import TracedRequest, prompt_token_ids
+
+__all__ = ["Dialect", "Load", "Outcome", "Progress", "ServeRun", "Status", "Target", "Watch", "fit", "quiet_collector"]
+
+Status = str
+"""``completed``, ``failed``, ``cancelled`` (the client left, as the trace says) or ``unfinished`` (Ctrl-C)."""
+
+_MOST_MESSAGE: Final = 300
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e]+")
+_SYLLABLES: Final = [a + b + c for c in ("", "n", "r", "s", "l") for b in "aeiou" for a in "bcdfghjklmnprstvwz"]
+"""Words of prompts that are sent as text: short ones, which tokenizers know or cut alike."""
+_PERIOD: Final = 8
+"""Words after which a block of a prompt repeats: with so many words in the language, a number has so many digits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Which of the fields that help measuring a server takes."""
+
+    chat: bool
+    vocab_size: int = 0
+    """Prompts are token ids below this; with 0 they are text."""
+    words: tuple[float, float] = (0.0, 1.0)
+    """Of text: tokens that every prompt has besides its words, and tokens per word."""
+    ignore_eos: bool = False
+    usage: bool = True
+    continuous_usage: bool = True
+    timing: bool = False
+
+    def common(self, other: Dialect) -> Dialect:
+        """What both servers take, so that both are asked the same."""
+        return Dialect(
+            chat=self.chat,
+            vocab_size=min(self.vocab_size, other.vocab_size),
+            words=self.words if not self.vocab_size or other.vocab_size else other.words,
+            ignore_eos=self.ignore_eos and other.ignore_eos,
+            usage=self.usage and other.usage,
+            continuous_usage=self.continuous_usage and other.continuous_usage,
+            timing=self.timing and other.timing,
+        )
+
+    def prompt(self, request: TracedRequest, index: int) -> list[int] | str:
+        """A prompt of the request's length. Those whose prefix ids begin alike begin alike."""
+        ids = prompt_token_ids(request, index, self.vocab_size or len(_SYLLABLES))
+        if self.vocab_size:
+            return ids
+        fixed, per_word = self.words
+        size, last = request.prefix_block, len(ids) - 1
+        words: list[str] = []
+        block, first = 0, 0
+        for number in range(max(1, round((request.prompt_tokens - fixed) / per_word))):
+            # A block repeats a few ids, and a word stands for several tokens: the block's words take its ids in turn.
+            at = min(int(number * per_word) // size, len(request.prefix_ids)) * size
+            if at != block:
+                block, first = at, number
+            words.append(_SYLLABLES[ids[min(block + (number - first) % _PERIOD, last)] % len(_SYLLABLES)])
+        return " ".join(words)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Target:
+    """Who answers: a server, or an engine in this process."""
+
+    url: str = "in process"
+    model: str = ""
+    owner: str = ""
+    """As it says itself."""
+    max_model_len: int | None = None
+    backend: str = "chairlift"
+    """As vLLM's records name the way it is spoken to."""
+    dialect: Dialect = Dialect(chat=False)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What it does not take, in words."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is sent, and how."""
+
+    requests: Sequence[TracedRequest]
+    max_concurrency: int | None = None
+    """Most requests under way; the others wait for their turn."""
+    temperature: float = 0.0
+    promises: bool = False
+    """Whether class, tenant and limits of the requests are sent."""
+    salt: int = 0
+    """Changes what the prompts say: the same requests with another salt meet no cache that knows them. Below 2**60."""
+    shortened: int = 0
+    """Requests that were cut to what the server has room for."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What became of one request. Times are seconds of the client's monotonic clock; 0: it did not come to that."""
+
+    index: int
+    """Place in the workload."""
+    scheduled: float
+    """When it was due; for one that had to wait for a free place or for the turn before it, the end of that wait."""
+    wanted_tokens: int
+    """Output tokens that were asked for."""
+    prompt_tokens: int
+    """As the server counts them, or as many as were asked for where it does not say."""
+    held: bool = False
+    """Whether it was held back, by the limit of concurrency or by an earlier turn."""
+    start: float = 0.0
+    headers: float = 0.0
+    end: float = 0.0
+    """Of the last chunk with a choice in it."""
+    times: list[float] = dataclasses.field(default_factory=list)
+    """When chunks with new tokens came."""
+    counts: list[int] = dataclasses.field(default_factory=list)
+    """New tokens of each."""
+    completion_tokens: int | None = None
+    """As the server counts them."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the server did not have to compute, where it says so."""
+    server_queue_ms: float | None = None
+    """Milliseconds in the server before it began with the prompt, where it says so."""
+    preempted: bool | None = None
+    """Whether it had to give way to others for a time, where that is said."""
+    finish_reason: str | None = None
+    status: Status = "unfinished"
+    kind: str = ""
+    """Of error; empty unless it failed. The same for the next."""
+    message: str = ""
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.counts) if self.completion_tokens is None else self.completion_tokens
+
+    @property
+    def counted(self) -> bool:
+        """Whether it is known which chunk had how many tokens. An end-of-sequence token has no chunk of its own."""
+        return self.completion_tokens is not None and 0 <= self.completion_tokens - sum(self.counts) <= 1
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from sending to the first token."""
+        return self.times[0] - self.start
+
+    @property
+    def e2el(self) -> float:
+        """Seconds from sending to the end of the answer."""
+        return self.end - self.start
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None for an answer of one token."""
+        return (self.end - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+    @property
+    def itls(self) -> list[float]:
+        """Seconds between tokens: of n that came in one chunk, n - 1 came 0 s after the one before.
+
+        Between chunks, where it is not known how many tokens they had (``counted``).
+        """
+        gaps: list[float] = [0.0] * (self.counts[0] - 1) if self.counts and self.counted else []
+        for before, now, count in zip(self.times, self.times[1:], self.counts[1:], strict=False):
+            gaps.append(now - before)
+            gaps += [0.0] * (count - 1 if self.counted else 0)
+        return gaps
+
+    def fail(self, kind: str, message: str) -> None:
+        """It is not answered."""
+        self.status, self.kind, self.message = "failed", kind, _CONTROL.sub(" ", message)[:_MOST_MESSAGE].strip()
+
+
+Progress = Callable[[int, Outcome], None]
+"""Told of each request that has ended, and how many are under way."""
+
+Watch = Callable[[str, int], contextlib.AbstractContextManager[Progress]]
+"""Called with a name and the number of requests at the beginning of each run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServeRun:
+    """What was made of a :class:`Load`."""
+
+    server: Target
+    load: Load
+    outcomes: Sequence[Outcome]
+    """In the order of the requests; with an interruption, those that had been due by then."""
+    date: datetime.datetime
+    begin: float
+    """On the clock of the outcomes."""
+    seconds: float
+    """Until the last request ended."""
+    cpu_share: float | None
+    """Of one processor, that the client took; None where it is no process of its own."""
+    interrupted: bool
+
+
+def fit(requests: Sequence[TracedRequest], most_tokens: int | None) -> tuple[list[TracedRequest], int]:
+    """Requests shortened to ``most_tokens``, prompt and answer together, and how many of them were.
+
+    An answer gets at most half of the room, and a prompt what is left beside its answer. Raises ConfigError when there
+    is no room for two tokens.
+    """
+    if most_tokens is not None and most_tokens < 2:
+        raise ConfigError(
+            f"requests need room for 2 tokens, and there is room for {most_tokens}; raise kv_cache_memory_bytes"
+        )
+    fitting = []
+    for request in requests:
+        if most_tokens is not None and request.prompt_tokens + request.output_tokens > most_tokens:
+            output = min(request.output_tokens, most_tokens // 2)
+            prompt = min(request.prompt_tokens, most_tokens - output)
+            blocks = -(-prompt // request.prefix_block)
+            request = dataclasses.replace(
+                request, prompt_tokens=prompt, output_tokens=output, prefix_ids=request.prefix_ids[:blocks]
+            )
+        fitting.append(request)
+    return fitting, sum(one is not other for one, other in zip(requests, fitting, strict=True))
+
+
+@contextlib.contextmanager
+def quiet_collector() -> Iterator[None]:
+    """What is there already is not looked through again and again while times are taken."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,191 @@
+"""Where settings are tried on some traffic: in the simulator and on the real engine, by the same loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from chairlift.config import EngineConfig
+from chairlift.engine.core import EngineCore
+from chairlift.engine.input_processor import ModelLimits
+from chairlift.errors import InvariantError
+from chairlift.replay.calibrate import describe_fit, fit_core, fit_steps
+from chairlift.replay.machines import ModelShape
+from chairlift.replay.replay import RequestTiming, serve_trace, simulated_core
+from chairlift.scheduler.cost_model import StepFeatures
+from chairlift.workbench.bench.offline import WARM_UP
+from chairlift.workbench.bench.tune_state import Figures, Setting, State, Trial, kept_latencies
+from chairlift.workbench.workload.trace import TracedRequest
+
+__all__ = ["Lab", "MakeCore", "Traffic"]
+
+MakeCore = Callable[[Mapping[str, Any]], tuple[EngineCore, ModelLimits]]
+"""An idle engine with these settings, and what its model allows."""
+
+_SEED: Final = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is to be served. ``slo`` holds promises in ms, by the names of TracedRequest's fields."""
+
+    requests: Sequence[TracedRequest] = dataclasses.field(repr=False)
+    users: int | None = None
+    """Who send them in a closed loop; None: they come when they come."""
+    slo: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        promised = []
+        for request in self.requests:
+            missing: dict[str, Any] = {name: ms for name, ms in self.slo.items() if getattr(request, name) is None}
+            promised.append(dataclasses.replace(request, **missing) if missing else request)
+        object.__setattr__(self, "requests", promised)
+
+    @property
+    def rate(self) -> float | None:
+        """Requests per second, as they came; None where the traffic does not say when."""
+        span = self.requests[-1].arrival - self.requests[0].arrival
+        return (len(self.requests) - 1) / span if span > 0 and self.users is None else None
+
+    @property
+    def crowd(self) -> str:
+        """Who is there in the runs that have no rate, in words."""
+        return "all at once" if self.users is None else f"{self.users} user{'s' * (self.users > 1)}"
+
+    @property
+    def has_promises(self) -> bool:
+        """Whether anything was promised to anybody."""
+        names = ("ttft_ms", "tpot_ms", "deadline_ms")
+        return any(getattr(request, name) is not None for request in self.requests for name in names)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and the longest answer together: what a static batch must have room for."""
+        return max(each.prompt_tokens for each in self.requests) + max(each.output_tokens for each in self.requests)
+
+    def at(self, rate: float | None, count: int) -> list[TracedRequest]:
+        """The first ``count`` requests at a rate in requests per second: the gaps between them are all stretched alike,
+        so that these come at that rate. None: all at once. Those without times of their own get those of a Poisson
+        process.
+        """
+        requests = self.requests[:count]
+        times = [0.0] * len(requests)
+        if rate is not None and len(requests) > 1:
+            own = np.array([request.arrival for request in requests])
+            if own[-1] == own[0]:
+                own = np.cumsum(np.random.default_rng(_SEED).exponential(1.0, len(requests)))
+            times = ((own - own[0]) * ((len(requests) - 1) / (own[-1] - own[0]) / rate)).tolist()
+        return [dataclasses.replace(request, arrival=time) for request, time in zip(requests, times, strict=False)]
+
+
+class Lab:
+    """Tries settings. Whatever has been tried before, also by an earlier command, is looked up."""
+
+    def __init__(
+        self,
+        state: State,
+        make_core: MakeCore,
+        fixed: Mapping[str, Any],
+        *,
+        most_rows: int,
+        on_trial: Callable[[], None],
+    ) -> None:
+        """``fixed`` are settings that all trials have; ``most_rows`` is the largest max_num_seqs that will be tried.
+        ``on_trial`` is called after each trial that was not looked up.
+        """
+        self.state, self.deployment = state, state.deployment
+        self._make_core, self._fixed, self._most_rows, self._on_trial = make_core, dict(fixed), most_rows, on_trial
+        self.traffic = Traffic([])
+        self.simulations = self.runs = 0
+        self._config = EngineConfig.from_flat(fixed)
+        self._steps: list[tuple[StepFeatures, float]] = []
+        self._shape: ModelShape | None = None
+
+    def fit(self, machine: str, shape: ModelShape) -> None:
+        """Time steps of the real engine, of many sizes, for a first idea of what steps cost."""
+        core, limits = self._make_core({**self._fixed, "max_num_seqs": self._most_rows})
+        self.deployment, times = fit_core(core, limits, machine, shape)
+        self._steps, self._shape = times.steps, shape
+        core.shutdown()
+
+    def learn(self, settings: Sequence[Setting], count: int) -> None:
+        """Serve this very traffic with some settings, all requests at once, and learn from those steps too."""
+        if self.deployment is None:
+            raise InvariantError("nothing was fitted before")
+        for setting in settings:
+            core, limits = self._make_core({**self._fixed, **setting.flat()})
+            serve_trace(core, self.traffic.at(None, count), limits, max_concurrency=self.traffic.users)
+            records = list(core.step_log)
+            # From end to end, since work is always there: what the loop does between two steps takes time as well.
+            self._steps += [(each.features, each.end - last.end) for last, each in itertools.pairwise(records)]
+            core.shutdown()
+        cost = fit_steps(self._steps, self._shape)
+        validity = describe_fit(cost, self._steps)
+        self.deployment = self.state.deployment = dataclasses.replace(self.deployment, cost=cost, validity=validity)
+        self.state.save()
+
+    def room(self) -> tuple[int, int, int]:
+        """Of the engine: the most tokens of one request, tokens in all of the KV cache, and tokens per block."""
+        core, limits = self._simulated(max_num_seqs=self._most_rows)
+        capacity = core.kv.capacity_tokens
+        return min(limits.max_model_len, capacity + 1), capacity, core.executor.block_size
+
+    def _simulated(self, **settings: Any) -> tuple[EngineCore, ModelLimits]:
+        if self.deployment is None:
+            raise InvariantError("a simulation was to run before anything was fitted")
+        scheduler = dataclasses.replace(self._config.scheduler, **settings)
+        return simulated_core(self.deployment, dataclasses.replace(self._config, scheduler=scheduler))
+
+    def simulate(self, setting: Setting, rate: float | None, count: int) -> Figures:
+        """What the simulator says of a setting under the first ``count`` requests at a rate (None: all at once)."""
+        known = self.state.find(setting, rate, count, None)
+        if known is not None:
+            return known.figures
+        core, limits = self._simulated(**setting.flat())
+        trial = self._serve(core, limits, setting, rate, count, None)
+        self.simulations += 1
+        self._on_trial()
+        return trial.figures
+
+    def measure(self, setting: Setting, rate: float | None, count: int, round_: int = 0) -> Figures:
+        """What the real engine makes of it, warmed up."""
+        known = self.state.find(setting, rate, count, round_)
+        if known is not None:
+            return known.figures
+        core, limits = self._make_core({**self._fixed, **setting.flat()})
+        try:
+            serve_trace(core, WARM_UP, limits)
+            trial = self._serve(core, limits, setting, rate, count, round_)
+        finally:
+            core.shutdown()
+        self.runs += 1
+        self._on_trial()
+        return trial.figures
+
+    def _serve(
+        self,
+        core: EngineCore,
+        limits: ModelLimits,
+        setting: Setting,
+        rate: float | None,
+        count: int,
+        round_: int | None,
+    ) -> Trial:
+        timings: list[RequestTiming] = []
+        requests = self.traffic.at(rate, count)
+        served = serve_trace(core, requests, limits, timings, max_concurrency=self.traffic.users)
+        trial = Trial(
+            setting=setting,
+            rate=rate,
+            count=count,
+            round=round_,
+            figures=Figures.of(served),
+            latencies=[] if round_ is None else kept_latencies(timings),
+        )
+        if self.state.deployment is not None:  # what a first idea says is soon out of date
+            self.state.add(trial)
+        return trial

@@ -1,0 +1,199 @@
+"""What a tuning has found out so far, on file after every run: who stops it, or is stopped, goes on from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.errors import ConfigError
+from chairlift.replay.machines import Deployment
+from chairlift.replay.replay import RequestTiming, ServedTrace
+from chairlift.writing import replacing
+
+__all__ = ["Figures", "Setting", "State", "Trial"]
+
+_FORMAT: Final = 2
+_SAMPLES: Final = 400
+"""Latencies of a run that are kept, evenly over its requests by rank."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The settings that are searched; names and meanings are those of EngineConfig."""
+
+    batching: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    admission_watermark: float
+    prefill_mode: str
+    preemption_mode: str
+
+    def flat(self) -> dict[str, Any]:
+        """As keywords for EngineConfig."""
+        fields = dataclasses.asdict(self)
+        if self.batching != "continuous":  # what a batch that ends as one has no use for
+            del fields["prefill_mode"], fields["preemption_mode"]
+        return fields
+
+    def describe(self) -> str:
+        """In a few words."""
+        if self.batching != "continuous":
+            return f"{self.batching}, {self.max_num_seqs} slots"
+        words = f"{self.max_num_seqs} slots, {self.max_num_batched_tokens:,} tokens"
+        words += "" if self.prefill_mode == "mixed" else f", {self.prefill_mode}"
+        words += "" if self.preemption_mode == "auto" else f", preemption {self.preemption_mode}"
+        return words + ("" if self.admission_watermark == 0.01 else f", {self.admission_watermark:.0%} kept free")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """What became of some traffic. Times in seconds."""
+
+    requests: int
+    seconds: float
+    requests_per_second: float
+    output_tokens_per_second: float
+    ttft_p50: float
+    ttft_p99: float
+    tpot_p50: float
+    tpot_p99: float
+    e2el_p50: float
+    e2el_p99: float
+    preemption_rate: float
+    goodput: float | None
+    """Share of the requests whose promises were kept; None without promises."""
+    mean_rows: float
+
+    @classmethod
+    def of(cls, served: ServedTrace) -> Figures:
+        """Of a replay, or of a real run."""
+        return cls(
+            requests=served.requests,
+            seconds=served.seconds,
+            requests_per_second=served.requests_per_second,
+            output_tokens_per_second=served.output_tokens_per_second,
+            ttft_p50=served.ttft.p50,
+            ttft_p99=served.ttft.p99,
+            tpot_p50=served.tpot.p50,
+            tpot_p99=served.tpot.p99,
+            e2el_p50=served.e2e.p50,
+            e2el_p99=served.e2e.p99,
+            preemption_rate=served.preemption_rate,
+            goodput=served.goodput,
+            mean_rows=served.mean_rows,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of one setting."""
+
+    setting: Setting
+    rate: float | None
+    """Requests per second. None: all at once, or as fast as the users of a closed loop send them."""
+    count: int
+    """Requests, from the beginning of the traffic."""
+    round: int | None
+    """None: simulated. Real runs of one round stand side by side; those that were done once are of round 0."""
+    figures: Figures
+    latencies: list[float] = dataclasses.field(default_factory=list)
+    """Of a real run: whole requests, ascending, in seconds; some of them if there are many."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.setting, self.rate, self.count, self.round)
+
+
+def kept_latencies(timings: Iterable[RequestTiming]) -> list[float]:
+    """Seconds from arrival to the last token, ascending, at most 400 of them."""
+    values = sorted(timing.last - timing.request.arrival for timing in timings if timing.ended)
+    if len(values) <= _SAMPLES:
+        return values
+    return [values[round(place * (len(values) - 1) / (_SAMPLES - 1))] for place in range(_SAMPLES)]
+
+
+class State:
+    """Trials by what was run, in one file. ``inputs`` say what question they answer."""
+
+    def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
+        """Go on with the file if there is one.
+
+        Raises ConfigError when it answers another question, or is no such file.
+        """
+        self.path, self.inputs = path, dict(inputs)
+        self.deployment: Deployment | None = None
+        self.report: dict[str, Any] = {}
+        """What was concluded; for readers of the file."""
+        self.trials: dict[tuple[Any, ...], Trial] = {}
+        self.resumed = path.exists()
+        if self.resumed:
+            self._read()
+
+    def __iter__(self) -> Iterator[Trial]:
+        return iter(self.trials.values())
+
+    def find(self, setting: Setting, rate: float | None, count: int, round_: int | None) -> Trial | None:
+        """The trial, if it has been done."""
+        return self.trials.get((setting, rate, count, round_))
+
+    def add(self, trial: Trial) -> None:
+        """Keep a trial; a real run is on file when this returns."""
+        self.trials[trial.key] = trial
+        if trial.round is not None:
+            self.save()
+
+    def drop_round(self, count: int, round_: int) -> None:
+        """Forget the real runs of a round that was cut short: what stands side by side must have run side by side."""
+        for key in [key for key in self.trials if key[1:] == (None, count, round_)]:
+            del self.trials[key]
+
+    def save(self) -> None:
+        """Write the file, whole or not at all. Raises ConfigError when that fails."""
+        record = {
+            "format": _FORMAT,
+            "inputs": self.inputs,
+            "report": self.report,
+            "deployment": None if self.deployment is None else self.deployment.to_dict(),
+            "trials": [dataclasses.asdict(trial) for trial in self],
+        }
+        try:
+            with replacing(self.path) as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path}: {error.strerror}; give another --output") from None
+
+    def _read(self) -> None:
+        way_out = f"give another --output, or remove {self.path}"
+        try:
+            record = json.loads(self.path.read_text(encoding="utf-8"))
+            inputs, trials, deployment = dict(record["inputs"]), record["trials"], record["deployment"]
+            known = record["format"] == _FORMAT
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror}; {way_out}") from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ConfigError(f"{self.path} is not what chairlift tune wrote; {way_out}") from None
+        if not known:
+            raise ConfigError(f"{self.path} was written by another version of chairlift; {way_out}")
+        mine = json.loads(json.dumps(self.inputs))
+        for name in [*mine, *inputs]:
+            if inputs.get(name) != mine.get(name):
+                was, now = (_shown(each.get(name)) for each in (inputs, mine))
+                raise ConfigError(
+                    f"{self.path} holds results for another question: {name} was {was} and is {now} now; {way_out}"
+                )
+        try:
+            for fields in trials:
+                parts = {"setting": Setting(**fields["setting"]), "figures": Figures(**fields["figures"])}
+                trial = Trial(**(fields | parts))
+                self.trials[trial.key] = trial
+            self.deployment = None if deployment is None else Deployment.from_dict(deployment)
+        except (KeyError, TypeError, AttributeError, ConfigError):
+            raise ConfigError(f"{self.path} is damaged; {way_out}") from None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

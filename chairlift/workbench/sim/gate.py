@@ -1,0 +1,134 @@
+"""The gate for policies: random worlds, run with the policy in place of their own, and everything checked.
+
+A policy that passes has kept what :class:`~chairlift.scheduler.policy.Policy` asks of it, and the engine its own
+promises, in every one of them: ``chairlift sim gate module:Class``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from chairlift.scheduler.policies import load_policy
+from chairlift.scheduler.policy import Policy
+from chairlift.workbench.sim.minimise import minimise
+from chairlift.workbench.sim.policy_watch import PROMISES, Violation
+from chairlift.workbench.sim.simulator import Simulation
+from chairlift.workbench.sim.world import Event, World, make_world
+
+__all__ = ["Broken", "GateReport", "check_policy", "run_gate"]
+
+MakePolicy = Callable[[], Policy]
+"""A fresh policy, as at the start of an engine."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Broken:
+    """The first promise that was not kept."""
+
+    promise: str
+    """One of :data:`~chairlift.workbench.sim.policy_watch.PROMISES`."""
+    seed: int
+    message: str
+    events: tuple[Event, ...]
+    """What must happen for it; no fewer will do."""
+    replay: str
+    """The command that shows it again."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GateReport:
+    """What came of it. ``str()`` is for people."""
+
+    policy: str
+    num_seeds: int
+    """Worlds run, the one that failed included; each is run twice."""
+    num_steps: int
+    checked: dict[str, int]
+    """Per promise, how often it was looked at."""
+    broken: Broken | None
+
+    @property
+    def passed(self) -> bool:
+        return self.broken is None
+
+    def __str__(self) -> str:
+        broken = self.broken
+        verdict = "passes" if broken is None else f"breaks a promise in seed {broken.seed}"
+        lines = [f"{self.policy} {verdict} ({self.num_seeds} worlds, {self.num_steps} steps)"]
+        for promise, meaning in PROMISES.items():
+            mark = "BROKEN" if broken is not None and broken.promise == promise else f"{self.checked[promise]:,}"
+            lines.append(f"{mark:>12}  {promise}: {meaning}")
+        if broken is not None:
+            lines += [broken.message, *(f"  {event}" for event in broken.events), f"replay: {broken.replay}"]
+        return "\n".join(lines)
+
+
+def check_policy(make_policy: MakePolicy, seeds: Sequence[int], *, path: str = "") -> GateReport:
+    """Run the worlds of ``seeds`` twice each, up to the first that does not hold.
+
+    ``make_policy`` is called for every run; ``path`` is its ``module:Class``, for the replay command.
+    """
+    name = path or f"{make_policy.__module__}:{make_policy.__qualname__}"
+    checked: Counter[str] = Counter(dict.fromkeys(PROMISES, 0))
+    num_seeds = num_steps = 0
+    broken = None
+    for seed in seeds:
+        world = make_world(seed)
+        num_seeds += 1
+        violation, steps = _run(make_policy, world, checked)
+        num_steps += steps
+        if violation is not None:
+            broken = _reduced(make_policy, world, violation, name)
+            break
+    return GateReport(name, num_seeds, num_steps, dict(checked), broken)
+
+
+def _run(make_policy: MakePolicy, world: World, checked: Counter[str]) -> tuple[Violation | None, int]:
+    """What is wrong in this world, if anything, and how many steps it took."""
+    traces, steps = [], 0
+    for _ in range(2):
+        try:
+            simulation = Simulation(world, make_policy())
+        except Exception as error:
+            return Violation(f"it cannot be made: {type(error).__name__}: {error}", "exceptions"), steps
+        violation: Violation | None = None
+        try:
+            simulation.run()
+        except Violation as found:
+            violation = found
+        steps += simulation.num_steps
+        checked.update(simulation.policy.checked)
+        checked["engine"] += simulation.num_steps
+        traces.append((simulation.trace, str(violation)))
+        if violation is not None and violation.promise != "engine":
+            return violation, steps
+    checked["determinism"] += 1
+    if traces[0] != traces[1]:
+        return Violation("two runs of one world differ", "determinism"), steps
+    return violation, steps
+
+
+def _reduced(make_policy: MakePolicy, world: World, violation: Violation, path: str) -> Broken:
+    """The violation with the events it needs. A policy that is not deterministic may need them all."""
+
+    def fails(fewer: World) -> Violation | None:
+        found, _ = _run(make_policy, fewer, Counter())
+        return found if found is not None and found.promise == violation.promise else None
+
+    small = world if violation.promise == "determinism" else minimise(world, fails)
+    found = fails(small) or violation
+    replay = f"chairlift sim gate {path} --seed {world.seed}"
+    return Broken(violation.promise, world.seed, str(found), small.events, replay)
+
+
+def run_gate(path: str, seeds: Sequence[int]) -> int:
+    """Check ``module:Class``, made without arguments, and print the report; 0 when it passes, 1 when not.
+
+    Raises ConfigError for a policy that cannot be made.
+    """
+    load_policy(path)
+    report = check_policy(lambda: load_policy(path), seeds, path=path)
+    print(report)
+    return 0 if report.passed else 1

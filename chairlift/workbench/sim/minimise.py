@@ -1,0 +1,41 @@
+"""Cut a failing world down to the events it needs (delta debugging; Zeller and Hildebrandt, 2002)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from chairlift.workbench.sim.simulator import Violation, run_world
+from chairlift.workbench.sim.world import Event, World
+
+__all__ = ["failure_of", "minimise"]
+
+
+def failure_of(world: World) -> str | None:
+    """What is wrong in this world; None when nothing is."""
+    try:
+        run_world(world)
+    except Violation as violation:
+        return str(violation)
+    return None
+
+
+def minimise(world: World, fails: Callable[[World], object | None] = failure_of) -> World:
+    """A world with a minimal list of events that still fails: leaving any one out would make it pass."""
+    events, parts = list(world.events), 2
+    while len(events) >= 2:
+        size = max(1, len(events) // parts)
+        for start in range(0, len(events), size):
+            fewer = events[:start] + events[start + size :]
+            if fewer and fails(_with(world, fewer)):
+                events, parts = fewer, max(parts - 1, 2)
+                break
+        else:
+            if size == 1:
+                break
+            parts = min(len(events), parts * 2)
+    return _with(world, events)
+
+
+def _with(world: World, events: list[Event]) -> World:
+    return dataclasses.replace(world, events=tuple(events))

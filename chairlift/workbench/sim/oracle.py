@@ -1,0 +1,102 @@
+"""What every answer must be: HashLM served alone, with stopping rules written the plain way."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from chairlift.models.hashlm import reference_tokens
+from chairlift.outputs import FinishReason
+from chairlift.sampling.row import SamplingRow
+from chairlift.sampling.seeds import sample_seed
+from chairlift.sampling_params import SamplingParams
+from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.workbench.sim.world import EOS, LETTERS, VOCAB_SIZE
+
+__all__ = ["Expected", "byte_tokenizer", "expected_answer"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expected:
+    """One answer, had its request been alone."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+@cache
+def byte_tokenizer() -> Tokenizer:
+    """Letters, and the bytes of a two-byte and of a four-byte character, one token each."""
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(_vocabulary(), []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return Tokenizer(backend, {"eos_token": "<eos>"})
+
+
+def _vocabulary() -> dict[str, int]:
+    letters = [chr(97 + i) for i in range(LETTERS)]
+    # The byte-level alphabet's names of C3 A9 (é) and F0 9F 98 80 (a face), and of a space.
+    names = [*letters, "Ã", "©", "ð", "Ł", "ĺ", "Ģ", "Ġ"]
+    return {name: index for index, name in enumerate(names)}
+
+
+def expected_answer(
+    args: dict[str, Any], params: SamplingParams, index: int, windows: Sequence[int | None], with_text: bool
+) -> Expected:
+    """The answer ``index`` of a request described by an arrival's ``args``."""
+    row = SamplingRow(
+        params=params,
+        seed=sample_seed(args["seed"], index),
+        num_prompt_tokens=len(args["prompt"]),
+        tag=int.from_bytes(args["salt"].encode()[:8], "little"),
+    )
+    tokens = reference_tokens(args["prompt"], row, windows, VOCAB_SIZE, args["max_tokens"])
+    stops = set(args["stop_token_ids"]) | (set() if args["ignore_eos"] else {EOS})
+    strings = args.get("stop", []) if with_text else []
+    include = bool(args.get("include_stop_str_in_output"))
+    for count in range(1, len(tokens) + 1):
+        given = tokens[:count]
+        if given[-1] in stops:
+            text = _text(args["prompt"], given if include else given[:-1], with_text)
+            cut, stop = _cut(text, strings, include)
+            if stop is not None:
+                return Expected(given, cut, FinishReason.STOP, stop)
+            unnamed = given[-1] == EOS and not args["ignore_eos"]
+            return Expected(given, text, FinishReason.STOP, None if unnamed else given[-1])
+        cut, stop = _cut(_text(args["prompt"], given, with_text, final=False), strings, include)
+        if stop is not None:
+            return Expected(given, cut, FinishReason.STOP, stop)
+    text, stop = _cut(_text(args["prompt"], tokens, with_text), strings, include)  # its last bytes may complete a stop
+    return Expected(tokens, text, FinishReason.LENGTH if stop is None else FinishReason.STOP, stop)
+
+
+def _text(prompt: list[int], tokens: list[int], with_text: bool, *, final: bool = True) -> str:
+    """The answer's text; a character that begins in the prompt and ends in the answer belongs to the answer."""
+    given = b"".join(map(_token_bytes, tokens))
+    if not with_text or not given:
+        return ""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(b"".join(map(_token_bytes, prompt)))
+    return decoder.decode(given, final=final)
+
+
+def _token_bytes(token: int) -> bytes:
+    letters = [bytes([97 + i]) for i in range(LETTERS)]
+    pieces = [*letters, b"\xc3", b"\xa9", b"\xf0", b"\x9f", b"\x98", b"\x80", b" "]
+    return pieces[token] if token < len(pieces) else b""
+
+
+def _cut(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
+    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, None
+    end, stop = min(found)
+    return text[: end if include else end - len(stop)], stop

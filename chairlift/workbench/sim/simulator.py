@@ -1,0 +1,487 @@
+"""Run one world through the real engine, and check everything after every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections import deque
+from typing import Any
+
+from chairlift.config import CacheGroup, SchedulerConfig
+from chairlift.engine.causes import CAUSES
+from chairlift.engine.clock import VirtualClock
+from chairlift.engine.engine import Engine
+from chairlift.engine.input_processor import ModelLimits
+from chairlift.errors import ChairliftError, InvariantError, PromptTooLongError, RequestError
+from chairlift.executor.input_batch import InputBatch
+from chairlift.executor.local import LocalExecutor
+from chairlift.kv_cache.manager import Admission, KVCacheManager, NewBlocks
+from chairlift.models.flat_batch import FlatBatch, SampledTokens
+from chairlift.models.hashlm import HashLM
+from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
+from chairlift.request import Request
+from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.output import NewRow, SchedulerOutput
+from chairlift.scheduler.policies import policy_from_config
+from chairlift.scheduler.policy import Policy
+from chairlift.scheduler.scheduler import Scheduler
+from chairlift.workbench.sim.oracle import Expected, byte_tokenizer, expected_answer
+from chairlift.workbench.sim.policy_watch import PolicyWatch, Violation
+from chairlift.workbench.sim.share_watch import ShareWatch
+from chairlift.workbench.sim.world import EOS, VOCAB_SIZE, Event, World
+
+__all__ = ["Simulation", "Violation", "run_world"]
+
+_STEP_SECONDS = 0.01
+
+
+class _Faults:
+    """What is broken in the current step."""
+
+    def __init__(self) -> None:
+        self.active: dict[str, int] = {}
+
+    def on(self, kind: str) -> bool:
+        return kind in self.active
+
+
+class _FaultyCache(KVCacheManager):
+    """A KV manager that sometimes says no."""
+
+    faults: _Faults
+    refused: set[str]
+    """Requests that did not get a block since the last step."""
+
+    def admit(self, request: Request, *args: Any, **kwargs: Any) -> Admission | None:
+        admission = None if self.faults.on("refuse_admission") else super().admit(request, *args, **kwargs)
+        if admission is None:
+            self.refused.add(request.request_id)
+        return admission
+
+    def extend(self, request: Request, num_tokens: int, in_flight: int) -> list[NewBlocks] | None:
+        grown = None if self.faults.on("refuse_growth") else super().extend(request, num_tokens, in_flight)
+        if grown is None:
+            self.refused.add(request.request_id)
+        return grown
+
+
+class _FaultyModel(HashLM):
+    """HashLM that sometimes fails: a whole step, or one row."""
+
+    faults: _Faults
+
+    def forward(self, batch: FlatBatch) -> list[int]:
+        if self.faults.on("raise"):
+            raise RuntimeError("injected: the forward pass failed")
+        return super().forward(batch)
+
+    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
+        tokens = super().sample(hidden, batch, masks)
+        if self.faults.on("nan") and tokens.token_ids:
+            row = self.faults.active["nan"] % len(tokens.token_ids)
+            tokens.token_ids[row] = -1
+            tokens.errors[row] = "injected: the logits are not finite"
+        return tokens
+
+
+class _FaultyRows(InputBatch):
+    """Rows that sometimes fail before they are up to date, halfway there, or when the step is laid out."""
+
+    faults: _Faults
+
+    def take(self, out: SchedulerOutput) -> None:
+        self._fail_at(1)
+        super().take(out)
+
+    def _join(self, row: NewRow) -> None:
+        super()._join(row)
+        self._fail_at(2)
+
+    def _flatten(self, out: SchedulerOutput) -> FlatBatch:
+        self._fail_at(3)
+        return super()._flatten(out)
+
+    def _fail_at(self, place: int) -> None:
+        if self.faults.active.get("raise", 0) % 4 == place:
+            raise MemoryError("injected: the step failed")
+
+
+class _WatchedExecutor(LocalExecutor):
+    """Knows which blocks the steps in flight read and write."""
+
+    def __init__(self, runner: _FaultyModel, *, num_slots: int, max_model_len: int, block_size: int) -> None:
+        super().__init__(runner, num_slots=num_slots, max_model_len=max_model_len, block_size=block_size)
+        self._input = _FaultyRows(num_slots, max_model_len, block_size, len(runner.cache_groups))
+        self._input.faults = runner.faults
+        self.in_flight: deque[list[set[int]]] = deque()
+        self.num_copies = 0
+
+    def execute(self, out: SchedulerOutput) -> Any:
+        self.num_copies += len(out.copies)
+        self.in_flight.append([set() for _ in self.cache_groups])
+        hidden, batch = super().execute(out)
+        self.in_flight[-1] = [self._blocks(batch, group) for group in range(len(self.cache_groups))]
+        return hidden, batch
+
+    def _blocks(self, batch: FlatBatch, group: int) -> set[int]:
+        used = set()
+        window = self.cache_groups[group].window
+        for row, end in enumerate(batch.seq_lens.tolist()):
+            begin = end - int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
+            low = 0 if window is None else max(0, begin - window + 1)
+            used |= set(batch.block_tables[group][row, low // self.block_size : -(-end // self.block_size)].tolist())
+        return used
+
+
+@dataclasses.dataclass(slots=True)
+class _Submitted:
+    """A request the simulator waits for."""
+
+    args: dict[str, Any]
+    expected: list[Expected]
+    seen: list[int]
+    """Tokens reported so far, per answer."""
+
+
+class Simulation:
+    """One execution, with ``policy`` in place of the world's own. ``trace`` digests every step, so that two runs can
+    be compared."""
+
+    def __init__(self, world: World, policy: Policy | None = None) -> None:
+        self.world = world
+        self.clock = VirtualClock()
+        self.faults = _Faults()
+        groups = [CacheGroup(world.num_blocks, window, world.num_host_blocks) for window in world.windows]
+        config = SchedulerConfig(**world.scheduler)
+        self.policy = PolicyWatch(policy or policy_from_config(config))
+        self.model = _FaultyModel(groups, world.block_size, VOCAB_SIZE, world.max_model_len)
+        self.model.faults = self.faults
+        kv = _FaultyCache(
+            groups,
+            world.block_size,
+            max_step_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=world.enable_prefix_caching,
+            prefix_offload=world.prefix_offload,
+            hash_function=_weak_hash(world.hash_bits),
+        )
+        kv.faults, kv.refused = self.faults, set()
+        self.executor = _WatchedExecutor(
+            self.model,
+            num_slots=config.max_num_seqs,
+            max_model_len=world.max_model_len,
+            block_size=world.block_size,
+        )
+        self.engine = Engine(
+            self.executor,
+            ModelLimits(VOCAB_SIZE, world.max_model_len, (EOS,), config.promises),
+            config,
+            tokenizer=byte_tokenizer() if world.with_text else None,
+            clock=self.clock,
+            policy=self.policy,
+            kv=kv,
+            seed=world.seed,
+        )
+        self.share = None if policy else _share_watch(self.engine.scheduler, config)
+        """None where nobody knows the order of the policy, or where a batch is closed."""
+        self._watch_joins(kv)
+        self.num_reserved = 0
+        """Requests that joined in a reserved row."""
+        self.pending: dict[str, _Submitted] = {}
+        self.ended: set[str] = set()
+        self.num_steps = 0
+        self.num_cached_tokens = self.num_failed = self.num_passed = self.num_dropped = self.num_limits = 0
+        """How often the paths were taken that the simulation is there for."""
+        self._trace = hashlib.sha256()
+        self._records = 0
+        self._budgets: dict[int, int] = {}
+        """Of steps in flight: the most tokens that they may compute."""
+
+    @property
+    def num_copies(self) -> int:
+        """Blocks copied for forks."""
+        return self.executor.num_copies
+
+    @property
+    def trace(self) -> str:
+        return self._trace.hexdigest()
+
+    def _watch_joins(self, kv: _FaultyCache) -> None:
+        """After each step is scheduled, check the bounds of the prompt share."""
+        scheduler = self.engine.scheduler
+        schedule = scheduler.schedule
+
+        def watched(now: float) -> SchedulerOutput:
+            kv.refused.clear()
+            out = schedule(now)
+            self.num_reserved += sum(row.request_id in scheduler.reserve for row in out.joined)
+            if self.share is not None and out.num_tokens:
+                self.share.step(out, kv.refused)
+            return out
+
+        scheduler.schedule = watched  # type: ignore[method-assign]
+
+    def run(self) -> None:
+        """Safety with faults, then liveness without. Raises Violation."""
+        log = logging.getLogger("chairlift")
+        level = log.level
+        log.setLevel(logging.CRITICAL)  # injected failures are no news
+        try:
+            self._run()
+        finally:
+            log.setLevel(level)
+
+    def _run(self) -> None:
+        events = list(self.world.events)
+        tick = 0
+        while events:
+            self.faults.active.clear()
+            while events and events[0].at <= tick:
+                self._apply(events.pop(0))
+            self._step()
+            tick += 1
+        self.faults.active.clear()
+        # Each step computes at least one token of somebody, and each token is computed at most once per preemption.
+        work = sum(len(s.args["prompt"]) + s.args["max_tokens"] for s in self.pending.values() for _ in s.expected)
+        bound = 50 + 2 * work * (self.world.scheduler["max_preemptions"] + 2)
+        while self.engine.has_unfinished and bound:
+            self._step()
+            bound -= 1
+        if self.engine.has_unfinished or self.pending:
+            raise Violation(f"requests {sorted(self.pending)} do not come to an end")
+        self._check_drained()
+
+    def _apply(self, event: Event) -> None:
+        name = f"r{event.target}"
+        if event.kind == "arrive":
+            self._arrive(name, event.args)
+        elif event.kind == "abort":
+            known = name in self.pending
+            if self.engine.abort(name) != known:
+                raise Violation(f"abort({name}) contradicts what is pending")
+            if known:
+                self.ended.add(name)
+                del self.pending[name]
+        elif event.kind == "preempt":
+            running = sorted(self.engine.scheduler.running)
+            if running:
+                self.engine.scheduler.preempt(running[event.target % len(running)])
+        elif event.kind == "duplicate":
+            if name in self.pending:
+                self._refused(name)
+        elif event.kind == "evict":
+            self._evict(event.target)
+        elif event.kind == "limits":
+            scheduler, args = self.engine.scheduler, event.args
+            scheduler.running_limit, scheduler.token_budget = args["running"], args["tokens"]
+            scheduler.watermark = args["watermark"]
+            self.num_limits += 1
+        elif event.kind == "stall":
+            self.clock.advance(3600.0 * event.target)
+        else:
+            self.faults.active[event.kind] = event.target
+
+    def _refused(self, name: str) -> None:
+        try:
+            self.engine.add_request([1], SamplingParams(), request_id=name)
+        except RequestError:
+            return
+        raise Violation(f"a second request with the id {name} was accepted")
+
+    def _arrive(self, name: str, args: dict[str, Any]) -> None:
+        params = SamplingParams(
+            n=args["n"],
+            temperature=args["temperature"],
+            seed=args["seed"],
+            presence_penalty=args["presence_penalty"],
+            max_tokens=args["max_tokens"],
+            ignore_eos=args["ignore_eos"],
+            stop_token_ids=args["stop_token_ids"],
+            stop=args.get("stop"),
+            include_stop_str_in_output=args.get("include_stop_str_in_output", False),
+            priority=args.get("priority"),
+            service_tier=args.get("service_tier"),
+            ttft_ms=args.get("ttft_ms"),
+            deadline_ms=args.get("deadline_ms"),
+        )
+        need = len(args["prompt"]) + args["max_tokens"] - 1
+        fits = self.engine.kv.fits_when_empty(need)
+        try:
+            self.engine.add_request(
+                args["prompt"],
+                params,
+                request_id=name,
+                stream=args["stream"],
+                cache_salt=args["salt"],
+                tenant=args.get("tenant", ""),
+            )
+        except PromptTooLongError:
+            if fits and need <= self.engine.kv.capacity_tokens:
+                raise Violation(f"{name} needs {need} positions, which fit, but was refused") from None
+            self.ended.add(name)
+            return
+        if not fits:
+            raise Violation(f"{name} needs {need} positions, which can never fit, but was admitted")
+        windows, with_text = self.world.windows, self.world.with_text
+        expected = [expected_answer(args, params, index, windows, with_text) for index in range(params.n)]
+        self.pending[name] = _Submitted(args, expected, [0] * params.n)
+
+    def _evict(self, count: int) -> None:
+        """Make the prefix cache lose its oldest blocks, as memory pressure would."""
+        cache = self.engine.kv.prefix_cache
+        for group, pool in enumerate(self.engine.kv.pools):
+            for block in [b for b in range(1, pool.num_blocks) if pool.nodes[b] and not pool.ref_counts[b]][:count]:
+                node = pool.nodes[block]
+                pool.detach(block)
+                if cache is not None and node is not None:
+                    cache.evicted(group, node)
+
+    def _step(self) -> None:
+        self.num_steps += 1
+        scheduler = self.engine.scheduler
+        stuck = {
+            name: request.num_preemptions
+            for name, request in scheduler.running.items()
+            if request.num_preemptions and len(request.token_ids) <= request.progress_mark
+        }
+        most = max(len(scheduler.running), scheduler.running_limit)
+        last, budget = scheduler.step, max(most, scheduler.token_budget)
+        try:
+            outputs = self.engine.step()
+            self.engine.check_invariants()
+            self.policy.check(scheduler.waiting, scheduler.now)
+            for name, count in [] if self.faults.active else stuck.items():
+                if name in scheduler.requests and scheduler.requests[name].num_preemptions > count:
+                    raise InvariantError(f"{name} was preempted again without a token in between")
+        except (InvariantError, ArithmeticError, LookupError, TypeError, ValueError, ChairliftError) as error:
+            raise Violation(f"step {self.num_steps}: {type(error).__name__}: {error}") from error
+        if len(scheduler.running) > most:
+            raise Violation(f"step {self.num_steps}: {len(scheduler.running)} requests run, and {most} may")
+        if scheduler.step > last:
+            self._budgets[scheduler.step] = budget
+        self.clock.advance(_STEP_SECONDS)
+        self.num_passed += sum(request.times_passed > 0 for request in self.engine.scheduler.waiting)
+        self._check_in_flight()
+        self._check_records()
+        for output in outputs:
+            self._check_output(output)
+
+    def _check_in_flight(self) -> None:
+        """No block that a step in flight touches may be free for others."""
+        flights = self.executor.in_flight
+        while len(flights) > self.engine.num_in_flight:
+            flights.popleft()
+        for blocks in flights:
+            for pool, used in zip(self.engine.kv.pools, blocks, strict=True):
+                free = [block for block in used if not pool.ref_counts[block]]
+                if free:
+                    raise Violation(f"step {self.num_steps}: blocks {free} are free, but a step in flight uses them")
+
+    def _check_records(self) -> None:
+        log, scheduler = self.engine.step_log, self.world.scheduler
+        for record in [record for record in log if record.step > self._records]:
+            self._records = record.step
+            rows = record.rows
+            if record.num_tokens > min(self._budgets.pop(record.step), scheduler["max_num_batched_tokens"]):
+                raise Violation(f"step {record.step} computed {record.num_tokens} tokens, above its budget")
+            if len(rows) > scheduler["max_num_seqs"] or len({row.request_id for row in rows}) != len(rows):
+                raise Violation(f"step {record.step} has a row too many: {rows}")
+            if sum(row.num_tokens for row in rows) != record.num_tokens or len({row.slot for row in rows}) != len(rows):
+                raise Violation(f"step {record.step} does not add up: {rows}")
+            whole = sum(pool.capacity for pool in self.engine.kv.pools)
+            if record.blocks.free + record.blocks.used + record.blocks.cached != whole:
+                raise Violation(f"step {record.step}: {record.blocks} are not all {whole} blocks")
+            self._trace.update(repr((record.step, rows, record.num_tokens, record.blocks, record.preempted)).encode())
+
+    def _check_output(self, output: RequestOutput) -> None:
+        submitted = self.pending.get(output.request_id)
+        if submitted is None:
+            raise Violation(f"{output.request_id} has ended or is unknown, but there is an output")
+        if output.num_cached_tokens >= len(submitted.args["prompt"]):
+            raise Violation(f"{output.request_id}: {output.num_cached_tokens} prompt tokens cannot all be cached")
+        for answer, expected in zip(output.outputs, submitted.expected, strict=True):
+            self._check_answer(output.request_id, answer, expected, submitted)
+        self._trace.update(repr(output).encode())
+        if output.finished:
+            self.num_cached_tokens += output.num_cached_tokens
+            self.num_dropped += any(answer.finish_reason is FinishReason.DEADLINE for answer in output.outputs)
+            self.num_failed += any(answer.finish_reason is FinishReason.ERROR for answer in output.outputs)
+            failed = {FinishReason.ERROR, FinishReason.DEADLINE} & {answer.finish_reason for answer in output.outputs}
+            if output.error and not failed:
+                raise Violation(f"{output.request_id} ended well, but is said to have failed: {output.error}")
+            if any(answer.finish_reason is None for answer in output.outputs):
+                raise Violation(f"{output.request_id} is finished, but one of its answers is not")
+            self._check_causes(output)
+            self.ended.add(output.request_id)
+            del self.pending[output.request_id]
+
+    def _check_causes(self, output: RequestOutput) -> None:
+        """Every second of the request has one cause."""
+        metrics = output.metrics
+        if metrics is None or metrics.causes is None or metrics.finished_time is None:
+            raise Violation(f"{output.request_id} has ended, but nobody knows where its time went")
+        unknown, spent = set(metrics.causes) - set(CAUSES), metrics.finished_time - metrics.arrival_time
+        if unknown or min(metrics.causes.values()) < 0 or abs(sum(metrics.causes.values()) - spent) > 1e-6:
+            raise Violation(f"{output.request_id} took {spent} s, but was charged {metrics.causes}")
+        away = metrics.preempted_during
+        bounds = [metrics.arrival_time, *(moment for span in away for moment in span), metrics.finished_time]
+        seconds = sum(end - start for start, end in away)
+        if bounds != sorted(bounds) or (len(away) < 8 and abs(seconds - metrics.causes.get("preempted", 0.0)) > 1e-6):
+            raise Violation(f"{output.request_id} was preempted during {away}, but was charged {metrics.causes}")
+
+    def _check_answer(self, name: str, answer: CompletionOutput, expected: Expected, submitted: _Submitted) -> None:
+        where = f"{name}, answer {answer.index}"
+        given = answer.token_ids
+        if given != expected.token_ids[: len(given)]:
+            raise Violation(f"{where}: tokens {given} instead of {expected.token_ids}")
+        if len(given) < submitted.seen[answer.index]:
+            raise Violation(f"{where}: {len(given)} tokens after {submitted.seen[answer.index]}")
+        submitted.seen[answer.index] = len(given)
+        if answer.finish_reason is FinishReason.ERROR:
+            return
+        if answer.finish_reason is FinishReason.DEADLINE:
+            if self.world.scheduler.get("late_requests") != "drop" or not _has_deadline(submitted.args):
+                raise Violation(f"{where}: dropped for a deadline it does not have")
+            return
+        if answer.finish_reason is None:
+            if not expected.text.startswith(answer.text):
+                raise Violation(f"{where}: text {answer.text!r} is not how {expected.text!r} begins")
+        elif (given, answer.text, answer.finish_reason, answer.stop_reason) != dataclasses.astuple(expected):
+            raise Violation(f"{where}: {answer} instead of {expected}")
+
+    def _check_drained(self) -> None:
+        """Nothing is left behind once everybody has gone."""
+        kv, scheduler = self.engine.kv, self.engine.scheduler
+        self.policy.check_drained()
+        if scheduler.has_unfinished or scheduler.running or len(scheduler.waiting):
+            raise Violation("the scheduler still has requests after all of them ended")
+        if len(self.engine.core.causes):
+            raise Violation(f"{len(self.engine.core.causes)} requests that have ended are still charged for time")
+        if scheduler.num_preemptions and (scheduler.preemption.never or scheduler.membership.held):
+            raise Violation(f"{scheduler.num_preemptions} requests were preempted where nobody may be")
+        if kv.counts().used or kv.held_blocks:
+            raise Violation(f"{kv.counts().used} blocks are still in use after all requests ended")
+
+
+def run_world(world: World, policy: Policy | None = None) -> Simulation:
+    """Run a world to its end; raises Violation when something that must hold does not."""
+    simulation = Simulation(world, policy)
+    simulation.run()
+    return simulation
+
+
+def _share_watch(scheduler: Scheduler, config: SchedulerConfig) -> ShareWatch | None:
+    if scheduler.membership.closed:
+        return None
+    reserving = {name for name, each in (config.promises or {}).items() if each.min_step_tokens}
+    return ShareWatch(scheduler, config.policy_share, config.max_num_batched_tokens, reserving)
+
+
+def _has_deadline(args: dict[str, Any]) -> bool:
+    return bool(args["ttft_ms"] or args["deadline_ms"] or args["service_tier"] == "chat")
+
+
+def _weak_hash(bits: int | None) -> Any:
+    if bits is None:
+        return None
+    return lambda data: bytes([hashlib.sha256(data).digest()[0] % (1 << bits)])

@@ -1,0 +1,263 @@
+"""From a seed to a world: an engine's settings, and a list of events. Plain data, so that it can be cut down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any
+
+__all__ = ["Event", "World", "make_world"]
+
+LETTERS = 12
+"""Token ids below this are letters, so stop strings drawn from them do occur."""
+VOCAB_SIZE = 20
+EOS = 19
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happens before step ``at``."""
+
+    at: int
+    kind: str
+    """``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``, ``refuse_growth``,
+    ``evict``, ``stall`` (the clock jumps ahead) or ``limits`` (a governor moves the scheduler's settings)."""
+    target: int = 0
+    """Request number, or which row."""
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """Everything one execution depends on."""
+
+    seed: int
+    block_size: int
+    windows: tuple[int | None, ...]
+    """One cache group each."""
+    num_blocks: int
+    max_model_len: int
+    scheduler: dict[str, Any]
+    enable_prefix_caching: bool
+    hash_bits: int | None
+    """Bits of the prefix-cache hash; None is SHA-256 itself, few make collisions common."""
+    with_text: bool
+    """Whether there is a tokenizer, and so text and stop strings."""
+    events: tuple[Event, ...]
+    num_host_blocks: int = 0
+    prefix_offload: bool = False
+
+
+CLASSES = {
+    "priority": {"min_seqs": 1},
+    "chat": {"priority": -3, "min_blocks": 3, "ttft_ms": 300.0},
+    "batch": {"priority": 4, "min_step_tokens": 1},
+}
+"""Classes of service of the worlds that have any; no more reserved than the smallest of them can give."""
+
+
+def make_world(seed: int) -> World:
+    """The world of a seed. Each feature is off half of the time, so that few features meet in any one world."""
+    rng = random.Random(seed)
+
+    def maybe(value: Any, otherwise: Any) -> Any:
+        return value if rng.random() < 0.5 else otherwise
+
+    block_size = rng.choice([1, 2, 4, 8, 16])
+    max_model_len = rng.choice([16, 40, 64, 96])
+    window = rng.choice([1, 3, 7, 16])
+    windows = maybe((None,), rng.choice([(window,), (None, window)]))
+    roomy = -(-max_model_len // block_size) * rng.randint(2, 8)
+    tight = max(1, -(-max_model_len // block_size) // rng.choice([1, 2])) + rng.randint(0, 6)
+    batching = maybe("continuous", rng.choice(["static", "dynamic", "continuous"]))
+    scheduler = {
+        "max_num_seqs": rng.choice([1, 2, 3, 5, 8, 16]),
+        "max_num_batched_tokens": rng.choice([1, 2, 5, 16, 64]),
+        "num_lookahead_steps": maybe(0, rng.choice([1, 2])),
+        "batching": batching,
+        "batch_wait_ms": maybe(0.0, rng.choice([1.0, 20.0])),
+        "admission_look_ahead": rng.choice([0, 1, 8]),
+        "max_times_passed": rng.choice([1, 4]),
+        "max_preemptions": rng.choice([1, 2, 8]),
+        "admission_watermark": maybe(0.0, 0.1),
+    }
+    with_text = maybe(True, False)
+    # What was added later draws from a generator of its own, so that the worlds found before stay what they were.
+    later = random.Random(seed ^ 0x5E12)
+    events = _arrivals(rng, block_size, max_model_len, with_text)
+    if later.random() < 0.5:
+        scheduler |= _service(later, scheduler)
+        tiers = CLASSES if scheduler["service_classes"] else ("default", "priority", "flex")
+        for event in events:
+            event.args.update(_promise(later, [None, *tiers]))
+    scheduler["preemption_mode"] = later.choice(["auto", "recompute", "swap", "swap", "none"])
+    num_host_blocks = later.choice([0, 2, 8, 64])
+    if later.random() < 0.3:
+        scheduler["prefill_mode"] = later.choice(["prefill_first", "decode_first", "separate", "auto"])
+    count = len(events)
+    if rng.random() < 0.5:
+        events += _faults(rng, count, max(event.at for event in events) + 20)
+    horizon = max(event.at for event in events) + 20
+    if later.random() < 0.3:
+        events += _limits(later, scheduler, horizon)
+    num_blocks, enable_prefix_caching = 1 + maybe(tight, roomy), maybe(True, False)
+    hash_bits = maybe(None, rng.choice([3, 8]))
+    prefix_offload = seed % 5 == 1  # the others stay what they were
+    if prefix_offload:
+        enable_prefix_caching, num_host_blocks = True, later.choice([3, 16, 64])
+        _come_again(later, [event for event in events if event.kind == "arrive"], block_size, max_model_len)
+        events += [Event(later.randrange(horizon), "raise", 0) for _ in range(later.choice([0, 0, 3, 9]))]
+    if seed % 10 == 8:
+        _come_again(later, [event for event in events if event.kind == "arrive"], block_size, max_model_len)
+        windows, num_blocks = _cramped(later, scheduler, block_size, max_model_len)
+    if seed % 10 == 3:
+        windows, num_blocks = (
+            (None,),
+            _crowded(random.Random(seed ^ 0x5A1E), scheduler, events, block_size, max_model_len),
+        )
+    return World(
+        seed=seed,
+        block_size=block_size,
+        windows=windows,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        scheduler=scheduler,
+        enable_prefix_caching=enable_prefix_caching,
+        hash_bits=hash_bits,
+        with_text=with_text,
+        events=tuple(sorted(events, key=lambda event: event.at)),
+        num_host_blocks=num_host_blocks,
+        prefix_offload=prefix_offload,
+    )
+
+
+def _cramped(
+    rng: random.Random, scheduler: dict[str, Any], block_size: int, max_model_len: int
+) -> tuple[tuple[int, ...], int]:
+    """Windows over little more memory than one request needs, where few can be made to give way, or nobody."""
+    window, step = rng.choice([1, 3, 7, 16]), scheduler["max_num_batched_tokens"]
+    scheduler["preemption_mode"] = rng.choice(["none", scheduler["preemption_mode"]])
+    scheduler["batching"] = rng.choice(["static", scheduler["batching"]])
+    most = min(-(-(window + 4 + step) // block_size) + 1, -(-max_model_len // block_size))
+    return rng.choice([(window,), (window, window + 5), (window + 5, window)]), 1 + most + rng.randint(0, 2 * most)
+
+
+def _crowded(
+    rng: random.Random, scheduler: dict[str, Any], events: list[Event], block_size: int, max_model_len: int
+) -> int:
+    """Many requests of all sizes at about the same time, and rows enough that some are reserved for short ones."""
+    scheduler["max_num_seqs"] = rng.choice([32, 33, 48])
+    scheduler["max_num_batched_tokens"] = rng.choice([48, 64, 96])
+    scheduler["policy_share"] = rng.choice([0.25, 0.5, 0.75, 0.75, 1.0])
+    for event in events:
+        if event.kind == "limits":  # drawn for another size of step
+            event.args["tokens"] = min(event.args["tokens"], scheduler["max_num_batched_tokens"])
+            event.args["running"] = min(event.args["running"], event.args["tokens"])
+    arrivals = [event for event in events if event.kind == "arrive"]
+    number = max(event.target for event in arrivals)
+    stems = [[3] * (max_model_len * 3 // 4), arrivals[0].args["prompt"]]
+    for _ in range(rng.choice([10, 40, 60])):
+        number += 1
+        length = rng.choice([1, 2, rng.randint(1, max_model_len - 1), max_model_len - 1])
+        stem = rng.choice(stems) if rng.random() < 0.3 else []
+        stem = stem[: max_model_len - 1 - length]
+        length += len(stem)
+        args = dict(rng.choice(arrivals).args) | {
+            "prompt": stem + [rng.randrange(VOCAB_SIZE - 1) for _ in range(length - len(stem))],
+            "max_tokens": min(rng.choice([1, 5, 30]), max_model_len - length),
+            "n": 1,
+        }
+        events.append(Event(rng.choice([0, 0, 1, 2, 9, 20, 30]), "arrive", number, args))
+    return 1 + rng.choice([-(-max_model_len // block_size) * 3, 200, 400, 1000])
+
+
+def _service(rng: random.Random, scheduler: dict[str, Any]) -> dict[str, Any]:
+    reserving = min(scheduler["max_num_seqs"], scheduler["max_num_batched_tokens"]) > 1 and rng.random() < 0.5
+    return {
+        "scheduling_policy": "priority",
+        "service_classes": json.dumps(CLASSES) if reserving else "",
+        "tenant_weights": rng.choice(["", '{"b": 3}']),
+        "ageing_seconds": rng.choice([0.02, 0.2, 30.0]),
+        "late_requests": rng.choice(["downgrade", "drop"]),
+    }
+
+
+def _promise(rng: random.Random, tiers: list[str | None]) -> dict[str, Any]:
+    return {
+        "priority": rng.choice([None, None, 0, -5, 5]),
+        "service_tier": rng.choice(tiers),
+        "ttft_ms": rng.choice([None, None, 20.0, 500.0]),
+        "deadline_ms": rng.choice([None, None, None, 100.0, 2000.0]),
+        "tenant": rng.choice(["", "a", "b"]),
+    }
+
+
+def _arrivals(rng: random.Random, block_size: int, max_model_len: int, with_text: bool) -> list[Event]:
+    stems = [[rng.randrange(VOCAB_SIZE - 1) for _ in range(max_model_len)] for _ in range(3)]
+    shared, salted, sampled = (rng.random() < 0.5 for _ in range(3))
+    at, events = 0, []
+    for number in range(rng.choice([1, 2, 4, 8, 12, 20])):
+        at += rng.choice([0, 0, 1, 3, 9])
+        edges = [1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size, max_model_len - 1]
+        length = rng.choice(edges) if rng.random() < 0.4 else int(rng.paretovariate(0.9))
+        length = max(1, min(length, max_model_len - 1))
+        stem = rng.choice(stems)[:length] if shared else []
+        cut = rng.randint(0, len(stem))
+        prompt = stem[:cut] + [rng.randrange(VOCAB_SIZE - 1) for _ in range(length - cut)]
+        args: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": min(rng.choice([1, 2, 5, 12, 30]), max_model_len - length),
+            "n": rng.choice([1, 1, 1, 2, 3]),
+            "temperature": rng.choice([0.0, 0.7]) if sampled else 0.0,
+            "seed": rng.randrange(1 << 30),
+            "presence_penalty": 0.5 if sampled and rng.random() < 0.5 else 0.0,
+            "ignore_eos": rng.random() < 0.3,
+            "stop_token_ids": [rng.randrange(VOCAB_SIZE)] if rng.random() < 0.2 else [],
+            "salt": rng.choice(["a", "b"]) if salted else "",
+            "stream": rng.random() < 0.5,
+        }
+        if with_text and rng.random() < 0.5:
+            letters = [chr(97 + rng.randrange(LETTERS)) for _ in range(rng.choice([1, 1, 2]))]
+            args["stop"] = ["".join(letters)]
+            args["include_stop_str_in_output"] = rng.random() < 0.3
+        events.append(Event(at, "arrive", number, args))
+    return events
+
+
+def _come_again(rng: random.Random, arrivals: list[Event], block_size: int, max_model_len: int) -> None:
+    """Prompts of a few blocks; some go on from those of earlier requests, whose blocks others may have needed since."""
+    for number, event in enumerate(arrivals):
+        if number and rng.random() < 0.6:
+            event.args["prompt"] = rng.choice(arrivals[:number]).args["prompt"]
+        added = [rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.choice([0, 1, 2 * block_size, 3 * block_size]))]
+        event.args["prompt"] = prompt = (event.args["prompt"] + added)[: max_model_len - 1]
+        event.args["max_tokens"] = min(event.args["max_tokens"], max_model_len - len(prompt))
+
+
+def _limits(rng: random.Random, scheduler: dict[str, Any], horizon: int) -> list[Event]:
+    """What a governor without guard rails might decide, in some ticks or in all of them."""
+    rows, most = (
+        min(scheduler["max_num_seqs"], scheduler["max_num_batched_tokens"]),
+        scheduler["max_num_batched_tokens"],
+    )
+    events = []
+    for at in range(horizon) if rng.random() < 0.5 else sorted(rng.randrange(horizon) for _ in range(3)):
+        running = rng.choice([rng.randint(1, rows), rows])
+        args = {
+            "running": running,
+            "tokens": rng.randint(running, most),
+            "watermark": rng.choice([0.0, 0.0, 0.05, 0.3]),
+        }
+        events.append(Event(at, "limits", 0, args))
+    return events
+
+
+def _faults(rng: random.Random, num_requests: int, horizon: int) -> list[Event]:
+    kinds = ["abort", "preempt", "duplicate", "nan", "raise", "refuse_admission", "refuse_growth", "evict", "stall"]
+    active = [kind for kind in kinds if rng.random() < 0.35]
+    events = []
+    for kind in active:
+        for _ in range(rng.choice([1, 2, 6, 15])):
+            events.append(Event(rng.randrange(horizon), kind, rng.randrange(max(num_requests, 4) + 1)))
+    return events

@@ -1,0 +1,235 @@
+"""Traces whose columns have names or places: Azure's and BurstGPT's CSV, and logs of one's own by a mapping.
+
+A mapping says which column is the time, which the prompt's length, which the answer's (``time``, ``input``,
+``output``), and which are other fields of a :class:`~chairlift.replay.traced_request.TracedRequest`. Requests without
+a prompt or without an answer failed: they are left out, and counted.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from chairlift.errors import ConfigError
+from chairlift.workbench.workload.source import TIME_FORMS, Row, Source, parse_time
+
+__all__ = ["COLUMN_FORMATS", "FIELDS", "parse_columns", "read_columns", "read_pattern"]
+
+COLUMN_FORMATS: Final[dict[str, dict[str, str]]] = {
+    "azure": {"time": "TIMESTAMP", "input": "ContextTokens", "output": "GeneratedTokens"},
+    "burstgpt": {
+        "time": "Timestamp",
+        "input": "Request tokens",
+        "output": "Response tokens",
+        "session": "Session ID",
+    },
+}
+"""Published traces, by the names of their columns. BurstGPT's first release has no sessions."""
+
+_REQUIRED: Final = ("time", "input", "output")
+_OPTIONAL_COLUMNS: Final = {"Session ID"}
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """``time=TIMESTAMP,input=prompt_tokens,output=3``: field to column. Raises ConfigError that lists the fields."""
+    columns: dict[str, str] = {}
+    for part in text.split(","):
+        field, _, column = (piece.strip() for piece in part.partition("="))
+        if not column or field in columns:
+            raise ConfigError(f"columns must be FIELD=COLUMN,..., each field once; got {text!r:.200}")
+        columns[field] = column
+    _check_fields("columns", columns)
+    return columns
+
+
+def read_columns(source: Source, columns: Mapping[str, str]) -> Iterator[Row]:
+    """Rows of a CSV, TSV or JSON-lines file. Columns are names, in JSON also paths (``usage.prompt_tokens``), or
+    places from 1, for a file without names. Raises ConfigError that names the line.
+    """
+    _check_fields("columns", columns)
+    head = source.peek()
+    if head.lstrip().startswith("{"):
+        records = _json_records(source, columns)
+    else:
+        records = _csv_records(source, columns, max(",\t;", key=head.count))
+    for values in records:
+        row = _row(source, values, columns)
+        if row is not None:
+            yield row
+
+
+def read_pattern(source: Source, pattern: str) -> Iterator[Row]:
+    """Rows of a text log: a regular expression with groups named like the fields, found anywhere in a line.
+
+    Lines in which it is not found are left out. Raises ConfigError that names the line.
+    """
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"the pattern is not a regular expression: {error}; got {pattern!r:.200}") from None
+    names = {name: name for name in expression.groupindex}
+    _check_fields("the pattern's groups (?P<FIELD>...)", names)
+    first = source.peek()
+    matched = 0
+    for line in source:
+        found = expression.search(line.rstrip("\r\n"))
+        if found is None:
+            source.left_out["lines that do not match the pattern"] += 1
+            continue
+        matched += 1
+        values = {name: text for name, text in found.groupdict().items() if text is not None}
+        row = _row(source, values, names)
+        if row is not None:
+            yield row
+    if first and not matched:
+        raise ConfigError(f"no line of {source.path} matches the pattern {pattern!r:.200}; one is {first.strip():.200}")
+
+
+def _check_fields(what: str, given: Mapping[str, str]) -> None:
+    missing = [field for field in _REQUIRED if field not in given]
+    unknown = [field for field in given if field not in FIELDS]
+    if missing or unknown:
+        wrong = f"{unknown[0]!r} is none of them" if unknown else f"{missing[0]!r} is missing"
+        others = ", ".join(field for field in FIELDS if field not in _REQUIRED)
+        raise ConfigError(f"{what} must name {', '.join(_REQUIRED)} and may name {others}; {wrong}")
+
+
+# --- records: column values by field ---------------------------------------------------------------------------------
+
+
+def _csv_records(source: Source, columns: Mapping[str, str], delimiter: str) -> Iterator[dict[str, Any]]:
+    reader = csv.reader(source, delimiter=delimiter)
+    places: dict[str, int] | None = None
+    try:
+        for cells in reader:
+            if not cells:
+                continue
+            if places is None:
+                places = _places(source, columns, [cell.strip() for cell in cells])
+                if not all(column.isdecimal() for column in columns.values()) or not _is_number(cells, places["input"]):
+                    continue  # these are names
+            try:
+                yield {field: cells[place] for field, place in places.items()}
+            except IndexError:
+                field = next(field for field, place in places.items() if place >= len(cells))
+                raise ConfigError(f"{source.where} has no {columns[field]!r}: it ends before that column") from None
+    except csv.Error as error:
+        raise ConfigError(f"{source.where} is not a row of columns: {error}") from None
+
+
+def _places(source: Source, columns: Mapping[str, str], names: list[str]) -> dict[str, int]:
+    """Field to index. Columns that a format may lack are left out."""
+    places = {}
+    for field, column in columns.items():
+        if column in names:
+            places[field] = names.index(column)
+        elif column.isdecimal() and 1 <= int(column) <= len(names):
+            places[field] = int(column) - 1
+        elif column not in _OPTIONAL_COLUMNS:
+            raise ConfigError(f"{source.where} has no column {column!r}; it has {', '.join(names):.200}")
+    return places
+
+
+def _is_number(cells: list[str], place: int) -> bool:
+    try:
+        float(cells[place])
+    except ValueError:
+        return False
+    return True
+
+
+def _json_records(source: Source, columns: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    for line in source:
+        if line.isspace():
+            continue
+        fields = source.object(line)
+        values = {}
+        for field, column in columns.items():
+            value: Any = fields
+            for name in [column] if column in fields else column.split("."):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                values[field] = value
+            elif field in _REQUIRED:
+                raise ConfigError(f"{source.where} has no {column!r}; it has {', '.join(fields):.200}")
+        yield values
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _row(source: Source, values: dict[str, Any], columns: Mapping[str, str]) -> Row | None:
+    own: dict[str, Any] = {}
+    for field, value in values.items():
+        if field in _REQUIRED or (value != "" and value is not None):
+            try:
+                own[field] = FIELDS[field](value)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise ConfigError(f"{source.where}: {columns[field]} {error}, got {value!r:.60}") from None
+    time, prompt, output = own.pop("time"), own.pop("input"), own.pop("output")
+    if not prompt or not output:
+        source.left_out["requests without a prompt or an answer"] += 1
+        return None
+    return source.number, time, prompt, output, own
+
+
+def _time(value: Any) -> float:
+    try:
+        return parse_time(value)
+    except ValueError:
+        raise ValueError(f"must be a time ({TIME_FORMS})") from None
+
+
+def _integer(value: Any) -> int:
+    number = value
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            number = _number(value)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or number != math.floor(number):
+        raise ValueError("must be a whole number")
+    return int(number)
+
+
+def _count(value: Any) -> int:
+    number = _integer(value)
+    if number < 0:
+        raise ValueError("must be 0 or more")
+    return number
+
+
+def _number(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (ValueError, TypeError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError("must be a number")
+    return number
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        raise ValueError("must be text")
+    return str(value)
+
+
+FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
+    "time": _time,
+    "input": _count,
+    "output": _count,
+    "tenant": _text,
+    "priority": _integer,
+    "service_tier": _text,
+    "ttft_ms": _number,
+    "tpot_ms": _number,
+    "deadline_ms": _number,
+    "cancel_ms": _number,
+    "session": _text,
+    "turn": _count,
+}
+"""What a column can be, and how its values are read."""

@@ -1,0 +1,258 @@
+"""Trace files: read in the formats in which traces are published and logged, written in ours.
+
+Ours is Mooncake's (FAST 2025), JSON lines with ``timestamp`` in ms, ``input_length``, ``output_length`` and
+``hash_ids``, with fields of our own beside them. A file is read line by line, and what is wrong is told with the line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.errors import ConfigError
+from chairlift.replay.traced_request import PREFIX_BLOCK, TracedRequest, check_number
+from chairlift.workbench.workload.arrivals import AllAtOnce, Arrivals
+from chairlift.workbench.workload.columns import COLUMN_FORMATS, read_columns, read_pattern
+from chairlift.workbench.workload.sharegpt import read_sharegpt
+from chairlift.workbench.workload.source import Row, Source
+from chairlift.writing import replacing
+
+__all__ = ["FORMATS", "LoadedTrace", "load_trace", "read_trace", "write_trace"]
+
+FORMATS: Final = {
+    "chairlift": "JSON lines, ours: Mooncake's, with more fields",
+    "mooncake": "JSON lines with timestamp (ms), input_length, output_length, hash_ids",
+    "bailian": "JSON lines of Qwen's service: Mooncake's with seconds, chat_id and parent_chat_id, blocks of 16",
+    "azure": "CSV with TIMESTAMP, ContextTokens, GeneratedTokens (2023 and 2024)",
+    "burstgpt": "CSV with Timestamp, Request tokens, Response tokens, and in its second release Session ID",
+    "sharegpt": "a JSON list of conversations; it has texts and no times",
+}
+"""Formats that need no mapping, in words."""
+
+_OWN_FIELDS: Final = {
+    "tenant": "",
+    "priority": 0,
+    "service_tier": "",
+    "ttft_ms": None,
+    "tpot_ms": None,
+    "deadline_ms": None,
+    "cancel_ms": None,
+    "session": "",
+    "turn": 0,
+}
+"""Fields that are spelled alike in files and in a TracedRequest, and what they are when they are not there."""
+_BAILIAN_BLOCK: Final = 16
+_WHOLE_MS: Final = re.compile(r'"timestamp": *[0-9]+ *[,}]')
+"""Mooncake's times. Ours have a fraction, if only ``.0``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedTrace:
+    """What was read from a file."""
+
+    requests: list[TracedRequest]
+    """In order of arrival, the first at 0."""
+    format: str
+    """One of :data:`FORMATS`, ``columns`` or ``pattern``."""
+    notes: list[str]
+    """What to know about it, in whole phrases: what was left out, what was estimated."""
+
+
+def read_trace(path: Path, **how: Any) -> list[TracedRequest]:
+    """The requests of a file, in order of arrival, the first at 0; ``how`` as :func:`load_trace` takes it."""
+    return load_trace(path, **how).requests
+
+
+def load_trace(
+    path: Path,
+    *,
+    format: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    pattern: str | None = None,
+    arrivals: Arrivals | None = None,
+    tokenizer: Callable[[str], int] | None = None,
+    sort: bool = False,
+    seed: int = 0,
+) -> LoadedTrace:
+    """Read a trace.
+
+    ``format`` is one of :data:`FORMATS`; without it the first line decides. ``columns`` maps fields to the columns of a
+    CSV, TSV or JSON-lines log (:func:`~chairlift.workbench.workload.columns.read_columns`), ``pattern`` finds them in a
+    text log. ``arrivals``, with ``seed``, says when the conversations of a ShareGPT file arrive (all at once by
+    default), and ``tokenizer`` how many tokens a text of it has. ``sort`` takes lines in any order of time. Raises
+    ConfigError that names the line, also for times that go back when ``sort`` is not set.
+    """
+    if format is not None and format not in FORMATS:
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
+    if sum(way is not None for way in (format, columns, pattern)) > 1:
+        raise ConfigError("format, columns and pattern each say how to read a trace; give one of them")
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            source = Source(path, file)
+            if columns is not None or pattern is not None:
+                format = "pattern" if columns is None else "columns"
+            elif format is None:
+                format = _guess(source)
+            if format != "sharegpt" and (arrivals is not None or tokenizer is not None):
+                raise ConfigError(
+                    f"{path} has times and lengths; arrivals and a tokenizer are for ShareGPT's conversations, which"
+                    " have none"
+                )
+            if pattern is not None:
+                rows = read_pattern(source, pattern)
+            elif format in ("chairlift", "mooncake", "bailian"):
+                rows = _read_jsonl(source, bailian=format == "bailian")
+            elif format == "sharegpt":
+                rows = read_sharegpt(source, arrivals or AllAtOnce(), tokenizer, seed)
+            else:
+                rows = read_columns(source, COLUMN_FORMATS[format] if columns is None else columns)
+            requests = _requests(path, rows, sort)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{_line_that_is_no_text(path)} is not text in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
+    notes = [f"{reason}, left out: {count:,}" for reason, count in source.left_out.items()]
+    if format == "sharegpt" and tokenizer is None:
+        notes.append("lengths are estimated, at 4 characters per token; a tokenizer would count them")
+    if not requests:
+        raise ConfigError(f"the trace {path} has no requests" + "".join(f"; {note}" for note in notes[:1]))
+    return LoadedTrace(requests, format, notes)
+
+
+def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
+    """Write JSON lines that :func:`read_trace` reads; fields that say nothing are left out. Times are kept to 1 us.
+
+    An existing file is replaced when all is written, and not before. Raises OSError.
+    """
+    with replacing(path) as file:
+        file.writelines(map(_line, requests))
+
+
+def _line(request: TracedRequest) -> str:
+    fields: dict[str, Any] = {
+        "timestamp": round(float(request.arrival) * 1000, 3),
+        "input_length": request.prompt_tokens,
+        "output_length": request.output_tokens,
+    }
+    for name, absent in _OWN_FIELDS.items():
+        value = getattr(request, name)
+        if value != absent:
+            fields[name] = value
+    if request.prefix_ids:
+        fields["hash_ids"] = list(request.prefix_ids)
+    if request.prefix_block != PREFIX_BLOCK:
+        fields["block_size"] = request.prefix_block
+    return json.dumps(fields) + "\n"
+
+
+# --- read ------------------------------------------------------------------------------------------------------------
+
+
+def _guess(source: Source) -> str:
+    head = source.peek().strip()
+    if head.startswith("{"):
+        if '"parent_chat_id"' in head:
+            return "bailian"
+        more = any(f'"{name}"' in head for name in (*_OWN_FIELDS, "block_size"))
+        return "mooncake" if '"hash_ids"' in head and _WHOLE_MS.search(head) and not more else "chairlift"
+    if head.startswith("[") and head[1:].lstrip()[:1] in ("", "{"):
+        return "sharegpt"
+    for format, columns in COLUMN_FORMATS.items():
+        if columns["input"] in head:
+            return format
+    if not head:
+        raise ConfigError(f"the trace {source.path} is empty")
+    raise ConfigError(
+        f"cannot tell from its first line what {source.path} is: {head:.80}; known formats are {', '.join(FORMATS)};"
+        " for a log of your own say --columns time=NAME,input=NAME,output=NAME, or --pattern"
+    )
+
+
+def _read_jsonl(source: Source, bailian: bool) -> Iterator[Row]:
+    chats: dict[Any, tuple[str, int]] = {}
+    for line in source:
+        if line.isspace():
+            continue
+        fields = source.object(line)
+        for name in ("timestamp", "input_length", "output_length"):
+            if name not in fields:
+                raise ConfigError(
+                    f"{source.where} has no {name!r}; if it is called something else, say --columns"
+                    " time=NAME,input=NAME,output=NAME"
+                )
+        own = {name: value for name, value in fields.items() if name in _OWN_FIELDS and value is not None}
+        time, hash_ids = fields["timestamp"], fields["hash_ids"] if fields.get("hash_ids") is not None else []
+        if not isinstance(hash_ids, list):
+            raise ConfigError(f"{source.where}: hash_ids must be a list, got {hash_ids!r:.40}")
+        if hash_ids:
+            own["prefix_ids"] = tuple(hash_ids)
+        if fields.get("block_size") is not None:
+            own["prefix_block"] = fields["block_size"]
+        if bailian:
+            own = {"session": "", "prefix_ids": tuple(hash_ids), "prefix_block": _BAILIAN_BLOCK}
+            own["session"], own["turn"] = _place_in_chat(source, chats, fields)
+        try:
+            check_number("timestamp", time, (int, float), 0, 1e15)
+        except ConfigError as error:
+            raise ConfigError(f"{source.where}: {error}") from None
+        yield source.number, time if bailian else time / 1000, fields["input_length"], fields["output_length"], own
+
+
+def _place_in_chat(source: Source, chats: dict[Any, tuple[str, int]], fields: dict[str, Any]) -> tuple[str, int]:
+    """Session and turn of a request that names the one before it, and not the chat."""
+    name, parent = fields.get("chat_id"), fields.get("parent_chat_id")
+    if type(name) not in (int, str) or type(parent) not in (int, str):
+        raise ConfigError(f"{source.where}: chat_id and parent_chat_id must be numbers or text")
+    before = chats.get(parent)
+    chats[name] = (str(name), 0) if before is None else (before[0], before[1] + 1)
+    return chats[name]
+
+
+def _requests(path: Path, rows: Iterable[Row], sort: bool) -> list[TracedRequest]:
+    requests: list[TracedRequest] = []
+    turns: dict[str, int] = {}
+    first = last = None
+    for number, time, prompt, output, own in sorted(rows, key=itemgetter(1)) if sort else rows:
+        if first is None or last is None:
+            first = last = time
+        if time < last:
+            raise ConfigError(
+                f"line {number} of {path} comes {last - time:,.3f} s before the line above it; --sort takes lines in"
+                " any order"
+            )
+        last = time
+        session = own.get("session")
+        if isinstance(session, str) and "turn" not in own:
+            own["turn"] = turns.get(session, -1) + 1
+        try:
+            arrival = round(time - first, 6)  # without the noise of a difference: a trace that is copied stays equal
+            request = TracedRequest(arrival=arrival, prompt_tokens=prompt, output_tokens=output, **own)
+        except ConfigError as error:
+            raise ConfigError(f"line {number} of {path}: {error}") from None
+        if request.session:
+            before = turns.get(request.session, -1)
+            if request.turn <= before:
+                raise ConfigError(
+                    f"line {number} of {path}: turn {request.turn} of session {request.session!r:.40} comes after turn"
+                    f" {before}; turns must be in order"
+                )
+            turns[request.session] = request.turn
+        requests.append(request)
+    return requests
+
+
+def _line_that_is_no_text(path: Path) -> str:
+    """Which line it is, if the file can be read again."""
+    if path.is_file():
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError:
+                    return f"line {number} of {path}"
+    return str(path)

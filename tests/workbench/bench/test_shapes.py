@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from chairlift.errors import ConfigError
+from chairlift.workbench.bench.shapes import MODEL_SHAPES, Product, Shapes
+
+
+def test_models_bring_their_layers_products() -> None:
+    shapes = Shapes.parse("qwen2.5-0.5b")
+    assert shapes.models == (MODEL_SHAPES["qwen2.5-0.5b"],)
+    assert [(product.k, product.n) for product in shapes.products] == [
+        (896, 1152),
+        (896, 896),
+        (896, 9728),
+        (4864, 896),
+    ]
+
+
+def test_products_and_models_mix_and_count_once() -> None:
+    shapes = Shapes.parse(" 64x100, SmolLM-135M,64x100")
+    assert shapes.products[0] == Product("64x100", 64, 100)
+    assert len(shapes.products) == 5
+    assert [model.name for model in shapes.models] == ["smollm-135m"]
+    assert Shapes.parse("7x9").models == ()
+
+
+@pytest.mark.parametrize("text", ["", "llama", "64", "0x5", "5x0", "64x", "64x9999999", "64x10,", "-1x4", "1.5x2"])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"give qwen2\.5-0\.5b, .* or inputs x outputs like 896x1152"):
+        Shapes.parse(text)
