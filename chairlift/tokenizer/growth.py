@@ -10,11 +10,11 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from chairlift.errors import ModelLoadError
+from chairlift.tokenizer.patterns import is_steady, shortest
 
 __all__ = ["check_growth", "doubt_about", "read_parts"]
 
@@ -28,42 +28,6 @@ _UNICODE: Final = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "BertNormalizer":
 """Times that these make a text longer at most, when they are not the first of their kind. The first is always fine."""
 _LONGEST_CHARSMAP: Final = 36
 """Bytes that one character becomes at most in the normalization of SentencePiece."""
-
-_LETTERS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_MARKS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED: Final = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
-_SLASHED: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-KNOWN_PATTERNS: Final = frozenset(
-    {
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        *(
-            f"{_CONTRACTIONS}|{_LETTERS}|{digits}|{_MARKS}"
-            for digits in (r"\p{N}", r"\p{N}{1,3}", r"\p{N}+", r"\p{N}{1,2}")
-        ),
-        *(
-            f"{_CASED % (end, end)}|{digits}|{marks}"
-            for end in ("", f"{_CONTRACTIONS}?")
-            for digits in (r"\p{N}", r"\p{N}{1,3}")
-            for marks in (_SLASHED, _MARKS)
-        ),
-        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|" + _SLASHED,
-        f"{_CONTRACTIONS}|" + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-        " ?[^(\\s|[.,!?…。，、।۔،])]+",
-    }
-)
-"""Patterns of GPT-2, Llama 3, Qwen, GPT-4o, Mistral, DeepSeek and BLOOM: each run of characters is read a few times."""
-
-_CLASS: Final = r"\[(?:\\[^pP]|\\[pP]\{\^?\w{1,30}\}|[^\[\]\\])+\]"
-_ATOM: Final = rf"\\[pP]\{{\^?\w{{1,30}}\}}|\\[^pPbBGAzZkgKRXyYcCM1-9]|{_CLASS}|[^\\\[\](){{}}|?*+^$]"
-_ELEMENT: Final = re.compile(rf"(?:{_ATOM})(?P<times>[?*+]|\{{[0-9](?:,[0-9]?)?\}})?|(?P<bar>\|)")
-_MOST_CHOICES: Final = 4
-"""Elements of a branch that may be there or not before one that must: each doubles what has to be tried."""
 
 
 def check_growth(files: Mapping[str, Any]) -> None:
@@ -145,27 +109,7 @@ def _pattern(step: Mapping[str, Any]) -> tuple[str, str]:
 
 def _pattern_doubt(step: Mapping[str, Any]) -> str:
     kind, text = _pattern(step)
-    return text if kind == "Regex" and text not in KNOWN_PATTERNS and not _is_simple(text) else ""
-
-
-def _is_simple(pattern: str) -> bool:
-    """Whether nothing has to match behind what repeats without end, so that nothing is tried over and over. Only
-    characters, classes and what repeats them is understood: with groups or anchors a pattern is not simple."""
-    at = choices = 0
-    endless = False
-    while at < len(pattern):
-        found = _ELEMENT.match(pattern, at)
-        if found is None:
-            return False
-        at, times = found.end(), found["times"] or ""
-        if found["bar"]:
-            choices, endless = 0, False
-            continue
-        if (endless or choices > _MOST_CHOICES) and not (times in ("?", "*") or times.startswith("{0")):
-            return False
-        endless = endless or times in ("*", "+") or times.endswith(",}")
-        choices += times == "?" or "," in times
-    return True
+    return text if kind == "Regex" and not is_steady(text) else ""
 
 
 def _factor(part: Any) -> float:
@@ -176,8 +120,8 @@ def _factor(part: Any) -> float:
         if name == "Replace":
             kind, old = _pattern(step)
             new = len(str(step.get("content", "")).encode(errors="replace"))
-            size = len(old.encode(errors="replace"))
-            factor *= max(1.0, new / size) if kind == "String" and size else 1.0 + new
+            size = shortest(old) if kind == "Regex" else len(old.encode(errors="replace"))
+            factor *= max(1.0, new / size) if size else 1.0 + new
         elif name == "Precompiled":
             factor *= max(1.0, _longest_entry(step) / _LONGEST_CHARSMAP) * (11 if name in seen else 1)
         elif name in seen:

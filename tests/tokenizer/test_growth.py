@@ -7,11 +7,13 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
@@ -19,10 +21,12 @@ from chairlift.errors import ModelLoadError, RequestError, WorkerLostError
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer import Tokenizer
 from chairlift.tokenizer.encoder import Encoder
-from chairlift.tokenizer.growth import KNOWN_PATTERNS, MOST_GROWTH, check_growth, doubt_about
+from chairlift.tokenizer.growth import MOST_GROWTH, check_growth, doubt_about
+from chairlift.tokenizer.patterns import is_steady, shortest
 from chairlift.tokenizer.text_worker import TextWorker
 from tests.server.fake_engine import INFO
-from tests.tokenizer.tiny import FAMILIES, LLAMA3_PATTERN, byte_fallback_backend, byte_level_backend
+from tests.tokenizer.published_patterns import SLOW, STEADY
+from tests.tokenizer.tiny import FAMILIES, byte_fallback_backend, byte_level_backend
 
 PATIENCE = 60.0
 
@@ -118,7 +122,7 @@ def test_ordinary_tokenizers_stay_in_the_server_s_process(family: str) -> None:
         {"normalizer": sequence(replace("``", '"'), replace("''", '"'), {"type": "NFKD"}, {"type": "StripAccents"})},
         {"normalizer": sequence({"type": "Nmt"}, {"type": "NFKC"}, replace(" {2,}", " ", "Regex"))},
         {"normalizer": sequence({"type": "NFC"}, replace(r"\s+", " ", "Regex"), {"type": "Lowercase"})},
-        *({"pre_tokenizer": sequence(split(pattern), BYTES, of="pretokenizers")} for pattern in sorted(KNOWN_PATTERNS)),
+        {"normalizer": sequence(*[replace(" {2,}", "▁", "Regex"), replace(r"\s+", " ", "Regex")] * 4)},
         {
             "pre_tokenizer": sequence(
                 split(r"\d"), split(r"[0-9]{1,3}"), split(r" ?\p{L}+|[^\r\n]+"), of="pretokenizers"
@@ -134,10 +138,49 @@ def test_what_models_have_is_no_reason_to_doubt(parts: dict[str, Any]) -> None:
     assert doubt_about(parts) == ""
 
 
-def test_the_patterns_that_are_known_are_those_of_the_models() -> None:
-    assert LLAMA3_PATTERN in KNOWN_PATTERNS
-    qwen = LLAMA3_PATTERN.replace("{1,3}", "")
-    assert qwen in KNOWN_PATTERNS and len(KNOWN_PATTERNS) > 10
+@pytest.mark.parametrize("name", STEADY)
+def test_patterns_of_published_models_are_no_reason_to_doubt(name: str) -> None:
+    Regex(STEADY[name])  # it is one
+    assert doubt_about({"pre_tokenizer": sequence(split(STEADY[name]), BYTES, of="pretokenizers")}) == ""
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_patterns_that_may_take_for_ever_are_doubted_whoever_has_them(name: str) -> None:
+    assert "may take for ever" in doubt_about({"pre_tokenizer": split(SLOW[name])})
+
+
+@pytest.mark.parametrize(
+    "pattern", ["", "(", ")", "a)", "[a", "[]a]", "a{2,1}", "a**", "{2}", "\\", "(?>a)", "a+?", "(?i)a"]
+)
+def test_a_pattern_that_is_not_understood_is_not_called_steady(pattern: str) -> None:
+    assert is_steady(pattern) == (pattern == "")
+    assert not is_steady("(" * 5000 + pattern)
+    assert shortest(pattern) == 0
+
+
+RUNS = ("a", " ", "\n ", "Aa", "中")
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_what_is_called_steady_splits_long_runs_in_no_time(name: str) -> None:
+    """The square of 20,000 characters takes seconds."""
+    splitter = pre_tokenizers.Split(Regex(STEADY[name]), "isolated")
+    for run in RUNS:
+        begin = time.process_time()
+        splitter.pre_tokenize_str((run * 20_000)[:20_000] + "x")
+        assert time.process_time() - begin < 1.0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "characters"),
+    [(" {2,}", 2), (r"\s+", 1), ("ab?c|def", 2), ("(?i:ss)", 1), ("(?:ab){2}", 2), (r"(?<=a)^", 0), ("a*", 0)],
+)
+def test_a_replacement_grows_by_what_it_puts_for_the_shortest_match(pattern: str, characters: int) -> None:
+    assert shortest(pattern) == characters
+    several = [replace(pattern, "x" * 8 * max(1, characters), "Regex")] * 2
+    doubt = doubt_about({"normalizer": sequence(*several)})
+    assert bool(doubt) == (characters == 0)  # 8 times twice is what is allowed, and 9 times twice is not
+    assert doubt_about({"normalizer": sequence(*several, replace("x", "yy"))})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a process need Linux")
