@@ -93,9 +93,11 @@ class Figures:
         return found | {"seconds": self.seconds / base.seconds, "preemption_rate": self.preempted}
 
 
-def serve(deployment: Deployment, trace: list[TracedRequest], fraction: float, figures: Figures | None) -> float:
+def serve(
+    deployment: Deployment, trace: list[TracedRequest], fraction: float, figures: Figures | None, memory: int | None
+) -> float:
     """Serve a trace; returns requests per second."""
-    config = EngineConfig.from_flat({"policy_share": fraction})
+    config = EngineConfig.from_flat({"policy_share": fraction, "kv_cache_memory_bytes": memory})
     core, limits = simulated_core(deployment, config)
     timings: list[RequestTiming] = []
     served = serve_trace(core, trace, limits, timings)
@@ -107,25 +109,29 @@ def serve(deployment: Deployment, trace: list[TracedRequest], fraction: float, f
     return served.requests_per_second
 
 
-def simulated(machine: str, model: str, rounds: int, count: int, load: float) -> dict[str, Any]:
+def simulated(
+    machine: str, model: str, rounds: int, count: int, load: float, memory: int | None, kinds: list[str]
+) -> dict[str, Any]:
     """Serve every kind of traffic with every fraction; prints and returns the ratios."""
     deployment = deploy(machine, shape_from_name(model))
     report: dict[str, Any] = {"machine": machine, "model": model, "rounds": rounds, "count": count, "load": load}
+    report["kv_cache_memory_bytes"] = memory
     print(f"{machine}, {model}, {rounds} rounds of {count} requests at {load} of capacity; ratios to a fraction of 1")
     head = ("traffic", "fraction", "ttft p50", "p90", "p99", "e2e p50", "p90", "p99", "seconds", "preempted")
     print(("{:10} {:>8} " + "{:>9}" * 8).format(*head))
     with tempfile.TemporaryDirectory() as name:
-        for kind in KINDS:
-            full = serve(deployment, drawn(kind, count, 0, math.inf, Path(name)), 1.0, None)
+        for kind in kinds:
+            full = serve(deployment, drawn(kind, count, 0, math.inf, Path(name)), 1.0, None, memory)
             figures = {fraction: Figures() for fraction in FRACTIONS}
             for seed in range(rounds):
                 trace = drawn(kind, count, seed, load * full, Path(name))
                 for fraction in FRACTIONS:
-                    serve(deployment, trace, fraction, figures[fraction])
+                    serve(deployment, trace, fraction, figures[fraction], memory)
             for fraction in FRACTIONS[1:]:
                 row = figures[fraction].row(figures[1.0])
                 report[f"{kind} {fraction}"] = row
                 print(f"{kind:10} {fraction:8} " + "".join(f"{value:9.3f}" for value in row.values()), flush=True)
+            report[f"{kind} 1.0"] = {"preemption_rate": figures[1.0].preempted}
             print(f"{kind:10} {1.0:8}  preempted {figures[1.0].preempted:.3f}")
     return report
 
@@ -166,10 +172,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--count", type=int, default=600)
     parser.add_argument("--load", type=float, default=0.85)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kv-cache-memory-bytes", type=int, help="less memory, so that somebody is preempted")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    report = real() if given.real else simulated(given.machine, given.model, given.rounds, given.count, given.load)
+    settings = (given.rounds, given.count, given.load, given.kv_cache_memory_bytes, given.kinds)
+    report = real() if given.real else simulated(given.machine, given.model, *settings)
     if given.json:
         given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
