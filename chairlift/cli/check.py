@@ -73,11 +73,11 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     from chairlift.bench.floor import ModelCost
     from chairlift.bench.offline import native_path
     from chairlift.loading import device_name
+    from chairlift.models.causal_lm import CausalLM
     from chairlift.models.loader import resolve_dtype
-    from chairlift.models.registry import model_class
 
     with torch.device("meta"):  # shapes only
-        model = model_class(network.model_type)(network)
+        model = CausalLM(network)
     model.tie_weights()
     dtype = resolve_dtype(network, llm.config.model.dtype)
     name = str(dtype).removeprefix("torch.")

@@ -31,6 +31,8 @@ __all__ = [
     "copy_blocks",
     "embedding",
     "fp8_linear",
+    "gelu_tanh",
+    "layer_norm",
     "linear",
     "native_linear",
     "pack_weight",
@@ -74,6 +76,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
+
+
+@operation(lambda x, weight, bias, eps: expect(x, "rows", len(weight)))
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm over the last dimension (Ba et al., 2016)."""
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+@operation(lambda x: expect(x))
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh (Hendrycks and Gimpel, 2016)."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 @operation(lambda gate_up: expect(gate_up) // 2)

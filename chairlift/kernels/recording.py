@@ -136,6 +136,12 @@ class Node:
         """The first, and mostly only, result."""
         return self.outs[0]
 
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        role = self.inputs[0].role
+        return self.op.name if role == "rows" else f"{self.op.name} of {role}"
+
     def compute(self, *inputs: Tensor) -> Any:
         """The result in plain torch."""
         return self.op.reference(*inputs, **self.attributes)

@@ -66,7 +66,7 @@ class Plan:
     @property
     def calls(self) -> list[str]:
         """Names of the operations that run in plain torch."""
-        return list(dict.fromkeys(op.call.op.name for op in self.ops if op.call is not None))
+        return list(dict.fromkeys(op.call.label for op in self.ops if op.call is not None))
 
 
 def lower(nodes: Sequence[Node], output: Value) -> Plan:

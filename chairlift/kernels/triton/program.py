@@ -85,7 +85,7 @@ class TritonProgram:
         self._kv = kv
         self._multiprocessors = num_multiprocessors
         self._batch_invariant = batch_invariant
-        self.calls = list(dict.fromkeys(node.op.name for node in nodes if node.op not in _KERNELS))
+        self.calls = list(dict.fromkeys(node.label for node in nodes if node.op not in _KERNELS))
         """Names of the operations that run in plain torch."""
         if batch_invariant and self.calls:
             raise ConfigError("batch_invariant is on, but PyTorch computes a part of this model; leave it off")
