@@ -36,6 +36,7 @@ class LayerNorm(nn.Module):
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-def make_norm(config: ModelConfig) -> nn.Module:
+def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """The norm of activations [T, D] that ``config.norm`` names."""
-    return {"rms": RMSNorm, "layer": LayerNorm}[config.norm](config.hidden_size, config.norm_eps)
+    kind = RMSNorm if config.norm == "rms" else LayerNorm
+    return kind(config.hidden_size, config.norm_eps)
