@@ -364,6 +364,8 @@ def _rope(raw: Mapping[str, Any], context: int, head_dim: int, where: str) -> Ro
     if rope_type not in _ROPE_TYPES:
         supported = ", ".join(_ROPE_TYPES)
         raise ModelLoadError(f"{where}: rope_type {rope_type!r:.80} is not supported; supported: {supported}")
+    if raw.get("original_max_position_embeddings") is not None:
+        parameters["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     fields = Fields(parameters, f"{where}: rope parameters")
     if fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:
         fields.fail(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported")
@@ -372,8 +374,6 @@ def _rope(raw: Mapping[str, Any], context: int, head_dim: int, where: str) -> Ro
         return RopeConfig(theta=theta, original_max_position_embeddings=context)
     if rope_type == "dynamic" and head_dim == 2:
         fields.fail("rope_type 'dynamic' needs a head_dim above 2")
-    if raw.get("original_max_position_embeddings") is not None:
-        parameters["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, default=context)
     rope = RopeConfig(
         rope_type=rope_type,
