@@ -91,6 +91,8 @@ class Family:
     """All that is particular to one ``model_type``."""
 
     model_type: str
+    architecture: str
+    """Its class in transformers, for configs that are written here."""
     read: Callable[[Fields, int], Mapping[str, Any]]
     """(``config.json``, number of layers) -> fields of ModelConfig that are not read alike for all families."""
     defaults: Mapping[str, Any]
@@ -101,8 +103,6 @@ class Family:
     """Values of ``hidden_act`` -> :attr:`ModelConfig.mlp`."""
     rotary: bool = True
     """Whether q and k are rotated."""
-    architecture: str = "ForCausalLM"
-    """How the names of its classes that generate text end."""
     tensors: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: SPLIT_NAMES)
     """Our layers (``*`` is a number) -> their names in a checkpoint, where they differ; several share our rows."""
     transposed: tuple[str, ...] = ()

@@ -28,6 +28,7 @@ _LAYER, _THEIRS = "model.layers.*", "transformer.h.*"
 
 GPT2 = Family(
     model_type="gpt2",
+    architecture="GPT2LMHeadModel",
     read=_read,
     defaults={
         "activation_function": "gelu_new",
@@ -48,7 +49,6 @@ GPT2 = Family(
     },
     activations={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
     rotary=False,
-    architecture="LMHeadModel",
     tensors={
         "model.embed_tokens": ("transformer.wte",),
         "model.embed_positions": ("transformer.wpe",),

@@ -22,6 +22,8 @@ __all__ = ["ModelConfig", "RopeConfig", "parse_config", "read_config", "read_jso
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
 _ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
+_GENERATES = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes in transformers that generate text."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATION_APPLIED = {*_SAMPLING, "eos_token_id", "do_sample"}
@@ -299,9 +301,10 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
                 "use a model without it (quantized models: the original weights)"
             )
     architectures = raw.get("architectures") or [family.architecture]
-    if not isinstance(architectures, list) or not any(str(x).endswith(family.architecture) for x in architectures):
+    if not isinstance(architectures, list) or not any(str(name).endswith(_GENERATES) for name in architectures):
         raise ModelLoadError(
-            f"{where}: architectures {architectures!r:.80} has no ...{family.architecture}; use a text-generation model"
+            f"{where}: architectures {architectures!r:.80} has no ...{' or ...'.join(_GENERATES)}; "
+            "use a text-generation model"
         )
     if raw.get("is_causal") is False:
         raise ModelLoadError(f"{where}: is_causal is false, so tokens see later ones; use a text-generation model")

@@ -19,6 +19,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 
 MISTRAL = Family(
     model_type="mistral",
+    architecture="MistralForCausalLM",
     read=_read,
     defaults={
         "eos_token_id": 2,

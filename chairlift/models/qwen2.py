@@ -32,4 +32,4 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     return {"qkv_bias": True, "layer_windows": qwen2_windows(fields, layers)}
 
 
-QWEN2 = Family(model_type="qwen2", read=_read, defaults=QWEN2_DEFAULTS)
+QWEN2 = Family(model_type="qwen2", architecture="Qwen2ForCausalLM", read=_read, defaults=QWEN2_DEFAULTS)

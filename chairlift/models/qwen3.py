@@ -15,4 +15,6 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     return {"qkv_bias": biased, "o_bias": biased, "qk_norm": True, "layer_windows": qwen2_windows(fields, layers)}
 
 
-QWEN3 = Family(model_type="qwen3", read=_read, defaults={**QWEN2_DEFAULTS, "head_dim": 128})
+QWEN3 = Family(
+    model_type="qwen3", architecture="Qwen3ForCausalLM", read=_read, defaults={**QWEN2_DEFAULTS, "head_dim": 128}
+)

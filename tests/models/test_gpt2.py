@@ -143,7 +143,7 @@ def test_check_accepts_it_and_says_what_is_slow(truth: Truth, capsys: pytest.Cap
         ({"n_head": None}, "n_head is missing"),
         ({"n_embd": 50}, "not a multiple"),
         ({"add_cross_attention": True}, "add_cross_attention"),
-        ({"architectures": ["GPT2ForSequenceClassification"]}, r"no \.\.\.LMHeadModel"),
+        ({"architectures": ["GPT2ForSequenceClassification"]}, r"no \.\.\.ForCausalLM or \.\.\.LMHeadModel"),
     ],
 )
 def test_what_is_refused_is_named_as_the_file_names_it(change: dict[str, Any], words: str, truth: Truth) -> None:
