@@ -249,17 +249,13 @@ def parse_config(
     if heads % kv_heads:
         fields.fail(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if fields.get("head_dim") is None and hidden_size % heads:
-        fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}")
+        names = fields.name("hidden_size"), fields.name("num_attention_heads")
+        fields.fail(f"{names[0]} {hidden_size} is not a multiple of {names[1]} {heads}")
     head_dim = fields.integer("head_dim", 2, 1_024, default=hidden_size // heads)
     if head_dim % 2 and family.rotary:
         fields.fail(f"head_dim {head_dim} is odd, but rotary embedding needs pairs")
     layers = fields.integer("num_hidden_layers", 1, 1_024)
-    context = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
-    if chunked := raw.get("dual_chunk_attention_config"):  # of Qwen's models for 1M tokens: the first chunk is as usual
-        chunks = Fields(chunked if isinstance(chunked, Mapping) else {}, f"{where}: dual_chunk_attention_config")
-        size = chunks.integer("chunk_size", 1, MAX_CONTEXT)
-        context = min(context, size - chunks.integer("local_size", 0, size - 1))
-    generation = generation or {}
+    context, generation = _context(fields), generation or {}
     eos = generation.get("eos_token_id")
     values: dict[str, Any] = {
         "model_type": model_type,
@@ -284,6 +280,18 @@ def parse_config(
     if "intermediate_size" not in values:
         values["intermediate_size"] = fields.integer("intermediate_size", 1, 2**20)
     return ModelConfig(**values)
+
+
+def _context(fields: Fields) -> int:
+    """Positions that the model was made for, before any rotary scaling."""
+    context = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
+    chunked = fields.get("dual_chunk_attention_config")
+    if not chunked:
+        return context
+    # Qwen's models for 1M tokens: the first chunk is as usual.
+    chunks = Fields(chunked if isinstance(chunked, Mapping) else {}, f"{fields.where}: dual_chunk_attention_config")
+    size = chunks.integer("chunk_size", 1, MAX_CONTEXT)
+    return min(context, size - chunks.integer("local_size", 0, size - 1))
 
 
 def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, where: str) -> None:
