@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,6 +49,8 @@ class LoadedExecutor:
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """See :attr:`EngineInfo.notes`."""
+    calls: tuple[str, ...] = ()
+    """Names of the operations that the kernels lack, and PyTorch computes between them."""
     block_bytes: int = 0
     """Of a KV block, over its layers; the mean of the cache groups."""
 
@@ -78,7 +80,7 @@ class LoadedExecutor:
             graphs=self.graphs,
             memory_plan=self.memory_plan,
             held=config.scheduler.batching == "static",
-            deterministic=native or self.kernels == "hashlm" or config.model.batch_invariant,
+            deterministic=(native and not self.calls) or self.kernels == "hashlm" or config.model.batch_invariant,
             fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
             sampling_defaults=self.sampling_defaults,
@@ -162,7 +164,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         max_model_len=max_model_len,
         eos_token_ids=tuple(network.eos_token_ids),
         sampling_defaults=sampling,
-        notes=(*network.notes(asked_of_model), *_thread_notes(config)),
+        calls=executor.calls,
+        notes=(*network.notes(asked_of_model), *_thread_notes(config), *_call_notes(executor.calls)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
         kernels=kernels,
@@ -268,6 +271,15 @@ def _thread_notes(config: EngineConfig) -> list[str]:
     return [
         f"threads is {asked}, but this process may use {processors} processors (by its affinity and its control groups'"
         " quotas): threads that wait for one another make steps slower; lower threads, or leave it out"
+    ]
+
+
+def _call_notes(calls: Sequence[str]) -> list[str]:
+    if not calls:
+        return []
+    return [
+        f"the kernels lack {', '.join(calls)}: PyTorch computes that, more slowly, and an answer may change with the"
+        " batch where two tokens are equally likely"
     ]
 
 

@@ -71,13 +71,13 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     import torch
 
     from chairlift.loading import device_name
+    from chairlift.models.causal_lm import CausalLM
     from chairlift.models.loader import resolve_dtype
-    from chairlift.models.registry import model_class
     from chairlift.workbench.bench.floor import ModelCost
     from chairlift.workbench.bench.offline import native_path
 
     with torch.device("meta"):  # shapes only
-        model = model_class(network.model_type)(network)
+        model = CausalLM(network)
     model.tie_weights()
     dtype = resolve_dtype(network, llm.config.model.dtype)
     name = str(dtype).removeprefix("torch.")

@@ -63,6 +63,8 @@ class LocalExecutor:
         self.cache_groups = runner.cache_groups
         self.block_size = block_size
         self.block_bytes = runner.block_bytes
+        self.calls: tuple[str, ...] = tuple(getattr(runner, "calls", ()))
+        """Names of the operations that the runner's kernels lack, and PyTorch computes."""
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
         self._runner = runner
         self._input = InputBatch(num_slots, max_model_len, block_size, len(runner.cache_groups))

@@ -14,9 +14,11 @@ from chairlift.executor.executor import OnProgress, WeightSource
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.native_kv import NativeKV
 from chairlift.executor.sampling_rows import NativeRows, RowTemplates
+from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, Pool
+from chairlift.kernels.cpu.packing import PackedWeight
 from chairlift.kernels.cpu.program import StepArrays, StepProgram
-from chairlift.kernels.recording import Linear, Recorder
+from chairlift.kernels.recording import Recorder
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
 from chairlift.models.loader import replace_weights
@@ -45,15 +47,17 @@ class NativeModelRunner:
         recorder = Recorder(dtype)
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
         self.program = StepProgram(recorder, hidden, self._kv.layers, pool, isa=isa, max_tokens=max_tokens)
+        self.calls = self.program.plan.calls
+        """Names of the operations that run in plain torch."""
         body = len(recorder.nodes)
         model.compute_logits(hidden)
         head = recorder.nodes[body:]
-        if len(head) != 1 or not isinstance(head[0], Linear) or head[0].inputs != (hidden,):
+        if len(head) != 1 or head[0].op is not ops.native_linear or head[0].inputs != (hidden,):
             raise InvariantError(
                 f"compute_logits of {type(model).__name__} must be one linear layer in the native layout; "
                 "use kernels='torch' for this model"
             )
-        self._head_weight = head[0].weight
+        self._head_weight: PackedWeight = head[0].attributes["weight"]
         self._templates = RowTemplates(self._head_weight.n)
         self._max_tokens = max_tokens
         self._logits: Tensor | None = None

@@ -108,6 +108,8 @@ class TritonModelRunner(TorchModelRunner):
         how = (kv, device, self._multiprocessors, batch_invariant)
         self._body = TritonProgram(recorder.nodes[:body], hidden, *how)
         self._head = TritonProgram(recorder.nodes[body:], logits, *how)
+        self.calls = list(dict.fromkeys((*self._body.calls, *self._head.calls)))
+        """Names of the operations that run in plain torch."""
         self._settings = SlotSettings(num_slots, model.config.vocab_size)
         max_blocks = -(-max_model_len // plan.block_size)
         self._state = DecodeState(num_slots, max_blocks, len(plan.groups), plan.block_size, device)

@@ -1,22 +1,22 @@
-"""The operations models are written in. Each picks the fastest implementation that fits its tensors.
+"""The operations models are written in, each with one definition: plain torch, and the width of what comes out.
 
-Call them through the module (``ops.rms_norm(...)``), so that a replaced implementation is seen by every model. Given a
-:class:`~chairlift.kernels.recording.Value` in place of its first tensor, an operation is recorded instead of computed.
+Call them through the module (``ops.rms_norm(...)``), so that a replaced implementation is seen by every model. A new
+operation needs a definition here and nothing else; where a backend has no kernel for it, it runs in plain torch. See
+:class:`~chairlift.kernels.recording.Op`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
-from chairlift.kernels import fp8, onednn, reference
+from chairlift.kernels import fp8, onednn
 from chairlift.kernels.onednn import pack_weight
-from chairlift.kernels.recording import Value
+from chairlift.kernels.recording import Op, Value, expect, operation
 from chairlift.kernels.reference import apply_rotary, copy_blocks, write_kv
 from chairlift.kernels.sdpa import PagedRow, packed_attention, paged_attention, plan_rows
 
@@ -31,6 +31,8 @@ __all__ = [
     "copy_blocks",
     "embedding",
     "fp8_linear",
+    "gelu_tanh",
+    "layer_norm",
     "linear",
     "native_linear",
     "pack_weight",
@@ -48,40 +50,76 @@ __all__ = [
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines of a step's positions, each [T, 1, Dh / 2]."""
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+
+def _product(x: Value, weight: Tensor, bias: Tensor | None) -> int:
+    expect(x, "rows", weight.shape[1])
+    return weight.shape[0]
 
 
-def _recordable(operation: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Hand calls on symbols to their recorder's method of the same name."""
-    name = operation.__name__
-
-    @functools.wraps(operation)
-    def dispatch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if args and type(args[0]) is Value:
-            recorded: _R = getattr(args[0].recorder, name)(*args, **kwargs)
-            return recorded
-        return operation(*args, **kwargs)
-
-    return dispatch
+packed_linear = operation(lambda x, packed, bias: _product(x, packed, bias))(onednn.packed_linear)
+fp8_linear = operation(lambda x, weight, bias: _product(x, weight.values, bias))(fp8.fp8_linear)
 
 
-linear = _recordable(reference.linear)
-fp8_linear = _recordable(fp8.fp8_linear)
-packed_linear = _recordable(onednn.packed_linear)
-rms_norm = _recordable(reference.rms_norm)
-silu_and_mul = _recordable(reference.silu_and_mul)
+@operation(_product)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` with ``weight`` [out, in]."""
+    return torch.nn.functional.linear(x, weight, bias)
 
 
-@_recordable
-def embedding(token_ids: Tensor, weight: Tensor | PackedWeight) -> Tensor:
-    """Rows ``token_ids`` [T] of ``weight`` [V, D] -> [T, D]; a packed weight works in step programs only."""
+@operation(lambda x, weight, eps: expect(x, "rows", len(weight)))
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019).
+
+    Computed in float32, rounded to ``x``'s dtype and only then scaled by ``weight``: the order Hugging Face models were
+    trained with, so that bf16 results agree to the bit.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+@operation(lambda x, weight, bias, eps: expect(x, "rows", len(weight)))
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm over the last dimension (Ba et al., 2016)."""
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+@operation(lambda x: expect(x))
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh (Hendrycks and Gimpel, 2016)."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@operation(lambda gate_up: expect(gate_up) // 2)
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> silu(gate) * up, [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _embedding_width(ids: Value, weight: Tensor | PackedWeight) -> int:
+    if isinstance(weight, Tensor):
+        expect(ids, "positions" if ids.role == "positions" else "token_ids")
+        return weight.shape[1]
+    if ids is not ids.recorder.token_ids:
+        raise TypeError("a packed embedding can be looked up by the batch's token ids only")
+    return weight.k
+
+
+@operation(_embedding_width)
+def embedding(ids: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+    """Rows ``ids`` [T] of ``weight`` [V, D] -> [T, D]; a packed weight works in step programs only."""
     if not isinstance(weight, Tensor):
         raise InvariantError("the embedding is laid out for the native kernels; it works in a step program only")
-    return torch.nn.functional.embedding(token_ids, weight)
+    return torch.nn.functional.embedding(ids, weight)
 
 
-@_recordable
+def _packed_product(x: Value, weight: PackedWeight) -> int:
+    expect(x, "rows", weight.k)
+    return weight.out_features
+
+
+@operation(_packed_product)
 def native_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """``x @ weight.T + bias`` for a weight in the native kernels' layout, which works in step programs only."""
     raise InvariantError(
@@ -90,14 +128,28 @@ def native_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     )
 
 
-@_recordable
+def _table_width(positions: Value, frequencies: Tensor, factor: float, dtype: torch.dtype) -> int:
+    expect(positions, "positions")
+    return 2 * len(frequencies)
+
+
+@operation(_table_width, role="rotary")
 def rotary_table(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotary:
     """Cosines and sines of ``positions`` [T] times float32 ``frequencies`` [Dh / 2], scaled by ``factor``."""
     angles = positions.float()[:, None, None] * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-@_recordable
+def _head_widths(
+    qkv: Value, rotary: Value | None, num_heads: int, num_kv_heads: int, head_dim: int, *_: Any, **__: Any
+) -> tuple[int, int, int]:
+    expect(qkv, "rows", (num_heads + 2 * num_kv_heads) * head_dim)
+    if rotary is not None:
+        expect(rotary, "rotary", head_dim)
+    return num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim
+
+
+@operation(_head_widths, role="heads")
 def rotary_heads(
     qkv: Tensor,
     rotary: Rotary | None,
@@ -132,10 +184,14 @@ def rotary_heads(
 def call_out(function: Callable[..., Tensor], *values: Tensor, width: int) -> Tensor:
     """``function(*values)``, [T, width], also inside a step program, where it gets tensors like everywhere else.
 
-    The way to use what has no native operation: the program stops, Python computes, and the program goes on. Values
+    The way to use what is no operation: the program stops, Python computes, and the program goes on. Values
     are activations [T, width], token ids or positions, of the tokens still needed; no row may depend on another.
     """
-    given: tuple[Any, ...] = values
-    if given and type(given[0]) is Value:
-        return cast(Tensor, given[0].recorder.call_out(function, *given, width=width))
-    return function(*values)
+
+    def widths(*given: Value) -> int:
+        for value in given:
+            if value.role not in ("rows", "token_ids", "positions"):
+                raise TypeError(f"call_out takes activations, token ids and positions, got {value.role}")
+        return width
+
+    return Op(function, widths)(*values)

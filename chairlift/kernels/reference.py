@@ -1,4 +1,4 @@
-"""Plain torch for every operation: the truth that faster kernels are tested against.
+"""Attention and its cache in plain torch: the truth that faster kernels are tested against.
 
 Nothing here is fast on purpose. Attention is written as its definition, in float32 and one query row at a time, so that
 it shares no cleverness (tiles, masks, grouping of heads) with the implementations it judges.
@@ -15,24 +15,10 @@ from torch import Tensor
 __all__ = [
     "apply_rotary",
     "copy_blocks",
-    "linear",
     "packed_attention",
     "paged_attention",
-    "rms_norm",
-    "silu_and_mul",
     "write_kv",
 ]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019).
-
-    Computed in float32, rounded to ``x``'s dtype and only then scaled by ``weight``: the order Hugging Face models were
-    trained with, so that bf16 results agree to the bit.
-    """
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -42,17 +28,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> silu(gate) * up, [..., I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` with ``weight`` [out, in]."""
-    return torch.nn.functional.linear(x, weight, bias)
 
 
 def write_kv(key_cache: Tensor, value_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:

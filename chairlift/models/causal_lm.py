@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 
 from chairlift.models.context import AttentionContext, LayerCache
@@ -11,7 +9,7 @@ from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.decoder import DecoderLayer
 from chairlift.models.layers.embedding import Embedding
 from chairlift.models.layers.linear import Linear
-from chairlift.models.layers.norm import RMSNorm
+from chairlift.models.layers.norm import make_norm
 from chairlift.models.layers.rotary import RotaryEmbedding
 
 __all__ = ["CausalLM"]
@@ -24,12 +22,16 @@ class _Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope, config.max_position_embeddings)
+        self.norm = make_norm(config)
+        context = config.max_position_embeddings
+        self.rotary = None if config.rope is None else RotaryEmbedding(config.head_dim, config.rope, context)
+        self.embed_positions = Embedding(context, config.hidden_size) if config.learned_positions else None
 
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         hidden: Tensor = self.embed_tokens(token_ids)
-        rotary = self.rotary(positions, hidden.dtype)
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(positions)
+        rotary = None if self.rotary is None else self.rotary(positions, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, rotary, ctx)
         out: Tensor = self.norm(hidden)
@@ -42,8 +44,6 @@ class CausalLM(nn.Module):
     ``token_ids`` and ``positions`` are int64; hidden states and logits have the model's dtype. New models start from
     normal weights of standard deviation 0.02 drawn from torch's global generator, with gradients enabled.
     """
-
-    model_type: ClassVar[str]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

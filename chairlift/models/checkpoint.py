@@ -1,18 +1,20 @@
 """How our parameters relate to the tensor names in a Hugging Face checkpoint.
 
-Names agree except where we fuse products: q, k and v are the rows of ``qkv_proj``, gate and up those of
-``gate_up_proj``. :func:`checkpoint_layout` is the one place that knows, for loading and for saving.
+A model's :class:`~chairlift.models.family.Family` says where names differ, and which products are stored in pieces:
+q, k and v are the rows of ``qkv_proj``, gate and up those of ``gate_up_proj``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from torch import Tensor
 
 from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.layers.linear import Linear
+from chairlift.models.registry import FAMILIES
 
 __all__ = ["CheckpointPart", "checkpoint_layout", "hf_state_dict"]
 
@@ -28,7 +30,9 @@ class CheckpointPart:
     start: int
     """First row it fills."""
     shape: tuple[int, ...]
-    """Its shape; ``shape[0]`` rows are filled."""
+    """The shape of what it fills; ``shape[0]`` rows."""
+    transposed: bool = False
+    """Whether the checkpoint holds the transpose of that."""
 
 
 def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
@@ -36,20 +40,21 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
 
     A tied output head is no tensor of its own. The model may live on the meta device.
     """
-    config = model.config
+    config, family = model.config, FAMILIES[model.config.model_type]
     width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    fused = {
-        "qkv_proj": (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width)),
-        "gate_up_proj": (("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size)),
-    }
+    rows = {"qkv_proj": (width, kv_width, kv_width), "gate_up_proj": (config.intermediate_size,) * 2}
     parts: list[CheckpointPart] = []
     for parameter, tensor in model.named_parameters():
-        layer_name = parameter.split(".")[-2]
+        layer, _, attribute = parameter.rpartition(".")
+        kind, last = re.sub(r"\.\d+\.", ".*.", layer), layer.rpartition(".")[2]
+        number = re.search(r"\d+", layer)
+        names = family.tensors.get(kind, (kind,))
+        transposed = tensor.dim() == 2 and last in family.transposed
         start = 0
-        for part_name, rows in fused.get(layer_name, ((layer_name, tensor.shape[0]),)):
-            name = parameter.replace(f".{layer_name}.", f".{part_name}.")
-            parts.append(CheckpointPart(name, parameter, start, (rows, *tensor.shape[1:])))
-            start += rows
+        for name, count in zip(names, rows[last] if len(names) > 1 else (tensor.shape[0],), strict=True):
+            whole = f"{name.replace('*', number.group() if number else '')}.{attribute}"
+            parts.append(CheckpointPart(whole, parameter, start, (count, *tensor.shape[1:]), transposed))
+            start += count
     return parts
 
 
@@ -66,5 +71,6 @@ def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for part in checkpoint_layout(model):
         whole = parameters[part.parameter].detach()
-        tensors[part.name] = whole[part.start : part.start + part.shape[0]].contiguous()
+        rows = whole[part.start : part.start + part.shape[0]]
+        tensors[part.name] = (rows.t() if part.transposed else rows).contiguous()
     return tensors

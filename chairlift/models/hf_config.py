@@ -1,29 +1,29 @@
 """Read ``config.json`` as Hugging Face writes it, and refuse what we would compute wrongly.
 
 Two dialects are read: transformers 5 (``rope_parameters``, ``dtype``) and older (``rope_theta`` with ``rope_scaling``,
-``torch_dtype``). Missing keys take the defaults of the family's class in transformers. Every number is checked against
-a range, so that a hostile file costs an error message and not memory. Needs no torch.
+``torch_dtype``). What differs from family to family is in :mod:`chairlift.models.family`. Every number is checked
+against a range, so that a hostile file costs an error message and not memory. Needs no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from chairlift.errors import ModelLoadError
+from chairlift.models.family import MAX_CONTEXT, Family, Fields
+from chairlift.models.registry import FAMILIES
 
-__all__ = ["SUPPORTED_MODEL_TYPES", "ModelConfig", "RopeConfig", "parse_config", "read_config", "read_json"]
-
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+__all__ = ["ModelConfig", "RopeConfig", "parse_config", "read_config", "read_json"]
 
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
-_MAX_CONTEXT = 2**27
 _ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
+_GENERATES = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes in transformers that generate text."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATION_APPLIED = {*_SAMPLING, "eos_token_id", "do_sample"}
@@ -68,10 +68,9 @@ _GENERATION_PARAMETERS = {
     "suppress_tokens": "logit_bias",
 }
 """What a request can say instead."""
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
-_DEFAULT_CONTEXT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 # Keys by which other architectures change the maths of a layer. A config that sets one is not what it says it is.
 _FOREIGN_KEYS = (
+    "add_cross_attention",
     "alibi",
     "attention_chunk_size",
     "attn_logit_softcapping",
@@ -138,9 +137,10 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float = 1e-6
+    norm_eps: float = 1e-6
     max_position_embeddings: int
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig | None = RopeConfig()
+    """None: q and k are not rotated."""
     tie_word_embeddings: bool = False
     dtype: str | None = None
     """``float32``, ``bfloat16`` or ``float16`` as the config says; None where it is silent."""
@@ -157,11 +157,19 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm: str = "rms"
+    """``rms`` (RMSNorm) or ``layer`` (LayerNorm with a bias)."""
+    mlp: str = "swiglu"
+    """``swiglu`` (gated), or ``gelu_tanh`` between two products."""
+    learned_positions: bool = False
+    """A vector per position is added to the embedding."""
+    layer_scales: tuple[float, ...]
+    """Per layer, what scores are multiplied by."""
 
     def notes(self, with_generation_config: bool = True) -> list[str]:
         """Where answers differ from those of transformers for what the model's files say, a line each."""
         found = []
-        if self.rope.rope_type == "dynamic":
+        if self.rope is not None and self.rope.rope_type == "dynamic":
             found.append(
                 f"rope_type is 'dynamic': positions are scaled for {self.max_model_len:,} tokens from the first on, as"
                 f" in vLLM, while transformers scales them only past {self.rope.original_max_position_embeddings:,};"
@@ -177,6 +185,8 @@ class ModelConfig:
     @property
     def max_model_len(self) -> int:
         """The longest sequence in tokens the positions are good for, with any rotary scaling counted in."""
+        if self.rope is None:
+            return self.max_position_embeddings
         if self.rope.rope_type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
         if self.rope.rope_type == "yarn":
@@ -226,110 +236,71 @@ def parse_config(
 
     ``where`` names the source in error messages. Raises :class:`~chairlift.errors.ModelLoadError`.
     """
-    fields = _Fields(raw, where)
     model_type = raw.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        supported = ", ".join(sorted(FAMILIES))
         raise ModelLoadError(f"{where}: model_type {model_type!r:.80} is not supported; supported: {supported}")
-    _refuse_foreign(raw, where)
+    fields = Fields(raw, where, family.defaults, family.keys)
+    _refuse_foreign(fields, raw, family, where)
     hidden_size = fields.integer("hidden_size", 1, 65_536)
     heads = fields.integer("num_attention_heads", 1, 1_024)
-    missing = _DEFAULT_KV_HEADS.get(model_type, heads)
-    kv_heads = fields.integer("num_key_value_heads", 1, 1_024, default=missing, null=heads)
+    kv_heads = fields.integer("num_key_value_heads", 1, 1_024, default=heads)
     if heads % kv_heads:
         fields.fail(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if raw.get("head_dim") is None and model_type != "qwen3" and hidden_size % heads:
-        fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}")
-    derived = 128 if model_type == "qwen3" and "head_dim" not in raw else hidden_size // heads
-    head_dim = fields.integer("head_dim", 2, 1_024, default=derived, null=derived)
-    if head_dim % 2:
+    if fields.get("head_dim") is None and hidden_size % heads:
+        names = fields.name("hidden_size"), fields.name("num_attention_heads")
+        fields.fail(f"{names[0]} {hidden_size} is not a multiple of {names[1]} {heads}")
+    head_dim = fields.integer("head_dim", 2, 1_024, default=hidden_size // heads)
+    if head_dim % 2 and family.rotary:
         fields.fail(f"head_dim {head_dim} is odd, but rotary embedding needs pairs")
     layers = fields.integer("num_hidden_layers", 1, 1_024)
-    context = fields.integer("max_position_embeddings", 1, _MAX_CONTEXT, default=_DEFAULT_CONTEXT[model_type])
-    if chunked := raw.get("dual_chunk_attention_config"):  # of Qwen's models for 1M tokens: the first chunk is as usual
-        chunks = _Fields(chunked if isinstance(chunked, Mapping) else {}, f"{where}: dual_chunk_attention_config")
-        size = chunks.integer("chunk_size", 1, _MAX_CONTEXT)
-        context = min(context, size - chunks.integer("local_size", 0, size - 1))
-    attention_bias = model_type in ("llama", "qwen3") and fields.boolean("attention_bias", False)
-    eos_default = 2 if model_type in ("llama", "mistral") else None
-    eos = (generation or {}).get("eos_token_id")
-    eos = raw.get("eos_token_id", eos_default) if eos is None else eos
-    return ModelConfig(
-        model_type=model_type,
-        vocab_size=fields.integer("vocab_size", 1, 2**22),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", 1, 2**20),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
-        max_position_embeddings=context,
-        rope=_rope(raw, context, head_dim, where),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-        dtype=_dtype(raw, where),
-        eos_token_ids=_token_ids(eos, where),
-        sampling_defaults=_sampling_defaults(generation or {}, where),
-        generation_unapplied=_generation_unapplied(generation or {}, context),
-        layer_windows=_layer_windows(fields, model_type, layers),
-        qkv_bias=attention_bias or model_type == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=model_type == "llama" and fields.boolean("mlp_bias", False),
-        qk_norm=model_type == "qwen3",
-    )
+    context, generation = _context(fields), generation or {}
+    eos = generation.get("eos_token_id")
+    values: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": fields.integer("vocab_size", 1, 2**22),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "norm_eps": fields.number("rms_norm_eps", 0.0, 1.0),
+        "max_position_embeddings": context,
+        "rope": _rope(raw, context, head_dim, where) if family.rotary else None,
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
+        "dtype": _dtype(raw, where),
+        "eos_token_ids": _token_ids(fields.get("eos_token_id") if eos is None else eos, where),
+        "sampling_defaults": _sampling_defaults(generation, where),
+        "generation_unapplied": _generation_unapplied(generation, context),
+        "layer_scales": (head_dim**-0.5,) * layers,
+        "mlp": family.activations[fields.get("hidden_act")],
+        **family.read(fields, layers),
+    }
+    if "intermediate_size" not in values:
+        values["intermediate_size"] = fields.integer("intermediate_size", 1, 2**20)
+    return ModelConfig(**values)
 
 
-class _Fields:
-    """Checked access to the keys of a JSON object; every failure names the file, the key, the value and the range."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw = raw
-        self.where = where
-
-    def fail(self, problem: str) -> NoReturn:
-        raise ModelLoadError(f"{self.where}: {problem}; the file is damaged or not a model that Chairlift supports")
-
-    def integer(self, key: str, low: int, high: int, *, default: int | None = None, null: int | None = None) -> int:
-        """``default`` stands in for a missing key, ``null`` for an explicit null; without them the key is required."""
-        value = self.raw.get(key, default)
-        if value is None and key in self.raw:
-            value = null
-        if value is None:
-            self.fail(f"{key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            self.fail(f"{key} must be a whole number from {low} to {high}, got {value!r:.80}")
-        return int(value)
-
-    def optional_integer(self, key: str, low: int, high: int, *, default: int | None = None) -> int | None:
-        return None if self.raw.get(key, default) is None else self.integer(key, low, high, default=default)
-
-    def number(self, key: str, low: float, high: float, *, default: float | None = None) -> float:
-        """A finite number above ``low`` and at most ``high``."""
-        value = self.raw.get(key, default)
-        if value is None:
-            self.fail(f"{key} is missing")
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not low < value <= high:
-            self.fail(f"{key} must be a number above {low:g} and up to {high:g}, got {value!r:.80}")
-        return float(value)
-
-    def optional_number(self, key: str, low: float, high: float) -> float | None:
-        return None if self.raw.get(key) is None else self.number(key, low, high)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key, default)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.fail(f"{key} must be true or false, got {value!r:.80}")
-        return bool(value)
+def _context(fields: Fields) -> int:
+    """Positions that the model was made for, before any rotary scaling."""
+    context = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
+    chunked = fields.get("dual_chunk_attention_config")
+    if not chunked:
+        return context
+    # Qwen's models for 1M tokens: the first chunk is as usual.
+    chunks = Fields(chunked if isinstance(chunked, Mapping) else {}, f"{fields.where}: dual_chunk_attention_config")
+    size = chunks.integer("chunk_size", 1, MAX_CONTEXT)
+    return min(context, size - chunks.integer("local_size", 0, size - 1))
 
 
-def _refuse_foreign(raw: Mapping[str, Any], where: str) -> None:
+def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, where: str) -> None:
     """Refuse a config that asks for maths we do not do, rather than answer with the wrong numbers."""
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelLoadError(f"{where}: hidden_act {activation!r:.80} is not supported; supported: silu")
+    activation = fields.get("hidden_act")
+    if not isinstance(activation, str) or activation not in family.activations:
+        supported = ", ".join(family.activations)
+        name = fields.name("hidden_act")
+        raise ModelLoadError(f"{where}: {name} {activation!r:.80} is not supported; supported: {supported}")
     for key in (*_FOREIGN_KEYS, *_FOREIGN_FACTORS):
         value = raw.get(key)
         if value and not (key in _FOREIGN_FACTORS and value == 1):
@@ -337,10 +308,11 @@ def _refuse_foreign(raw: Mapping[str, Any], where: str) -> None:
                 f"{where}: {key} = {value!r:.80} is not supported for model_type {raw['model_type']!r}; "
                 "use a model without it (quantized models: the original weights)"
             )
-    architectures = raw.get("architectures") or ["ForCausalLM"]
-    if not isinstance(architectures, list) or not any(str(name).endswith("ForCausalLM") for name in architectures):
+    architectures = raw.get("architectures") or [family.architecture]
+    if not isinstance(architectures, list) or not any(str(name).endswith(_GENERATES) for name in architectures):
         raise ModelLoadError(
-            f"{where}: architectures {architectures!r:.80} has no ...ForCausalLM; use a text-generation model"
+            f"{where}: architectures {architectures!r:.80} has no ...{' or ...'.join(_GENERATES)}; "
+            "use a text-generation model"
         )
     if raw.get("is_causal") is False:
         raise ModelLoadError(f"{where}: is_causal is false, so tokens see later ones; use a text-generation model")
@@ -373,7 +345,7 @@ def _token_ids(value: Any, where: str) -> tuple[int, ...]:
 def _sampling_defaults(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
     """By the names of SamplingParams. Without ``do_sample`` the others count, as in vLLM; with false none is drawn."""
     found = {name: value for name in _SAMPLING if (value := generation.get(name)) is not None}
-    if _Fields(generation, f"{where}: generation_config.json").boolean("do_sample", True):
+    if Fields(generation, f"{where}: generation_config.json").boolean("do_sample", True):
         return found
     return {"temperature": 0.0, **{name: found[name] for name in ("repetition_penalty",) if name in found}}
 
@@ -390,29 +362,6 @@ def _generation_unapplied(generation: Mapping[str, Any], context: int) -> dict[s
     return found
 
 
-def _layer_windows(fields: _Fields, model_type: str, layers: int) -> tuple[int | None, ...]:
-    raw = fields.raw
-    kinds = raw.get("layer_types")
-    if kinds is not None:
-        known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
-        if not known or len(kinds) != layers:
-            fields.fail(f"layer_types must name full_attention or sliding_attention for each of {layers} layers")
-    window: int | None = None
-    if model_type == "mistral" or (model_type in ("qwen2", "qwen3") and fields.boolean("use_sliding_window", False)):
-        window = fields.optional_integer("sliding_window", 1, _MAX_CONTEXT, default=4096)
-    if model_type == "mistral" or kinds is None:
-        first = 0
-        if model_type != "mistral" and window is not None:
-            first = fields.integer("max_window_layers", 0, 1_024, default=28)
-        windows = [window if layer >= first else None for layer in range(layers)]
-        if kinds is not None and [kind == "sliding_attention" for kind in kinds] != [w is not None for w in windows]:
-            fields.fail(f"layer_types of a {model_type} model must be all alike and agree with sliding_window {window}")
-        return tuple(windows)
-    if window is None and "sliding_attention" in kinds:
-        fields.fail("layer_types has sliding_attention, but use_sliding_window or sliding_window is not set")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
 def _rope(raw: Mapping[str, Any], context: int, head_dim: int, where: str) -> RopeConfig:
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or not _ROPE_KEYS.issuperset(given):
@@ -426,7 +375,9 @@ def _rope(raw: Mapping[str, Any], context: int, head_dim: int, where: str) -> Ro
     if rope_type not in _ROPE_TYPES:
         supported = ", ".join(_ROPE_TYPES)
         raise ModelLoadError(f"{where}: rope_type {rope_type!r:.80} is not supported; supported: {supported}")
-    fields = _Fields(parameters, f"{where}: rope parameters")
+    if raw.get("original_max_position_embeddings") is not None:
+        parameters["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    fields = Fields(parameters, f"{where}: rope parameters")
     if fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:
         fields.fail(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported")
     theta = fields.number("rope_theta", 1.0, 1e15)
@@ -434,9 +385,7 @@ def _rope(raw: Mapping[str, Any], context: int, head_dim: int, where: str) -> Ro
         return RopeConfig(theta=theta, original_max_position_embeddings=context)
     if rope_type == "dynamic" and head_dim == 2:
         fields.fail("rope_type 'dynamic' needs a head_dim above 2")
-    if raw.get("original_max_position_embeddings") is not None:
-        parameters["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
-    original = fields.integer("original_max_position_embeddings", 1, _MAX_CONTEXT, default=context)
+    original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, default=context)
     rope = RopeConfig(
         rope_type=rope_type,
         theta=theta,

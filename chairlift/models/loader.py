@@ -29,7 +29,7 @@ from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.hf_config import ModelConfig, read_config, read_json
 from chairlift.models.layers.embedding import Embedding
 from chairlift.models.layers.linear import Linear, WeightLayout
-from chairlift.models.registry import model_class
+from chairlift.models.registry import FAMILIES
 
 __all__ = [
     "WeightLayout",
@@ -52,6 +52,7 @@ _PIECE_BYTES = 64 << 20
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+"""Our names; a checkpoint may call the embedding something else."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
@@ -118,7 +119,7 @@ def load_model(
     elif device.type != "cpu" and layout is WeightLayout.ONEDNN:
         layout = WeightLayout.PLAIN
     with torch.device("meta"):
-        model = model_class(config.model_type)(config)
+        model = CausalLM(config)
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, stack)
         parts = _checked_parts(tensors, model, model_dir)
@@ -130,7 +131,7 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
     """Read all weights of ``config`` in a directory. Raises :class:`~chairlift.errors.ModelLoadError` unless every
     number is finite, also once it is rounded to ``dtype``."""
     with torch.device("meta"):
-        model = model_class(config.model_type)(config)
+        model = CausalLM(config)
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, stack)
         _check_finite(tensors, _checked_parts(tensors, model, model_dir), dtype, model_dir, None, mapped=True)
@@ -361,6 +362,7 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor:
     """A view of the tensor in its mapped file."""
     try:
         tensor: Tensor = tensors[part.name].get_tensor(part.name)
+        tensor = tensor.t() if part.transposed else tensor
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ModelLoadError(f"cannot read tensor {part.name}: {error}; download the model again") from None
     return tensor
@@ -419,15 +421,20 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
 
 def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path) -> list[CheckpointPart]:
     """Compare names, shapes and dtypes with what the model needs, before any memory is spent on it."""
-    tied, parts = model.config.tie_word_embeddings, checkpoint_layout(model)
-    if tied and _EMBEDDING not in tensors and _HEAD in tensors:  # safetensors' save_model keeps either name
-        parts = [dataclasses.replace(part, name=_HEAD) if part.name == _EMBEDDING else part for part in parts]
+    tied, parts, family = model.config.tie_word_embeddings, checkpoint_layout(model), FAMILIES[model.config.model_type]
+    if (prefix := family.optional_prefix) and not any(name.startswith(prefix) for name in tensors):
+        parts = [dataclasses.replace(part, name=part.name.removeprefix(prefix)) for part in parts]
+    embedding_name = next(part.name for part in parts if part.parameter == _EMBEDDING)
+    if tied and embedding_name not in tensors and _HEAD in tensors:  # safetensors' save_model keeps either name
+        parts = [dataclasses.replace(part, name=_HEAD) if part.name == embedding_name else part for part in parts]
     wanted = {part.name: part for part in parts}
     missing = [name for name in wanted if name not in tensors]
     # Old checkpoints carry rotary frequencies, and a tied head may be stored again: both say nothing new.
     redundant = (_HEAD,) if tied and _HEAD not in wanted else ()
     unexpected = [
-        name for name in tensors if name not in wanted and name not in redundant and "rotary_emb.inv_freq" not in name
+        name
+        for name in tensors
+        if name not in wanted and name not in redundant and not re.search(family.ignored_tensors, name)
     ]
     if missing or unexpected:
         both = (("missing", missing), ("unexpected", unexpected))
@@ -439,9 +446,10 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
     for name, part in wanted.items():
         view = tensors[name].get_slice(name)
         shape, dtype = tuple(view.get_shape()), view.get_dtype()
-        if shape != part.shape:
+        expected = part.shape[::-1] if part.transposed else part.shape
+        if shape != expected:
             raise ModelLoadError(
-                f"{model_dir}: tensor {name} has shape {list(shape)}, but config.json asks for {list(part.shape)}; "
+                f"{model_dir}: tensor {name} has shape {list(shape)}, but config.json asks for {list(expected)}; "
                 "check that config.json and the weights belong together"
             )
         if dtype not in _STORED_DTYPES:
@@ -450,10 +458,10 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
                 "use the original model in bfloat16, float16 or float32"
             )
     for name in filter(tensors.__contains__, redundant):
-        head, embedding = (tensors[each].get_tensor(each) for each in (name, _EMBEDDING))
+        head, embedding = (tensors[each].get_tensor(each) for each in (name, embedding_name))
         if not torch.equal(head.to(embedding), embedding):
             raise ModelLoadError(
-                f"{model_dir}: config.json ties {name} to {_EMBEDDING}, but both are stored, and differ; "
+                f"{model_dir}: config.json ties {name} to {embedding_name}, but both are stored, and differ; "
                 "set tie_word_embeddings to false if the head was trained by itself, else remove it from the file"
             )
     return parts

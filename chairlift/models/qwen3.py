@@ -1,15 +1,20 @@
-"""Qwen3 (2025): Llama with a norm on each head of q and k, and a head size of its own."""
+"""Qwen3 (2025): Qwen2 with a norm on each head of q and k, and a head size of its own."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any
 
-from chairlift.models.causal_lm import CausalLM
+from chairlift.models.family import Family, Fields
+from chairlift.models.qwen2 import QWEN2_DEFAULTS, qwen2_windows
 
-__all__ = ["Qwen3ForCausalLM"]
+__all__ = ["QWEN3"]
 
 
-class Qwen3ForCausalLM(CausalLM):
-    """Qwen3 (2025): Llama with a norm on each head of q and k, and a head size of its own."""
+def _read(fields: Fields, layers: int) -> dict[str, Any]:
+    biased = fields.boolean("attention_bias", False)
+    return {"qkv_bias": biased, "o_bias": biased, "qk_norm": True, "layer_windows": qwen2_windows(fields, layers)}
 
-    model_type: ClassVar[str] = "qwen3"
+
+QWEN3 = Family(
+    model_type="qwen3", architecture="Qwen3ForCausalLM", read=_read, defaults={**QWEN2_DEFAULTS, "head_dim": 128}
+)

@@ -14,7 +14,6 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.hf_config import ModelConfig, parse_config
 from chairlift.models.loader import resolve_dtype
-from chairlift.models.registry import model_class
 
 __all__ = ["random_model", "write_random_model"]
 
@@ -28,14 +27,14 @@ def random_model(
     """
     torch_dtype = resolve_dtype(config, dtype)
     with torch.device("meta"):
-        model = model_class(config.model_type)(config)
+        model = CausalLM(config)
     model = model.to(torch_dtype).to_empty(device="cpu")
     model.tie_weights()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator) * std
-            parameter.copy_(values + 1 if name.split(".")[-2].endswith("norm") else values)
+            parameter.copy_(values + 1 if name.endswith("norm.weight") else values)
     return model.eval().requires_grad_(False)
 
 

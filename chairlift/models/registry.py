@@ -1,25 +1,14 @@
-"""Which class implements which Hugging Face ``model_type``."""
+"""Which family a Hugging Face ``model_type`` is."""
 
 from __future__ import annotations
 
-from chairlift.errors import ModelLoadError
-from chairlift.models.causal_lm import CausalLM
-from chairlift.models.llama import LlamaForCausalLM
-from chairlift.models.mistral import MistralForCausalLM
-from chairlift.models.qwen2 import Qwen2ForCausalLM
-from chairlift.models.qwen3 import Qwen3ForCausalLM
+from chairlift.models.family import Family
+from chairlift.models.gpt2 import GPT2
+from chairlift.models.llama import LLAMA
+from chairlift.models.mistral import MISTRAL
+from chairlift.models.qwen2 import QWEN2
+from chairlift.models.qwen3 import QWEN3
 
-__all__ = ["MODEL_CLASSES", "model_class"]
+__all__ = ["FAMILIES"]
 
-MODEL_CLASSES: dict[str, type[CausalLM]] = {
-    cls.model_type: cls for cls in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-}
-
-
-def model_class(model_type: str) -> type[CausalLM]:
-    """The class for a ``model_type``; :class:`~chairlift.errors.ModelLoadError` lists what there is."""
-    try:
-        return MODEL_CLASSES[model_type]
-    except KeyError:
-        supported = ", ".join(sorted(MODEL_CLASSES))
-        raise ModelLoadError(f"model_type {model_type[:80]!r} is not supported; supported: {supported}") from None
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}

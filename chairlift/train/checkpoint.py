@@ -33,6 +33,7 @@ from torch import Tensor
 from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.registry import FAMILIES
 
 __all__ = ["CheckpointStore", "ModelFiles", "load_state", "random_state", "set_random_state", "write_model"]
 
@@ -72,7 +73,7 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
     tensors = {name: tensor.to(files.dtype).cpu().contiguous() for name, tensor in hf_state_dict(model).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # the library writes it for the owner only
-    config = {"architectures": [type(model).__name__], **files.config}
+    config = {"architectures": [FAMILIES[model.config.model_type].architecture], **files.config}
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(files.dtype).removeprefix("torch.")
     _write_json(directory / "config.json", config)
     if files.generation_config:

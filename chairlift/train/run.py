@@ -22,7 +22,6 @@ from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config, read_json
 from chairlift.models.loader import WeightLayout, load_model, resolve_dtype
-from chairlift.models.registry import model_class
 from chairlift.train.balance import Cost
 from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
 from chairlift.train.config import DataSettings, DriftSettings, TrainConfig
@@ -231,7 +230,7 @@ def _make_model(prepared: Prepared) -> CausalLM:
     config = prepared.config
     if config.model.path is not None and prepared.resume_from is None:
         return load_model(Path(config.model.path), prepared.network, torch.float32, layout=WeightLayout.PLAIN)
-    return model_class(prepared.network.model_type)(prepared.network)
+    return CausalLM(prepared.network)
 
 
 def train(

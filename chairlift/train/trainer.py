@@ -25,7 +25,7 @@ from torch.nn import functional
 from chairlift.errors import ConfigError, DivergedError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.layers.attention import Attention
-from chairlift.models.layers.mlp import GatedMLP
+from chairlift.models.layers.mlp import MLP
 from chairlift.train.collate import IGNORED, PackCollator
 from chairlift.train.config import TrainerConfig
 from chairlift.train.layout import Pack
@@ -277,7 +277,7 @@ def _dropout(model: CausalLM, rate: float, seed: int, step: int, pack: Pack) -> 
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(int.from_bytes(key.digest()))
         for module in model.modules():
-            if isinstance(module, (Attention, GatedMLP)):
+            if isinstance(module, (Attention, MLP)):
                 hook = module.register_forward_hook(lambda _module, _args, out: functional.dropout(out, rate))
                 stack.callback(hook.remove)
         yield

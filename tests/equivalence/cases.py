@@ -42,7 +42,7 @@ MAX_NEAR_TIES = 2
 MOST_PROMPT, MOST_OUTPUT = 70, 16
 
 FACTORS: dict[str, Sequence[Any]] = {
-    "family": ("llama", "mistral", "qwen2", "qwen3"),
+    "family": ("llama", "mistral", "qwen2", "qwen3", "gpt2"),
     "max_num_batched_tokens": (1, 7, 16, 64, 2048),
     "block_size": (1, 8, 16, 32),
     "arrival": ("together", "reversed", "staggered"),

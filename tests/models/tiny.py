@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -24,6 +25,7 @@ _CONFIGS: dict[str, type[PretrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "gpt2": GPT2Config,
 }
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 128,
@@ -37,7 +39,11 @@ _DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
 }
 # Where families differ, the tiny ones do: Qwen3's heads are not hidden/heads wide, Mistral's window is short.
-_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 32}, "mistral": {"sliding_window": 24}}
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": 24},
+    "gpt2": {"n_inner": 96},
+}
 FAMILIES = tuple(_CONFIGS)
 
 
@@ -50,7 +56,7 @@ def tiny_hf_model(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write a random model of a family (``llama``, ``mistral``, ``qwen2``, ``qwen3``) and return its directory.
+    """Write a random model of a family (one of :data:`FAMILIES`) and return its directory.
 
     Matrices and biases have standard deviation ``std`` (0.25 makes logits far apart, so that greedy ties don't occur),
     norms lie around 1. ``overrides`` are fields of the family's transformers config. There is no tokenizer.
@@ -61,7 +67,7 @@ def tiny_hf_model(
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * values if "norm" in name else std * values)
+            parameter.copy_(1 + 0.1 * values if "norm" in name or "ln_" in name else std * values)
     model_dir = tmp_path / f"{family}-{seed}"
     model.to(dtype).save_pretrained(model_dir)
     return model_dir

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from chairlift.errors import ConfigError
+from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext
 from chairlift.models.hf_config import parse_config
-from chairlift.models.llama import LlamaForCausalLM
 from chairlift.train.isolation import check_isolation
 from chairlift.train.varlen import patch_hf
 from tests.train.families import EXACT, LEAKING, tiny
@@ -169,7 +169,7 @@ def test_a_tolerance_above_the_leak_lets_it_pass_and_a_model_of_zeros_says_nothi
 def test_our_own_models_are_checked_through_forward() -> None:
     config = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    model = LlamaForCausalLM(parse_config({"model_type": "llama", **config, **heads}))
+    model = CausalLM(parse_config({"model_type": "llama", **config, **heads}))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

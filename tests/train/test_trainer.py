@@ -238,6 +238,7 @@ FAMILIES = {
     "mistral": {"sliding_window": 16},
     "qwen2": {},
     "qwen3": {"head_dim": 8},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 40, "n_positions": 128},
 }
 
 

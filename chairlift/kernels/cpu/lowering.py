@@ -10,16 +10,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
-from chairlift.kernels import recording as r
+from chairlift.kernels import ops
 from chairlift.kernels.cpu.packing import PackedWeight
-from chairlift.kernels.reference import silu_and_mul
+from chairlift.kernels.recording import Node, Op, Value, add, attention
 
 __all__ = ["FusedOp", "OpKind", "Plan", "lower", "narrow_at"]
 
@@ -43,15 +43,15 @@ class FusedOp:
     """One ``cl_op`` before it has addresses. ``fields`` are its plain members by the header's names."""
 
     kind: OpKind
-    out: r.Value
-    inputs: tuple[r.Value, ...]
+    out: Value
+    inputs: tuple[Value, ...]
     """Activations it reads: ``in``, then ``aux``; for a call-out all arguments."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight: Tensor | PackedWeight | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    rotary: r.Value | None = None
-    call: r.Call | None = None
+    rotary: Value | None = None
+    call: Node | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,18 +59,23 @@ class Plan:
     """Fused operations in order, and where their activations lie."""
 
     ops: list[FusedOp]
-    buffer_of: dict[r.Value, int]
+    buffer_of: dict[Value, int]
     widths: list[int]
     """Columns of each buffer. A buffer is shared only by activations as wide, so that its padding stays zero."""
 
+    @property
+    def calls(self) -> list[str]:
+        """Names of the operations that run in plain torch."""
+        return list(dict.fromkeys(op.call.label for op in self.ops if op.call is not None))
 
-def lower(nodes: Sequence[r.Node], output: r.Value) -> Plan:
+
+def lower(nodes: Sequence[Node], output: Value) -> Plan:
     """Fuse ``nodes`` and lay out buffers such that ``output`` outlives the run."""
     ops = _Fuser(nodes, output).fuse()
     return _place(ops, output)
 
 
-def narrow_at(ops: Sequence[FusedOp], output: r.Value) -> tuple[int, set[r.Value]]:
+def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
     """From which operation on a token no longer matters to others, and the activations that are read from there on."""
     shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV)
     at = max((i for i, op in enumerate(ops) if op.kind in shared), default=-1) + 1
@@ -81,12 +86,11 @@ def narrow_at(ops: Sequence[FusedOp], output: r.Value) -> tuple[int, set[r.Value
 class _Fuser:
     """Every node becomes an operation of its own, or part of the one that reads it."""
 
-    def __init__(self, nodes: Sequence[r.Node], output: r.Value) -> None:
+    def __init__(self, nodes: Sequence[Node], output: Value) -> None:
         self.nodes = nodes
-        self.producer = {node.out: node for node in nodes}
         self.readers = collections.Counter(value for node in nodes for value in set(node.inputs))
         self.readers[output] += 1
-        self.absorbed: dict[r.Value, r.Linear] = {}
+        self.absorbed: dict[Value, Node] = {}
         """Products that their reader computes."""
         self.ones: dict[int, PackedWeight] = {}
         """Identity matrices by size."""
@@ -94,98 +98,123 @@ class _Fuser:
     def fuse(self) -> list[FusedOp]:
         for node in self.nodes:
             self._absorb(node)
-        ops: list[FusedOp] = []
-        for node in self.nodes:
-            if node.out not in self.absorbed:
-                ops += self._lower(node)
-        return ops
+        rest = [node for node in self.nodes if node.out not in self.absorbed]
+        return [op for node in rest for op in _KERNELS.get(node.op, _call)(self, node)]
 
-    def _absorb(self, node: r.Node) -> None:
+    def _absorb(self, node: Node) -> None:
         """Claim the product that ``node`` can compute itself."""
-        # Of a sum with two products the later one is claimed: the earlier may be long done, and its input gone.
-        candidates = reversed(node.inputs) if isinstance(node, r.Add) else node.inputs[:1]
-        if not isinstance(node, (r.Add, r.SiluAndMul, r.RotaryHeads)):
+        if node.op not in (add, ops.silu_and_mul, ops.rotary_heads):
             return
+        # Of a sum with two products the later one is claimed: the earlier may be long done, and its input gone.
+        candidates = reversed(node.inputs) if node.op is add else node.inputs[:1]
         for value in candidates:
-            product = self.producer.get(value)
-            if not isinstance(product, r.Linear) or self.readers[value] > 1 or node.inputs.count(value) > 1:
+            product = value.node
+            if product is None or product.op is not ops.native_linear:
                 continue
-            if product.weight.interleaved == isinstance(node, r.SiluAndMul):
+            if self.readers[value] > 1 or node.inputs.count(value) > 1:
+                continue
+            if product.attributes["weight"].interleaved == (node.op is ops.silu_and_mul):
                 self.absorbed[value] = product
                 return
 
-    def _lower(self, node: r.Node) -> Iterable[FusedOp]:
-        match node:
-            case r.Embedding(weight=weight):
-                rows, width = (weight.out_features, weight.k) if isinstance(weight, PackedWeight) else weight.shape
-                flags = int(isinstance(weight, PackedWeight))
-                yield FusedOp(OpKind.EMBED, node.out, (), {"n": rows, "k": width, "flags": flags}, weight)
-            case r.RotaryTable():
-                fields = {"head_dim": node.out.width, "scale": node.factor}
-                yield FusedOp(OpKind.ROTARY, node.out, (), fields, node.frequencies)
-            case r.RMSNorm():
-                fields = {"k": node.out.width, "eps": node.eps}
-                yield FusedOp(OpKind.RMS_NORM, node.out, node.inputs, fields, node.weight)
-            case r.Linear():
-                if node.weight.interleaved:
-                    raise InvariantError(
-                        "the product of gate and up may only be read by ops.silu_and_mul; "
-                        "make them two layers, or one that does not pair its rows"
-                    )
-                yield _product(OpKind.LINEAR, node, node.out)
-            case r.SiluAndMul():
-                product = self.absorbed.get(node.inputs[0])
-                if product is not None:
-                    yield _product(OpKind.LINEAR_SILU, product, node.out)
-                else:
-                    yield from self._lower(r.Call(node.out, node.inputs, silu_and_mul))
-            case r.Add():
-                yield self._add(node)
-            case r.RotaryHeads():
-                pass  # computed by the attention that reads it
-            case r.Attention():
-                yield from self._attention(node)
-            case r.Call():
-                yield FusedOp(OpKind.CALL, node.out, node.inputs, call=node)
-            case _:
-                raise InvariantError(f"no operation for {type(node).__name__}")
 
-    def _add(self, node: r.Add) -> FusedOp:
-        for value, other in (node.inputs, node.inputs[::-1]):
-            product = self.absorbed.get(value)
-            if product is not None:
-                return _product(OpKind.LINEAR, product, node.out, other)
-        return FusedOp(OpKind.ADD, node.out, node.inputs, {"n": node.out.width})
-
-    def _attention(self, node: r.Attention) -> Iterable[FusedOp]:
-        heads = node.heads
-        sizes = {"heads": heads.num_heads, "kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
-        sizes["layer"] = node.layer
-        qkv = heads.inputs[0]
-        product = self.absorbed.get(qkv)
-        if product is None:
-            # Only products are split into heads natively; and one times a number is that number.
-            if qkv.width not in self.ones:
-                self.ones[qkv.width] = PackedWeight(qkv.width, qkv.width, qkv.dtype)
-                self.ones[qkv.width].pack_rows(torch.eye(qkv.width))
-            product = r.Linear(qkv, (qkv,), self.ones[qkv.width])
-        q = r.Value(node.out.recorder, "rows", node.out.width)
-        op = _product(OpKind.QKV, product, q)
-        op.fields |= {**sizes, "eps": heads.eps}
-        op.q_norm, op.k_norm = heads.q_norm, heads.k_norm
-        op.rotary = heads.inputs[1] if len(heads.inputs) == 2 else None
-        yield op
-        yield FusedOp(OpKind.ATTENTION, node.out, (q,), {**sizes, "scale": node.scale, "window": node.window or 0})
+def _call(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    """What has no kernel: the native run stops for it."""
+    yield FusedOp(OpKind.CALL, node.out, node.inputs, call=node)
 
 
-def _product(kind: OpKind, product: r.Linear, out: r.Value, *aux: r.Value) -> FusedOp:
-    weight = product.weight
+def _embedding(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    weight = node.attributes["weight"]
+    packed = isinstance(weight, PackedWeight)
+    if node.inputs[0].role != "token_ids":
+        yield from _call(fuser, node)
+        return
+    rows, width = (weight.out_features, weight.k) if packed else weight.shape
+    yield FusedOp(OpKind.EMBED, node.out, (), {"n": rows, "k": width, "flags": int(packed)}, weight)
+
+
+def _rotary_table(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    fields = {"head_dim": node.out.width, "scale": node.attributes["factor"]}
+    yield FusedOp(OpKind.ROTARY, node.out, (), fields, node.attributes["frequencies"])
+
+
+def _rms_norm(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    fields = {"k": node.out.width, "eps": node.attributes["eps"]}
+    yield FusedOp(OpKind.RMS_NORM, node.out, node.inputs, fields, node.attributes["weight"])
+
+
+def _linear(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    if node.attributes["weight"].interleaved:
+        raise InvariantError(
+            "the product of gate and up may only be read by ops.silu_and_mul; "
+            "make them two layers, or one that does not pair its rows"
+        )
+    yield _product(OpKind.LINEAR, node, node.out)
+
+
+def _silu_and_mul(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    product = fuser.absorbed.get(node.inputs[0])
+    if product is None:
+        yield from _call(fuser, node)
+    else:
+        yield _product(OpKind.LINEAR_SILU, product, node.out)
+
+
+def _add(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    for value, other in (node.inputs, node.inputs[::-1]):
+        product = fuser.absorbed.get(value)
+        if product is not None:
+            yield _product(OpKind.LINEAR, product, node.out, other)
+            return
+    yield FusedOp(OpKind.ADD, node.out, node.inputs, {"n": node.out.width})
+
+
+def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    """The heads that it reads, and attention itself."""
+    heads = node.inputs[0].node
+    if heads is None:
+        raise InvariantError("attention reads heads that no operation made")
+    given, attended, qkv = heads.attributes, node.attributes, heads.inputs[0]
+    sizes = {"heads": given["num_heads"], "kv_heads": given["num_kv_heads"], "head_dim": given["head_dim"]}
+    sizes["layer"] = attended["layer"]
+    product = fuser.absorbed.get(qkv)
+    if product is None:
+        # Only products are split into heads natively; and one times a number is that number.
+        if qkv.width not in fuser.ones:
+            fuser.ones[qkv.width] = PackedWeight(qkv.width, qkv.width, qkv.dtype)
+            fuser.ones[qkv.width].pack_rows(torch.eye(qkv.width))
+        product = Node(ops.native_linear, (qkv,), {"weight": fuser.ones[qkv.width]}, (qkv,))
+    q = Value(qkv.recorder, "rows", node.out.width)
+    op = _product(OpKind.QKV, product, q)
+    op.fields |= {**sizes, "eps": given.get("eps", 0.0)}
+    op.q_norm, op.k_norm = given.get("q_norm"), given.get("k_norm")
+    op.rotary = heads.inputs[1] if len(heads.inputs) == 2 else None
+    yield op
+    fields = {**sizes, "scale": attended["scale"], "window": attended["window"] or 0}
+    yield FusedOp(OpKind.ATTENTION, node.out, (q,), fields)
+
+
+_KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
+    add: _add,
+    attention: _attention,
+    ops.embedding: _embedding,
+    ops.native_linear: _linear,
+    ops.rms_norm: _rms_norm,
+    ops.rotary_heads: lambda fuser, node: (),  # computed by the attention that reads it
+    ops.rotary_table: _rotary_table,
+    ops.silu_and_mul: _silu_and_mul,
+}
+"""How operations that have a native kernel become those."""
+
+
+def _product(kind: OpKind, product: Node, out: Value, *aux: Value) -> FusedOp:
+    weight: PackedWeight = product.attributes["weight"]
     return FusedOp(kind, out, (*product.inputs, *aux), {"n": weight.n, "k": weight.k}, weight)
 
 
-def _place(ops: list[FusedOp], output: r.Value) -> Plan:
+def _place(ops: list[FusedOp], output: Value) -> Plan:
     """Give every activation a buffer, taking over those whose last reader has run (linear-scan allocation)."""
-    last_read: dict[r.Value, int] = {}
+    last_read: dict[Value, int] = {}
     for index, op in enumerate(ops):
         last_read[op.out] = index
         last_read.update((value, index) for value in op.inputs)

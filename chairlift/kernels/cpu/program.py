@@ -228,12 +228,10 @@ class StepProgram:
         num_tokens = len(step.token_ids)
         given = [self._argument(value, step) for value in op.inputs]
         with torch.inference_mode():
-            result = op.call.function(*given)
+            result = op.call.compute(*given)
         if not isinstance(result, Tensor) or result.shape != (num_tokens, op.out.width):
             shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise InvariantError(
-                f"a function given to ops.call_out returned {shape}, and said it would be [T, {op.out.width}]"
-            )
+            raise InvariantError(f"{op.call.op.name} returned {shape}, and said it would be [T, {op.out.width}]")
         rows = self._buffers[self.plan.buffer_of[op.out]][:num_tokens]
         rows[:, : op.out.width] = result
         rows[:, op.out.width :] = 0  # products read the pad, and a row that broke earlier may have left its NaN there

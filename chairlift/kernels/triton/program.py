@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from chairlift.errors import ConfigError, InvariantError
-from chairlift.kernels import recording as r
-from chairlift.kernels import reference
-from chairlift.kernels.fp8 import Fp8Weight, fp8_linear
+from chairlift.kernels import ops
+from chairlift.kernels.fp8 import Fp8Weight
+from chairlift.kernels.recording import Node, Op, Value, add, attention
 from chairlift.kernels.triton.launch import AttentionLaunch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
@@ -73,8 +72,8 @@ class TritonProgram:
 
     def __init__(
         self,
-        nodes: Sequence[r.Node],
-        output: r.Value,
+        nodes: Sequence[Node],
+        output: Value,
         kv: PagedKV,
         device: torch.device,
         num_multiprocessors: int,
@@ -86,18 +85,21 @@ class TritonProgram:
         self._kv = kv
         self._multiprocessors = num_multiprocessors
         self._batch_invariant = batch_invariant
-        if batch_invariant and any(isinstance(n, r.Call) and not _is_linear(n.function) for n in nodes):
+        self.calls = list(dict.fromkeys(node.label for node in nodes if node.op not in _KERNELS))
+        """Names of the operations that run in plain torch."""
+        if batch_invariant and self.calls:
             raise ConfigError("batch_invariant is on, but PyTorch computes a part of this model; leave it off")
-        self._frequencies = {n.out: n.frequencies.to(device) for n in nodes if isinstance(n, r.RotaryTable)}
-        attentions = [node for node in nodes if isinstance(node, r.Attention)]
-        self._layer_of = {node.heads.out: node.layer for node in attentions}
-        heads = collections.Counter(node.heads.out for node in attentions)
-        if any(heads[node.out] != 1 for node in nodes if isinstance(node, r.RotaryHeads)):
+        tables = [node for node in nodes if node.op is ops.rotary_table]
+        self._frequencies = {node.out: node.attributes["frequencies"].to(device) for node in tables}
+        attentions = [node for node in nodes if node.op is attention]
+        self._layer_of = {node.inputs[0]: node.attributes["layer"] for node in attentions}
+        heads = collections.Counter(node.inputs[0] for node in attentions)
+        if any(heads[node.out] != 1 for node in nodes if node.op is ops.rotary_heads):
             raise InvariantError(
                 "queries, keys and values must go to one attention; use kernels='torch' for this model"
             )
         last = {value: i for i, node in enumerate(nodes) for value in node.inputs}
-        self._dead: list[list[r.Value]] = [[] for _ in nodes]
+        self._dead: list[list[Value]] = [[] for _ in nodes]
         """Per node, the values that nobody reads after it: their memory is given back at once."""
         for value, i in last.items():
             if value is not output:
@@ -106,15 +108,16 @@ class TritonProgram:
 
     @torch.inference_mode()
     def run(
-        self, given: dict[r.Value, Tensor], step: StepTensors | None = None, launch: AttentionLaunch | None = None
+        self, given: dict[Value, Tensor], step: StepTensors | None = None, launch: AttentionLaunch | None = None
     ) -> Tensor:
         """``output`` [T, width] from the values ``given``; ``step`` and ``launch`` are for attention."""
         values, i = dict(given), 0
         while i < len(self._nodes):
             node = self._nodes[i]
-            if i in self._in_place and isinstance(norm := self._nodes[i + 1], r.RMSNorm):
+            if i in self._in_place:
+                norm = self._nodes[i + 1]
                 kept, added = (values[value] for value in node.inputs)
-                values[norm.out] = add_rms_norm(added, kept, norm.weight, norm.eps)
+                values[norm.out] = add_rms_norm(added, kept, **norm.attributes)
                 values[node.out] = kept
                 self._forget(values, i)
                 i += 1
@@ -124,78 +127,76 @@ class TritonProgram:
             i += 1
         return values[self._output]
 
-    def _forget(self, values: dict[r.Value, Tensor], i: int) -> None:
+    def _forget(self, values: dict[Value, Tensor], i: int) -> None:
         for value in self._dead[i]:
-            del values[value]
+            values.pop(value, None)  # keys and values of attention went to their slots
 
     def _adds_in_place(self, i: int) -> bool:
         """Whether node ``i`` adds to activations of this program that nobody else reads, and a norm comes next."""
         node, norm = self._nodes[i], self._nodes[i + 1]
-        if not isinstance(node, r.Add) or not isinstance(norm, r.RMSNorm) or norm.inputs != (node.out,):
+        if node.op is not add or norm.op is not ops.rms_norm or norm.inputs != (node.out,):
             return False
         kept, added = node.inputs
         # What a call-out returned may be shared with whoever wrote it.
-        made = {n.out for n in self._nodes[:i] if isinstance(n, r.Embedding | r.Add)}
+        made = {n.out for n in self._nodes[:i] if n.op in (ops.embedding, add)}
         return kept in made and kept in self._dead[i] and kept is not added
 
     def _compute(
-        self, node: r.Node, values: dict[r.Value, Tensor], step: StepTensors | None, launch: AttentionLaunch | None
+        self, node: Node, values: dict[Value, Tensor], step: StepTensors | None, launch: AttentionLaunch | None
     ) -> Tensor:
-        match node:
-            case r.Call(function=function):
-                return self._call(function, [values[value] for value in node.inputs], node.inputs)
-            case r.Embedding(weight=Tensor() as weight):
-                return torch.nn.functional.embedding(values[node.inputs[0]], weight)
-            case r.RMSNorm(weight=weight, eps=eps):
-                return rms_norm(values[node.inputs[0]], weight, eps)
-            case r.SiluAndMul():
-                return silu_and_mul(values[node.inputs[0]])
-            case r.Add():
-                return values[node.inputs[0]] + values[node.inputs[1]]
-            case r.RotaryTable(factor=factor):
-                dtype = node.out.recorder.dtype
-                return rotary_table(values[node.inputs[0]], self._frequencies[node.out], factor, dtype)
-            case r.RotaryHeads() if step is not None:
-                return self._heads(node, values, step)
-            case r.Attention(layer=layer) if step is not None and launch is not None:
-                keys, entries = self._kv.caches[layer]
-                group = self._kv.layer_groups[layer]
-                out = paged_attention(
-                    values[node.heads.out], keys, entries, step.seq_lens, step.block_tables[group], scale=node.scale,
-                    window=node.window, launch=launch, cu_seqlens=step.cu_seqlens, table_rows=step.table_rows,
-                )  # fmt: skip
-                return out.flatten(1)
-        raise InvariantError(f"the Triton kernels cannot run {type(node).__name__}; use kernels='torch' for this model")
+        if node.op is attention:
+            return self._attention(node, values[node.inputs[0]], step, launch)
+        given = [values[value] for value in node.inputs]
+        if node.op is ops.rotary_heads:
+            return self._heads(node, given, step)
+        kernel = _KERNELS.get(node.op)
+        if kernel is not None:
+            return kernel(self, node, *given)
+        # Functions of token ids and positions were promised int64.
+        out: Tensor = node.compute(
+            *(x if v.role == "rows" else x.long() for x, v in zip(given, node.inputs, strict=True))
+        )
+        return out
 
-    def _heads(self, node: r.RotaryHeads, values: dict[r.Value, Tensor], step: StepTensors) -> Tensor:
-        """The queries; keys and values go to their slots."""
-        layer = self._layer_of[node.out]
+    def _attention(self, node: Node, q: Tensor, step: StepTensors | None, launch: AttentionLaunch | None) -> Tensor:
+        if step is None or launch is None:
+            raise InvariantError("attention needs a step and its launch")
+        layer, scale, window = (node.attributes[name] for name in ("layer", "scale", "window"))
         keys, entries = self._kv.caches[layer]
-        table = values[node.inputs[1]] if len(node.inputs) > 1 else None
+        group = self._kv.layer_groups[layer]
+        out = paged_attention(
+            q, keys, entries, step.seq_lens, step.block_tables[group], scale=scale, window=window, launch=launch,
+            cu_seqlens=step.cu_seqlens, table_rows=step.table_rows,
+        )  # fmt: skip
+        return out.flatten(1)
+
+    def _heads(self, node: Node, given: Sequence[Tensor], step: StepTensors | None) -> Tensor:
+        """The queries; keys and values go to their slots."""
+        if step is None:
+            raise InvariantError("heads need a step, whose cache they are written to")
+        layer, attributes = self._layer_of[node.out], node.attributes
+        keys, entries = self._kv.caches[layer]
         return rope_and_cache(
-            values[node.inputs[0]],
-            None if table is None else (table[0], table[1]),
+            given[0],
+            None if len(given) == 1 else (given[1][0], given[1][1]),
             keys,
             entries,
             step.slot_mapping[self._kv.layer_groups[layer]],
-            num_heads=node.num_heads,
-            q_norm=node.q_norm,
-            k_norm=node.k_norm,
-            eps=node.eps,
+            num_heads=attributes["num_heads"],
+            q_norm=attributes.get("q_norm"),
+            k_norm=attributes.get("k_norm"),
+            eps=attributes.get("eps", 0.0),
         )
 
-    def _call(self, function: Any, given: list[Tensor], inputs: Sequence[r.Value]) -> Tensor:
-        if _is_linear(function):
-            return self._linear(given[0], **function.keywords)
-        # Functions of token ids and positions were promised int64.
-        out: Tensor = function(*(x if v.role == "rows" else x.long() for x, v in zip(given, inputs, strict=True)))
-        return out
+    def _table(self, node: Node, positions: Tensor) -> Tensor:
+        attributes = node.attributes
+        return rotary_table(positions, self._frequencies[node.out], attributes["factor"], attributes["dtype"])
 
     def _linear(self, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None) -> Tensor:
         any_rows = self._batch_invariant
         if not any_rows and len(x) > SMALL_ROWS:
             if isinstance(weight, Tensor):
-                return reference.linear(x, weight, bias)
+                return ops.linear(x, weight, bias)
             if not any(size % 16 for size in weight.values.shape):  # the library takes no others
                 return scaled_linear(x, weight.values, bias, scales=weight.scales)
             any_rows = True
@@ -205,5 +206,15 @@ class TritonProgram:
         return linear_small(x, values, bias, launch=launch, scales=scales)
 
 
-def _is_linear(function: Any) -> bool:
-    return isinstance(function, functools.partial) and function.func in (reference.linear, fp8_linear)
+_KERNELS: dict[Op[..., Any], Callable[..., Tensor]] = {
+    add: lambda program, node, a, b: a + b,
+    attention: TritonProgram._attention,
+    ops.embedding: lambda program, node, ids: torch.nn.functional.embedding(ids, **node.attributes),
+    ops.fp8_linear: lambda program, node, x: program._linear(x, **node.attributes),
+    ops.linear: lambda program, node, x: program._linear(x, **node.attributes),
+    ops.rms_norm: lambda program, node, x: rms_norm(x, **node.attributes),
+    ops.rotary_heads: TritonProgram._heads,
+    ops.rotary_table: TritonProgram._table,
+    ops.silu_and_mul: lambda program, node, x: silu_and_mul(x),
+}
+"""What launches the operations that have a kernel; those of attention are told of the step, too."""

@@ -14,9 +14,9 @@ __all__ = ["Attention"]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., 2023) with rotary positions; q, k and v are one product.
+    """Grouped-query attention (Ainslie et al., 2023); q, k and v are one product: [T, D] -> [T, D].
 
-    [T, D] -> [T, D]. With ``config.qk_norm`` each head of q and k is normalised before the rotation (Qwen3).
+    With ``config.qk_norm`` each head of q and k is normalised (Qwen3); then they are rotated where there is a table.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -26,16 +26,16 @@ class Attention(nn.Module):
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.eps = config.rms_norm_eps
+        self.scale = config.layer_scales[layer]
+        self.eps = config.norm_eps
         width = self.num_heads * self.head_dim
         kv_width = self.num_kv_heads * self.head_dim
         self.qkv_proj = Linear(config.hidden_size, width + 2 * kv_width, bias=config.qkv_bias)
         self.o_proj = Linear(width, config.hidden_size, bias=config.o_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotary: ops.Rotary, ctx: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: ops.Rotary | None, ctx: AttentionContext) -> Tensor:
         q, k, v = ops.rotary_heads(
             self.qkv_proj(x),
             rotary,

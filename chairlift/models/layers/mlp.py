@@ -1,23 +1,34 @@
-"""The gated feed-forward block."""
+"""The feed-forward block."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from chairlift.kernels import ops
+from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Linear
 
-__all__ = ["GatedMLP"]
+__all__ = ["MLP"]
 
 
-class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer, 2020): [T, D] -> down(silu(gate(x)) * up(x)), [T, D]; gate and up are one product."""
+class MLP(nn.Module):
+    """[T, D] -> [T, D], as ``config.mlp`` says.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
+    ``swiglu`` (Shazeer, 2020) is down(silu(gate(x)) * up(x)), with gate and up as one product; ``gelu_tanh`` is
+    down(gelu(up(x))).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias, interleaved=True)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gated = config.mlp == "swiglu"
+        if self.gated:
+            self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, interleaved=True)
+        else:
+            self.up_proj = Linear(hidden, inner, bias=bias)
+        self.down_proj = Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+        inner = ops.silu_and_mul(self.gate_up_proj(x)) if self.gated else ops.gelu_tanh(self.up_proj(x))
+        out: Tensor = self.down_proj(inner)
         return out

@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from chairlift.kernels import ops
+from chairlift.models.hf_config import ModelConfig
 
-__all__ = ["RMSNorm"]
+__all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 
 
 class RMSNorm(nn.Module):
@@ -20,3 +21,22 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm with a bias (Ba et al., 2016)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """The norm of activations [T, D] that ``config.norm`` names."""
+    kind = RMSNorm if config.norm == "rms" else LayerNorm
+    return kind(config.hidden_size, config.norm_eps)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, GraphMaker
-from chairlift.kernels import reference
+from chairlift.kernels import ops
 from chairlift.kernels.triton.launch import attention_launch, gemm_launch, num_multiprocessors
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.paged_attention import paged_attention
@@ -64,7 +64,7 @@ class DeviceKernels:
         """
         x, weights = self._normal(rows, k), self._weights(n, k, count)
         streamed: dict[str, Callable[..., Tensor]] = {"streamed": self._streamed(n, k)}
-        library: dict[str, Callable[..., Tensor]] = {"library": reference.linear}
+        library: dict[str, Callable[..., Tensor]] = {"library": ops.linear}
         if self._is_fp8:
             scales = torch.full((n,), WEIGHT_STD, device=self._device)
             streamed["streamed"] = functools.partial(streamed["streamed"], scales=scales)
@@ -106,7 +106,7 @@ class DeviceKernels:
     def head(self, k: int, vocab_size: int, rows: int, *, temperature: float, count: int) -> Prepare:
         """``count`` times a token for each of ``rows`` rows: output head and choice. Temperature 0 is greedy."""
         x = self._normal(rows, k)
-        linear = self._streamed(vocab_size, k) if rows <= SMALL_ROWS else reference.linear
+        linear = self._streamed(vocab_size, k) if rows <= SMALL_ROWS else ops.linear
         slots = torch.arange(rows, dtype=torch.int32, device=self._device)
         settings = SamplingSettings(
             seeds=slots.long(),

@@ -47,19 +47,21 @@ class ModelCost:
         """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers in fp8."""
         hidden, inner, dim = network.hidden_size, network.intermediate_size, network.head_dim
         q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
-        layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + 3 * hidden * inner + 2 * hidden
+        products = 3 if network.mlp == "swiglu" else 2
+        norm = hidden if network.norm == "rms" else 2 * hidden
+        layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + products * hidden * inner + 2 * norm
         layer += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + 2 * dim * network.qk_norm
-        layer += (2 * inner + hidden) * network.mlp_bias
+        layer += ((products - 1) * inner + hidden) * network.mlp_bias
         tail = layer - 2 * kv_width * (hidden + network.qkv_bias) - dim * network.qk_norm  # the final norm included
         saved = tail_saved = 0
         if quantization is not None:  # one byte is left of a weight, and an output has a scale of four
             each = dtype.itemsize - 1
-            saved = each * (2 * hidden * (q_width + kv_width) + 3 * hidden * inner)
-            saved -= 4 * (q_width + 2 * kv_width + 2 * hidden + 2 * inner)
+            saved = each * (2 * hidden * (q_width + kv_width) + products * hidden * inner)
+            saved -= 4 * (q_width + 2 * kv_width + 2 * hidden + (products - 1) * inner)
             tail_saved = saved - 2 * kv_width * (each * hidden - 4)
         windows = collections.Counter(network.layer_windows)
         return cls(
-            body_params=layer * network.num_hidden_layers + hidden - tail,
+            body_params=layer * network.num_hidden_layers + norm - tail,
             head_params=hidden * network.vocab_size + tail,
             itemsize=dtype.itemsize,
             kv_bytes=tuple((window, 2 * kv_width * dtype.itemsize * layers) for window, layers in windows.items()),

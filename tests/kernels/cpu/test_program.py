@@ -18,7 +18,7 @@ from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import OpKind, Plan, lower
 from chairlift.kernels.cpu.packing import PackedWeight
 from chairlift.kernels.cpu.program import StepArrays, StepProgram
-from chairlift.kernels.recording import Recorder, Value
+from chairlift.kernels.recording import Recorder, Value, expect, operation
 from chairlift.models.layers.linear import Linear
 from chairlift.models.loader import WeightLayout, load_model, read_config
 from tests.kernels.cpu.models import FAMILIES, tiny_model
@@ -173,6 +173,23 @@ def test_a_gated_product_must_pair_its_rows(recorder: Recorder) -> None:
     misused = product(native_linear(64, 32, interleaved=True), embedded(other, 32))
     with pytest.raises(InvariantError, match=r"only be read by ops\.silu_and_mul"):
         lower(other.nodes, misused)
+
+
+def test_an_operation_without_a_kernel_is_called_and_named(recorder: Recorder) -> None:
+    @operation(lambda x, power: expect(x) // 2)
+    def halved(x: Tensor, power: int) -> Tensor:
+        return x[:, : x.shape[1] // 2] ** power
+
+    def network(ids: Any, table: Tensor) -> Any:
+        x: Any = ops.embedding(ids, table)
+        return halved(x, 3) + halved(x, power=2)
+
+    table = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
+    program = compiled(recorder, network(recorder.token_ids, table))
+    assert kinds(program.plan) == ["EMBED", "CALL", "CALL", "ADD"] and program.plan.calls == ["halved"]
+    torch.testing.assert_close(program.run(arrays([4, 9])), network(torch.tensor([4, 9]), table))
+    with pytest.raises(TypeError, match="halved: expected rows of this recording"):
+        halved(embedded(Recorder(torch.float32), 32), embedded(recorder, 32))
 
 
 # -- what cannot be recorded -------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from chairlift import LLM, SamplingParams
 from chairlift.kernels import ops
+from chairlift.models import loader
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import AttentionContext
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.decoder import DecoderLayer
-from chairlift.models.registry import MODEL_CLASSES
 from tests.kernels.cpu.models import VOCAB, tiny_model
 from tests.native import needs_kernels
 
@@ -26,7 +26,7 @@ pytestmark = needs_kernels
 class ParallelLayer(DecoderLayer):
     """Attention and MLP side by side (GPT-J)."""
 
-    def forward(self, x: Tensor, rotary: ops.Rotary, ctx: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: ops.Rotary | None, ctx: AttentionContext) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), rotary, ctx)
         out: Tensor = x + attended + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -35,7 +35,7 @@ class ParallelLayer(DecoderLayer):
 class CappedLayer(DecoderLayer):
     """What attention adds is squashed by a function that has no kernel."""
 
-    def forward(self, x: Tensor, rotary: ops.Rotary, ctx: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: ops.Rotary | None, ctx: AttentionContext) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), rotary, ctx)
         x = x + ops.call_out(lambda rows: 2 * torch.tanh(rows / 2), attended, width=72)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
@@ -45,7 +45,7 @@ class CappedLayer(DecoderLayer):
 class ScaledLayer(DecoderLayer):
     """q, k and v are changed before they become heads, so their product cannot be fused; layer 1 has no positions."""
 
-    def forward(self, x: Tensor, rotary: ops.Rotary, ctx: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: ops.Rotary | None, ctx: AttentionContext) -> Tensor:
         attention = self.self_attn
         qkv = ops.call_out(torch.sin, attention.qkv_proj(self.input_layernorm(x)), width=256)
         heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
@@ -57,8 +57,6 @@ class ScaledLayer(DecoderLayer):
 
 def family(layer: Callable[[ModelConfig, int], nn.Module]) -> type[CausalLM]:
     class Model(CausalLM):
-        model_type: ClassVar[str] = "llama"
-
         def __init__(self, config: ModelConfig) -> None:
             super().__init__(config)
             self.model.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
@@ -98,7 +96,7 @@ def test_layers_written_in_python_run_natively(
 ) -> None:
     model_dir = tiny_model(tmp_path, "llama")
     ordinary, _ = answers(model_dir, "torch")
-    monkeypatch.setitem(MODEL_CLASSES, "llama", family(layer))
+    monkeypatch.setattr(loader, "CausalLM", family(layer))
     truth, _ = answers(model_dir, "torch")
     assert [one.token_ids for one in truth] != [one.token_ids for one in ordinary], "the layer changes nothing"
     found, runner = answers(model_dir, "auto")
@@ -111,12 +109,12 @@ def test_layers_written_in_python_run_natively(
 
 
 def test_a_head_that_is_not_one_product_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Capped(MODEL_CLASSES["llama"]):  # type: ignore[misc]
+    class Capped(CausalLM):
         def compute_logits(self, hidden: Tensor) -> Tensor:
             return ops.call_out(torch.tanh, self.lm_head(hidden), width=VOCAB)
 
     model_dir = tiny_model(tmp_path, "llama")
-    monkeypatch.setitem(MODEL_CLASSES, "llama", Capped)
+    monkeypatch.setattr(loader, "CausalLM", Capped)
     with pytest.raises(AssertionError, match=r"compute_logits of Capped .*kernels='torch'"):
         answers(model_dir, "auto")
     answers(model_dir, "torch")

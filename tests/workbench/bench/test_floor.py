@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.floor import floor_seconds
+from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config
-from chairlift.models.registry import model_class
 from chairlift.workbench.bench.floor import ModelCost, workload_floor
 from chairlift.workbench.bench.limits import Roof
 from chairlift.workbench.workload.lengths import Workload
@@ -20,6 +20,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 10},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32},
+    "gpt2": {"model_type": "gpt2", "n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4, "n_positions": 9},
 }
 ONE = ModelCost(body_params=100, head_params=10, itemsize=2, kv_bytes=((None, 6),))
 MEMORY = Roof(bandwidth=1.0, peak=1e12)
@@ -36,10 +37,11 @@ def network(name: str) -> ModelConfig:
 def test_every_weight_is_counted_once(name: str) -> None:
     config = network(name)
     with torch.device("meta"):
-        model = model_class(config.model_type)(config)
+        model = CausalLM(config)
     model.tie_weights()
     cost = ModelCost.of(config, torch.bfloat16)
     embedding = 0 if config.tie_word_embeddings else 70 * 48
+    embedding += 9 * 48 if config.learned_positions else 0
     assert cost.body_params + cost.head_params + embedding == sum(weight.numel() for weight in model.parameters())
     q_width, last = config.num_attention_heads * config.head_dim, "model.layers.2."
     behind = ("self_attn.o_proj", "self_attn.q_norm", "post_attention", "mlp", "model.norm", "lm_head")

@@ -1,0 +1,134 @@
+"""What a family of models is to Chairlift: data, and a function that reads what its ``config.json`` says.
+
+A family is one file beside this one, and nothing else asks for a ``model_type``. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from chairlift.errors import ModelLoadError
+
+__all__ = ["MAX_CONTEXT", "SPLIT_NAMES", "Family", "Fields", "layer_types", "layer_windows"]
+
+MAX_CONTEXT = 2**27
+
+SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
+    "model.layers.*.self_attn.qkv_proj": tuple(f"model.layers.*.self_attn.{name}_proj" for name in "qkv"),
+    "model.layers.*.mlp.gate_up_proj": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
+}
+"""Checkpoints like Llama's: each projection is a tensor, and all else has our names."""
+
+
+class Fields:
+    """Checked access to the keys of a JSON object; every failure names the file, the key, the value and the range.
+
+    ``defaults`` stand in for keys that the file leaves out, and ``names`` are the file's names of keys, where they
+    differ from ours.
+    """
+
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        where: str,
+        defaults: Mapping[str, Any] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.where = where
+        self._raw = {**(defaults or {}), **raw}
+        self._names = names or {}
+
+    def fail(self, problem: str) -> NoReturn:
+        raise ModelLoadError(f"{self.where}: {problem}; the file is damaged or not a model that Chairlift supports")
+
+    def name(self, key: str) -> str:
+        """The file's name of a key."""
+        return self._names.get(key, key)
+
+    def get(self, key: str) -> Any:
+        """What the file says, unchecked; None where it is silent, or says null."""
+        return self._raw.get(self.name(key))
+
+    def integer(self, key: str, low: int, high: int, *, default: int | None = None) -> int:
+        """``default`` stands in for null and for nothing; without it the key is required."""
+        value = default if self.get(key) is None else self.get(key)
+        if value is None:
+            self.fail(f"{self.name(key)} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self.fail(f"{self.name(key)} must be a whole number from {low} to {high}, got {value!r:.80}")
+        return int(value)
+
+    def optional_integer(self, key: str, low: int, high: int) -> int | None:
+        return None if self.get(key) is None else self.integer(key, low, high)
+
+    def number(self, key: str, low: float, high: float, *, default: float | None = None) -> float:
+        """A finite number above ``low`` and at most ``high``."""
+        value = default if self.get(key) is None else self.get(key)
+        if value is None:
+            self.fail(f"{self.name(key)} is missing")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not low < value <= high:
+            self.fail(f"{self.name(key)} must be a number above {low:g} and up to {high:g}, got {value!r:.80}")
+        return float(value)
+
+    def optional_number(self, key: str, low: float, high: float) -> float | None:
+        return None if self.get(key) is None else self.number(key, low, high)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.fail(f"{self.name(key)} must be true or false, got {value!r:.80}")
+        return bool(value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """All that is particular to one ``model_type``."""
+
+    model_type: str
+    architecture: str
+    """Its class in transformers, for configs that are written here."""
+    read: Callable[[Fields, int], Mapping[str, Any]]
+    """(``config.json``, number of layers) -> fields of ModelConfig that are not read alike for all families."""
+    defaults: Mapping[str, Any]
+    """What transformers takes for keys that ``config.json`` leaves out."""
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Our names of keys (Llama's) -> the family's, where they differ."""
+    activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
+    """Values of ``hidden_act`` -> :attr:`ModelConfig.mlp`."""
+    rotary: bool = True
+    """Whether q and k are rotated."""
+    tensors: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: SPLIT_NAMES)
+    """Our layers (``*`` is a number) -> their names in a checkpoint, where they differ; several share our rows."""
+    transposed: tuple[str, ...] = ()
+    """Last names of our layers whose weights are stored as [in, out]."""
+    optional_prefix: str = ""
+    """Which a checkpoint may leave out of all names."""
+    ignored_tensors: str = r"rotary_emb\.inv_freq"
+    """Tensors that are computed and not weights, though old checkpoints hold them: a regular expression."""
+
+
+def layer_types(fields: Fields, layers: int) -> list[str] | None:
+    """The checked value of ``layer_types``; None where there is none."""
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
+    known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+    if not known or len(kinds) != layers:
+        fields.fail(f"layer_types must name full_attention or sliding_attention for each of {layers} layers")
+    return list(kinds)
+
+
+def layer_windows(fields: Fields, layers: int, window: int | None, first: int) -> tuple[int | None, ...]:
+    """``window`` where ``layer_types`` says sliding; without it, from layer ``first`` on."""
+    kinds = layer_types(fields, layers)
+    if kinds is None:
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if window is None and "sliding_attention" in kinds:
+        fields.fail("layer_types has sliding_attention, but use_sliding_window or sliding_window is not set")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
