@@ -17,7 +17,6 @@ from chairlift.errors import ChairliftError, InvariantError, PromptTooLongError,
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
 from chairlift.kv_cache.manager import Admission, KVCacheManager, NewBlocks
-from chairlift.models.flat_batch import FlatBatch, SampledTokens
 from chairlift.models.hashlm import HashLM
 from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
 from chairlift.request import Request
@@ -30,6 +29,7 @@ from chairlift.sim.oracle import Expected, byte_tokenizer, expected_answer
 from chairlift.sim.policy_watch import PolicyWatch, Violation
 from chairlift.sim.share_watch import ShareWatch
 from chairlift.sim.world import EOS, VOCAB_SIZE, Event, World
+from chairlift.step_batch import Masks, SampledTokens, StepBatch
 
 __all__ = ["Simulation", "Violation", "run_world"]
 
@@ -71,12 +71,12 @@ class _FaultyModel(HashLM):
 
     faults: _Faults
 
-    def forward(self, batch: FlatBatch) -> list[int]:
+    def forward(self, batch: StepBatch) -> list[int]:
         if self.faults.on("raise"):
             raise RuntimeError("injected: the forward pass failed")
         return super().forward(batch)
 
-    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
+    def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
         tokens = super().sample(hidden, batch, masks)
         if self.faults.on("nan") and tokens.token_ids:
             row = self.faults.active["nan"] % len(tokens.token_ids)
@@ -98,7 +98,7 @@ class _FaultyRows(InputBatch):
         super()._join(row)
         self._fail_at(2)
 
-    def _flatten(self, out: SchedulerOutput) -> FlatBatch:
+    def _flatten(self, out: SchedulerOutput) -> StepBatch:
         self._fail_at(3)
         return super()._flatten(out)
 
@@ -124,7 +124,7 @@ class _WatchedExecutor(LocalExecutor):
         self.in_flight[-1] = [self._blocks(batch, group) for group in range(len(self.cache_groups))]
         return hidden, batch
 
-    def _blocks(self, batch: FlatBatch, group: int) -> set[int]:
+    def _blocks(self, batch: StepBatch, group: int) -> set[int]:
         used = set()
         window = self.cache_groups[group].window
         for row, end in enumerate(batch.seq_lens.tolist()):
