@@ -27,6 +27,7 @@ from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.scheduler import Scheduler
 from chairlift.sim.oracle import Expected, byte_tokenizer, expected_answer
 from chairlift.sim.policy_watch import PolicyWatch, Violation
+from chairlift.sim.scripts import Scripts
 from chairlift.sim.share_watch import ShareWatch
 from chairlift.sim.world import EOS, VOCAB_SIZE, Event, World
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
@@ -185,6 +186,7 @@ class Simulation:
         self.share = None if policy else _share_watch(self.engine.scheduler, config)
         """None where nobody knows the order of the policy, or where a batch is closed."""
         self._watch_joins(kv)
+        self.scripts = Scripts(self.engine.core, world.windows) if world.scripted else None
         self.num_reserved = 0
         """Requests that joined in a reserved row."""
         self.pending: dict[str, _Submitted] = {}
@@ -305,7 +307,7 @@ class Simulation:
             deadline_ms=args.get("deadline_ms"),
         )
         need = len(args["prompt"]) + args["max_tokens"] - 1
-        fits = self.engine.kv.fits_when_empty(need)
+        fits, known = self.engine.kv.fits_when_empty(need), set(self.engine.scheduler.requests.values())
         try:
             self.engine.add_request(
                 args["prompt"],
@@ -322,6 +324,9 @@ class Simulation:
             return
         if not fits:
             raise Violation(f"{name} needs {need} positions, which can never fit, but was admitted")
+        if self.scripts is not None:
+            for request in [each for each in self.engine.scheduler.requests.values() if each not in known]:
+                self.scripts.follow(request, args)
         windows, with_text = self.world.windows, self.world.with_text
         expected = [expected_answer(args, params, index, windows, with_text) for index in range(params.n)]
         self.pending[name] = _Submitted(args, expected, [0] * params.n)
