@@ -113,6 +113,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
+        "num_sample_positions",
         "params",
         "priority",
         "progress_mark",
@@ -191,6 +192,9 @@ class Request:
         """Permanent row in the executor's InputBatch while running; -1 otherwise."""
         self.limit = self.max_total_tokens - 1
         """KV positions after which this row stops computing (the last token sampled is never an input)."""
+        self.num_sample_positions = 1
+        """The chunk that reaches its newest known token samples at this many of its last positions. The tokens of all
+        but the last are checked by whoever asked for them, and dropped."""
         self._begin_books()
 
     def _begin_books(self) -> None:

@@ -21,9 +21,9 @@ from chairlift.engine.input_processor import PreparedRequest, Prompt
 from chairlift.errors import TemplateError
 from chairlift.executor.local import LocalExecutor
 from chairlift.kernels.cpu.library import default_threads
-from chairlift.models.flat_batch import FlatBatch
 from chairlift.outputs import Logprob, RequestOutput
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.step_batch import StepBatch
 from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8, 100, 41, 2, 90, 13, 55, 6, 31, 70, 11, 12, 99, 4]
@@ -424,7 +424,7 @@ def test_an_interrupted_generate_leaves_an_llm_that_goes_on(model_dir: Path, mon
     execute = LocalExecutor.execute
     steps = 0
 
-    def pressed(self: LocalExecutor, out: SchedulerOutput) -> tuple[Any, FlatBatch]:
+    def pressed(self: LocalExecutor, out: SchedulerOutput) -> tuple[Any, StepBatch]:
         nonlocal steps
         steps += 1
         if steps == 2:

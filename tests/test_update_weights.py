@@ -21,11 +21,11 @@ from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import EngineDeadError, ModelLoadError
 from chairlift.executor.local import LocalExecutor
 from chairlift.models import loader
-from chairlift.models.flat_batch import FlatBatch
 from chairlift.models.hashlm import HashLM, reference_tokens
 from chairlift.outputs import CompletionOutput, RequestOutput
 from chairlift.sampling.row import SamplingRow
 from chairlift.sampling.seeds import sample_seed
+from chairlift.step_batch import StepBatch
 from tests.engine.make import VOCAB, make_engine
 from tests.models.tiny import tiny_hf_model
 from tests.native import needs_kernels
@@ -467,7 +467,7 @@ class WeightedHashLM(HashLM):
 
     weights = 0
 
-    def forward(self, batch: FlatBatch) -> list[int]:
+    def forward(self, batch: StepBatch) -> list[int]:
         return super().forward(dataclasses.replace(batch, token_ids=batch.token_ids + 1000 * self.weights))
 
     def update_weights(self, source: Any, progress: Any = None) -> None:

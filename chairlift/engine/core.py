@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import CacheConfig, SchedulerConfig
@@ -25,7 +25,6 @@ from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import Executor, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.metrics.stats import EngineStats
-from chairlift.models.flat_batch import SampledTokens
 from chairlift.outputs import FinishReason
 from chairlift.request import Request
 from chairlift.sampling.failures import output_reason
@@ -42,6 +41,7 @@ from chairlift.scheduler.preemption import PreemptionMode
 from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.scheduler import Scheduler
 from chairlift.scheduler.shadow import ShadowPolicy
+from chairlift.step_batch import Masks, SampledTokens
 
 if TYPE_CHECKING:
     from chairlift.engine.step_recorder import StepRecorder
@@ -200,6 +200,8 @@ class EngineCore(EngineClient):
         self.step_log = StepLog()
         self.recorder: StepRecorder | None = None
         """There while somebody watches: :meth:`watch`."""
+        self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
+        """Gives the masks of a step, while it is computed; None where no request has any."""
         self.config = config
         self.executor = executor
         self.weight_version = 0
@@ -404,7 +406,9 @@ class EngineCore(EngineClient):
         if not self._flights:
             self.causes.began(out, self.clock.now())
         try:
-            pending: PendingTokens | Exception = self.executor.sample(self.executor.execute(out))
+            handle = self.executor.execute(out)
+            masks = None if self.masks_of is None else self.masks_of(out)
+            pending: PendingTokens | Exception = self.executor.sample(handle, masks)
         except Exception as error:
             pending = error
         self._flights.append((out, pending, now))

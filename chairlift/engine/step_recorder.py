@@ -184,7 +184,7 @@ class StepRecorder:
             line["ctx"] = record.context_tokens
         if record.chunks:
             line["chunks"] = [
-                (self._number(name), chunk.slot, chunk.start, chunk.num_tokens, chunk.samples, chunk.why)
+                (self._number(name), chunk.slot, chunk.start, chunk.num_tokens, chunk.samples > 0, chunk.why)
                 for name, chunk in record.chunks
             ]
         blocks = record.blocks

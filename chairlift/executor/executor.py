@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from chairlift.config import CacheGroup
-from chairlift.models.flat_batch import SampledTokens
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.step_batch import Masks, SampledTokens
 
 __all__ = ["Executor", "LiveWeights", "OnProgress", "PendingTokens", "WeightSource"]
 
@@ -43,8 +43,12 @@ class Executor(Protocol):
         """Start the forward pass of a step; returns a handle for :meth:`sample`."""
         ...
 
-    def sample(self, handle: Any, masks: Any = None) -> PendingTokens:
-        """Start sampling; ``masks`` says which tokens a grammar allows (None: all)."""
+    def sample(self, handle: Any, masks: Masks | None = None) -> PendingTokens:
+        """Start sampling; ``masks`` says which token ids are allowed where (None: all, everywhere).
+
+        Sample positions are numbered as :class:`SchedulerOutput` says. Those without a mask are drawn as if there were
+        no masks.
+        """
         ...
 
     def shutdown(self) -> None:

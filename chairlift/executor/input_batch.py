@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import numpy.typing as npt
 
-from chairlift.models.flat_batch import FlatBatch
 from chairlift.sampling.row import SamplingRow
-from chairlift.scheduler.output import NewRow, SchedulerOutput
+from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
+from chairlift.step_batch import StepBatch
 
-__all__ = ["InputBatch"]
+__all__ = ["Awaited", "InputBatch"]
+
+_Int32 = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Awaited:
+    """Where the tokens of a step belong that are on their way."""
+
+    ticket: int
+    """The placeholder that stands for them: below 0."""
+    slots: _Int32
+    ends: _Int32
+    """Their places in the sequences of ``slots``, one per sample position."""
 
 
 class InputBatch:
     """Numpy mirrors of what each running request is: its tokens, its progress, its block tables, how it samples.
 
-    ``apply`` takes one step's differences and returns that step's flat batch; ``store`` takes the tokens it sampled.
+    ``apply`` takes one step's differences and returns that step's arrays; ``store`` takes the tokens it sampled.
     Steps must be applied in order. Where a step is applied before the tokens of the one before it are stored, those
     must be expected: placeholders, which no token id is, stand in their places until they come.
     """
@@ -27,16 +42,17 @@ class InputBatch:
         # np.zeros takes pages only when they are touched, so rows cost what they use.
         self.tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
         self.num_computed = np.zeros(num_slots, dtype=np.int32)
-        self.block_tables = [np.zeros((num_slots, max_blocks), dtype=np.int32) for _ in range(num_groups)]
+        self.block_tables = np.zeros((num_groups, num_slots, max_blocks), dtype=np.int32)
+        self._groups = np.arange(num_groups)[:, None]
         self.sampling: list[SamplingRow | None] = [None] * num_slots
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
         self._decodes = np.zeros(0, dtype=np.int32)
-        self._steady: FlatBatch | None = None
+        self._steady: StepBatch | None = None
         self._untaken: list[SchedulerOutput] = []
         """This step, behind those that failed before the rows were up to date: it builds on them."""
         self._ticket = 0
 
-    def apply(self, out: SchedulerOutput) -> FlatBatch:
+    def apply(self, out: SchedulerOutput) -> StepBatch:
         """Bring the rows up to date, and lay the step's tokens side by side: decode rows first, then the chunks."""
         self._untaken.append(out)
         last, self._steady = self._steady, None  # where this step fails, the next is laid out anew
@@ -44,9 +60,9 @@ class InputBatch:
             self.take(self._untaken[0])
             del self._untaken[0]
         changed = out.left or out.joined or out.chunks or out.decode_slots is not None
-        batch = self._flatten(out) if changed or last is None else self._advance(last, out)
-        self._steady = None if out.chunks else batch
-        return batch
+        step = self._flatten(out) if changed or last is None else self._advance(last, out)
+        self._steady = None if out.chunks else step
+        return step
 
     def take(self, out: SchedulerOutput) -> None:
         """Bring the rows to where one step leaves them. Where that fails it may be begun again."""
@@ -63,25 +79,26 @@ class InputBatch:
             self.num_computed[chunk.slot] = chunk.end
         self.num_computed[self._decodes] += 1  # the last: all else may be done twice
 
-    def expect(self, batch: FlatBatch) -> int:
-        """Tokens for the rows that sample are on their way. Returns the placeholder that stands for them: below 0."""
+    def expect(self, step: StepBatch) -> Awaited:
+        """Tokens for the rows that sample are on their way; they come with :meth:`arrived`."""
         self._ticket = self._ticket % -(2**30) - 1
-        self.tokens[batch.slots[batch.sample_rows], batch.seq_lens[batch.sample_rows]] = self._ticket
-        return self._ticket
+        slots, ends = self._ends(step)
+        self.tokens[slots, ends] = self._ticket
+        return Awaited(self._ticket, slots, ends)
 
-    def store(self, batch: FlatBatch, token_ids: list[int], ticket: int | None = None) -> None:
-        """Append the sampled tokens to their rows. A failed row gets a harmless id; it is about to leave.
+    def arrived(self, awaited: Awaited, token_ids: list[int]) -> None:
+        """Store tokens that were on their way, only where they are still awaited: a row may have changed hands, or
+        begun to compute the same place again."""
+        wanted = self.tokens[awaited.slots, awaited.ends] == awaited.ticket
+        self.tokens[awaited.slots[wanted], awaited.ends[wanted]] = _known(token_ids)[wanted]
 
-        With the ``ticket`` that :meth:`expect` returned: only where it still stands. A row may have changed hands, or
-        begun to compute the same place again.
-        """
-        slots = batch.slots[batch.sample_rows]
-        ends = batch.seq_lens[batch.sample_rows]
-        known = np.maximum(np.array(token_ids, dtype=np.int32), 0)
-        if ticket is not None:
-            wanted = self.tokens[slots, ends] == ticket
-            slots, ends, known = slots[wanted], ends[wanted], known[wanted]
-        self.tokens[slots, ends] = known
+    def store(self, step: StepBatch, token_ids: list[int]) -> None:
+        """Append the sampled tokens to their rows: of a row with several sample positions the last."""
+        self.tokens[self._ends(step)] = _known(token_ids)  # of values for one place numpy leaves the last
+
+    def _ends(self, step: StepBatch) -> tuple[_Int32, _Int32]:
+        """Per sample position the slot, and where the row's next token goes."""
+        return step.sample_slots, step.seq_lens[step.sample_rows]
 
     def _join(self, row: NewRow) -> None:
         slot, count = row.slot, len(row.token_ids)
@@ -95,82 +112,78 @@ class InputBatch:
 
     def _clear(self, slot: int) -> None:
         self.num_computed[slot] = self.num_prompt_tokens[slot] = 0
-        for table in self.block_tables:
-            table[slot] = 0
+        self.block_tables[:, slot] = 0
         self.sampling[slot] = None
 
-    def _advance(self, last: FlatBatch, out: SchedulerOutput) -> FlatBatch:
-        """What :meth:`_flatten` returns where exactly the rows of ``last`` decode again, from it alone."""
-        slots, positions = last.slots, last.seq_lens
-        seq_lens = positions + 1
-        tables, mappings = last.block_tables, [mapping + 1 for mapping in last.slot_mapping]
-        if not (positions % self.block_size).all():  # a row begins a block
-            tables, mappings = self._tables(slots, seq_lens), self._slot_mapping(slots, positions)
-        return FlatBatch(
-            token_ids=self.tokens[slots, positions],
-            positions=positions,
-            cu_seqlens=last.cu_seqlens,
-            seq_lens=seq_lens,
-            slots=slots,
-            block_tables=tables,
-            slot_mapping=mappings,
-            sampling=last.sampling,
-            sample_rows=last.sample_rows,
-            tokens=self.tokens,
-            swap_out=out.swap_out,
-            copies=out.copies,
-            swap_in=out.swap_in,
-            prompt_rows=[],
-        )
+    def _advance(self, step: StepBatch, out: SchedulerOutput) -> StepBatch:
+        """What :meth:`_flatten` returns where exactly the rows of ``step`` decode again, from it alone, in place."""
+        for array in (step.positions, step.seq_lens, step.slot_mapping):
+            array += 1
+        begin = np.flatnonzero(step.positions % self.block_size == 0)
+        if len(begin):  # rows that begin a block
+            blocks = step.positions[begin] // self.block_size
+            if blocks.max() >= step.block_tables.shape[2]:
+                step = dataclasses.replace(step, block_tables=self._tables(step.slots, step.seq_lens))
+            numbers = self.block_tables[self._groups, step.slots[begin], blocks]
+            step.block_tables[self._groups, begin, blocks] = numbers
+            step.slot_mapping[:, begin] = numbers.astype(np.int64) * self.block_size
+        step.token_ids[:] = self.tokens[step.slots, step.positions]
+        step.swap_out, step.copies, step.swap_in = out.swap_out, out.copies, out.swap_in
+        return step
 
-    def _flatten(self, out: SchedulerOutput) -> FlatBatch:
-        decodes = self._decodes
-        starts = self.num_computed[decodes] - 1
-        slots: list[npt.NDArray[np.int32]] = [decodes]
-        token_ids, positions = [self.tokens[decodes, starts]], [starts]
-        lengths = [np.ones(len(decodes), dtype=np.int32)]
-        sample_rows = list(range(len(decodes)))
-        prompt_rows = []
-        for index, chunk in enumerate(out.chunks, start=len(decodes)):
-            token_ids.append(self.tokens[chunk.slot, chunk.start : chunk.end])
-            positions.append(np.arange(chunk.start, chunk.end, dtype=np.int32))
-            if chunk.samples:
-                sample_rows.append(index)
-            row = self.sampling[chunk.slot]
-            if row is not None and row.wants_prompt_logprobs and chunk.start < self.num_prompt_tokens[chunk.slot] - 1:
-                known = self.tokens[chunk.slot, : self.num_prompt_tokens[chunk.slot]]
-                prompt_rows.append((index, chunk.start, known))
-        if out.chunks:
-            slots.append(np.array([chunk.slot for chunk in out.chunks], dtype=np.int32))
-            lengths.append(np.array([chunk.num_tokens for chunk in out.chunks], dtype=np.int32))
-        all_slots, all_lengths = np.concatenate(slots), np.concatenate(lengths)
-        all_positions = np.concatenate(positions)
-        cu_seqlens = np.zeros(len(all_slots) + 1, dtype=np.int32)
-        np.cumsum(all_lengths, out=cu_seqlens[1:])
-        seq_lens = self.num_computed[all_slots]
-        return FlatBatch(
-            token_ids=np.concatenate(token_ids),
-            positions=all_positions,
+    def _flatten(self, out: SchedulerOutput) -> StepBatch:
+        decodes, chunks = self._decodes, out.chunks
+        slots = np.concatenate((decodes, np.array([chunk.slot for chunk in chunks], dtype=np.int32)))
+        seq_lens = self.num_computed[slots]
+        lengths = np.array([1] * len(decodes) + [chunk.num_tokens for chunk in chunks], dtype=np.int32)
+        samples = np.array([1] * len(decodes) + [chunk.samples for chunk in chunks], dtype=np.int32)
+        cu_seqlens = np.zeros(len(slots) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=cu_seqlens[1:])
+        positions = _last_of_each(seq_lens, lengths)
+        token_slots = np.repeat(slots, lengths)
+        rows = np.arange(len(slots), dtype=np.int32)
+        return StepBatch(
+            token_ids=self.tokens[token_slots, positions],
+            positions=positions,
             cu_seqlens=cu_seqlens,
             seq_lens=seq_lens,
-            slots=all_slots,
-            block_tables=self._tables(all_slots, seq_lens),
-            slot_mapping=self._slot_mapping(np.repeat(all_slots, all_lengths), all_positions),
-            sampling=[self.sampling[slot] for slot in all_slots.tolist()],
-            sample_rows=np.array(sample_rows, dtype=np.int32),
+            block_tables=self._tables(slots, seq_lens),
+            slot_mapping=self._slot_mapping(token_slots, positions),
+            slots=slots,
             tokens=self.tokens,
+            sampling=[self.sampling[slot] for slot in slots.tolist()],
+            sample_rows=np.repeat(rows, samples),
+            sample_tokens=_last_of_each(cu_seqlens[1:], samples),
             swap_out=out.swap_out,
             copies=out.copies,
             swap_in=out.swap_in,
-            prompt_rows=prompt_rows,
+            prompt_rows=self._prompt_rows(chunks, len(decodes)),
         )
 
-    def _tables(self, slots: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
-        width = -(-int(seq_lens.max(initial=1)) // self.block_size)
-        return [table[slots, :width] for table in self.block_tables]
+    def _prompt_rows(self, chunks: list[Chunk], first_row: int) -> list[tuple[int, int, _Int32]]:
+        """See :class:`StepBatch`; ``first_row`` is the row of the first chunk."""
+        found = []
+        for index, chunk in enumerate(chunks, first_row):
+            row, count = self.sampling[chunk.slot], self.num_prompt_tokens[chunk.slot]
+            if row is not None and row.wants_prompt_logprobs and chunk.start < count - 1:
+                found.append((index, chunk.start, self.tokens[chunk.slot, :count]))
+        return found
 
-    def _slot_mapping(
-        self, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
-    ) -> list[npt.NDArray[np.int64]]:
+    def _tables(self, slots: _Int32, seq_lens: _Int32) -> _Int32:
+        width = -(-int(seq_lens.max(initial=1)) // self.block_size)
+        return self.block_tables[self._groups, slots, :width]
+
+    def _slot_mapping(self, slots: _Int32, positions: _Int32) -> npt.NDArray[np.int64]:
         blocks, offsets = positions // self.block_size, positions % self.block_size
-        return [table[slots, blocks].astype(np.int64) * self.block_size + offsets for table in self.block_tables]
+        return self.block_tables[self._groups, slots, blocks].astype(np.int64) * self.block_size + offsets
+
+
+def _known(token_ids: list[int]) -> _Int32:
+    """A failed row gets a harmless id; it is about to leave."""
+    return np.maximum(np.array(token_ids, dtype=np.int32), 0)
+
+
+def _last_of_each(ends: _Int32, counts: _Int32) -> _Int32:
+    """For each pair the ``count`` numbers before ``end``, ascending; one pair behind the other, int32."""
+    shifts = ends - np.cumsum(counts, dtype=np.int32)
+    return np.arange(counts.sum(), dtype=np.int32) + np.repeat(shifts, counts)

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
 from chairlift.executor.executor import LiveWeights, OnProgress, PendingTokens, WeightSource
-from chairlift.executor.input_batch import InputBatch
-from chairlift.models.flat_batch import FlatBatch, SampledTokens
+from chairlift.executor.input_batch import Awaited, InputBatch
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.step_batch import Masks, SampledTokens, StepBatch
 
 __all__ = ["LocalExecutor", "ModelRunner"]
 
@@ -22,12 +22,12 @@ class ModelRunner(Protocol):
     block_bytes: list[int]
     """Per cache group, bytes of one block in all its layers."""
 
-    def forward(self, batch: FlatBatch) -> Any:
+    def forward(self, batch: StepBatch) -> Any:
         """Save, copy and bring back blocks, write KV, attend; returns what :meth:`sample` needs."""
         ...
 
-    def sample(self, hidden: Any, batch: FlatBatch, masks: Any) -> SampledTokens | PendingTokens:
-        """Tokens that are on their way must be found by the next step where they are drawn."""
+    def sample(self, hidden: Any, batch: StepBatch, masks: Masks | None) -> SampledTokens | PendingTokens:
+        """One token per sample position. Tokens on their way must be found by the next step where they are drawn."""
         ...
 
 
@@ -46,13 +46,12 @@ class _Arriving:
     """Tokens on their way from the device, and where they belong."""
 
     pending: PendingTokens
-    batch: FlatBatch
     rows: InputBatch
-    ticket: int
+    awaited: Awaited
 
     def result(self) -> SampledTokens:
         tokens = self.pending.result()
-        self.rows.store(self.batch, tokens.token_ids, self.ticket)
+        self.rows.arrived(self.awaited, tokens.token_ids)
         return tokens
 
 
@@ -69,17 +68,17 @@ class LocalExecutor:
         self._runner = runner
         self._input = InputBatch(num_slots, max_model_len, block_size, len(runner.cache_groups))
 
-    def execute(self, out: SchedulerOutput) -> tuple[Any, FlatBatch]:
+    def execute(self, out: SchedulerOutput) -> tuple[Any, StepBatch]:
         batch = self._input.apply(out)
         return self._runner.forward(batch), batch
 
-    def sample(self, handle: tuple[Any, FlatBatch], masks: Any = None) -> PendingTokens:
+    def sample(self, handle: tuple[Any, StepBatch], masks: Masks | None = None) -> PendingTokens:
         hidden, batch = handle
         tokens = self._runner.sample(hidden, batch, masks)
         if isinstance(tokens, SampledTokens):
             self._input.store(batch, tokens.token_ids)
             return _Ready(tokens)
-        return _Arriving(tokens, batch, self._input, self._input.expect(batch))
+        return _Arriving(tokens, self._input, self._input.expect(batch))
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
         """See :class:`~chairlift.executor.executor.LiveWeights`. Raises ConfigError for a model without weights."""

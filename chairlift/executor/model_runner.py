@@ -1,4 +1,4 @@
-"""A PyTorch model over paged KV tensors: one flat batch in, one token per sampling row out."""
+"""A PyTorch model over paged KV tensors: one flat batch in, one token per sample position out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from chairlift.executor.swap_space import make_swap_space
 from chairlift.kernels import ops
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PagedContext
-from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
 from chairlift.models.loader import replace_weights
 from chairlift.sampling.failures import output_reason
 from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
 from chairlift.sampling.sampler import Sampler
+from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
 
 __all__ = ["TorchModelRunner"]
 
@@ -42,14 +42,14 @@ class TorchModelRunner:
         self._sampler = Sampler()
 
     @torch.inference_mode()
-    def forward(self, batch: FlatBatch) -> Any:
+    def forward(self, batch: StepBatch) -> Any:
         """Hidden states of all tokens of the step, [T, D]."""
         self._move_blocks(batch)
         ctx = PagedContext(
             cu_seqlens=batch.cu_seqlens.tolist(),
             seq_lens=batch.seq_lens.tolist(),
-            block_tables=[self._to_device(table) for table in batch.block_tables],
-            slot_mapping=[self._to_device(mapping) for mapping in batch.slot_mapping],
+            block_tables=self._to_device(batch.block_tables),
+            slot_mapping=self._to_device(batch.slot_mapping),
             kv_caches=self._kv_caches,
             layer_groups=self._layer_groups,
         )
@@ -57,12 +57,11 @@ class TorchModelRunner:
         return hidden
 
     @torch.inference_mode()
-    def sample(self, hidden: Any, batch: FlatBatch, masks: Any) -> SampledTokens | PendingTokens:
-        """Project the rows that sample to logits, and draw."""
-        ends = batch.cu_seqlens[batch.sample_rows + 1].astype(np.int64) - 1
+    def sample(self, hidden: Any, batch: StepBatch, masks: Masks | None) -> SampledTokens | PendingTokens:
+        """Project the sample positions to logits, and draw."""
         tokens = SampledTokens([])
-        if len(ends):
-            logits = self._compute_logits(hidden.index_select(0, self._to_device(ends)))
+        if len(batch.sample_tokens):
+            logits = self._compute_logits(hidden.index_select(0, self._to_device(batch.sample_tokens)))
             rows = [batch.sampling[row] for row in batch.sample_rows]
             drawn = self._sampler(logits, rows, batch.histories, masks)
             asked = any(row is not None for row in drawn.logprobs)
@@ -70,7 +69,7 @@ class TorchModelRunner:
         self._score_prompts(hidden, batch, tokens)
         return tokens
 
-    def _score_prompts(self, hidden: Tensor, batch: FlatBatch, tokens: SampledTokens) -> None:
+    def _score_prompts(self, hidden: Tensor, batch: StepBatch, tokens: SampledTokens) -> None:
         """Add the log-probabilities of prompt tokens that were asked for."""
         for row, first, known in batch.prompt_rows:
             start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
@@ -94,7 +93,7 @@ class TorchModelRunner:
         """See :func:`~chairlift.models.loader.replace_weights`."""
         replace_weights(self._model, source, progress)
 
-    def _move_blocks(self, batch: FlatBatch) -> None:
+    def _move_blocks(self, batch: StepBatch) -> None:
         """What must happen to blocks before anything of this step is computed."""
         if batch.swap_out:
             self._swap_space.swap_out(batch.swap_out)

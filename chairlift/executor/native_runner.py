@@ -17,12 +17,12 @@ from chairlift.executor.sampling_rows import NativeRows, RowTemplates
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, Pool
 from chairlift.kernels.cpu.packing import PackedWeight
-from chairlift.kernels.cpu.program import StepArrays, StepProgram
+from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
 from chairlift.models.loader import replace_weights
 from chairlift.sampling.failures import output_reason
+from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
 
 __all__ = ["NativeModelRunner"]
 
@@ -62,7 +62,7 @@ class NativeModelRunner:
         self._max_tokens = max_tokens
         self._logits: Tensor | None = None
 
-    def forward(self, batch: FlatBatch) -> Tensor:
+    def forward(self, batch: StepBatch) -> Tensor:
         """Hidden states [K, D] of the tokens that :func:`_kept` names; the next step overwrites them."""
         if batch.swap_out:
             self._kv.host.swap_out(batch.swap_out)
@@ -70,18 +70,16 @@ class NativeModelRunner:
             self._kv.copy_blocks(batch.copies)
         if batch.swap_in:
             self._kv.host.swap_in(batch.swap_in)
-        spans = batch.token_ids, batch.positions, batch.cu_seqlens, batch.seq_lens
-        return self.program.run(StepArrays(*spans, batch.block_tables, batch.slot_mapping), _kept(batch))
+        return self.program.run(batch, _kept(batch))
 
-    def sample(self, hidden: Tensor, batch: FlatBatch, masks: Any) -> SampledTokens:
-        """Project the rows that sample to logits, and draw, in one call."""
-        # Where each row's hidden states begin, and those of the rows that sample.
-        at, hidden_rows = batch.cu_seqlens, batch.sample_rows
+    def sample(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
+        """Project the sample positions to logits, and draw, in one call."""
+        # Where each row's hidden states begin, and where those of the sample positions are.
+        at, hidden_rows = batch.cu_seqlens, batch.sample_tokens
         if (kept := _kept(batch)) is not None:
-            at = np.searchsorted(kept, at).astype(np.int32)
-            hidden_rows = at[hidden_rows + 1] - 1
+            at, hidden_rows = (np.searchsorted(kept, places).astype(np.int32) for places in (at, hidden_rows))
         tokens = SampledTokens([])
-        if len(batch.sample_rows):
+        if len(hidden_rows):
             rows = self._templates.fill(batch, masks)
             self._head(hidden, hidden_rows, rows)
             tokens = rows.sampled()
@@ -130,13 +128,13 @@ class NativeModelRunner:
         return self._logits
 
 
-def _kept(batch: FlatBatch) -> npt.NDArray[np.intp] | None:
-    """The last tokens of rows that sample, and all of chunks whose log-probabilities are asked for, in order; or None
-    where no token is left out, as when all rows decode."""
-    if len(batch.sample_rows) == len(batch.token_ids):
+def _kept(batch: StepBatch) -> npt.NDArray[np.intp] | None:
+    """The sample positions, and all tokens of chunks whose log-probabilities are asked for, in order; or None where no
+    token is left out, as when all rows decode."""
+    if len(batch.sample_tokens) == len(batch.token_ids):
         return None
     starts, kept = batch.cu_seqlens, np.zeros(len(batch.token_ids), dtype=bool)
-    kept[starts[batch.sample_rows + 1] - 1] = True
+    kept[batch.sample_tokens] = True
     for row, *_ in batch.prompt_rows:
         kept[starts[row] : starts[row + 1]] = True
     return np.flatnonzero(kept)

@@ -1,7 +1,7 @@
 """A step's sampling rows as the records the native sampler reads, and its results as the engine wants them.
 
-What a request asked for never changes, so its record is made once and kept per slot; a step copies the records of the
-rows that sample and fills in their positions and histories by columns. Only rows whose masked ids depend on what was
+What a request asked for never changes, so its record is made once and kept per slot; a step copies the records of its
+sample positions and fills in their positions and histories by columns. Only rows whose masked ids depend on what was
 generated (bad words, ``min_tokens``) are looked at one by one.
 """
 
@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from chairlift.kernels.cpu.library import SAMPLING_ROW, require
-from chairlift.models.flat_batch import FlatBatch, SampledTokens
 from chairlift.sampling.failures import raw_reason, shaped_reason
 from chairlift.sampling.logprobs import TokenLogprobs
 from chairlift.sampling.row import SamplingRow
+from chairlift.step_batch import Masks, SampledTokens, StepBatch
 
 __all__ = ["NativeRows", "RowTemplates"]
 
@@ -124,17 +123,17 @@ class RowTemplates:
         self._filled: tuple[list[Any], NativeRows] | None = None
         """The rows of a step of which only positions differ in the next, if that has the same rows."""
 
-    def fill(self, batch: FlatBatch, masks: Tensor | None) -> NativeRows:
-        """Records for the rows of ``batch`` that sample. ``masks`` as in :class:`~chairlift.sampling.sampler.Sampler`.
+    def fill(self, batch: StepBatch, masks: Masks | None) -> NativeRows:
+        """Records for the sample positions of ``batch``.
 
         The records point into ``batch.tokens``, which must not change until the kernels have run.
         """
-        lengths = batch.seq_lens[batch.sample_rows]
+        lengths = batch.sample_lengths
         if self._filled is not None and self._filled[0] is batch.sampling and masks is None:
             rows = self._filled[1]
             rows.columns["position"][:] = rows.columns["history_len"][:] = lengths
             return rows
-        slots = batch.slots[batch.sample_rows]
+        slots = batch.sample_slots
         self._admit(batch, slots)
         rows = NativeRows(self._records[slots], self._needs_logits[slots])
         rows.records["position"] = rows.records["history_len"] = lengths
@@ -146,15 +145,13 @@ class RowTemplates:
         if changing.any():
             for i in np.flatnonzero(changing).tolist():
                 self._mask(rows, i, self._owners[slots[i]], batch.tokens[slots[i], : lengths[i]])
-        if masks is not None:
-            bits = _mask_bits(masks)
+        for i, bits in masks.items() if masks is not None else ():
             rows.kept.append(bits)
-            rows.records["mask_bits"] = _row_addresses(bits)
-            for i in range(len(slots)):
-                rows.needs_logits[i] = _needs_logits(rows.records, i)
+            rows.records["mask_bits"][i] = bits.ctypes.data
+            rows.needs_logits[i] = True
         return rows
 
-    def _admit(self, batch: FlatBatch, slots: _Int32) -> None:
+    def _admit(self, batch: StepBatch, slots: _Int32) -> None:
         """Make the records of slots that have changed hands."""
         if len(self._owners) < len(batch.tokens):
             count = len(batch.tokens)
@@ -225,14 +222,3 @@ def _needs_logits(records: _Records, i: int) -> bool:
 
 def _row_addresses(array: npt.NDArray[Any]) -> npt.NDArray[np.uintp]:
     return array.ctypes.data + np.arange(len(array), dtype=np.uintp) * np.uintp(array.strides[0])
-
-
-def _mask_bits(masks: Tensor) -> npt.NDArray[np.uint32]:
-    """bool [R, V] or int32 bits [R, ceil(V / 32)] -> uint32 bits, contiguous."""
-    array = masks.cpu().numpy()
-    if array.dtype != np.bool_:
-        return np.ascontiguousarray(array).view(np.uint32)
-    packed = np.packbits(array, axis=1, bitorder="little")
-    padded = np.zeros((len(packed), -(-packed.shape[1] // 4) * 4), dtype=np.uint8)
-    padded[:, : packed.shape[1]] = packed
-    return padded.view(np.uint32)

@@ -40,7 +40,7 @@ from chairlift.kernels.triton.launch import AttentionLaunch, attention_launch, n
 from chairlift.kernels.triton.program import PagedKV, StepTensors, TritonProgram
 from chairlift.kernels.triton.sampling import SamplingSettings, kept_ids, sample
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.flat_batch import FlatBatch, SampledTokens
+from chairlift.step_batch import Masks, SampledTokens, StepBatch
 
 __all__ = ["TritonModelRunner"]
 
@@ -53,9 +53,9 @@ class _Outputs:
     hidden: Tensor
     """[T, D]"""
     logits: Tensor | None
-    """[R, V] where a row may have to be drawn by the sampler that knows everything."""
+    """[P, V] where a sample position may have to be drawn by the sampler that knows everything."""
     drawn: Tensor | None
-    """int32 [R, 3]: token, and the bits of what :func:`~chairlift.executor.device_sampling.failures` reads."""
+    """int32 [P, 3]: token, and the bits of what :func:`~chairlift.executor.device_sampling.failures` reads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class TritonModelRunner(TorchModelRunner):
         self._state = DecodeState(num_slots, max_blocks, len(plan.groups), plan.block_size, device)
         self._sizes = graph_sizes(num_slots)
         self._buffer = StepBuffer(device)
-        self._returns = ReturnBuffers((num_slots, 3), torch.int32, device)
+        self._returns = ReturnBuffers((max(num_slots, max_tokens), 3), torch.int32, device)
         self.graphs: GraphMaker = CudaGraphs(device) if cuda and graphs != "off" else EagerSteps()
         self._decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
         self._bodies: dict[int, tuple[StepBuffer, Graph[Tensor]]] = {}
@@ -132,12 +132,12 @@ class TritonModelRunner(TorchModelRunner):
                 self._recorded(size, truncates=False, keep=False)
 
     @torch.inference_mode()
-    def forward(self, batch: FlatBatch) -> _Outputs:
+    def forward(self, batch: StepBatch) -> _Outputs:
         """Compute a step and draw its tokens; nothing waits for the device."""
         if self._device.index is not None:
             torch.cuda.set_device(self._device)  # Triton launches where the calling thread is
         self._move_blocks(batch)
-        num_rows, slots = len(batch.slots), batch.slots[batch.sample_rows]
+        num_rows, slots = len(batch.slots), batch.sample_slots
         for group, tables in enumerate(batch.block_tables):
             self._state.note_tables(group, batch.slots, tables)
         changed = self._settings.update(slots.tolist(), [batch.sampling[row] for row in batch.sample_rows])
@@ -151,19 +151,21 @@ class TritonModelRunner(TorchModelRunner):
             return self._decode(batch, padded_size(self._sizes, num_rows), truncates, bool(keep))
         self._state.flush()
         self._state.forget(slots)
-        return self._mixed(batch, slots, truncates)
+        return self._mixed(batch, truncates)
 
     @torch.inference_mode()
-    def sample(self, hidden: _Outputs, batch: FlatBatch, masks: Any) -> SampledTokens | _Drawn:
+    def sample(self, hidden: _Outputs, batch: StepBatch, masks: Masks | None) -> SampledTokens | _Drawn:
         """Tokens on their way, or, where a row asks for what the kernels do not know, what was read and drawn here.
 
         Such a row is drawn here in every step, so the host knows all that was drawn for it before.
         """
-        tokens, count = SampledTokens([]), len(batch.sample_rows)
+        tokens, masks = SampledTokens([]), masks or {}
         if hidden.drawn is not None:
-            known = self._settings.on_device[batch.slots[batch.sample_rows]]
-            rest = [*range(count)] if masks is not None else np.flatnonzero(~known).tolist()
-            drawn = _Drawn(self._returns.fetch(hidden.drawn[:count]))
+            known = self._settings.on_device[batch.sample_slots]
+            if masks:
+                known[list(masks)] = False
+            rest = np.flatnonzero(~known).tolist()
+            drawn = _Drawn(self._returns.fetch(hidden.drawn[: len(known)]))
             if not rest and not batch.prompt_rows:
                 return drawn
             tokens = drawn.result()
@@ -179,12 +181,13 @@ class TritonModelRunner(TorchModelRunner):
             return ""
         return f"{self.graphs.num_graphs} recorded, {self.graphs.num_bytes / 2**20:,.0f} MiB, others when first needed"
 
-    def _draw_rest(self, step: _Outputs, rest: list[int], batch: FlatBatch, masks: Any, tokens: SampledTokens) -> None:
+    def _draw_rest(
+        self, step: _Outputs, rest: list[int], batch: StepBatch, masks: Masks, tokens: SampledTokens
+    ) -> None:
         histories = batch.histories
-        if step.logits is None:  # only a mask, which the step could not foresee, brings a decode step here
-            logits = self._compute_logits(step.hidden[: len(batch.sample_rows)])
-        else:
-            logits = step.logits.index_select(0, torch.tensor(rest, device=step.logits.device))
+        # Without logits only a mask, which the step could not foresee, brings a decode step here.
+        whole = self._compute_logits(step.hidden[: len(batch.sample_rows)]) if step.logits is None else step.logits
+        logits = whole.index_select(0, torch.tensor(rest, device=whole.device))
         logprobs: list[Any] = [None] * len(batch.sample_rows)
         # PyTorch's sums may depend on how many rows there are, and on where they lie.
         size = 1 if self._batch_invariant else len(rest)
@@ -192,14 +195,15 @@ class TritonModelRunner(TorchModelRunner):
             some, part = rest[at : at + size], slice(at, at + size)
             rows = [batch.sampling[batch.sample_rows[i]] for i in some]
             scores = logits[part].clone() if self._batch_invariant else logits[part]
-            drawn = self._sampler(scores, rows, [histories[i] for i in some], None if masks is None else masks[part])
+            masked = {j: masks[i] for j, i in enumerate(some) if i in masks}
+            drawn = self._sampler(scores, rows, [histories[i] for i in some], masked)
             for j, i in enumerate(some):
                 tokens.token_ids[i], logprobs[i] = drawn.token_ids[j], drawn.logprobs[j]
                 if j in drawn.errors:
                     tokens.errors[i] = drawn.errors[j]
         tokens.logprobs = logprobs if any(entry is not None for entry in logprobs) else None
 
-    def _decode(self, batch: FlatBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
+    def _decode(self, batch: StepBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
         """One token of each row. What the device does not know yet is sent; a row past ``batch`` is nobody's."""
         step, state = self._recorded(size, truncates, keep), self._state
         known = batch.token_ids >= 0
@@ -235,27 +239,29 @@ class TritonModelRunner(TorchModelRunner):
         offsets = None if self._offsets is None else self._offsets[: len(slots) + 1]
         step = StepTensors(inputs.token_ids, inputs.positions, inputs.seq_lens, offsets, slots, tables, mapping)
         hidden = self._run_body(step, launch)
-        outputs = self._draw(hidden, hidden, slots, inputs.seq_lens, truncates, keep)
+        outputs = self._draw(hidden, hidden, slots, inputs.seq_lens, slots, truncates=truncates, keep=keep)
         if outputs.logits is None:
             return outputs
         return dataclasses.replace(outputs, logits=self._kept_logits[: len(slots)].copy_(outputs.logits))
 
-    def _mixed(self, batch: FlatBatch, slots: npt.NDArray[np.int32], truncates: bool) -> _Outputs:
-        """Any other step; ``slots`` are those of the rows that sample. They are drawn for launch by launch."""
+    def _mixed(self, batch: StepBatch, truncates: bool) -> _Outputs:
+        """Any other step. Its sample positions are drawn for launch by launch."""
         late = np.flatnonzero(batch.token_ids < 0)
         owners = np.searchsorted(batch.cu_seqlens, late, side="right") - 1
         tokens, sizes = len(batch.token_ids), self._token_sizes
         size = padded_size(sizes, tokens) if tokens <= sizes[-1] else 0
         buffer, body = self._recorded_body(size) if size else (self._buffer, None)
-        ends, lengths = batch.cu_seqlens[batch.sample_rows + 1] - 1, batch.seq_lens[batch.sample_rows]
-        rest: list[npt.NDArray[Any]] = [late, batch.slots[owners], ends, slots, lengths]
-        step, (places, sources, ends_there, slots_there, lengths_there) = self._send(buffer, batch, size, rest)
+        last = batch.cu_seqlens[batch.sample_rows + 1] - 1 == batch.sample_tokens
+        slots, lengths = batch.sample_slots, batch.sample_lengths
+        newest = np.where(last, slots, -1)  # of a row with several sample positions the last gives the next input
+        rest: list[npt.NDArray[Any]] = [late, batch.slots[owners], batch.sample_tokens, slots, lengths, newest]
+        step, (places, sources, wanted, *sampling) = self._send(buffer, batch, size, rest)
         if len(late):
             step.token_ids.index_copy_(0, places, self._state.tokens.index_select(0, sources))
         hidden = self._run_body(step, self._launch(len(batch.slots), False)) if body is None else body.replay()
         if not len(slots):
             return _Outputs(hidden, None, None)
-        return self._draw(hidden, hidden.index_select(0, ends_there), slots_there, lengths_there, truncates, True)
+        return self._draw(hidden, hidden.index_select(0, wanted), *sampling, truncates=truncates, keep=True)
 
     def _recorded_body(self, size: int) -> tuple[StepBuffer, Graph[Tensor]]:
         """What computes a step of up to ``size`` tokens, and the buffer that it reads."""
@@ -263,11 +269,11 @@ class TritonModelRunner(TorchModelRunner):
         if not self._bodies and size != largest and isinstance(self.graphs, CudaGraphs):
             self._recorded_body(largest)  # smaller ones find room in what it has left
         if size not in self._bodies:
-            none = np.zeros(0, dtype=np.int32)
-            mapping = [none.astype(np.int64)] * len(self._state.block_tables)
-            nobody = FlatBatch(none, none, none, none, none, [], mapping, [], none, none, [], [], [], [])
-            buffer, most = StepBuffer(self._device), np.zeros(self._state.num_slots, dtype=np.int64)
-            step, _ = self._send(buffer, nobody, size, [most] * 5)  # as much as it will ever hold, so it stays there
+            groups, none = len(self._state.block_tables), np.zeros(0, dtype=np.int32)
+            tables, mapping = np.zeros((groups, 0, 0), dtype=np.int32), np.zeros((groups, 0), dtype=np.int64)
+            nobody = StepBatch(none, none, none, none, tables, mapping)
+            buffer, most = StepBuffer(self._device), np.zeros(max(size, self._state.num_slots), dtype=np.int64)
+            step, _ = self._send(buffer, nobody, size, [most] * 6)  # as much as it will ever hold, so it stays there
             launch = self._launch(self._state.num_slots, False)
             self._bodies[size] = buffer, self._record(f"{size} tokens", TritonModelRunner._run_body, step, launch)
         return self._bodies[size]
@@ -284,7 +290,7 @@ class TritonModelRunner(TorchModelRunner):
         return EagerSteps().record(step)
 
     def _send(
-        self, buffer: StepBuffer, batch: FlatBatch, size: int, rest: list[npt.NDArray[Any]]
+        self, buffer: StepBuffer, batch: StepBatch, size: int, rest: list[npt.NDArray[Any]]
     ) -> tuple[StepTensors, list[Tensor]]:
         """A step's input and ``rest``, on the device. Unless ``size`` is 0, tokens and rows of nobody fill it up."""
         tokens, rows = (size, self._state.num_slots) if size else (len(batch.token_ids), len(batch.slots))
@@ -306,17 +312,26 @@ class TritonModelRunner(TorchModelRunner):
         return self._body.run({self._token_ids: step.token_ids, self._positions: step.positions}, step, launch)
 
     def _draw(
-        self, hidden: Tensor, wanted: Tensor, slots: Tensor, lengths: Tensor, truncates: bool, keep: bool
+        self,
+        hidden: Tensor,
+        wanted: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        newest: Tensor,
+        *,
+        truncates: bool,
+        keep: bool,
     ) -> _Outputs:
-        """One token for each row of ``wanted`` [R, D], which the next step finds in the resident state.
+        """One token for each sample position of ``wanted`` [P, D].
 
-        ``slots`` and ``lengths`` (int32 [R]) are their rows' slots, -1 for nobody's, and the positions of the new
-        tokens. Logits are kept on demand: those of every recorded size would fill gigabytes.
+        ``slots`` and ``lengths`` (int32 [P]) are their rows' slots, -1 for nobody's, and the positions of the new
+        tokens. ``newest`` (int32 [P]) are the slots whose next input the tokens are, which the next step finds in the
+        resident state; -1 for none. Logits are kept on demand: those of every recorded size would fill gigabytes.
         """
         logits = self._compute_logits(wanted)
         kept = kept_ids(logits, self._state.sampling, slots) if truncates else None
         tokens, failing = sample(logits, self._state.sampling, slots, lengths, kept)
-        self._state.store(slots, tokens)
+        self._state.store(newest, tokens)
         drawn = torch.cat((tokens[:, None], failing.view(torch.int32)), dim=1)
         return _Outputs(hidden, logits if keep else None, drawn)
 

@@ -56,10 +56,10 @@ class PagedContext:
     """[N + 1] offsets of the rows in the flat batch; the last is T."""
     seq_lens: list[int]
     """[N] tokens in each sequence after this step (cached and new)."""
-    block_tables: list[Tensor]
-    """Per cache group, int64 [N, max_blocks]. Entries past a sequence or behind its window are never read."""
-    slot_mapping: list[Tensor]
-    """Per cache group, int64 [T]: ``block * block_size + offset`` where each token's K and V go."""
+    block_tables: Tensor
+    """int64 [groups, N, max_blocks]. Entries past a sequence or behind its window are never read."""
+    slot_mapping: Tensor
+    """int64 [groups, T]: ``block * block_size + offset`` where each token's K and V go."""
     kv_caches: list[tuple[Tensor, Tensor]]
     """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]."""
     layer_groups: list[int]

@@ -9,15 +9,16 @@ the text. Numpy only; exact, so two runs may be compared with ``==``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from chairlift.config import CacheGroup
-from chairlift.models.flat_batch import FlatBatch, SampledTokens
+from chairlift.sampling.failures import shaped_reason
 from chairlift.sampling.row import SamplingRow
+from chairlift.step_batch import Masks, SampledTokens, StepBatch
 
 __all__ = ["HASHLM_POSITION_BYTES", "HashLM", "reference_tokens"]
 
@@ -55,8 +56,8 @@ class HashLM:
         self._powers = np.array([pow(_BASE, i + 1, 1 << 64) for i in range(max_model_len + 1)], dtype=np.uint64)
         self._offsets = np.arange(block_size, dtype=np.int64)
 
-    def forward(self, batch: FlatBatch) -> list[int]:
-        """Write the step's words; returns per row the hash of everything its last token attends to."""
+    def forward(self, batch: StepBatch) -> list[int]:
+        """Write the step's words; returns per sample position the hash of everything it attends to."""
         size = self._block_size
         for group, block, host in batch.swap_out:
             _copy(self._words[group], block, self._host_words[group], host, size)
@@ -69,17 +70,26 @@ class HashLM:
         first = _first_words(batch.token_ids, batch.positions, np.repeat(tags, lengths))
         for words, mapping in zip(self._words, batch.slot_mapping, strict=True):
             words[0, mapping] = first
-        return [self._row(batch, row, first) for row in range(len(batch.seq_lens))]
+        for row in range(len(batch.seq_lens)):
+            self._row(batch, row, first)
+        ends = zip(batch.sample_rows.tolist(), batch.sample_lengths.tolist(), strict=True)
+        return [self._seen(batch, row, length) for row, length in ends]
 
-    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
-        """One token per sampling row, from what it attends to, its own history and its settings."""
-        tokens = []
-        for row, history in zip(batch.sample_rows.tolist(), batch.histories, strict=True):
-            sampling = batch.sampling[row]
-            tokens.append(_next_token(hidden[row], history.tolist(), sampling, self.vocab_size))
-        return SampledTokens(tokens)
+    def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
+        """One token per sample position, from what it attends to, its own history, its settings and its mask."""
+        tokens = SampledTokens([])
+        places = zip(hidden, batch.sample_rows.tolist(), batch.histories, strict=True)
+        for index, (seen, row, history) in enumerate(places):
+            allowed = range(self.vocab_size) if masks is None or index not in masks else _allowed_ids(masks[index])
+            if allowed:
+                choice = _next_token(seen, history.tolist(), batch.sampling[row], len(allowed))
+                tokens.token_ids.append(allowed[choice])
+            else:
+                tokens.token_ids.append(-1)
+                tokens.errors[index] = shaped_reason(-math.inf)
+        return tokens
 
-    def _row(self, batch: FlatBatch, row: int, first: _Words) -> int:
+    def _row(self, batch: StepBatch, row: int, first: _Words) -> None:
         start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
         length = int(batch.seq_lens[row])
         begin = length - (end - start)
@@ -89,10 +99,13 @@ class HashLM:
         second = _mix(first[start:end] ^ seen)
         for words, mapping in zip(self._words, batch.slot_mapping, strict=True):
             words[1, mapping[start:end]] = second
-        last = [self._attend(batch, group, row, 1, length - 1, length)[0] for group in range(len(self._words))]
-        return sum(int(word) for word in last) & _MASK
 
-    def _attend(self, batch: FlatBatch, group: int, row: int, layer: int, begin: int, end: int) -> _Words:
+    def _seen(self, batch: StepBatch, row: int, length: int) -> int:
+        """What the last of the row's first ``length`` tokens attends to."""
+        words = [self._attend(batch, group, row, 1, length - 1, length)[0] for group in range(len(self._words))]
+        return sum(int(word) for word in words) & _MASK
+
+    def _attend(self, batch: StepBatch, group: int, row: int, layer: int, begin: int, end: int) -> _Words:
         """For each position in [begin, end): the weighted sum of the words it can see, read through the block table."""
         window = self.cache_groups[group].window
         low = 0 if window is None else max(0, begin - window + 1)
@@ -107,6 +120,11 @@ class HashLM:
         gone = np.arange(begin, end) - window - low  # last position, relative to low, that is out of reach
         behind[gone >= 0] = sums[gone[gone >= 0]]
         return np.asarray(upto - behind)
+
+
+def _allowed_ids(bits: npt.NDArray[np.uint32]) -> list[int]:
+    ids: list[int] = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+    return ids
 
 
 def _copy(source: _Words, block: int, target: _Words, to: int, size: int) -> None:
@@ -134,17 +152,25 @@ def _mix_one(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def _next_token(seen: int, history: list[int], row: SamplingRow, vocab_size: int) -> int:
+def _next_token(seen: int, history: list[int], row: SamplingRow, num_choices: int) -> int:
     params = row.params
     settings = (row.seed, row.num_prompt_tokens, params.temperature, params.top_k, params.top_p, params.min_p)
     counts = sum(history[row.num_prompt_tokens :]) if params.presence_penalty or params.frequency_penalty else 0
-    return _mix_one((seen ^ hash(settings) ^ counts * _TOKEN) & _MASK) % vocab_size
+    return _mix_one((seen ^ hash(settings) ^ counts * _TOKEN) & _MASK) % num_choices
 
 
 def reference_tokens(
-    prompt: Sequence[int], row: SamplingRow, windows: Sequence[int | None], vocab_size: int, count: int
+    prompt: Sequence[int],
+    row: SamplingRow,
+    windows: Sequence[int | None],
+    vocab_size: int,
+    count: int,
+    allowed: Callable[[int], Sequence[int] | None] = lambda position: None,
 ) -> list[int]:
-    """The first ``count`` tokens HashLM generates for a prompt that is served alone: no blocks, no batch, no numpy."""
+    """The first ``count`` tokens HashLM generates for a prompt that is served alone: no blocks, no batch, no numpy.
+
+    ``allowed`` gives the ids, ascending, that the mask of a position's token allows; None where there is no mask.
+    """
     tokens = list(prompt)
     first: list[int] = []
     second: list[int] = []
@@ -156,7 +182,8 @@ def reference_tokens(
             first.append(_mix_one(word ^ (row.tag * _TAG & _MASK)))
             second.append(_mix_one(first[place] ^ _reach(first, powers, place, windows)))
         seen = _reach(second, powers, len(tokens) - 1, windows)
-        generated.append(_next_token(seen, tokens, row, vocab_size))
+        choices = allowed(len(tokens)) or range(vocab_size)
+        generated.append(choices[_next_token(seen, tokens, row, len(choices))])
         tokens.append(generated[-1])
     return generated
 

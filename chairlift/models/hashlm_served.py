@@ -11,15 +11,15 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from chairlift.config import CacheGroup, EngineConfig
 from chairlift.errors import ConfigError
-from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
 from chairlift.models.hashlm import HASHLM_POSITION_BYTES, HashLM
+from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
 
 __all__ = [
     "HASHLM_EOS",
@@ -93,12 +93,12 @@ class ServedHashLM(HashLM):
         super().__init__([group], block_size, HASHLM_VOCAB_SIZE, max_model_len, host_memory)
         self._delay = delay
 
-    def forward(self, batch: FlatBatch) -> list[int]:
+    def forward(self, batch: StepBatch) -> list[int]:
         if self._delay:
             time.sleep(self._delay)
         return super().forward(batch)
 
-    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
+    def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
         tokens = super().sample(hidden, batch, masks)
         wanted = [batch.sampling[row].params.logprobs for row in batch.sample_rows.tolist()]
         if any(count is not None for count in wanted):

@@ -28,6 +28,8 @@ from chairlift.replay.traced_request import TracedRequest, prompt_token_ids
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.step_batch import Masks, SampledTokens
+from chairlift.workbench.workload.trace import TracedRequest, prompt_token_ids
 
 __all__ = ["RequestTiming", "ServedTrace", "SimExecutor", "SimReport", "replay", "serve_trace", "simulated_core"]
 
@@ -51,7 +53,7 @@ class _Pending:
 
 
 class SimExecutor:
-    """Takes the time that the cost model predicts, one step after the other, and returns a dummy token per row.
+    """Takes the time that the cost model predicts, one step after the other. Returns a dummy token per sample position.
 
     Copies to and from host memory come on top, at the cost model's bandwidth. On the system's clock it sleeps so long.
     """
@@ -74,7 +76,7 @@ class SimExecutor:
         self._free_at = max(self._free_at, self._clock.now()) + seconds
         return out
 
-    def sample(self, handle: SchedulerOutput, masks: Any = None) -> _Pending:
+    def sample(self, handle: SchedulerOutput, masks: Masks | None = None) -> _Pending:
         count = handle.num_decodes + sum(chunk.samples for chunk in handle.chunks)
         return _Pending(SampledTokens([_TOKEN] * count), self._clock, self._free_at)
 

@@ -30,16 +30,14 @@ __all__ = [
 _NUCLEUS_HEAD = 1024  # top-p looks at this many of the best ids before it sorts a row
 
 
-def apply_allowed_mask(logits: Tensor, allowed: Tensor) -> None:
-    """Mask what a grammar forbids.
+def apply_allowed_mask(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """Mask what a grammar forbids in ``rows`` (int64 ``[K]``).
 
-    ``allowed`` is bool ``[R, V]``, or int32 ``[R, ceil(V / 32)]`` with bit ``i % 32`` of word ``i // 32`` set when id
-    ``i`` is allowed.
+    ``allowed`` is int32 ``[K, ceil(V / 32)]`` with bit ``i % 32`` of word ``i // 32`` set when id ``i`` is allowed.
     """
-    if allowed.dtype != torch.bool:
-        bits = torch.arange(32, device=allowed.device, dtype=allowed.dtype)
-        allowed = ((allowed.unsqueeze(-1) >> bits) & 1).view(allowed.shape[0], -1)[:, : logits.shape[1]].bool()
-    logits.masked_fill_(~allowed, -math.inf)
+    bits = torch.arange(32, device=allowed.device, dtype=allowed.dtype)
+    forbidden = ((allowed.unsqueeze(-1) >> bits) & 1).view(len(allowed), -1)[:, : logits.shape[1]] == 0
+    logits[rows] = logits[rows].masked_fill(forbidden, -math.inf)
 
 
 def add_logit_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> None:

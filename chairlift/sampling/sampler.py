@@ -22,6 +22,7 @@ from chairlift.sampling.failures import raw_reason, shaped_reason
 from chairlift.sampling.gumbel import gumbel_argmax
 from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
 from chairlift.sampling.row import SamplingRow
+from chairlift.step_batch import Masks
 
 __all__ = ["Sampler", "SamplerOutput"]
 
@@ -49,7 +50,7 @@ class Sampler:
         logits: Tensor,
         rows: Sequence[SamplingRow],
         tokens: Sequence[npt.NDArray[np.int32]],
-        masks: Tensor | None = None,
+        masks: Masks | None = None,
     ) -> SamplerOutput:
         """Sample one token per row.
 
@@ -58,7 +59,7 @@ class Sampler:
             rows: the R rows' settings.
             tokens: the R rows' prompt and output so far (int32, one-dimensional). Only its length matters unless
                 penalties or bad words are asked for; the length is the new token's position.
-            masks: which ids a grammar allows: bool ``[R, V]``, or int32 bits ``[R, ceil(V / 32)]``; None allows all.
+            masks: which ids a grammar allows, for the rows that have a mask; None allows all.
 
         A row whose logits hold NaN or +inf, or that has no allowed token left, yields -1 and a reason; the other rows
         do not notice.
@@ -75,8 +76,8 @@ class Sampler:
         output = SamplerOutput(token_ids, [None] * len(rows), {})
         for i, value in _not_finite(highest):
             output.errors[i] = raw_reason(value)
-        if masks is not None or not all(row.plain_greedy for row in rows):
-            self._sample_shaped(logits, rows, tokens, masks, output)
+        if masks or not all(row.plain_greedy for row in rows):
+            self._sample_shaped(logits, rows, tokens, masks or {}, output)
             _report_logprobs(logits, rows, output)
         for i in output.errors:
             token_ids[i] = -1
@@ -87,19 +88,21 @@ class Sampler:
         logits: Tensor,
         rows: Sequence[SamplingRow],
         tokens: Sequence[npt.NDArray[np.int32]],
-        masks: Tensor | None,
+        masks: Masks,
         output: SamplerOutput,
     ) -> None:
         """Replace the arg max of the rows that ask for more, in slices so that float32 copies stay small."""
-        shaped = [i for i, row in enumerate(rows) if masks is not None or row.reshapes or not row.params.greedy]
+        shaped = [i for i, row in enumerate(rows) if i in masks or row.reshapes or not row.params.greedy]
         shaped = [i for i in shaped if i not in output.errors]
         step = max(1, _VALUES_PER_SLICE // logits.shape[1])
         for start in range(0, len(shaped), step):
             part = shaped[start : start + step]
             index = torch.tensor(part, device=logits.device)
             scores = logits.index_select(0, index).to(torch.float32)
-            if masks is not None:
-                transforms.apply_allowed_mask(scores, masks.index_select(0, index.to(masks.device)).to(logits.device))
+            masked = [j for j, i in enumerate(part) if i in masks]
+            if masked:
+                bits = torch.from_numpy(np.stack([masks[part[j]] for j in masked]).view(np.int32)).to(logits.device)
+                transforms.apply_allowed_mask(scores, torch.tensor(masked, device=logits.device), bits)
             part_rows, part_tokens = [rows[i] for i in part], [tokens[i] for i in part]
             _reshape(scores, part_rows, part_tokens)
             _truncate(scores, part_rows)

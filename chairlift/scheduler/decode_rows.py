@@ -6,7 +6,7 @@ block is full or its last token is near, each is filed under the beat at which t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -16,12 +16,12 @@ __all__ = ["DecodeRows", "receivers"]
 
 
 def _drop(token: int) -> None:
-    """Where the tokens of a held row go."""
+    """Where tokens go that nobody wants."""
 
 
-def receivers(requests: list[Request]) -> tuple[list[Request | None], list[Callable[[int], Any]]]:
-    """Who gets each row's token, and how it is appended: a held row's goes nowhere."""
-    sampled = [None if request.finish_reason else request for request in requests]
+def receivers(requests: Iterable[Request | None]) -> tuple[list[Request | None], list[Callable[[int], Any]]]:
+    """Who gets the token of each sample position, and how it is appended: a held row's, and nobody's, go nowhere."""
+    sampled = [None if request is None or request.finish_reason else request for request in requests]
     return sampled, [_drop if request is None else request.token_ids.append for request in sampled]
 
 

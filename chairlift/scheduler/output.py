@@ -38,8 +38,8 @@ class Chunk:
     slot: int
     start: int
     num_tokens: int
-    samples: bool
-    """Whether the last of them yields the next token."""
+    samples: int
+    """Number of sample positions: the last ``samples`` of the tokens yield a token each. 0: none, 1: only the last."""
     why: str
     """``prefill``, ``recompute`` (after a preemption) or ``stalled`` (a decode that had to wait for a block)."""
 
@@ -52,8 +52,8 @@ class Chunk:
 class SchedulerOutput:
     """One step, as differences from the step before. Applied in the order of the fields.
 
-    Rows that sample, and so the token ids that come back, are ordered: first the decode rows in the order of the last
-    ``decode_slots`` sent, then the chunks with ``samples`` set.
+    Sample positions, and so the token ids that come back, are numbered: first the decode rows in the order of the last
+    ``decode_slots`` sent, then the sample positions of the chunks.
     """
 
     step: int
@@ -107,6 +107,6 @@ class StepResult:
     """What an update changed."""
 
     sampled: Sequence[Request | None]
-    """Per row that sampled: the request whose token was accepted, or None where it was dropped."""
+    """Per sample position: the request whose token was accepted, or None where it was dropped."""
     finished: list[Request]
     """Requests that left for good, and may be delivered."""

@@ -414,7 +414,7 @@ class Scheduler(GivingWay):
     def _take_chunk(self, request: Request, num_tokens: int, out: SchedulerOutput, flight: InFlight) -> None:
         start = request.num_computed_tokens
         end = start + num_tokens
-        samples = end == request.num_tokens
+        samples = min(request.num_sample_positions, num_tokens) if end == request.num_tokens else 0
         why = "stalled" if start >= request.progress_mark else "recompute" if request.has_given_way else "prefill"
         chunk = Chunk(request.slot, start, num_tokens, samples, why)
         out.chunks.append(chunk)
@@ -462,11 +462,14 @@ class Scheduler(GivingWay):
         out.decode_rows, out.num_held = decodes.ids, decodes.num_held
         flight.sampled, flight.appends, flight.epoch = decodes.sampled, decodes.appends, self._epoch
         self._describe(out, flight)
-        samples = [request for request, chunk in flight.chunks if chunk.samples]
+        samples: list[Request | None] = []
+        for request, chunk in flight.chunks:
+            if chunk.samples:
+                samples += [*[None] * (chunk.samples - 1), request]  # nobody takes the tokens of the others
         if samples:
             sampled, appends = receivers(samples)
             flight.sampled, flight.appends = decodes.sampled + sampled, decodes.appends + appends
-            self.decodes.start([request for request in samples if request.num_computed_tokens < request.limit])
+            self.decodes.start([r for r in samples if r is not None and r.num_computed_tokens < r.limit])
         self._flights[out.step] = flight
 
     def _describe(self, out: SchedulerOutput, flight: InFlight) -> None:

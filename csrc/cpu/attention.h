@@ -325,9 +325,7 @@ static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_progr
   SoftmaxState* shared = static_cast<SoftmaxState*>(plan.shared);
   const int64_t items = int64_t(plan.num_spans) * op.kv_heads * splits;
   const auto span_of = [&](int64_t item) -> const AttentionSpan& { return plan.spans[item / splits / op.kv_heads]; };
-  const auto table_of = [&](const AttentionSpan& span) {
-    return batch.block_tables[kv.group] + span.row * batch.table_strides[kv.group];
-  };
+  const auto table_of = [&](const AttentionSpan& span) { return block_table(batch, kv.group, span.row); };
   Turns turns(pool, thread, items, Turns::SPREAD);
   for (int64_t item = turns.take(); item < items; item = turns.take()) {
     const int64_t following = turns.peek();  // so that its first keys can be fetched meanwhile

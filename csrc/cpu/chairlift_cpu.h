@@ -83,10 +83,9 @@ typedef struct {
   const int32_t* positions;      // [T]
   const int32_t* cu_seqlens;     // [N + 1]
   const int32_t* seq_lens;       // [N]
-  const int32_t* const* block_tables;  // per group [N, table_strides[g]]
-  const int64_t* table_strides;
-  const int64_t* const* slot_mapping;  // per group [T]
-  int32_t num_tokens, num_rows, num_groups, reserved;
+  const int32_t* block_tables;   // [groups, N, table_width]
+  const int64_t* slot_mapping;   // [groups, T]
+  int32_t num_tokens, num_rows, num_groups, table_width;
 } cl_batch;
 
 // How one row samples, and what came of it. Pointers may be null when their count is zero.

@@ -87,7 +87,7 @@ class KVAhead {
     const int low = op_->window > 0 && known >= op_->window ? known + 1 - op_->window : 0;
     block_ = low / size + (thread_ + span_) % threads;
     end_ = span.first_token == first && known > 0 ? known / size + 1 : 0;
-    table_ = batch_.block_tables[kv_->group] + span.row * batch_.table_strides[kv_->group];
+    table_ = block_table(batch_, kv_->group, span.row);
     return block_ < end_ ? (end_ - block_ + threads - 1) / threads : 0;
   }
 

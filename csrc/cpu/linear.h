@@ -70,8 +70,9 @@ struct StoreGated {
 template <typename T>
 struct StoreHeads {
   const cl_op& op;
-  const cl_batch& batch;
   const cl_kv_layer& kv;
+  const int64_t* slots;  // [T] where K and V of each token go
+  int num_tokens;
   const float* rotary;  // [T, head_dim] or null
   T* q;
   int64_t q_stride;
@@ -135,7 +136,7 @@ struct StoreHeads {
   }
 
   void store_key(const float* x, int head, int t) const {
-    const int64_t slot = batch.slot_mapping[kv.group][t];
+    const int64_t slot = slots[t];
     T* to = keys_of(slot, head) + slot % CL_KV_TOKENS * P;
     T rounded[512];
     for (int d = 0; d < op.head_dim; d += LANES) vstore(rounded + d, vload(x + d));
@@ -145,10 +146,10 @@ struct StoreHeads {
   // The place after an even token is cleared unless this step fills it: a product reads both, and what lies there may be
   // another request's NaN.
   void store_value(const float* x, int head, int t) const {
-    const int64_t slot = batch.slot_mapping[kv.group][t];
+    const int64_t slot = slots[t];
     const int token = int(slot % CL_KV_TOKENS);
     T* to = keys_of(slot, head) + (CL_KV_TOKENS + token / P * P) * op.head_dim + token % P;
-    const bool last = t + 1 == batch.num_tokens || batch.slot_mapping[kv.group][t + 1] != slot + 1;
+    const bool last = t + 1 == num_tokens || slots[t + 1] != slot + 1;
     const bool clear_next = P == 2 && token % 2 == 0 && last;
     T rounded[512];
     for (int d = 0; d < op.head_dim; d += LANES) vstore(rounded + d, vload(x + d));
@@ -205,7 +206,9 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const cl_program&
     gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<T>{out, out_stride, op.bias}, then, &kv);
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
-    StoreHeads<T> store{op, batch, program.kv_layers[op.layer], rotary, out, out_stride};
+    const cl_kv_layer& layer = program.kv_layers[op.layer];
+    const int64_t* slots = batch.slot_mapping + int64_t(layer.group) * m;
+    StoreHeads<T> store{op, layer, slots, m, rotary, out, out_stride};
     gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
   }
 }

@@ -2,11 +2,18 @@
 #pragma once
 #include <stdint.h>
 
+#include "chairlift_cpu.h"
+
 enum {
   KV_SPLIT = 1024,         // tokens; a context is always summed in pieces of this size
   SPAN_TOKENS = 16,        // most queries of one sequence in one task
   MAX_SPLIT_ROWS = 64,     // a task whose pieces may go to different threads has at most this many rows
 };
+
+// Block numbers of one row of a step in one cache group.
+static inline const int32_t* block_table(const cl_batch& batch, int group, int row) {
+  return batch.block_tables + (int64_t(group) * batch.num_rows + row) * batch.table_width;
+}
 
 // Neighbouring queries of one sequence.
 struct AttentionSpan {

@@ -15,9 +15,9 @@ from chairlift.cli import check
 from chairlift.errors import ModelLoadError
 from chairlift.executor.local import LocalExecutor
 from chairlift.kernels.cpu.library import best_isa
-from chairlift.models.flat_batch import FlatBatch
 from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.step_batch import StepBatch
 from tests.cli.conftest import Run
 from tests.native import needs_kernels
 
@@ -109,7 +109,7 @@ def test_a_batch_that_changes_answers_is_found(
 ) -> None:
     execute = LocalExecutor.execute
 
-    def wrong(self: LocalExecutor, out: SchedulerOutput) -> tuple[torch.Tensor, FlatBatch]:
+    def wrong(self: LocalExecutor, out: SchedulerOutput) -> tuple[torch.Tensor, StepBatch]:
         hidden, batch = execute(self, out)
         if len(hidden) > 1:
             hidden.copy_(hidden.flip(-1))

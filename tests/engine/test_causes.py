@@ -21,12 +21,12 @@ from chairlift.engine.messages import FrameReader, Step, encode
 from chairlift.executor.local import LocalExecutor
 from chairlift.loading import read_tokenizer
 from chairlift.metrics.stats import EngineStats
-from chairlift.models.flat_batch import FlatBatch
 from chairlift.models.hashlm import HashLM
 from chairlift.outputs import FinishReason, OutputKind, RequestMetrics
 from chairlift.replay.machines import deploy, shape_from_name
 from chairlift.replay.replay import simulated_core
 from chairlift.sampling_params import SamplingParams
+from chairlift.step_batch import StepBatch
 from tests.engine.make import BLOCK, LENGTH, VOCAB, greedy
 
 STEP, TOKEN, HOST = 0.010, 0.001, 0.002
@@ -39,7 +39,7 @@ class Timed(HashLM):
     clock: VirtualClock
     failing = False
 
-    def forward(self, batch: FlatBatch) -> list[int]:
+    def forward(self, batch: StepBatch) -> list[int]:
         self.clock.advance(STEP + TOKEN * len(batch.token_ids))
         if self.failing:
             raise RuntimeError("it was told to fail")

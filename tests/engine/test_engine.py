@@ -8,10 +8,10 @@ import pytest
 
 from chairlift.engine.input_processor import Prompt
 from chairlift.errors import PromptTooLongError, RequestError
-from chairlift.models.flat_batch import FlatBatch, SampledTokens
 from chairlift.models.hashlm import HashLM
 from chairlift.outputs import FinishReason
 from chairlift.sampling_params import SamplingParams
+from chairlift.step_batch import SampledTokens, StepBatch
 from tests.engine.make import EOS, alone, drain, greedy, make_engine
 
 PROMPTS = [[1, 2, 3], [4] * 9, [1, 2, 3, 4, 5, 6, 7], [8]]
@@ -141,13 +141,13 @@ class _Failing(HashLM):
     fail_next = False
     nan_for: int | None = None
 
-    def forward(self, batch: FlatBatch) -> list[int]:
+    def forward(self, batch: StepBatch) -> list[int]:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("secret detail")
         return super().forward(batch)
 
-    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
+    def sample(self, hidden: list[int], batch: StepBatch, masks: Any = None) -> SampledTokens:
         tokens = super().sample(hidden, batch, masks)
         for row, history in enumerate(batch.histories):
             if history[0] == self.nan_for:
@@ -254,7 +254,7 @@ def test_of_a_static_batch_no_part_of_a_request_is_delivered_when_one_of_its_ans
     class OneRowFails(HashLM):
         num_calls = 0
 
-        def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
+        def sample(self, hidden: list[int], batch: StepBatch, masks: Any = None) -> SampledTokens:
             tokens = super().sample(hidden, batch, masks)
             self.num_calls += 1
             if self.num_calls == 3:

@@ -18,11 +18,11 @@ from chairlift.engine.output_processor import OutputProcessor, RequestState
 from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import OverloadedError
 from chairlift.metrics.stats import RequestStats
-from chairlift.models.flat_batch import FlatBatch, PromptLogprobs, SampledTokens
 from chairlift.models.hashlm import HashLM
 from chairlift.models.hashlm_served import logprobs_of
 from chairlift.outputs import FinishReason, OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
+from chairlift.step_batch import PromptLogprobs, SampledTokens, StepBatch
 from tests.e2e.oracle import expected_hashlm
 from tests.engine.make import alone, drain, greedy, make_engine
 from tests.engine.test_async_engine import LONG, collect, quiet, running
@@ -177,7 +177,7 @@ class LogprobsFail(HashLM):
 
     where = ""
 
-    def sample(self, hidden: Any, batch: FlatBatch, masks: Any = None) -> SampledTokens:
+    def sample(self, hidden: Any, batch: StepBatch, masks: Any = None) -> SampledTokens:
         tokens = super().sample(hidden, batch, masks)
         counts = [batch.sampling[row].params.logprobs for row in batch.sample_rows.tolist()]
         pairs = zip(tokens.token_ids, counts, strict=True)

@@ -230,6 +230,21 @@ def test_a_failed_row_stores_a_harmless_id() -> None:
     assert after.token_ids.tolist() == [0, 8]
 
 
+def test_a_chunk_with_several_sample_positions_goes_on_with_the_last_token() -> None:
+    rows = batch()
+    new = [row(slot, [5, 6, 7, 8], [slot + 1]) for slot in range(2)]
+    rows.store(rows.apply(SchedulerOutput(1, joined=new[:1], chunks=[chunk(0, 0, 4)])), [9])
+    chunks = [Chunk(1, 1, 3, 3, "prefill")]
+    step = rows.apply(SchedulerOutput(2, joined=[dataclasses.replace(new[1])], decode_slots=(0,), chunks=chunks))
+    assert (step.sample_rows.tolist(), step.sample_tokens.tolist()) == ([0, 1, 1, 1], [0, 1, 2, 3])
+    assert (step.sample_slots.tolist(), step.sample_lengths.tolist()) == ([0, 1, 1, 1], [5, 2, 3, 4])
+    assert [history.tolist() for history in step.histories][1:] == [[5, 6], [5, 6, 7], [5, 6, 7, 8]]
+    rows.arrived(rows.expect(step), [10, 11, 12, 13])
+    assert rows.tokens[:2, :6].tolist() == [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 13, 0]]
+    rows.store(step, [14, 15, 16, 17])
+    assert rows.tokens[:2, :6].tolist() == [[5, 6, 7, 8, 9, 14], [5, 6, 7, 8, 17, 0]]
+
+
 @pytest.mark.parametrize(("start", "asked"), [(0, True), (2, True), (4, True), (5, False)])
 def test_prompt_logprobs_are_asked_for_chunks_with_a_next_prompt_token(start: int, asked: bool) -> None:
     rows = batch()

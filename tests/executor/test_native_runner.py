@@ -21,14 +21,13 @@ from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.sampling_rows import RowTemplates
 from chairlift.kernels.cpu.library import Pool, supported_isas
-from chairlift.kernels.cpu.program import StepArrays
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.flat_batch import SampledTokens
 from chairlift.models.loader import WeightLayout, load_model, read_config
 from chairlift.sampling.logprobs import TokenLogprobs
 from chairlift.sampling.row import SamplingRow
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
+from chairlift.step_batch import Masks, SampledTokens, mask_bits
 from tests.kernels.cpu.models import FAMILIES, VOCAB, tiny_model
 from tests.native import needs_kernels
 
@@ -70,7 +69,7 @@ class Pair:
         self.blocks[slot] = blocks
         return NewRow(slot, str(slot), list(prompt), len(prompt), computed, blocks, sampling)
 
-    def step(self, out: SchedulerOutput, masks: torch.Tensor | None = None) -> tuple[SampledTokens, SampledTokens]:
+    def step(self, out: SchedulerOutput, masks: Masks | None = None) -> tuple[SampledTokens, SampledTokens]:
         batch = self.input.apply(out)
         truth = self.truth.sample(self.truth.forward(batch), batch, masks)
         found = self.native.sample(self.native.forward(batch), batch, masks)
@@ -143,7 +142,8 @@ def test_records_of_the_same_decodes_are_as_if_filled_in_anew(
     templates, again = RowTemplates(VOCAB), []
     for number in range(6):
         batch = pair.input.apply(SchedulerOutput(1 + number, decode_slots=slots))
-        masks = torch.rand(len(prompts), VOCAB) < 0.9 if masked and number == 3 else None
+        allowed = {slot: mask_bits(rng.sample(range(VOCAB), 9 * VOCAB // 10), VOCAB) for slot in range(len(prompts))}
+        masks = allowed if masked and number == 3 else None
         rows, anew = templates.fill(batch, masks), RowTemplates(VOCAB).fill(batch, masks)
         for name in (
             "seed",
@@ -191,8 +191,7 @@ def test_leaving_out_tokens_that_nobody_asks_for_changes_no_bit(
         batch = pair.input.apply(SchedulerOutput(number, joined=joined, decode_slots=done, chunks=new))
         few, found = pair.native.forward(batch).clone(), native_runner._kept(batch)
         kept = np.arange(len(batch.token_ids)) if found is None else found
-        arrays = batch.token_ids, batch.positions, batch.cu_seqlens, batch.seq_lens
-        whole = pair.native.program.run(StepArrays(*arrays, batch.block_tables, batch.slot_mapping))
+        whole = pair.native.program.run(batch)
         assert torch.equal(few, whole[kept])
         sampled = len(done) + sum(chunk.samples for chunk in new if chunk.slot != 2)
         assert len(kept) == sampled + sum(chunk.num_tokens for chunk in new if chunk.slot == 2)
@@ -348,24 +347,39 @@ def test_the_first_and_the_last_token_are_tokens_like_others(pair: Pair) -> None
     assert [set(column) for column in zip(*seen, strict=True)] == [set(both), set(both), {7}]
 
 
-@pytest.mark.parametrize("form", ["bool", "bits"])
-def test_grammar_masks(pair: Pair, form: str) -> None:
+@pytest.mark.parametrize("masked", [(0, 1, 2), (2,), (0, 1)])
+def test_grammar_masks(pair: Pair, masked: Sequence[int]) -> None:
+    """Each holds for its own row; others are drawn as if there were none."""
     rng = random.Random(4)
     settings: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 3, "logprobs": 2}]
     joined = []
     for slot, params in enumerate(settings):
         joined.append(pair.join(slot, [7, 8], row([7, 8], slot, **params)))
-    allowed = torch.zeros(3, VOCAB, dtype=torch.bool)
-    for slot in range(3):
-        allowed[slot, [*rng.sample(range(VOCAB), 4), VOCAB - 1]] = True
-    masks = allowed
-    if form == "bits":
-        padded = torch.nn.functional.pad(allowed, (0, -VOCAB % 32)).view(3, -1, 32).long()
-        words = (padded << torch.arange(32)).sum(-1)
-        masks = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    allowed = {slot: [*rng.sample(range(VOCAB), 4), VOCAB - 1] for slot in masked}
+    masks = {slot: mask_bits(ids, VOCAB) for slot, ids in allowed.items()}
     chunks = [Chunk(slot, 0, 2, True, "prefill") for slot in range(3)]
-    truth = same(pair.step(SchedulerOutput(1, joined=joined, chunks=chunks), masks))
-    assert all(allowed[i, token_id] for i, token_id in enumerate(truth.token_ids))
+    free = same(pair.step(SchedulerOutput(1, joined=joined, chunks=chunks))).token_ids
+    again = SchedulerOutput(2, left=[0, 1, 2], joined=joined, chunks=chunks)
+    truth = same(pair.step(again, masks)).token_ids
+    assert all(truth[slot] in allowed[slot] if slot in allowed else truth[slot] == free[slot] for slot in range(3))
+
+
+def test_a_row_with_several_sample_positions(pair: Pair) -> None:
+    """Each draws what its prefix would alone, with its own mask; the last token is what the row goes on with."""
+    prompt = tokens(random.Random(7), 30)
+    params = {"temperature": 0.7, "presence_penalty": 0.5}
+    sampling = row(prompt, 3, **params)
+    joined = [pair.join(slot, prompt[: 28 + slot], sampling) for slot in range(3)]
+    alone = [Chunk(slot, 0, 28 + slot, 1, "prefill") for slot in range(3)]
+    masks = {1: mask_bits(range(5, 9), VOCAB)}
+    expected = same(pair.step(SchedulerOutput(1, joined=joined, chunks=alone), masks)).token_ids
+    after = same(pair.step(SchedulerOutput(2, decode_slots=(0, 1, 2)))).token_ids
+    joined = [pair.join(0, prompt, sampling), pair.join(1, prompt[:29], sampling)]
+    several = [Chunk(0, 0, 30, 3, "prefill"), Chunk(1, 0, 29, 1, "prefill")]
+    out = SchedulerOutput(3, left=[0, 1, 2], joined=joined, decode_slots=(), chunks=several)
+    masks[3] = masks[1]
+    assert same(pair.step(out, masks)).token_ids == [*expected, expected[1]]
+    assert same(pair.step(SchedulerOutput(4, decode_slots=(0, 1)))).token_ids == [after[2], after[1]]
 
 
 def test_rows_without_a_token_say_why_and_others_go_on(pair: Pair) -> None:

@@ -12,9 +12,9 @@ import pytest
 from chairlift.config import CacheGroup
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
-from chairlift.models.flat_batch import FlatBatch, SampledTokens
 from chairlift.models.hashlm import HashLM
 from chairlift.scheduler.output import SchedulerOutput
+from chairlift.step_batch import SampledTokens, StepBatch
 from chairlift.workbench.sim import simulator
 from chairlift.workbench.sim.world import make_world
 from tests.engine.make import alone, drain, greedy, make_engine
@@ -34,7 +34,7 @@ class Late(HashLM):
         super().__init__(*args, **more)
         self.newest: dict[int, int] = {}
 
-    def forward(self, batch: FlatBatch) -> list[int]:
+    def forward(self, batch: StepBatch) -> list[int]:
         late = np.flatnonzero(batch.token_ids < 0)
         ids, ends = batch.token_ids.copy(), (batch.cu_seqlens[1:] - 1).tolist()
         for place in late.tolist():
@@ -42,7 +42,7 @@ class Late(HashLM):
         Late.num_ahead += len(late) > 0
         return super().forward(dataclasses.replace(batch, token_ids=ids))
 
-    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> Any:
+    def sample(self, hidden: list[int], batch: StepBatch, masks: Any = None) -> Any:
         rows = [batch.sampling[index] for index in batch.sample_rows]
         waits = any(row.params.presence_penalty for row in rows)
         tokens = super().sample(hidden, batch, masks)
@@ -107,7 +107,7 @@ def test_steps_do_not_wait_for_tokens(depth: int, monkeypatch: pytest.MonkeyPatc
     engine = make_engine(model=Late, num_lookahead_steps=depth)
     forward = Late.forward
 
-    def watched(self: Late, batch: FlatBatch) -> list[int]:
+    def watched(self: Late, batch: StepBatch) -> list[int]:
         launched.append(int((batch.token_ids < 0).sum()))
         return forward(self, batch)
 
@@ -158,13 +158,13 @@ def test_what_comes_late_is_stored_only_where_it_is_wanted() -> None:
     new = rows.apply(
         SchedulerOutput(2, left=[0], joined=[row(0, [8, 9], [3])], decode_slots=(1,), chunks=[chunk(0, 0, 2)])
     )
-    assert new.token_ids.tolist() == [first, 8, 9] and first < 0
+    assert new.token_ids.tolist() == [first.ticket, 8, 9] and first.ticket < 0
     second = rows.expect(new)
-    rows.store(old, [50, 51], first)
+    rows.arrived(first, [50, 51])
     after = rows.apply(SchedulerOutput(3, decode_slots=(1, 0)))
-    assert after.token_ids.tolist() == [second, second] and second not in (first, 50, 51)
+    assert after.token_ids.tolist() == [second.ticket] * 2 and second.ticket not in (first.ticket, 50, 51)
     assert rows.tokens[1, :3].tolist() == [7, 8, 51]
-    rows.store(new, [60, -1], second)
+    rows.arrived(second, [60, -1])
     assert rows.tokens[:, 2:4].tolist() == [[0, 0], [51, 60]]
 
 
@@ -184,13 +184,13 @@ def test_placeholders_stay_negative() -> None:
     rows = InputBatch(1, 32, 4, 1)
     flat = rows.apply(SchedulerOutput(1, joined=[row(0, [5, 6], [1])], chunks=[chunk(0, 0, 2)]))
     rows._ticket = 2 - 2**30
-    assert [rows.expect(flat) for _ in range(4)] == [1 - 2**30, -(2**30), -1, -2]
+    assert [rows.expect(flat).ticket for _ in range(4)] == [1 - 2**30, -(2**30), -1, -2]
 
 
 class Breaking(Late):
     """Its second step's tokens cannot be read."""
 
-    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> Any:
+    def sample(self, hidden: list[int], batch: StepBatch, masks: Any = None) -> Any:
         tokens = super().sample(hidden, batch, masks)
         self.num_steps = getattr(self, "num_steps", 0) + 1
         return Broken() if self.num_steps == 2 else tokens

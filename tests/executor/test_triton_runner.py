@@ -31,9 +31,10 @@ from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, graph_s
 from chairlift.kernels import ops, recording
 from chairlift.kernels.triton.launch import gemm_launch
 from chairlift.kernels.triton.program import PagedKV, TritonProgram
-from chairlift.models.flat_batch import FlatBatch
 from chairlift.models.loader import read_config
 from chairlift.sampling.row import SamplingRow
+from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
+from chairlift.step_batch import StepBatch, mask_bits
 from tests.models.tiny import tiny_hf_model
 
 if conftest.MISSING:
@@ -262,7 +263,7 @@ def serve_ahead(model_dir: Path, device: object, depth: int, **how: Any) -> tupl
         runner.graphs = OverwritingGraphs()
     forward, num_ahead = runner.forward, 0
 
-    def watched(batch: FlatBatch) -> Any:
+    def watched(batch: StepBatch) -> Any:
         nonlocal num_ahead
         num_ahead += bool((batch.token_ids < 0).any())
         return forward(batch)
@@ -394,17 +395,32 @@ def test_a_mask_decides(mixed: bool, model_dir: Path, device: torch.device) -> N
     tables, places = ints(1) if mixed else ints(1, 2), (np.array([4, 5]) if mixed else np.array([4, 8]))
     positions = ints(0, 1) if mixed else ints(0, 0)
     tokens = np.zeros((4, 8), dtype=np.int32)
-    batch = FlatBatch(
-        ints(5, 6), positions, ends, lengths, slots, [tables[:, None]], [places], [row] * len(slots),
-        np.arange(len(slots), dtype=np.int32), tokens, [], [], [], [],
+    batch = StepBatch(
+        ints(5, 6), positions, ends, lengths, tables[None, :, None], places[None], slots, tokens, [row] * len(slots),
+        np.arange(len(slots), dtype=np.int32), ends[1:] - 1,
     )  # fmt: skip
     handle = runner.forward(batch)
     free = runner.sample(handle, batch, None).result().token_ids
-    allowed = torch.ones((len(slots), 128), dtype=torch.bool)
-    allowed[0, free[0]] = False
-    masked = runner.sample(handle, batch, allowed).token_ids
+    others = [token for token in range(128) if token != free[0]]
+    masked = runner.sample(handle, batch, {0: mask_bits(others, 128)}).token_ids
     logits = runner._model.compute_logits(handle.hidden[1 if mixed else 0])
     assert masked[0] == int(logits.topk(2).indices[1]) and masked[1:] == free[1:]
+
+
+def test_a_row_with_several_sample_positions(model_dir: Path, device: torch.device) -> None:
+    """Each draws what its prefix would alone; the last token is what the row goes on with."""
+    llm, prompt = load(model_dir, device), [5, 6, 7, 8]
+    outputs = llm.generate([prompt[:2], prompt[:3], prompt], dataclasses.replace(GREEDY, max_tokens=2))
+    alone = [output.outputs[0].token_ids for output in outputs]
+    executor, row = llm.engine.core.executor, SamplingRow(GREEDY, 0, 4)
+    joined = [NewRow(slot, str(slot), prompt, 4, 0, [[1 + 2 * slot, 2 + 2 * slot]], row) for slot in range(2)]
+    chunks = [Chunk(0, 0, 4, 3, "prefill"), Chunk(1, 0, 4, 1, "prefill")]
+    steps = [
+        SchedulerOutput(9, joined=joined, decode_slots=(), chunks=chunks),
+        SchedulerOutput(10, decode_slots=(0, 1)),
+    ]
+    drawn = [executor.sample(executor.execute(step)).result().token_ids for step in steps]
+    assert drawn == [[*(tokens[0] for tokens in alone), alone[2][0]], [alone[2][1]] * 2]
 
 
 def test_a_gpu_is_named_and_filled(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

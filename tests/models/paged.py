@@ -56,7 +56,8 @@ class PagedRunner:
             table, slots = self._place(group, rows)
             block_tables.append(table)
             slot_mapping.append(slots)
-        ctx = PagedContext(cu_seqlens, seq_lens, block_tables, slot_mapping, self.kv_caches, self.layer_groups)
+        places = torch.stack(block_tables), torch.stack(slot_mapping)
+        ctx = PagedContext(cu_seqlens, seq_lens, *places, self.kv_caches, self.layer_groups)
         flat = torch.tensor([token for _, new in rows for token in new])
         with torch.inference_mode():
             logits = self.model.compute_logits(self.model(flat, torch.tensor(positions), ctx))

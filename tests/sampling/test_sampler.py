@@ -16,6 +16,7 @@ from chairlift.sampling.row import SamplingRow
 from chairlift.sampling.sampler import Sampler, SamplerOutput
 from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
+from chairlift.step_batch import mask_bits
 from tests.sampling import reference
 
 VOCAB = 60
@@ -234,23 +235,23 @@ def test_ids_outside_the_vocabulary_are_harmless() -> None:
 
 def test_masks_hold_for_greedy_and_sampled_rows() -> None:
     logits = some_logits(4, 40)
-    allowed = torch.zeros(40, VOCAB, dtype=torch.bool)
-    allowed[:, [3, 4, 50]] = True
+    allowed = dict.fromkeys(range(40), mask_bits([3, 4, 50], VOCAB))
     rows = [make_row(greedy() if i % 2 else SamplingParams(), seed=i) for i in range(40)]
     drawn = sample(logits, rows, [some_tokens(0, 5)] * 40, allowed).token_ids
     assert set(drawn) == {3, 4, 50}
     for i in range(1, 40, 2):
         assert drawn[i] == max((3, 4, 50), key=lambda token_id: float(logits[i, token_id]))
-    assert sample(logits[1::2], rows[1::2], [some_tokens(0, 5)] * 20, allowed[1::2]).token_ids == drawn[1::2]
+    assert sample(logits[1::2], rows[1::2], [some_tokens(0, 5)] * 20, allowed).token_ids == drawn[1::2]
 
 
 def test_each_row_has_its_own_mask_also_across_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "_VALUES_PER_SLICE", 2 * VOCAB)
-    allowed = torch.zeros(7, VOCAB, dtype=torch.bool)
-    for i in range(7):
-        allowed[i, 10 + i] = True
+    masks = {i: mask_bits([10 + i], VOCAB) for i in range(7)}
     rows = [make_row(greedy() if i % 2 else SamplingParams(), seed=i) for i in range(7)]
-    assert sample(some_logits(4, 7), rows, [some_tokens(0, 5)] * 7, allowed).token_ids == list(range(10, 17))
+    logits, histories = some_logits(4, 7), [some_tokens(0, 5)] * 7
+    assert sample(logits, rows, histories, masks).token_ids == list(range(10, 17))
+    free = sample(logits, rows, histories).token_ids
+    assert sample(logits, rows, histories, {4: masks[4]}).token_ids == [*free[:4], 14, *free[5:]]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

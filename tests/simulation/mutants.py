@@ -13,6 +13,7 @@ from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.engine import Engine
 from chairlift.engine.output_processor import OutputProcessor
 from chairlift.executor.input_batch import InputBatch
+from chairlift.executor.local import LocalExecutor
 from chairlift.kv_cache import prefix_cache
 from chairlift.kv_cache.block_pool import BlockPool
 from chairlift.kv_cache.manager import Admission, KVCacheManager
@@ -29,6 +30,7 @@ from chairlift.scheduler.population import InFlight
 from chairlift.scheduler.precedence import Precedence
 from chairlift.scheduler.prompt_share import PromptShare
 from chairlift.scheduler.scheduler import Scheduler
+from chairlift.step_batch import StepBatch
 
 Patch = Callable[[Any, str, Any], None]
 MUTANTS: dict[str, Callable[[Patch], None]] = {}
@@ -562,6 +564,63 @@ def put_back_leaks_blocks(patch: Patch) -> None:
         original(self, request)
 
     patch(Scheduler, "_put_back", put_back)
+
+
+@mutant
+def mask_of_the_neighbour_applied(patch: Patch) -> None:
+    original = LocalExecutor.sample
+
+    def sample(self: LocalExecutor, handle: Any, masks: Any = None) -> Any:
+        count = len(handle[1].sample_rows)
+        return original(self, handle, masks and {(index + 1) % count: mask for index, mask in masks.items()})
+
+    patch(LocalExecutor, "sample", sample)
+
+
+@mutant
+def mask_of_the_last_sample_position_applied_to_the_whole_row(patch: Patch) -> None:
+    original = LocalExecutor.sample
+
+    def sample(self: LocalExecutor, handle: Any, masks: Any = None) -> Any:
+        rows = handle[1].sample_rows.tolist()
+        lasts = {row: masks.get(index) for index, row in enumerate(rows)} if masks else {}
+        spread = {index: lasts[row] for index, row in enumerate(rows) if lasts.get(row) is not None}
+        return original(self, handle, spread or None)
+
+    patch(LocalExecutor, "sample", sample)
+
+
+@mutant
+def sample_positions_off_by_one(patch: Patch) -> None:
+    """Of all but the last of a row, which every other world would notice."""
+    original = InputBatch._flatten
+
+    def flatten(self: InputBatch, out: SchedulerOutput) -> StepBatch:
+        step = original(self, out)
+        step.sample_tokens[:-1] -= step.sample_rows[:-1] == step.sample_rows[1:]
+        return step
+
+    patch(InputBatch, "_flatten", flatten)
+
+
+@mutant
+def every_sample_position_sees_the_whole_row(patch: Patch) -> None:
+    patch(StepBatch, "sample_lengths", property(lambda self: self.seq_lens[self.sample_rows]))
+
+
+@mutant
+def token_of_the_first_sample_position_accepted(patch: Patch) -> None:
+    original = Scheduler.update
+
+    def update(self: Scheduler, out: SchedulerOutput, tokens: Any, now: float) -> Any:
+        taken, at = list(tokens), out.num_decodes
+        for chunk in out.chunks:
+            if chunk.samples:
+                taken[at + chunk.samples - 1] = taken[at]
+            at += chunk.samples
+        return original(self, out, taken, now)
+
+    patch(Scheduler, "update", update)
 
 
 @promise_mutant("displaces")

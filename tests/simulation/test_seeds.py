@@ -65,6 +65,7 @@ def test_worlds_reach_what_they_are_there_for() -> None:
     """A simulator that never preempts, forks, shares or fails would find nothing."""
     names = ["preempted", "cached", "forked", "late", "held", "failed", "text", "passed"]
     names += ["swapped", "tails", "dropped", "past deadline", "brought back", "reserved", "jumped"]
+    names += ["masks", "sample positions"]
     seen = dict.fromkeys(names, 0)
     for seed in range(700):
         simulation = run_world(make_world(seed))
@@ -84,6 +85,8 @@ def test_worlds_reach_what_they_are_there_for() -> None:
         seen["brought back"] += engine.kv.num_brought_back
         seen["reserved"] += simulation.num_reserved
         seen["jumped"] += simulation.share.num_jumps if simulation.share else 0
+        seen["masks"] += simulation.scripts.num_masks if simulation.scripts else 0
+        seen["sample positions"] += simulation.scripts.num_checked if simulation.scripts else 0
     assert all(count >= 5 for count in seen.values()), seen
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.control_group import processor_limit
+from chairlift.step_batch import StepBatch
 
 __all__ = [
     "ABI_VERSION",
@@ -126,13 +127,20 @@ class Batch(ctypes.Structure):
         ("cu_seqlens", c_void_p),
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
-        ("table_strides", c_void_p),
         ("slot_mapping", c_void_p),
         ("num_tokens", c_int32),
         ("num_rows", c_int32),
         ("num_groups", c_int32),
-        ("reserved", c_int32),
+        ("table_width", c_int32),
     ]
+
+    @classmethod
+    def of(cls, step: StepBatch) -> Batch:
+        """Points to the arrays of ``step``, which must outlive it."""
+        spans = step.token_ids, step.positions, step.cu_seqlens, step.seq_lens
+        arrays = *spans, step.block_tables, step.slot_mapping
+        num_groups, num_rows, width = step.block_tables.shape
+        return cls(*(array.ctypes.data for array in arrays), len(step.token_ids), num_rows, num_groups, width)
 
 
 SAMPLING_ROW = np.dtype(

@@ -8,7 +8,6 @@ native run stops, the function gets the buffers as tensors, and the run goes on 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,37 +21,12 @@ from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower, narrow_at
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedWeight
 from chairlift.kernels.recording import Recorder, Value
+from chairlift.step_batch import StepBatch
 
-__all__ = ["SPARE_ROWS", "StepArrays", "StepProgram"]
+__all__ = ["SPARE_ROWS", "StepProgram"]
 
 SPARE_ROWS = 32
 """Rows of every buffer beyond the largest step: kernels work on tiles and may touch the rows that fill one up."""
-
-
-@dataclasses.dataclass(slots=True)
-class StepArrays:
-    """What a step is: see ``cl_batch``. int32 but for the slot mappings, which are int64."""
-
-    token_ids: npt.NDArray[np.int32]
-    """[T]"""
-    positions: npt.NDArray[np.int32]
-    """[T]"""
-    cu_seqlens: npt.NDArray[np.int32]
-    """[N + 1]"""
-    seq_lens: npt.NDArray[np.int32]
-    """[N]"""
-    block_tables: Sequence[npt.NDArray[np.int32]]
-    """Per cache group, [N, M]."""
-    slot_mapping: Sequence[npt.NDArray[np.int64]]
-    """Per cache group, [T]."""
-
-    def only(self, kept: npt.NDArray[np.intp]) -> StepArrays:
-        """The step of tokens ``kept`` [K] alone: in order, and each the last of its row or followed by the next."""
-        rows, counts = np.unique(np.searchsorted(self.cu_seqlens, kept, side="right") - 1, return_counts=True)
-        cu_seqlens = np.concatenate(([0], np.cumsum(counts)))
-        spans = self.token_ids[kept], self.positions[kept], cu_seqlens, self.seq_lens[rows]
-        mappings = [mapping[kept] for mapping in self.slot_mapping]
-        return StepArrays(*spans, [table[rows] for table in self.block_tables], mappings)
 
 
 class StepProgram:
@@ -75,7 +49,9 @@ class StepProgram:
         self._library = lib.require()
         self._pool = pool
         self._max_tokens = max_tokens
-        self._batch = _Batch(max_tokens)
+        self._step: StepBatch | None = None
+        """The step that ``_batch`` points to."""
+        self._batch = lib.Batch()
         self._recorder = recorder
         self.plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
@@ -111,10 +87,10 @@ class StepProgram:
         # As bytes to numpy: torch would wake threads of its own, which spin on the pool's cores.
         self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
 
-    def run(self, step: StepArrays, kept: npt.NDArray[np.intp] | None = None) -> Tensor:
+    def run(self, step: StepBatch, kept: npt.NDArray[np.intp] | None = None) -> Tensor:
         """Compute one step; returns ``output`` [T, width], a view of a buffer that the next run overwrites.
 
-        With ``kept`` [K], see :meth:`StepArrays.only`, those of these tokens, [K, width]: behind the last operation
+        With ``kept`` [K], see :meth:`StepBatch.only`, those of these tokens, [K, width]: behind the last operation
         that writes KV nothing is computed for others. What is computed does not differ by a bit.
         """
         num_tokens, end = len(step.token_ids), len(self._ops)
@@ -137,11 +113,12 @@ class StepProgram:
             self._num_rows, self._rows = count, self._output[:count]
         return self._rows
 
-    def _run(self, step: StepArrays, at: int, end: int) -> None:
+    def _run(self, step: StepBatch, at: int, end: int) -> None:
         """Operations from ``at`` to ``end``."""
-        batch = self._batch.fill(step)
+        if step is not self._step:  # a step that was advanced in place has its arrays where they were
+            self._step, self._batch = step, lib.Batch.of(step)
         self._program.num_ops = end
-        while (at := self._library.cl_run(self._pool.handle, self._program, batch, at)) != end:
+        while (at := self._library.cl_run(self._pool.handle, self._program, self._batch, at)) != end:
             if not 0 <= at < end:
                 raise InvariantError(f"the native kernels refused a step of {len(step.token_ids)} tokens ({at})")
             self._call_out(self.plan.ops[at], step)
@@ -222,7 +199,7 @@ class StepProgram:
             self._converted.append((kept, tensor.detach()))
         return kept.data_ptr()
 
-    def _call_out(self, op: FusedOp, step: StepArrays) -> None:
+    def _call_out(self, op: FusedOp, step: StepBatch) -> None:
         if op.call is None:
             raise InvariantError(f"the native kernels stopped at {op.kind.name}, which is theirs")
         num_tokens = len(step.token_ids)
@@ -236,47 +213,11 @@ class StepProgram:
         rows[:, : op.out.width] = result
         rows[:, op.out.width :] = 0  # products read the pad, and a row that broke earlier may have left its NaN there
 
-    def _argument(self, value: Value, step: StepArrays) -> Tensor:
+    def _argument(self, value: Value, step: StepBatch) -> Tensor:
         if value.role == "rows":
             return self._buffers[self.plan.buffer_of[value]][: len(step.token_ids), : value.width]
         array = step.token_ids if value.role == "token_ids" else step.positions
         return torch.from_numpy(array.astype(np.int64))
-
-
-class _Batch:
-    """``cl_batch``, and the arrays it points to: those with an element per token or row always lie in the same places,
-    for numpy copies a few numbers in less time than it takes to say where they are."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._size = max_tokens + 1
-        self._spans = [np.zeros(self._size, dtype=np.int32) for _ in range(4)]
-        self._mappings: list[npt.NDArray[np.int64]] = []
-        self._tables: Sequence[npt.NDArray[np.int32]] | None = None
-        self._pointers: list[Any] = []
-        self.struct = lib.Batch(*(array.ctypes.data for array in self._spans))
-
-    def fill(self, step: StepArrays) -> lib.Batch:
-        """The step, until the next is filled in."""
-        spans = step.token_ids, step.positions, step.cu_seqlens, step.seq_lens
-        if step.block_tables is not self._tables:
-            self._point_to(step.block_tables)
-        for span, array in zip(self._spans, spans, strict=True):
-            span[: len(array)] = array
-        for mapping, slots in zip(self._mappings, step.slot_mapping, strict=True):
-            mapping[: len(slots)] = slots
-        self.struct.num_tokens, self.struct.num_rows = len(step.token_ids), len(step.seq_lens)
-        return self.struct
-
-    def _point_to(self, block_tables: Sequence[npt.NDArray[np.int32]]) -> None:
-        tables = [np.ascontiguousarray(table, dtype=np.int32) for table in block_tables]
-        while len(self._mappings) < len(tables):
-            self._mappings.append(np.zeros(self._size, dtype=np.int64))
-        lists = [np.array([each.ctypes.data for each in group], dtype=np.uintp) for group in (tables, self._mappings)]
-        strides = np.array([table.shape[1] for table in tables], dtype=np.int64)
-        self._tables, self._pointers = block_tables, [tables, lists, strides]
-        struct = self.struct
-        struct.block_tables, struct.slot_mapping = (each.ctypes.data for each in lists)
-        struct.table_strides, struct.num_groups = strides.ctypes.data, len(tables)
 
 
 def _stride(width: int, itemsize: int) -> int:

@@ -173,7 +173,7 @@ class DecodeState:
             self._note(start, num_slots * width, slots[row].astype(np.int64) * width + column, tables[row, column])
 
     def forget(self, slots: npt.NDArray[np.int32]) -> None:
-        """The device advances ``slots``, no two alike: their tokens and progress are unknown here from now on."""
+        """The device advances ``slots``: their tokens and progress are unknown here from now on."""
         for name in ("tokens", "num_computed"):
             self._held[self._starts[name] + slots] = _UNKNOWN
 

@@ -35,7 +35,7 @@ SMALL_ROWS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTensors:
-    """N rows of T tokens in all, on the device; see :class:`~chairlift.models.flat_batch.FlatBatch`."""
+    """N rows of T tokens in all, on the device; see :class:`~chairlift.step_batch.StepBatch`."""
 
     token_ids: Tensor
     """int32 [T]"""

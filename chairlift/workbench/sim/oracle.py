@@ -14,7 +14,7 @@ from chairlift.sampling.row import SamplingRow
 from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.workbench.sim.world import EOS, LETTERS, VOCAB_SIZE
+from chairlift.workbench.sim.world import EOS, LETTERS, VOCAB_SIZE, allowed_at
 
 __all__ = ["Expected", "byte_tokenizer", "expected_answer"]
 
@@ -58,7 +58,9 @@ def expected_answer(
         num_prompt_tokens=len(args["prompt"]),
         tag=int.from_bytes(args["salt"].encode()[:8], "little"),
     )
-    tokens = reference_tokens(args["prompt"], row, windows, VOCAB_SIZE, args["max_tokens"])
+    tokens = reference_tokens(
+        args["prompt"], row, windows, VOCAB_SIZE, args["max_tokens"], lambda position: allowed_at(args, position)
+    )
     stops = set(args["stop_token_ids"]) | (set() if args["ignore_eos"] else {EOS})
     strings = args.get("stop", []) if with_text else []
     include = bool(args.get("include_stop_str_in_output"))

@@ -17,7 +17,6 @@ from chairlift.errors import ChairliftError, InvariantError, PromptTooLongError,
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
 from chairlift.kv_cache.manager import Admission, KVCacheManager, NewBlocks
-from chairlift.models.flat_batch import FlatBatch, SampledTokens
 from chairlift.models.hashlm import HashLM
 from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
 from chairlift.request import Request
@@ -26,8 +25,10 @@ from chairlift.scheduler.output import NewRow, SchedulerOutput
 from chairlift.scheduler.policies import policy_from_config
 from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.scheduler import Scheduler
+from chairlift.step_batch import Masks, SampledTokens, StepBatch
 from chairlift.workbench.sim.oracle import Expected, byte_tokenizer, expected_answer
 from chairlift.workbench.sim.policy_watch import PolicyWatch, Violation
+from chairlift.workbench.sim.scripts import Scripts
 from chairlift.workbench.sim.share_watch import ShareWatch
 from chairlift.workbench.sim.world import EOS, VOCAB_SIZE, Event, World
 
@@ -71,12 +72,12 @@ class _FaultyModel(HashLM):
 
     faults: _Faults
 
-    def forward(self, batch: FlatBatch) -> list[int]:
+    def forward(self, batch: StepBatch) -> list[int]:
         if self.faults.on("raise"):
             raise RuntimeError("injected: the forward pass failed")
         return super().forward(batch)
 
-    def sample(self, hidden: list[int], batch: FlatBatch, masks: Any = None) -> SampledTokens:
+    def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
         tokens = super().sample(hidden, batch, masks)
         if self.faults.on("nan") and tokens.token_ids:
             row = self.faults.active["nan"] % len(tokens.token_ids)
@@ -98,7 +99,7 @@ class _FaultyRows(InputBatch):
         super()._join(row)
         self._fail_at(2)
 
-    def _flatten(self, out: SchedulerOutput) -> FlatBatch:
+    def _flatten(self, out: SchedulerOutput) -> StepBatch:
         self._fail_at(3)
         return super()._flatten(out)
 
@@ -124,7 +125,7 @@ class _WatchedExecutor(LocalExecutor):
         self.in_flight[-1] = [self._blocks(batch, group) for group in range(len(self.cache_groups))]
         return hidden, batch
 
-    def _blocks(self, batch: FlatBatch, group: int) -> set[int]:
+    def _blocks(self, batch: StepBatch, group: int) -> set[int]:
         used = set()
         window = self.cache_groups[group].window
         for row, end in enumerate(batch.seq_lens.tolist()):
@@ -185,6 +186,7 @@ class Simulation:
         self.share = None if policy else _share_watch(self.engine.scheduler, config)
         """None where nobody knows the order of the policy, or where a batch is closed."""
         self._watch_joins(kv)
+        self.scripts = Scripts(self.engine.core, world.windows) if world.scripted else None
         self.num_reserved = 0
         """Requests that joined in a reserved row."""
         self.pending: dict[str, _Submitted] = {}
@@ -305,7 +307,7 @@ class Simulation:
             deadline_ms=args.get("deadline_ms"),
         )
         need = len(args["prompt"]) + args["max_tokens"] - 1
-        fits = self.engine.kv.fits_when_empty(need)
+        fits, known = self.engine.kv.fits_when_empty(need), set(self.engine.scheduler.requests.values())
         try:
             self.engine.add_request(
                 args["prompt"],
@@ -322,6 +324,9 @@ class Simulation:
             return
         if not fits:
             raise Violation(f"{name} needs {need} positions, which can never fit, but was admitted")
+        if self.scripts is not None:
+            for request in [each for each in self.engine.scheduler.requests.values() if each not in known]:
+                self.scripts.follow(request, args)
         windows, with_text = self.world.windows, self.world.with_text
         expected = [expected_answer(args, params, index, windows, with_text) for index in range(params.n)]
         self.pending[name] = _Submitted(args, expected, [0] * params.n)

@@ -7,7 +7,7 @@ import json
 import random
 from typing import Any
 
-__all__ = ["Event", "World", "make_world"]
+__all__ = ["Event", "World", "allowed_at", "make_world"]
 
 LETTERS = 12
 """Token ids below this are letters, so stop strings drawn from them do occur."""
@@ -47,6 +47,8 @@ class World:
     events: tuple[Event, ...]
     num_host_blocks: int = 0
     prefix_offload: bool = False
+    scripted: bool = False
+    """Whether requests have masks, or several sample positions in a chunk."""
 
 
 CLASSES = {
@@ -116,6 +118,9 @@ def make_world(seed: int) -> World:
             (None,),
             _crowded(random.Random(seed ^ 0x5A1E), scheduler, events, block_size, max_model_len),
         )
+    scripted = seed % 10 == 7
+    if scripted:
+        _script(random.Random(seed ^ 0x3A5C), [event for event in events if event.kind == "arrive"])
     return World(
         seed=seed,
         block_size=block_size,
@@ -129,7 +134,22 @@ def make_world(seed: int) -> World:
         events=tuple(sorted(events, key=lambda event: event.at)),
         num_host_blocks=num_host_blocks,
         prefix_offload=prefix_offload,
+        scripted=scripted,
     )
+
+
+def allowed_at(args: dict[str, Any], position: int) -> list[int] | None:
+    """The token ids, ascending, that an arrival's mask allows at ``position`` of the sequence; None: all."""
+    masks = args.get("masks")
+    return masks[position % len(masks)] if masks else None
+
+
+def _script(rng: random.Random, arrivals: list[Event]) -> None:
+    """Masks that come and go with the position, and chunks that sample several positions."""
+    for event in arrivals:
+        event.args["sample_positions"] = rng.choice([1, 1, 2, 3, 9])
+        some = [sorted(rng.sample(range(VOCAB_SIZE), rng.choice([1, 2, 5, 12]))) for _ in range(rng.choice([1, 2, 4]))]
+        event.args["masks"] = rng.choice([None, some, [None, *some]])
 
 
 def _cramped(

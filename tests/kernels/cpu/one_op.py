@@ -21,6 +21,7 @@ from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import OpKind
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL
 from chairlift.kernels.cpu.program import SPARE_ROWS
+from chairlift.step_batch import StepBatch
 
 __all__ = [
     "Batch",
@@ -145,25 +146,15 @@ class Batch:
         cu_seqlens = np.cumsum([0, *(new for new, _ in rows)], dtype=np.int32)
         seq_lens = np.array([end for _, end in rows], dtype=np.int32)
         ids = np.zeros(self.num_tokens, np.int32) if token_ids is None else token_ids.numpy().astype(np.int32)
-        tables = [cache.table for cache in caches]
-        mappings = [
-            np.concatenate([cache.slots(i, end - new, end) for i, (new, end) in enumerate(rows)]) for cache in caches
-        ]
-        lists = [np.array([array.ctypes.data for array in group], dtype=np.uintp) for group in (tables, mappings)]
-        strides = np.array([table.shape[1] for table in tables], dtype=np.int64)
-        self._kept = ids, cu_seqlens, seq_lens, tables, mappings, lists, strides
-        self.struct = lib.Batch(
-            token_ids=ids.ctypes.data,
-            positions=self.positions.ctypes.data,
-            cu_seqlens=cu_seqlens.ctypes.data,
-            seq_lens=seq_lens.ctypes.data,
-            block_tables=lists[0].ctypes.data,
-            table_strides=strides.ctypes.data,
-            slot_mapping=lists[1].ctypes.data,
-            num_tokens=self.num_tokens,
-            num_rows=len(rows),
-            num_groups=len(caches),
+        tables = np.zeros(
+            (len(caches), len(rows), max([cache.table.shape[1] for cache in caches], default=0)), np.int32
         )
+        mappings = np.zeros((len(caches), self.num_tokens), dtype=np.int64)
+        for group, cache in enumerate(caches):
+            tables[group, :, : cache.table.shape[1]] = cache.table
+            mappings[group] = np.concatenate([cache.slots(i, end - new, end) for i, (new, end) in enumerate(rows)])
+        self._kept = StepBatch(ids, self.positions, cu_seqlens, seq_lens, tables, mappings)
+        self.struct = lib.Batch.of(self._kept)
 
     @classmethod
     def flat(cls, num_tokens: int, token_ids: Tensor | None = None) -> Batch:

@@ -74,11 +74,9 @@ static void fetch_kv(int rows, int window) {
     }
   }
   starts.push_back(tokens), spans.push_back({rows - 1, rows + 15, 4, 0});
-  const int32_t* tables[] = {table.data()};
-  const int64_t strides[] = {WIDTH};
   cl_batch batch{};
-  batch.cu_seqlens = starts.data(), batch.seq_lens = lengths.data(), batch.block_tables = tables;
-  batch.table_strides = strides, batch.num_tokens = tokens, batch.num_rows = rows;
+  batch.cu_seqlens = starts.data(), batch.seq_lens = lengths.data(), batch.block_tables = table.data();
+  batch.table_width = WIDTH, batch.num_tokens = tokens, batch.num_rows = rows;
   cl_op ops[2] = {};
   ops[0].kind = CL_OP_LINEAR, ops[0].n = PANELS * CL_PANEL, ops[0].k = K;
   ops[1].kind = CL_OP_ATTENTION, ops[1].window = window;
@@ -159,11 +157,9 @@ static void fetch_attended(int most, int less, bool far) {
     starts.push_back(row), lengths.push_back(16 * sixteens - less), spans.push_back({row, row, 1, 0});
   }
   starts.push_back(ROWS_HERE);
-  const int32_t* tables[] = {table.data()};
-  const int64_t table_strides[] = {width};
   cl_batch batch{};
-  batch.cu_seqlens = starts.data(), batch.seq_lens = lengths.data(), batch.block_tables = tables;
-  batch.table_strides = table_strides, batch.num_tokens = batch.num_rows = ROWS_HERE;
+  batch.cu_seqlens = starts.data(), batch.seq_lens = lengths.data(), batch.block_tables = table.data();
+  batch.table_width = width, batch.num_tokens = batch.num_rows = ROWS_HERE;
   cl_op op{};
   op.kind = CL_OP_ATTENTION, op.in = 0, op.out = 1, op.scale = 0.125f;
   op.heads = KV_HEADS * GROUP, op.kv_heads = KV_HEADS, op.head_dim = DIM;
@@ -195,7 +191,6 @@ static void fetch_results(int rows) {
     const int n = kind == CL_OP_LINEAR_SILU ? 2 * N : N, width = kind == CL_OP_QKV ? HEADS * DIM : N;
     std::vector<int64_t> slots(rows);
     for (int row = 0; row < rows; row++) slots[row] = row;
-    const int64_t* mappings[] = {slots.data()};
     std::vector<bf16> in(int64_t(rows + MAX_ROW_BLOCK) * K), weight(int64_t(n) * K);
     std::vector<bf16> kv((rows + BLOCK) * 2 * KV_HEADS * DIM);
     size = int64_t(rows) * width * sizeof(bf16);
@@ -212,7 +207,7 @@ static void fetch_results(int rows) {
     program.ops = &op, program.num_ops = 1, program.kv_layers = &layer;
     program.buffers = buffers, program.strides = strides;
     cl_batch batch{};
-    batch.num_tokens = rows, batch.slot_mapping = mappings;
+    batch.num_tokens = rows, batch.slot_mapping = slots.data();
     const StepPlan plan{};
     cl_pool pool(1, false);
     static GemmScratch<bf16> scratch;

@@ -17,10 +17,11 @@ from chairlift.kernels import ops
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import OpKind, Plan, lower
 from chairlift.kernels.cpu.packing import PackedWeight
-from chairlift.kernels.cpu.program import StepArrays, StepProgram
+from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder, Value, expect, operation
 from chairlift.models.layers.linear import Linear
 from chairlift.models.loader import WeightLayout, load_model, read_config
+from chairlift.step_batch import StepBatch
 from tests.kernels.cpu.models import FAMILIES, tiny_model
 from tests.native import needs_kernels
 
@@ -56,11 +57,11 @@ def kinds(plan: Plan) -> list[str]:
     return [op.kind.name for op in plan.ops]
 
 
-def arrays(token_ids: list[int]) -> StepArrays:
+def arrays(token_ids: list[int]) -> StepBatch:
     """A step without attention."""
     count = len(token_ids)
     spans = [np.array(values, dtype=np.int32) for values in (token_ids, range(count), [0, count], [count])]
-    return StepArrays(*spans, block_tables=[], slot_mapping=[])
+    return StepBatch(*spans, np.zeros((0, 1, 0), dtype=np.int32), np.zeros((0, count), dtype=np.int64))
 
 
 def compiled(recorder: Recorder, output: Value, max_tokens: int = 64) -> StepProgram:

@@ -22,6 +22,7 @@ from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
 from chairlift.sampling.row import SamplingRow
 from chairlift.sampling.sampler import Sampler
 from chairlift.sampling_params import SamplingParams
+from chairlift.step_batch import mask_bits
 
 SAMPLED, RAW_NAN, RAW_INF, RAW_NONE, SHAPED_NONE, SHAPED_INF = range(6)
 REASONS = {
@@ -45,6 +46,11 @@ class Case:
     history: Int32
     allowed: Tensor | None = None
     """bool [V]"""
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint32]:
+        assert self.allowed is not None
+        return mask_bits(self.allowed.nonzero().flatten().tolist(), len(self.allowed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +86,7 @@ def record_of(case: Case, record: Any, kept: list[Any], target: int = -1) -> Non
     fields |= {"bias_ids": address(known(list(bias))), "num_bias": len(bias)}
     fields["bias"] = address(np.array(list(bias.values()), dtype=np.float32))
     if case.allowed is not None:
-        bits = np.zeros(-(-len(case.allowed) // 32) * 4, dtype=np.uint8)
-        packed = np.packbits(case.allowed.numpy(), bitorder="little")
-        bits[: len(packed)] = packed
-        fields["mask_bits"] = address(bits)
+        fields["mask_bits"] = address(case.mask)
     count = -1 if params.logprobs is None else params.logprobs
     fields["num_logprobs"] = count
     fields["top_ids"] = address(np.full(1 + count, -7, dtype=np.int32))
@@ -123,7 +126,7 @@ def reference(cases: Sequence[Case]) -> list[tuple[int, TokenLogprobs | None, st
     """Token, log-probabilities and error of each row, one row at a time."""
     out = []
     for case in cases:
-        masks = None if case.allowed is None else case.allowed.unsqueeze(0)
+        masks = None if case.allowed is None else {0: case.mask}
         got = Sampler()(case.logits.unsqueeze(0), [case.row], [case.history], masks)
         out.append((got.token_ids[0], got.logprobs[0], got.errors.get(0, "")))
     return out
@@ -201,7 +204,7 @@ def nucleus_is_unsure(case: Case, token: int) -> bool:
     """Whether the token is right for a top_p that differs by a rounding error."""
     scores = case.logits.clone().unsqueeze(0)
     if case.allowed is not None:
-        apply_allowed_mask(scores, case.allowed.unsqueeze(0))
+        apply_allowed_mask(scores, torch.tensor([0]), torch.from_numpy(case.mask.view(np.int32)).unsqueeze(0))
     rest = without(case, top_p=1.0)
     sampler_module._reshape(scores, [rest.row], [rest.history])
     sampler_module._truncate(scores, [rest.row])

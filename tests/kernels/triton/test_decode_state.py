@@ -13,10 +13,10 @@ from chairlift.errors import InvariantError
 from chairlift.executor.input_batch import InputBatch
 from chairlift.kernels.triton.decode_state import DecodeInputs, DecodeState
 from chairlift.kv_cache.manager import NewBlocks
-from chairlift.models.flat_batch import FlatBatch
 from chairlift.sampling.row import SamplingRow
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.output import NewRow, SchedulerOutput
+from chairlift.step_batch import StepBatch
 from tests.kernels.triton.probes import seeds
 from tests.sweep import sweep
 
@@ -64,7 +64,7 @@ class Both:
         """The block that the row's next token needs, on time or early."""
         return slot, NewBlocks(group, (self.lengths[slot] - 1) // self.block_size, [self.draw.randint(1, 99)])
 
-    def send(self, out: SchedulerOutput, truth: FlatBatch) -> None:
+    def send(self, out: SchedulerOutput, truth: StepBatch) -> None:
         state, rows = self.state, np.full(SLOTS, -1)
         for row in out.joined:
             state.note("tokens", np.array([row.slot]), np.array(row.token_ids[-1:]))
