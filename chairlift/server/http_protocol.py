@@ -2,6 +2,9 @@
 
 A connection that breaks a limit gets one OpenAI error object and is closed. No timer runs but those of connections in
 a phase that has to end. When a client leaves, the task that works for it is cancelled at once, whatever it waits for.
+
+All that overrides uvicorn's internals is in this file. uvicorn does not promise to keep them, so its version is bounded
+in pyproject.toml, and tests/server/test_uvicorn_internals.py fails when they change.
 """
 
 from __future__ import annotations
