@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from chairlift.engine.async_engine import AsyncEngine
     from chairlift.engine.output_stream import OutputStream
-    from chairlift.outputs import FinishReason
 
 __all__ = ["Entry", "LiveFeed", "as_event"]
 
@@ -112,8 +111,7 @@ class LiveFeed:
             self._leaving.cancel()
             self._leaving = None
         elif self.num_viewers == 1 and self._engine is not None:
-            self._engine.watch(self.take)
-            self._engine.watchers["live"] = self
+            self._engine.events.subscribe("the live view", self)
         try:
             yield
         finally:
@@ -127,8 +125,8 @@ class LiveFeed:
             async with asyncio.timeout(timeout):
                 await self._news.wait()
 
-    def take(self, lines: bytes) -> None:
-        """What the engine tells."""
+    def steps(self, lines: bytes) -> None:
+        """What the engine tells of its steps."""
         if lines.startswith(_KEY):
             for stream in [] if self._engine is None else self._engine.requests():
                 self.began(stream)
@@ -148,9 +146,6 @@ class LiveFeed:
         """A request was let in."""
         if stream.name:
             self._names[stream.request_id] = stream.name
-
-    def ended(self, stream: OutputStream, cut_off: FinishReason | None, now: float) -> None:
-        """What became of it the engine tells."""
 
     def _append(self, lines: bytes) -> None:
         entry = Entry(as_event(lines), lines.startswith(_KEY), self._clock())
@@ -172,5 +167,4 @@ class LiveFeed:
     def _stop(self) -> None:
         self._leaving = None
         if self._engine is not None:
-            self._engine.watch(None)
-            self._engine.watchers.pop("live", None)
+            self._engine.events.unsubscribe("the live view")

@@ -207,7 +207,7 @@ class _Ended:
 
 
 class Recording:
-    """Remembers what has ended until its listener takes it. A :class:`~chairlift.engine.output_stream.RequestWatcher`.
+    """Remembers what has ended until its listener takes it. A subscriber of the engine's events.
 
     Only requests count that come while it is open: it begins now, and takes nothing new after ``most`` requests or
     ``seconds``. Those that came before are heard to their end, so that the long ones are not left out. ``now`` is on
@@ -326,7 +326,7 @@ async def stream_traffic(request: Request) -> Response:
     """
     state: ServerState = request.app.state.server
     caller: Caller = getattr(request.state, "caller", Caller())
-    watchers = state.engine.watchers
+    events = state.engine.events
     block_size = _number(request, "block_size", 64, 16, 512)
     most = _number(request, "requests", None, 1, 10**9)
     seconds = _number(request, "duration", None, 0.001, 1e9, whole=False)
@@ -334,12 +334,12 @@ async def stream_traffic(request: Request) -> Response:
     if request.method == "HEAD":
         return Response(media_type=_Traffic.media_type)
     if wanted is not None:
-        recording = watchers.get(wanted)
+        recording = events.subscribers.get(wanted)
         if not isinstance(recording, Recording) or recording.caller.tenant != caller.tenant:
             message = f"there is no recording {wanted!r:.80}; it has ended, or the server was started again"
             raise ApiError(404, message, code="recording_not_found", param="recording")
         return _Traffic(state, recording)
-    recordings = [each for each in watchers.values() if isinstance(each, Recording)]
+    recordings = [each for each in events.subscribers.values() if isinstance(each, Recording)]
     own = sum(each.caller.tenant == caller.tenant for each in recordings)
     if caller.holder and own >= _MOST_RECORDINGS_OF_ONE:
         message = f"{own} recordings of this key's tenant run already, and {_MOST_RECORDINGS_OF_ONE} may; end one of "
@@ -356,7 +356,7 @@ async def stream_traffic(request: Request) -> Response:
         most=math.inf if most is None else most,
         seconds=math.inf if seconds is None else seconds,
     )
-    watchers[recording.id] = recording
+    events.subscribe(recording.id, recording)
     return _Traffic(state, recording)
 
 
@@ -385,11 +385,11 @@ class _Traffic(Response):
 
     def _leave(self) -> None:
         """Nobody listens, unless somebody else came. What ends now is kept for a while."""
-        recording, watchers = self._recording, self._state.engine.watchers
+        recording, events = self._recording, self._state.engine.events
 
         def forget() -> None:
             if recording.listener == self._number:
-                watchers.pop(recording.id, None)
+                events.unsubscribe(recording.id)
 
         if recording.is_complete(time.monotonic()):
             forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,14 +90,14 @@ def test_figures_are_those_of_an_independent_tally_of_the_steps(settings: dict[s
     requests, _ = fit(draw_trace("chat", parse_arrivals("poisson:5"), 40, 3), core.kv.capacity_tokens)
     steps: list[tuple[float, float, list[str], list[str]]] = []
 
-    def note_step(record: Any) -> None:
+    def landed(record: Any) -> None:
         sampled = [name for name, _ in record.decodes] + [name for name, chunk in record.chunks if chunk.samples]
         began = sampled + [name for name, _ in record.chunks]
         steps.append((record.start, record.end, sampled, began))
         preempted.update(record.preempted)
 
     preempted: set[str] = set()
-    core.step_log.listener = note_step
+    core.events.subscribe("the test", SimpleNamespace(landed=landed))
     run = measured(core, limits, requests)
     tokens: dict[int, list[float]] = defaultdict(list)
     started: dict[int, float] = {}
