@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from chairlift.bench.offline import run_here
-from chairlift.bench.serve_report import run_lines, serve_record
+from chairlift.bench.report import text
+from chairlift.bench.serve_report import run_blocks, serve_record
 from chairlift.bench.serve_result import figures_of
 from chairlift.bench.serve_run import Dialect, Load, ServeRun, Target, fit
 from chairlift.config import EngineConfig
@@ -73,7 +74,7 @@ def test_times_of_requests_that_come_in_the_middle_of_steps() -> None:
     assert figures.max_concurrent_requests == 2
     assert (figures.lateness, figures.cpu_share, figures.shorter) == (None, None, 0)
     assert not list(figures.doubts(run))
-    assert not [line for line in run_lines(run, figures, {}) if line.startswith("client")]
+    assert not [line for line in text(*run_blocks(run, figures, {})) if line.startswith("client")]
 
 
 @pytest.mark.parametrize(
