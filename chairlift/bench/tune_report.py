@@ -344,13 +344,9 @@ def _both(half: float, most: float) -> str:
 
 def _duration(seconds: float) -> str:
     """In the unit that people would say it in."""
-    return (
-        f"{seconds * 1000:.3g} ms"
-        if seconds < 0.9995
-        else f"{seconds:.3g} s"
-        if seconds < 1000
-        else f"{seconds:,.0f} s"
-    )
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -422,7 +418,7 @@ def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
     for trial in tried:
         points["simulated" if trial.round is None else "measured"].append(_point(answer, trial))
     if by_rate:
-        kept = [_point(answer, trial) for trial in tried if trial.round is None and _kept(trial)]
+        kept = [_point(answer, trial) for trial in tried if trial.round is None and not shortfall(trial.figures)]
         points = {"breaks promises": points["simulated"], "keeps promises": kept, "measured": points["measured"]}
         dearest = max((cost for _, cost, _ in kept + points["measured"]), default=math.inf)
         points["breaks promises"] = [
@@ -457,10 +453,6 @@ def _point(answer: Answer, trial: Trial) -> tuple[float, float, str]:
     return (figures.tpot_p99 * 1000 if trial.rate is None else figures.e2el_p99, cost, "")
 
 
-def _kept(trial: Trial) -> bool:
-    return not shortfall(trial.figures)
-
-
 def _front(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
     """Points that no other beats in both (Pareto), by latency."""
     front: list[tuple[float, float, str]] = []
@@ -472,11 +464,9 @@ def _front(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, floa
 
 def _preemption(answer: Answer) -> Iterator[Block]:
     findings, chosen = answer.findings, answer.findings.settings["chosen"]
-    rows, preempted, throughput = [], [], []
-    for slots, figures in findings.by_slots:
-        rows.append(float(slots))
-        preempted.append(100 * figures.preemption_rate)
-        throughput.append(figures.output_tokens_per_second)
+    rows = [float(slots) for slots, _ in findings.by_slots]
+    preempted = [100 * figures.preemption_rate for _, figures in findings.by_slots]
+    throughput = [figures.output_tokens_per_second for _, figures in findings.by_slots]
     if findings.tight:
         limit = ([rows[0], rows[-1]], [100 * PREEMPTED] * 2) if rows else ([], [])
         yield plots.lines(
@@ -512,24 +502,12 @@ def _tried(answer: Answer) -> Block:
         if key not in best or _rank(trial) > _rank(best[key]):
             best[key] = trial
     # Where a setting makes no difference, the one that says least of it stands for all.
-    plain = {(trial.figures, trial.rate): trial for trial in sorted(best.values(), key=_words, reverse=True)}
+    plain = {
+        (trial.figures, trial.rate): trial
+        for trial in sorted(best.values(), key=lambda each: -len(each.setting.describe()))
+    }
     ranked = sorted(plain.values(), key=_rank, reverse=True)
-    rows = []
-    for trial in ranked[:_MOST_ROWS]:
-        figures = trial.figures
-        rows.append(
-            [
-                trial.setting.describe(),
-                "simulated" if trial.round is None else "measured",
-                answer.findings.traffic.crowd if trial.rate is None else f"{trial.rate:.3g}",
-                f"{figures.output_tokens_per_second:,.0f}",
-                _duration(figures.ttft_p99),
-                _duration(figures.tpot_p99),
-                _duration(figures.e2el_p99),
-                f"{figures.preemption_rate:.1%}",
-                "-" if figures.goodput is None else f"{figures.goodput:.1%}",
-            ]
-        )
+    rows = [_tried_row(answer, trial) for trial in ranked[:_MOST_ROWS]]
     header = ["setting", "", "requests/s", "tokens/s", "TTFT p99", "TPOT p99", "E2EL p99", "preempted", "kept"]
     return Table(
         header,
@@ -539,12 +517,21 @@ def _tried(answer: Answer) -> Block:
     )
 
 
-def _words(trial: Trial) -> int:
-    return len(trial.setting.describe())
+def _tried_row(answer: Answer, trial: Trial) -> list[str]:
+    figures = trial.figures
+    return [
+        trial.setting.describe(),
+        "simulated" if trial.round is None else "measured",
+        answer.findings.traffic.crowd if trial.rate is None else f"{trial.rate:.3g}",
+        f"{figures.output_tokens_per_second:,.0f}",
+        *map(_duration, (figures.ttft_p99, figures.tpot_p99, figures.e2el_p99)),
+        f"{figures.preemption_rate:.1%}",
+        "-" if figures.goodput is None else f"{figures.goodput:.1%}",
+    ]
 
 
 def _rank(trial: Trial) -> tuple[bool, float]:
-    return (_kept(trial), trial.figures.output_tokens_per_second)
+    return (not shortfall(trial.figures), trial.figures.output_tokens_per_second)
 
 
 def _trust(answer: Answer) -> Iterator[Block]:

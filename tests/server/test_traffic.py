@@ -557,7 +557,7 @@ async def test_a_slow_listener_loses_the_oldest_and_is_told() -> None:
         by_size.ended(stream, None, 102.0)
     assert by_size.num_lost == 2
     state = ServerState(ServerConfig(), StateOnlyEngine(), ("tiny",))  # type: ignore[arg-type]
-    told = [body async for body in first_of(traffic._Traffic(state, by_size)._bodies(), 3)]
+    told = [body async for body in first_of(traffic._listen(state, by_size)._events, 3)]
     assert b"event: lost" in told[1] and b'{"lost":2}' in told[1]
     assert told[2].startswith(b"id: 3\n")
 
@@ -593,7 +593,7 @@ async def test_a_listener_who_reads_nothing_is_cut_off() -> None:
         stream = a_stream(i)
         recording.began(stream)
         recording.ended(stream, None, 102.0)
-    task = asyncio.ensure_future(traffic._Traffic(state, recording)({}, None, send))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(traffic._listen(state, recording)({}, None, send))  # type: ignore[arg-type]
     while len(bodies) < 3:
         await asyncio.sleep(0)
     task.cancel()  # as the end of its connection does
