@@ -88,11 +88,12 @@ def floor_of(model: Path, requests: Requests) -> tuple[float, dict[str, Any]]:
 
     from chairlift.models.hf_config import read_config
     from chairlift.workbench.bench.floor import GPU_BUDGETS, ModelCost, workload_floor
+    from chairlift.workbench.bench.kernel_report import limits_record, limits_table
     from chairlift.workbench.bench.limits import GPU, measure_device
-    from chairlift.workbench.bench.report import limits_lines, limits_record
+    from chairlift.workbench.bench.report import text
 
     limits = measure_device(torch.device("cuda"), torch.bfloat16)
-    print("", *limits_lines(limits), sep="\n")
+    print("", *text(limits_table(limits_record(limits))), sep="\n")
     lengths = [(len(prompt), count) for prompt, count in requests]
     cost, roof = ModelCost.of(read_config(model), torch.bfloat16), limits.roof(GPU, torch.bfloat16, 1)
     floor = workload_floor(lengths, cost, roof, max_num_seqs=256, budgets=GPU_BUDGETS)

@@ -69,7 +69,7 @@ def engine(clocks: str) -> None:
     """The engine's process; what it takes for being watched is in the file ``clocks``."""
     from chairlift.engine.core import EngineCore
     from chairlift.engine.core_process import CoreProcess
-    from chairlift.engine.step_log import StepLog
+    from chairlift.engine.step_log import StepRecord
     from chairlift.engine.step_recorder import StepRecorder
     from chairlift.engine_process import main as engine_process
 
@@ -92,7 +92,7 @@ def engine(clocks: str) -> None:
 
         setattr(owner, name, call)
 
-    timed(StepLog, "record", "log", "steps")
+    timed(StepRecord, "of", "log", "steps")
     timed(StepRecorder, "landed", "recorder", "watched")
     for name in ("added", "scheduled", "ended"):
         timed(StepRecorder, name, "recorder")

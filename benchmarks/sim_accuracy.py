@@ -119,7 +119,8 @@ def main() -> None:
     calibration = calibrate(core, limits, args.max_num_seqs)
     real, steps, busy = [], [], []
     for trace in traces(args):
-        core.step_log.listener = times = StepTimes()
+        times = StepTimes()
+        core.events.subscribe("times", times)
         before, begin = cpu_times(), SystemClock().now()
         real.append(figures(serve_trace(core, trace, limits)))
         after, seconds = cpu_times(), SystemClock().now() - begin

@@ -17,7 +17,7 @@ import statistics
 import time
 
 from chairlift.config import CacheGroup, EngineConfig
-from chairlift.engine.step_log import StepLog
+from chairlift.engine.step_log import StepLog, StepRecord
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.request import Request, Service
 from chairlift.scheduler.policies import policy_from_config
@@ -52,7 +52,7 @@ def measure(rows: int, steps: int, policy: str, waiting: int, prompt: int = 40) 
         begin = time.perf_counter()
         out = scheduler.schedule(float(step))
         result = scheduler.update(out, tokens, float(step))
-        log.record(out, result, float(step), float(step))
+        log.landed(StepRecord.of(out, result, float(step), float(step)))
         micros.append((time.perf_counter() - begin) * 1e6)
         if out.num_decodes != rows:
             raise SystemExit(f"step {step} had {out.num_decodes} decode rows instead of {rows}")

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import parse_config
-from chairlift.models.llama import LlamaForCausalLM
 from chairlift.train.collate import PackCollator
 from chairlift.train.drift import DriftEvent, DriftSampler
 from chairlift.train.loss import StepLoss, token_losses
@@ -49,7 +48,7 @@ def tiny_llama() -> CausalLM:
     torch.manual_seed(0)
     config = {"model_type": "llama", "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 128}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
-    return LlamaForCausalLM(parse_config(config))
+    return CausalLM(parse_config(config))
 
 
 def logits_of(model: CausalLM, batch: dict[str, Tensor]) -> Tensor:

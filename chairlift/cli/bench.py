@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 from collections.abc import Callable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from chairlift.workbench.bench.kernels import KernelSettings
     from chairlift.workbench.bench.limits import Limits
     from chairlift.workbench.bench.machine import Machine
+    from chairlift.workbench.bench.report import Report
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
@@ -49,6 +51,7 @@ Twice over: in Python (interpreter, import, loading the model, first token), and
 it takes requests, then the first token over HTTP). A first round, not counted, warms the file cache. Settings of the
 engine go to both."""
 
+_print: Final = functools.partial(print, sep="\n", flush=True)
 _DEFAULT_SHAPES: Final = "qwen2.5-0.5b,smollm-135m"
 _QUICK: Final[dict[str, Any]] = {
     "shapes": "smollm-135m",
@@ -85,18 +88,14 @@ def run(args: argparse.Namespace) -> int:
         check_writable(getattr(args, flag, None), flag, *others)
     if getattr(args, "html", None) is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--html draws its charts with matplotlib, which is not installed; leave it out")
-    code, page = 0, None
-    if args.benchmark in ("offline", "serve"):
-        record, page, code = {"offline": bench_offline, "serve": bench_serve}[args.benchmark].run(args)
-    else:
-        record = {"kernels": _run_kernels, "startup": _run_startup}[args.benchmark](args)
-    record = {"chairlift": chairlift.__version__, **record}
+    measure = {"kernels": _run_kernels, "offline": bench_offline.run, "serve": bench_serve.run, "startup": _run_startup}
+    report, code = measure[args.benchmark](args)
     if args.json is not None:
         with replacing(args.json) as file:
-            file.write(json.dumps(record, indent=1) + "\n")
-    if page is not None and args.html is not None:
+            file.write(json.dumps({"chairlift": chairlift.__version__, **report.record}, indent=1) + "\n")
+    if getattr(args, "html", None) is not None:
         with replacing(args.html) as file:
-            file.write(page())
+            file.write(report.html())
     return code
 
 
@@ -135,14 +134,15 @@ def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter runs: a test, not a measurement")
 
 
-def _run_kernels(args: argparse.Namespace) -> dict[str, Any]:
+def _run_kernels(args: argparse.Namespace) -> tuple[Report, int]:
     import torch
 
     from chairlift.loading import device_name
+    from chairlift.workbench.bench.kernel_report import doubts, kernel_table, limits_record, limits_table
     from chairlift.workbench.bench.kernels import measure_kernels
     from chairlift.workbench.bench.limits import measure_device, measure_limits
-    from chairlift.workbench.bench.machine import describe_machine
-    from chairlift.workbench.bench.report import doubts, kernel_tables, limits_lines, limits_record, machine_lines
+    from chairlift.workbench.bench.machine import describe_machine, machine_facts
+    from chairlift.workbench.bench.report import Facts, Report, text
 
     machine = describe_machine()
     settings = _kernel_settings(args, machine)
@@ -154,20 +154,22 @@ def _run_kernels(args: argparse.Namespace) -> dict[str, Any]:
         return measure_device(device, settings.dtype, quick=quick)
 
     where = f"threads: {settings.threads}" if device.type == "cpu" else device_name(device)
-    _print(*machine_lines(machine), f"kernels: {settings.isa} in {args.dtype}, {where}", "")
+    about = machine_facts(dataclasses.asdict(machine)) | {"kernels": f"{settings.isa} in {args.dtype}, {where}"}
+    _print(*text(Facts(about)), "")
     try:
         limits = limits_now(quick=args.quick)
-        _print(*limits_lines(limits))
+        _print(*text(limits_table(limits_record(limits))))
         measured = []
         for measurements in measure_kernels(settings, machine, limits):
-            _print(*kernel_tables(measurements))
+            if measurements:  # single products have no attention
+                _print("", *text(kernel_table(measurements)))
             measured += measurements
         after = limits_now(quick=device.type == "cpu" or args.quick)
     except (OSError, torch.OutOfMemoryError) as error:  # the threads; what else uses the GPU
         raise ConfigError(str(error)) from None
     roofs = [each.roof(settings.isa, settings.dtype, settings.threads) for each in (limits, after)]
     _print("", *doubts(machine, *roofs, followed=device.type == "cpu"))
-    return {
+    record = {
         "benchmark": "kernels",
         "machine": dataclasses.asdict(machine),
         "settings": dataclasses.asdict(settings) | {"dtype": args.dtype},
@@ -175,6 +177,7 @@ def _run_kernels(args: argparse.Namespace) -> dict[str, Any]:
         "limits_after": limits_record(after),
         "results": [dataclasses.asdict(each) for each in measured],
     }
+    return Report(record), 0
 
 
 def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettings:
@@ -238,33 +241,23 @@ def _add_startup_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser, leave_out={"model"})
 
 
-def _run_startup(args: argparse.Namespace) -> dict[str, Any]:
+def _run_startup(args: argparse.Namespace) -> tuple[Report, int]:
     settings, _ = read_settings(args, sampling=False)
     if args.model is not None:
         settings |= {"model": args.model}
-    from chairlift.workbench.bench.machine import describe_machine
-    from chairlift.workbench.bench.report import machine_lines
+    from chairlift.workbench.bench.machine import describe_machine, machine_facts
+    from chairlift.workbench.bench.report import Facts, Report, text
     from chairlift.workbench.bench.startup import measure_startup, startup_lines
 
-    machine = describe_machine()
-    _print(*machine_lines(machine), f"model: {settings.get('model', BUNDLED_MODEL)}", "")
+    machine = dataclasses.asdict(describe_machine())
+    _print(*text(Facts(machine_facts(machine) | {"model": settings.get("model", BUNDLED_MODEL)})), "")
     seconds = measure_startup(settings, args.rounds)
     _print(*startup_lines(seconds))
-    return {
-        "benchmark": "startup",
-        "machine": dataclasses.asdict(machine),
-        "settings": settings,
-        "rounds": args.rounds,
-        "seconds": seconds,
-    }
+    record = {"benchmark": "startup", "machine": machine, "settings": settings, "rounds": args.rounds}
+    return Report(record | {"seconds": seconds}), 0
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------
-
-
-def _print(*lines: str) -> None:
-    for line in lines:
-        print(line, flush=True)
 
 
 def _numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from chairlift.models.hf_config import ModelConfig
     from chairlift.workbench.bench.machine import Machine
     from chairlift.workbench.bench.offline import NativePath, OfflineRun
+    from chairlift.workbench.bench.report import Report
     from chairlift.workbench.bench.serve_run import Load, ServeRun
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -47,7 +48,6 @@ _DEFAULTS: Final = {"skip_tokenizer_init": True, "cuda_graphs": "start"}  # or g
 _TRAFFIC: Final = ("trace", "workload", "input_len", "output_len", "request_rate", "arrivals", "burstiness")
 """With any of these, and those of the next, traffic is meant."""
 _MEASURED: Final = ("max_concurrency", "slo", "compare")
-Result = tuple[dict[str, Any], Callable[[], str], int]
 _print: Final = functools.partial(print, sep="\n", flush=True)
 
 
@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser, leave_out={"model", "seed"})
 
 
-def run(args: argparse.Namespace) -> Result:
-    """Measure: the record for ``--json``, what makes the page for ``--html``, and the exit code.
+def run(args: argparse.Namespace) -> tuple[Report, int]:
+    """Measure: the report, and the exit code.
 
     Raises ConfigError, before a model is loaded if it can.
     """
@@ -105,10 +105,10 @@ def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[str, 
 # --- traffic ---------------------------------------------------------------------------------------------------------
 
 
-def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> Result:
-    from chairlift.workbench.bench.machine import describe_machine
+def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[Report, int]:
+    from chairlift.workbench.bench.machine import describe_machine, machine_facts
     from chairlift.workbench.bench.offline import native_path
-    from chairlift.workbench.bench.report import machine_lines
+    from chairlift.workbench.bench.report import Facts, text
     from chairlift.workbench.bench.serve_result import parse_goodput
 
     slo = parse_goodput([args.slo]) if args.slo is not None else {}
@@ -120,7 +120,7 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> Resul
         EngineConfig.from_flat(side)
     loads, told = loads_of(args, slo)
     machine = describe_machine()
-    _print(*machine_lines(machine), f"model: {name}")
+    _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})))
     names = [args.compare, "as the other flags say"] if changes else []
     cells: list[Cell] = []
     for index, place, llm, run in _measure(name, sides, loads):
@@ -196,11 +196,11 @@ def _measure(
 # --- all at once -----------------------------------------------------------------------------------------------------
 
 
-def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> Result:
-    from chairlift.workbench.bench.machine import describe_machine
+def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[Report, int]:
+    from chairlift.workbench.bench.machine import describe_machine, machine_facts
     from chairlift.workbench.bench.offline import fit, native_path, room_of, run_offline
-    from chairlift.workbench.bench.offline_report import offline_page
-    from chairlift.workbench.bench.report import machine_lines, offline_lines
+    from chairlift.workbench.bench.offline_report import offline_report, run_facts
+    from chairlift.workbench.bench.report import Facts, text
     from chairlift.workbench.workload.lengths import Workload
 
     name, model_dir, network = _model(args, settings)
@@ -210,7 +210,7 @@ def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> Resul
     vocab_size = min(Workload().vocab_size, network.vocab_size)
     workload = Workload(count=args.num_prompts or 64, seed=args.seed, vocab_size=vocab_size)
     machine = describe_machine()
-    _print(*machine_lines(machine), f"model: {name}")
+    _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})))
     baseline = None
     if args.baseline:
         llm = load_llm(settings | {"batching": "static", "max_num_seqs": _STATIC_ROWS}, quiet=False)
@@ -218,16 +218,17 @@ def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> Resul
         baseline = run_offline(llm, requests)
         del llm
         gc.collect()
-        _print("", f"static batches of {_STATIC_ROWS}", *offline_lines(baseline))
+        _print("", f"static batches of {_STATIC_ROWS}", *text(Facts(run_facts(dataclasses.asdict(baseline)))))
     llm = load_llm(settings, quiet=False)
     requests, shortened = fit(workload.requests(), room_of(llm))
     result = run_offline(llm, requests)
     path = native_path(llm, network)
-    _print("", f"{llm.config.scheduler.batching} batching, {path.describe()}", *offline_lines(result))
+    facts = run_facts(dataclasses.asdict(result))
     if shortened:
-        _print(f"shortened      {shortened:,} of them, to the {room_of(llm):,} tokens that fit")
+        facts["shortened"] = f"{shortened:,} of them, to the {room_of(llm):,} tokens that fit"
     if baseline is not None:
-        _print(f"ratio          {baseline.seconds / result.seconds:.2f} times the rate of static batches")
+        facts["ratio"] = f"{baseline.seconds / result.seconds:.2f} times the rate of static batches"
+    _print("", f"{llm.config.scheduler.batching} batching, {path.describe()}", *text(Facts(facts)))
     record = {
         "benchmark": "offline",
         "machine": dataclasses.asdict(machine),
@@ -240,7 +241,7 @@ def _run_at_once(args: argparse.Namespace, settings: Mapping[str, Any]) -> Resul
         "baseline": None if baseline is None else dataclasses.asdict(baseline),
         **_floor(llm, network, requests, path, machine, result),
     }
-    return record, lambda: offline_page({"chairlift": chairlift.__version__, **record}), 0
+    return offline_report({"chairlift": chairlift.__version__, **record}), 0
 
 
 def _floor(
@@ -253,19 +254,22 @@ def _floor(
 ) -> dict[str, Any]:
     """Print, and return for the record, the limits of this machine and how near the engine came to them."""
     from chairlift.workbench.bench.floor import ModelCost
+    from chairlift.workbench.bench.kernel_report import limits_record, limits_table
     from chairlift.workbench.bench.offline import floor_of, limits_of
-    from chairlift.workbench.bench.report import limits_lines, limits_record
+    from chairlift.workbench.bench.report import Facts, text
 
     try:
         limits = limits_of(llm, path, machine)
     except ConfigError:
-        _print("floor          not measured: no compiled kernels ran this model")
+        _print(*text(Facts({"floor": "not measured: no compiled kernels ran this model"})))
         return {"limits": None, "floor": {"not_measured": path.reason}}
-    floor = floor_of(requests, llm, network, path, limits)
+    floor, record = floor_of(requests, llm, network, path, limits), limits_record(limits)
     share = floor.seconds / result.seconds
-    _print(f"floor          {floor.seconds:.2f} s in {floor.steps:,} steps of up to {floor.token_budget} tokens")
-    _print(f"of the floor   {share:.0%}")
+    facts = {
+        "floor": f"{floor.seconds:.2f} s in {floor.steps:,} steps of up to {floor.token_budget} tokens",
+        "of the floor": f"{share:.0%}",
+    }
     if path.isa and ModelCost.of(network, path.dtype).weight_bytes < machine.l3_bytes:
-        _print("               The weights fit into the L3 cache, so memory does not bound this model.")
-    _print("", *limits_lines(limits))
-    return {"limits": limits_record(limits), "floor": {**dataclasses.asdict(floor), "share": share}}
+        facts["of the floor"] += "\nThe weights fit into the L3 cache, so memory does not bound this model."
+    _print(*text(Facts(facts), limits_table(record)))
+    return {"limits": record, "floor": {**dataclasses.asdict(floor), "share": share}}

@@ -22,6 +22,7 @@ from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
     from chairlift.replay.traced_request import TracedRequest
+    from chairlift.workbench.bench.report import Report, Table
     from chairlift.workbench.bench.serve import Plan
     from chairlift.workbench.bench.serve_result import Figures, Ratio
     from chairlift.workbench.bench.serve_run import Load, Outcome, Progress, ServeRun
@@ -89,8 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots there")
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], str], int]:
-    """Measure: the record for ``--json``, what makes the page for ``--html``, and the exit code.
+def run(args: argparse.Namespace) -> tuple[Report, int]:
+    """Measure: the report, and the exit code.
 
     Raises ConfigError, before anything is sent if it can.
     """
@@ -375,13 +376,14 @@ class Cell:
 
 def show(run: ServeRun, place: int, told: Mapping[str, Any], slo: Mapping[str, float], compared: bool) -> Cell:
     """Add up a run, and print it."""
-    from chairlift.workbench.bench.serve_report import run_lines, serve_record
+    from chairlift.workbench.bench.report import text
+    from chairlift.workbench.bench.serve_report import run_blocks, serve_record
     from chairlift.workbench.bench.serve_result import figures_of
 
     figures = figures_of(run, slo)
     which = f"{SIDES[place]}, round {told['round']}" if compared else told["arrivals"]
     print(f"\n{which}: {told['workload']}, {len(run.load.requests):,} requests, seed {told['seed']}")
-    print("\n".join(run_lines(run, figures, slo)), flush=True)
+    print("\n".join(text(*run_blocks(run, figures, slo))), flush=True)
     return Cell(place, told, run, figures, serve_record(run, figures, told))
 
 
@@ -402,45 +404,60 @@ def watch(name: str, total: int) -> Iterator[Progress]:
         yield ended
 
 
-def results(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any], Callable[[], str], int]:
-    """The record for ``--json``, what makes the page for ``--html``, and the exit code. ``names`` are of two sides."""
-    record, ratios, table = _record(cells, names)
+def results(cells: Sequence[Cell], names: Sequence[str]) -> tuple[Report, int]:
+    """The report and the exit code. ``names`` are of two sides. The table of several rates, or of two sides, is
+    printed."""
+    from chairlift.workbench.bench.report import Text, text
+    from chairlift.workbench.bench.serve_report import COMPARED, serve_report, sweep_table
+
+    ratios: dict[str, Ratio] = {}
+    compared, record = None, cells[0].record
+    if names:
+        record, ratios, compared = _compared(cells, names)
+        print("", *text(compared, Text(textwrap.fill(COMPARED, 100))), sep="\n", flush=True)
+    elif len(cells) > 1:
+        table = sweep_table((_rate_label(cell), cell.figures) for cell in cells)
+        print("", *text(table), sep="\n", flush=True)
+        record = {"benchmark": cells[0].settings["benchmark"], "runs": [cell.record for cell in cells]}
+    runs: dict[str, list[tuple[ServeRun, Figures]]] = {}
+    for cell in cells:
+        runs.setdefault(SIDES[cell.place] if names else _rate_label(cell), []).append((cell.run, cell.figures))
     code = 1 if any(each.figures.failed for each in cells) else 0
     code = 130 if any(each.run.interrupted for each in cells) else code
-    return record, lambda: _page(cells, names, ratios, table), code
+    return serve_report(record, runs, _facts(cells[-1], names), ratios, compared), code
 
 
-def _record(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Ratio], list[list[str]]]:
-    """What ``--json`` gets; of two sides also the ratios, as a table too. That of several rates is printed."""
-    from chairlift.workbench.bench.serve_report import COMPARED, aligned, compared_rows, sweep_rows
+def _compared(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Ratio], Table]:
+    """The record of two sides, the ratios of their figures, and these as a table."""
+    from chairlift.workbench.bench.serve_report import compared_table
     from chairlift.workbench.bench.serve_result import compare
 
-    if not names:
-        if len(cells) == 1:
-            return cells[0].record, {}, []
-        rows = sweep_rows([(_rate_label(cell), cell.figures) for cell in cells])
-        print("", *aligned(rows), sep="\n", flush=True)
-        return {"benchmark": cells[0].settings["benchmark"], "runs": [cell.record for cell in cells]}, {}, []
     first, second = ([cell.record for cell in cells if cell.place == place] for place in (0, 1))
     whole = [cell for cell in cells if not cell.run.interrupted]  # half a run has no ratio to a whole one
     rounds = set.intersection(*({cell.settings["round"] for cell in whole if cell.place == place} for place in (0, 1)))
     pairs = [[each for each in side if each["chairlift"]["round"] in rounds] for side in (first, second)]
     ratios = compare(*pairs)
-    table = compared_rows(ratios, *pairs)
-    print(
-        "", f"B over A, {len(rounds)} rounds", *aligned(table), "", *textwrap.wrap(COMPARED, 100), sep="\n", flush=True
-    )
+    figures = {key: dataclasses.asdict(ratio) for key, ratio in ratios.items()}
     record = {
         "benchmark": cells[0].settings["benchmark"],
-        "compared": {
-            "A": names[0],
-            "B": names[1],
-            "rounds": len(rounds),
-            "ratios": {key: dataclasses.asdict(ratio) for key, ratio in ratios.items()},
-        },
+        "compared": {"A": names[0], "B": names[1], "rounds": len(rounds), "ratios": figures},
         "runs": {"A": first, "B": second},
     }
-    return record, ratios, table
+    return record, ratios, compared_table(ratios, *pairs)
+
+
+def _facts(cell: Cell, names: Sequence[str]) -> dict[str, str]:
+    """Settings, for the page."""
+    load, told = cell.run.load, cell.settings
+    facts = {SIDES[place]: name for place, name in enumerate(names)}
+    facts |= {
+        name.replace("_", " "): _said(value) for name, value in told.items() if name not in ("benchmark", "round")
+    }
+    return facts | {
+        "requests": f"{len(load.requests):,}",
+        "most at once": "no limit" if load.max_concurrency is None else f"{load.max_concurrency:,}",
+        "date": f"{cell.run.date:%Y-%m-%d %H:%M}",
+    }
 
 
 def _said(value: Any) -> str:
@@ -452,26 +469,3 @@ def _said(value: Any) -> str:
 def _rate_label(cell: Cell) -> str:
     rate = cell.settings["request_rate"]
     return "all at once" if rate == "inf" else f"{rate:.4g}/s"
-
-
-def _page(
-    cells: Sequence[Cell], names: Sequence[str], ratios: Mapping[str, Ratio], table: Sequence[Sequence[str]]
-) -> str:
-    from chairlift.workbench.bench.serve_page import serve_page
-
-    results: dict[str, list[tuple[ServeRun, Figures]]] = {}
-    for cell in cells:
-        told = cell.settings
-        label = SIDES[cell.place] if names else _rate_label(cell)
-        results.setdefault(label, []).append((cell.run, cell.figures))
-    run, told = cells[-1].run, cells[-1].settings
-    facts = {SIDES[place]: name for place, name in enumerate(names)}
-    facts |= {
-        name.replace("_", " "): _said(value) for name, value in told.items() if name not in ("benchmark", "round")
-    }
-    facts |= {
-        "requests": f"{len(run.load.requests):,}",
-        "most at once": "no limit" if run.load.max_concurrency is None else f"{run.load.max_concurrency:,}",
-        "date": f"{run.date:%Y-%m-%d %H:%M}",
-    }
-    return serve_page(results, facts, ratios, table)

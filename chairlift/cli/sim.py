@@ -277,7 +277,7 @@ def _fitted_on_log(args: argparse.Namespace, config: EngineConfig) -> Deployment
 
 
 def report_lines(report: SimReport) -> list[str]:
-    from chairlift.workbench.bench.serve_report import aligned
+    from chairlift.workbench.bench.report import aligned
 
     served = report.served
     lines = [
@@ -312,7 +312,7 @@ def report_lines(report: SimReport) -> list[str]:
 
 
 def _comparison_lines(compare: str, reports: list[tuple[str, SimReport]]) -> list[str]:
-    from chairlift.workbench.bench.serve_report import aligned
+    from chairlift.workbench.bench.report import aligned
 
     name = compare.partition("=")[0]
     table = [

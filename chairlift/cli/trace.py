@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -139,9 +139,7 @@ def _show(args: argparse.Namespace) -> int:
 
     check_writable(args.png, "png", args.file)
     loaded = _load(args)
-    print("\n".join([f"{args.file}, read as {loaded.format}", *fact_lines(loaded.requests)]))
-    for note in loaded.notes:
-        print(f"note          {note}")
+    print(f"{args.file}, read as {loaded.format}", *fact_lines(loaded.requests, loaded.notes), sep="\n")
     print("\n".join(histogram_lines(loaded.requests)))
     if args.png is not None:
         write_picture(args.png, args.file.name, loaded.requests)
@@ -157,9 +155,7 @@ def _sample(args: argparse.Namespace) -> int:
     _check_output(args)
     loaded = _load(args)
     sample = sample_trace(loaded.requests, args.num_prompts, args.seed, rate=args.rate, window=args.window)
-    _write(args, sample)
-    for note in loaded.notes:
-        print(f"note          {note}")
+    _write(args, sample, loaded.notes)
     return 0
 
 
@@ -195,12 +191,12 @@ def _check_output(args: argparse.Namespace) -> None:
     check_writable(args.output, "output")
 
 
-def _write(args: argparse.Namespace, trace: list[TracedRequest]) -> None:
+def _write(args: argparse.Namespace, trace: list[TracedRequest], notes: Sequence[str] = ()) -> None:
     from chairlift.cli.trace_picture import fact_lines
     from chairlift.workbench.workload.trace import write_trace
 
     write_trace(args.output, trace)
-    print("\n".join([f"wrote {args.output}", *fact_lines(trace)]))
+    print(f"wrote {args.output}", *fact_lines(trace, notes), sep="\n")
 
 
 # --- draw ------------------------------------------------------------------------------------------------------------
@@ -245,12 +241,13 @@ def _draw(args: argparse.Namespace) -> int:
 
     _check_output(args)
     arrivals = parse_arrivals(args.arrivals)
-    _write(args, _traffic(args).draw(args.num_prompts, arrivals, args.seed))
+    notes = []
     if isinstance(arrivals, ClosedLoop):
-        print(
-            f"note          a file cannot say that {arrivals.users} users take turns: hold so many requests in flight"
-            f" when it is replayed (bench serve --max-concurrency {arrivals.users}). A closed loop hides queueing."
+        notes.append(
+            f"a file cannot say that {arrivals.users} users take turns: hold so many requests in flight when it is"
+            f" replayed (bench serve --max-concurrency {arrivals.users}). A closed loop hides queueing."
         )
+    _write(args, _traffic(args).draw(args.num_prompts, arrivals, args.seed), notes)
     return 0
 
 

@@ -31,38 +31,37 @@ _STEPS: Final = (
 """Seconds that people count time in."""
 
 
-def fact_lines(trace: Sequence[TracedRequest]) -> list[str]:
-    """What there is to say about a trace, one thing in a line."""
+def fact_lines(trace: Sequence[TracedRequest], notes: Sequence[str] = ()) -> list[str]:
+    """What there is to say about a trace, one thing in a line; ``notes`` at the end."""
+    from chairlift.workbench.bench.report import Facts, text
+
     facts = summarise(trace)
-    lines = [f"requests      {facts.requests:,}"]
+    told = {"requests": f"{facts.requests:,}", "arrivals": "all at once"}
     if facts.sessions:
         turns = sum(bool(request.session) for request in trace) / facts.sessions
-        lines[0] += f", among them {facts.sessions:,} chats of {turns:.1f} turns on average"
-    if facts.rate is None:
-        lines.append("arrivals      all at once")
-    else:
+        told["requests"] += f", among them {facts.sessions:,} chats of {turns:.1f} turns on average"
+    if facts.rate is not None:
         rate = f"{facts.rate:.3g}" if facts.rate < 100 else f"{facts.rate:,.0f}"
-        lines.append(f"arrivals      {rate} requests/s over {_duration(facts.seconds)}")
+        told["arrivals"] = f"{rate} requests/s over {_duration(facts.seconds)}"
     if facts.burstiness is not None:
         chance = max(0.1, 2 / math.sqrt(facts.requests))  # two standard errors of a Poisson process
         kind = "steadier than" if facts.burstiness < 1 - chance else "burstier than"
         kind = "as in" if abs(facts.burstiness - 1) <= chance else kind
-        varied = f"vary by {facts.burstiness:.2f} of their mean"
-        lines.append(f"gaps          {varied}, {kind} a Poisson process, which has 1")
-    for name, lengths in (("prompts", facts.prompts), ("answers", facts.outputs)):
-        lines.append(f"{name:14}{_lengths(lengths)}")
+        told["gaps"] = f"vary by {facts.burstiness:.2f} of their mean, {kind} a Poisson process, which has 1"
+    told |= {"prompts": _lengths(facts.prompts), "answers": _lengths(facts.outputs)}
     if facts.repeated is not None:
-        share = f"{facts.repeated:.1%} of the prompt tokens"
-        lines.append(f"repeated      {share} stand at the beginning of an earlier prompt")
+        told["repeated"] = f"{facts.repeated:.1%} of the prompt tokens stand at the beginning of an earlier prompt"
     if facts.cancels:
-        lines.append(f"cancels       {facts.cancels:,} clients leave early ({facts.cancels / facts.requests:.1%})")
+        told["cancels"] = f"{facts.cancels:,} clients leave early ({facts.cancels / facts.requests:.1%})"
     if len(facts.classes) > 1 or facts.classes[0][0].tenant or _class_words(facts.classes[0][0]) != "no class":
-        for place, (request, count) in enumerate(facts.classes[:_MOST_CLASSES]):
-            start = "classes" if place == 0 else ""
-            lines.append(f"{start:14}{count:,} ({count / facts.requests:.1%}): {_class_words(request)}")
-        if len(facts.classes) > _MOST_CLASSES:
-            lines.append(f"{'':14}and {len(facts.classes) - _MOST_CLASSES:,} more")
-    return lines
+        shown = facts.classes[:_MOST_CLASSES]
+        lines = [f"{count:,} ({count / facts.requests:.1%}): {_class_words(request)}" for request, count in shown]
+        if more := len(facts.classes) - len(shown):
+            lines.append(f"and {more:,} more")
+        told["classes"] = "\n".join(lines)
+    if notes:
+        told["note"] = "\n".join(notes)
+    return list(text(Facts(told)))
 
 
 def histogram_lines(trace: Sequence[TracedRequest]) -> list[str]:

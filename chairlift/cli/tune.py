@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"cannot make the directory {args.output}: {error.strerror}; give another --output") from None
     from chairlift.engine.clock import SystemClock
     from chairlift.workbench.bench.machine import describe_machine
+    from chairlift.workbench.bench.report import text
     from chairlift.workbench.bench.tune import Question, tune
-    from chairlift.workbench.bench.tune_page import tune_page
-    from chairlift.workbench.bench.tune_report import Answer, config_lines, report_lines, verdict
+    from chairlift.workbench.bench.tune_report import Answer, config_lines, printed, tune_report
     from chairlift.workbench.bench.tune_state import State
 
     machine = describe_machine()
@@ -135,12 +135,13 @@ def run(args: argparse.Namespace) -> int:
         command=command,
         output=args.output,
     )
-    for file, text in (("chairlift.yaml", "\n".join(config_lines(answer)) + "\n"), ("report.html", tune_page(answer))):
+    report = tune_report(answer)
+    for file, whole in (("chairlift.yaml", "\n".join(config_lines(answer)) + "\n"), ("report.html", report.html())):
         with replacing(args.output / file) as opened:
-            opened.write(text)
-    state.report = {"verdict": verdict(answer), **findings.to_dict()}
+            opened.write(whole)
+    state.report = dict(report.record)
     state.save()
-    print("\n".join(report_lines(answer)))
+    print("", *text(*printed(answer)), sep="\n")
     return 0
 
 

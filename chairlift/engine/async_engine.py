@@ -20,12 +20,13 @@ from typing import Any, Final, TypeVar
 from chairlift.config import EngineConfig
 from chairlift.engine.calibration import Calibration
 from chairlift.engine.core import FinishedSequence
+from chairlift.engine.events import Events
 from chairlift.engine.info import EngineInfo, check_update
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt, unnamed
 from chairlift.engine.intake import Intake, Place
 from chairlift.engine.messages import Refused, Step
 from chairlift.engine.output_processor import OutputProcessor
-from chairlift.engine.output_stream import OutputStream, RequestWatcher
+from chairlift.engine.output_stream import OutputStream
 from chairlift.engine.process_client import ProcessClient
 from chairlift.errors import (
     ChairliftError,
@@ -112,8 +113,10 @@ class AsyncEngine:
         self._queue_timeout = queue_timeout
         self._request_timeout = request_timeout
         self._health_timeout = health_timeout
-        self.watchers: dict[str, RequestWatcher] = {}
-        """Who is told of every request, by a name of their own."""
+        self.events = Events("began", "ended", "steps", changed=self._follow)
+        """``began(stream)``: a request was let in. ``ended(stream, cut_off, now)``: it has left; ``cut_off`` is ABORT
+        (by its caller), ERROR (by the engine), or None where its answers have ended; ERROR or DEADLINE where one of
+        them had failed before its caller left. ``steps(lines)``: lines of the core's recorder."""
         self._client: ProcessClient | None = None
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
@@ -121,7 +124,7 @@ class AsyncEngine:
         self._streams: dict[str, OutputStream] = {}
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
-        self._watcher: Callable[[bytes], object] | None = None
+        self._follows = False
 
     @classmethod
     def start(cls, config: EngineConfig, **settings: Any) -> AsyncEngine:
@@ -185,11 +188,12 @@ class AsyncEngine:
         """Requests that have not ended, by the name that :meth:`submit` was given."""
         return [stream for stream in self._streams.values() if stream.name == name]
 
-    def watch(self, watcher: Callable[[bytes], object] | None) -> None:
-        """Have ``watcher`` told of every step, in lines of a :class:`~chairlift.engine.step_recorder.StepRecorder`."""
-        self._watcher = watcher
-        if self._client is not None:
-            self._client.watch(watcher is not None)
+    def _follow(self) -> None:
+        """Have the engine's process tell of its steps while somebody has subscribed to them."""
+        wanted = self.events.wants("steps")
+        if wanted != self._follows and self._client is not None:
+            self._client.watch(wanted)
+        self._follows = wanted
 
     @property
     def _free_rows(self) -> int:
@@ -311,7 +315,7 @@ class AsyncEngine:
             raise
         stream = OutputStream(state, kind, self.abort, name)
         self._streams[stream.request_id] = stream
-        self._tell(lambda watcher: watcher.began(stream))
+        self.events.tell("began", stream)
         self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, tenant if foreseeable else None)
         if patience is not None:
             stream.set_timer(max(0.0, since + patience - now), self._queued_too_long)
@@ -334,7 +338,7 @@ class AsyncEngine:
             return
         now = time.monotonic()
         cut_off = FinishReason.ERROR if error else stream.state.failure or FinishReason.ABORT
-        self._tell(lambda watcher: watcher.ended(stream, cut_off, now))
+        self.events.tell("ended", stream, cut_off, now)
         self.intake.leave(request_id, now, started=False)
         stream.settle()
         if self._outputs is not None and self._client is not None and request_id in self._outputs:
@@ -378,11 +382,7 @@ class AsyncEngine:
         self._fail(refused.request_id, failed if refused.failed else kind(refused.message))
 
     def on_watched(self, lines: bytes) -> None:
-        if self._watcher is not None:
-            try:
-                self._watcher(lines)
-            except Exception:
-                _log.exception("the live view missed a part of the record of steps")
+        self.events.tell("steps", lines)
 
     def on_updated(self, info: EngineInfo) -> None:
         """What steps bring from now on is of other weights."""
@@ -430,17 +430,9 @@ class AsyncEngine:
         stream = self._streams.pop(request_id, None)
         self.intake.leave(request_id, now, started=False)
         if stream is not None:
-            self._tell(lambda watcher: watcher.ended(stream, None, now))
+            self.events.tell("ended", stream, None, now)
             stream.settle()
             stream.wake()
-
-    def _tell(self, tell: Callable[[RequestWatcher], None]) -> None:
-        """All watchers. One that fails has missed something, and that is all: requests go on."""
-        for name, watcher in list(self.watchers.items()):
-            try:
-                tell(watcher)
-            except Exception:
-                _log.exception("%s missed a request", name)
 
     def _fail(self, request_id: str, error: ChairliftError) -> None:
         stream = self._streams.get(request_id)
@@ -530,5 +522,5 @@ class AsyncEngine:
         self._outputs.weights_changed(info.weight_version)
         self.failure = ""
         self.state = EngineState.READY
-        if self._watcher is not None and self._client is not None:
+        if self._follows and self._client is not None:
             self._client.watch(True)

@@ -9,6 +9,7 @@ number of rows.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections import defaultdict
 from collections.abc import Mapping
@@ -62,39 +63,25 @@ _BESIDES_HOST: Final = {
 }
 
 
+@dataclasses.dataclass(slots=True)
 class _Account:
     """What one sequence has been charged, and the totals at its last change of phase."""
 
-    __slots__ = (
-        "back_at",
-        "phase",
-        "preempted_by",
-        "preempted_during",
-        "request",
-        "seconds",
-        "seen",
-        "share",
-        "since",
-        "stalled",
-        "step",
-    )
-
-    def __init__(self, request: Request, since: float, seen: list[float]) -> None:
-        self.request = request
-        self.phase = _Phase.WAITING
-        self.since = since
-        self.seen = seen
-        self.share = 0.0
-        """Its part of the tokens of the step on the executor."""
-        self.step = -1
-        """Earlier steps do not concern it: it joined, or was preempted, in this one."""
-        self.stalled = False
-        """As a decode it has to rest, though the step before may not have landed."""
-        self.back_at = 0
-        """Positions it had computed when it was preempted."""
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.preempted_by: list[str] = []
-        self.preempted_during: list[tuple[float, float]] = []
+    request: Request
+    since: float
+    seen: list[float]
+    phase: _Phase = _Phase.WAITING
+    share: float = 0.0
+    """Its part of the tokens of the step on the executor."""
+    step: int = -1
+    """Earlier steps do not concern it: it joined, or was preempted, in this one."""
+    stalled: bool = False
+    """As a decode it has to rest, though the step before may not have landed."""
+    back_at: int = 0
+    """Positions it had computed when it was preempted."""
+    seconds: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    preempted_by: list[str] = dataclasses.field(default_factory=list)
+    preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
 
 class CauseLedger:

@@ -6,7 +6,6 @@ It runs in the caller's process under :class:`~chairlift.engine.engine.Engine`, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -17,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from chairlift.config import CacheConfig, SchedulerConfig
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
+from chairlift.engine.events import Events
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.outlook import outlook_from
-from chairlift.engine.step_log import StepLog
+from chairlift.engine.step_log import StepLog, StepRecord
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import Executor, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.kv_cache.manager import KVCacheManager
@@ -198,8 +198,8 @@ class EngineCore(EngineClient):
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
         self.step_log = StepLog()
-        self.recorder: StepRecorder | None = None
-        """There while somebody watches: :meth:`watch`."""
+        self.events = Events("added", "scheduled", "landed", "ended")
+        self.events.subscribe("the step log", self.step_log)
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
         """Gives the masks of a step, while it is computed; None where no request has any."""
         self.config = config
@@ -242,7 +242,7 @@ class EngineCore(EngineClient):
                     self.causes.ended(sequence, now)
             raise
         for sequence in sequences:
-            self._record("added", sequence)
+            self.events.tell("added", sequence)
 
     def abort(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
         """End sequences in any state. Returns mates in a static batch, which only waited for them and leave too."""
@@ -264,7 +264,7 @@ class EngineCore(EngineClient):
             self.governor.govern(now)
         out = self.scheduler.schedule(now)
         self.causes.scheduled(out, now)
-        self._record("scheduled", out, now)
+        self.events.tell("scheduled", out, now)
         for name in out.preempted_for:
             if (request := self.scheduler.requests.get(name)) is not None:
                 self._progress.append(Progress(name, request.num_output_tokens, request.num_computed_tokens, True))
@@ -303,27 +303,20 @@ class EngineCore(EngineClient):
         self.scheduler.weights_changed(recompute=recompute)
         self.weight_version = version
 
+    @property
+    def recorder(self) -> StepRecorder | None:
+        """There while somebody watches: :meth:`watch`."""
+        return self.events.subscribers.get("the record of steps")
+
     def watch(self, wanted: bool) -> None:
         """Begin to write down everything that happens, in :attr:`recorder`, or stop; nothing changes when it is so."""
-        if wanted and self.recorder is None:
+        recorder = self.recorder
+        if wanted and recorder is None:
             from chairlift.engine.step_recorder import StepRecorder  # needs msgspec, which engines do without
 
-            self.recorder = StepRecorder(self)
-        elif not wanted and self.recorder is not None:
-            self.recorder.close()
-            self.recorder = None
-
-    def _record(self, event: str, *facts: Any) -> None:
-        """Tell the recorder, if there is one. A view that fails ends; what it looks at goes on."""
-        if self.recorder is None:
-            return
-        try:
-            getattr(self.recorder, event)(*facts)
-        except Exception:
-            _log.exception("the record of steps failed and has ended; open the live view again")
-            with contextlib.suppress(Exception):
-                self.watch(False)
-            self.recorder = None
+            StepRecorder(self)
+        elif not wanted and recorder is not None:
+            recorder.close()
 
     def next_event(self) -> float | None:
         """When :meth:`step` has something to do if nobody comes or goes; None if only then."""
@@ -433,8 +426,8 @@ class EngineCore(EngineClient):
         outputs.decode_seconds, outputs.decoding = self.causes.decode_seconds, self.causes.decoding
         self.causes.decoding = []
         end = self.clock.now()
-        record = self.step_log.record(out, result, start, end)
-        self._record("landed", record)
+        record = StepRecord.of(out, result, start, end)
+        self.events.tell("landed", record)
         if self.governor is not None:
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
         if result.sampled and self.costs.wants(out):
@@ -535,7 +528,7 @@ class EngineCore(EngineClient):
             self.answer_lengths.add(request)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
         for request, causes, preempted_by, _ in charged:
-            self._record("ended", request, now, causes, preempted_by)
+            self.events.tell("ended", request, now, causes, preempted_by)
         return [
             FinishedSequence(
                 request.request_id,

@@ -212,8 +212,8 @@ class CoreProcess:
                 if lines := recorder.take():
                     self._connection.send(Watched(lines))
             except Exception:
-                _log.exception("the record of steps failed and has ended; open the live view again")
-                self._core.watch(False)
+                _log.exception("the record of steps could not be sent")
+                recorder.missed()
 
     def _deliver(self, outputs: CoreOutputs, *, at_once: bool = False) -> None:
         num_values = _num_values(outputs)

@@ -5,27 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from chairlift.engine.output_processor import RequestState
 from chairlift.errors import ChairliftError
-from chairlift.outputs import FinishReason, OutputKind, RequestOutput
+from chairlift.outputs import OutputKind, RequestOutput
 
-__all__ = ["OutputStream", "RequestWatcher"]
+__all__ = ["OutputStream"]
 
 _log = logging.getLogger(__name__)
-
-
-class RequestWatcher(Protocol):
-    """Who is told when requests come and go. Called on the event loop, where a step's tokens are: be quick. What it
-    raises is logged, and changes nothing for the request."""
-
-    def began(self, stream: OutputStream) -> None:
-        """It was let in."""
-
-    def ended(self, stream: OutputStream, cut_off: FinishReason | None, now: float) -> None:
-        """It has left. ``cut_off``: ABORT by its caller, ERROR by the engine, None where its answers have ended; ERROR
-        or DEADLINE where one of them had failed before its caller left."""
 
 
 class OutputStream:

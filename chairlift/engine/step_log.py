@@ -53,6 +53,27 @@ class StepRecord:
     padding_avoided: int
     """Tokens that a padded engine would have computed on top."""
 
+    @classmethod
+    def of(cls, out: SchedulerOutput, result: StepResult, start: float, end: float) -> StepRecord:
+        """A step that was scheduled at ``start``, and whose result was known at ``end``."""
+        return cls(
+            step=out.step,
+            start=start,
+            end=end,
+            decodes=out.decode_rows,
+            chunks=tuple(zip(out.chunk_ids, out.chunks, strict=True)) if out.chunks else (),
+            num_tokens=out.num_tokens,
+            context_tokens=out.context_tokens,
+            num_waiting=out.num_waiting,
+            held_up_by=out.held_up_by,
+            num_held=out.num_held,
+            finished=tuple([request.request_id for request in result.finished]) if result.finished else (),
+            preempted=tuple(out.preempted) if out.preempted else (),
+            blocks=out.blocks or BlockCounts(0, 0, 0),
+            unused_slots=out.unused_slots,
+            padding_avoided=out.padding_avoided,
+        )
+
     @property
     def rows(self) -> list[RowRecord]:
         """Every row of the step, decodes first."""
@@ -75,11 +96,12 @@ class StepRecord:
 
 
 class StepLog:
-    """The last ``capacity`` steps. ``listener``, where one is set, is given every record as it is made."""
+    """The last ``capacity`` steps."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._records: deque[StepRecord] = deque(maxlen=capacity)
-        self.listener: Callable[[StepRecord], object] | None = None
+        self.landed: Callable[[StepRecord], None] = self._records.append
+        """Keep a record."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -89,26 +111,3 @@ class StepLog:
 
     def __getitem__(self, index: int) -> StepRecord:
         return self._records[index]
-
-    def record(self, out: SchedulerOutput, result: StepResult, start: float, end: float) -> StepRecord:
-        record = StepRecord(
-            step=out.step,
-            start=start,
-            end=end,
-            decodes=out.decode_rows,
-            chunks=tuple(zip(out.chunk_ids, out.chunks, strict=True)) if out.chunks else (),
-            num_tokens=out.num_tokens,
-            context_tokens=out.context_tokens,
-            num_waiting=out.num_waiting,
-            held_up_by=out.held_up_by,
-            num_held=out.num_held,
-            finished=tuple([request.request_id for request in result.finished]),
-            preempted=tuple(out.preempted),
-            blocks=out.blocks or BlockCounts(0, 0, 0),
-            unused_slots=out.unused_slots,
-            padding_avoided=out.padding_avoided,
-        )
-        self._records.append(record)
-        if self.listener is not None:
-            self.listener(record)
-        return record

@@ -8,6 +8,7 @@ simulated run leaves behind; docs/live-view.md describes them. Of a prompt they 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
@@ -29,12 +30,13 @@ _PAST_STEPS: Final = 1024
 _ENDED: Final = 4096
 _KEY_BYTES: Final = 1 << 16
 _KEY_SECONDS: Final = 30.0
+_log = logging.getLogger(__name__)
 _encode: Final = msgspec.json.Encoder().encode
 _Change = list[Any]
 
 
 class StepRecorder:
-    """Told of what happens by its core; :meth:`take` gives what there is to tell. It begins with the steps that the
+    """Subscribes to the events of its core; :meth:`take` gives what there is to tell. It begins with the steps that the
     core's log still has, of which only rows are known, and a snapshot. What nobody takes is at most ``most_bytes``."""
 
     def __init__(self, core: EngineCore, *, most_bytes: int = 8 << 20) -> None:
@@ -62,6 +64,7 @@ class StepRecorder:
         core.kv.journal = []
         self._tell_past()
         self._write_key()
+        core.events.subscribe("the record of steps", self)
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +73,13 @@ class StepRecorder:
 
     def close(self) -> None:
         """The core goes on unwatched."""
+        self._core.events.unsubscribe("the record of steps")
         self._core.kv.journal = None
+
+    def missed(self) -> None:
+        """It failed, and what it says from now on would not be true."""
+        _log.error("the record of steps has ended; open the live view again")
+        self.close()
 
     def take(self) -> bytes:
         """The lines since the last call; a snapshot comes first, and when one does the reader may begin there."""

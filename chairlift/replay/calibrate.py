@@ -27,7 +27,7 @@ _MOST_FITTED_ROWS: Final = 64
 
 
 class StepTimes:
-    """A listener of a :class:`~chairlift.engine.step_log.StepLog` that keeps what a cost model learns from."""
+    """A subscriber of a core's events that keeps what a cost model learns from."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[StepFeatures, float]] = []
@@ -35,7 +35,8 @@ class StepTimes:
         """The records as JSON, one each."""
         self._last_end = 0.0
 
-    def __call__(self, record: StepRecord) -> None:
+    def landed(self, record: StepRecord) -> None:
+        """A step has ended."""
         # With look-ahead a step is scheduled while the one before it still runs.
         self.steps.append((record.features, record.end - max(record.start, self._last_end)))
         self.lines.append(record.to_json())
@@ -55,20 +56,21 @@ def calibrate(core: EngineCore, limits: ModelLimits, most_rows: int) -> StepTime
     # Rows with little and with much to attend to, or the prices of the two could not be told apart.
     batches += [[(16, _ANSWER)] * min(most_rows, 24), [(900, _ANSWER)] * min(most_rows, 4)]
     times, serial = StepTimes(), 0
-    for index, batch in enumerate([[(16, 4)], *batches, *batches[::-1]]):
-        requests = []
-        for prompt, answer in batch:
-            answer = min(answer, room // 2)
-            prompt = min(prompt, room - answer)
-            # A number of its own in front of each prompt, so that none is found in the prefix cache.
-            own = tuple(range(serial, serial - (-prompt // PREFIX_BLOCK)))
-            serial += len(own)
-            requests.append(TracedRequest(arrival=0.0, prompt_tokens=prompt, output_tokens=answer, prefix_ids=own))
-        core.step_log.listener = times if index else None  # the first batch warms up
-        try:
+    try:
+        for index, batch in enumerate([[(16, 4)], *batches, *batches[::-1]]):
+            if index == 1:  # the first batch warms up
+                core.events.subscribe("the calibration", times)
+            requests = []
+            for prompt, answer in batch:
+                answer = min(answer, room // 2)
+                prompt = min(prompt, room - answer)
+                # A number of its own in front of each prompt, so that none is found in the prefix cache.
+                own = tuple(range(serial, serial - (-prompt // PREFIX_BLOCK)))
+                serial += len(own)
+                requests.append(TracedRequest(arrival=0.0, prompt_tokens=prompt, output_tokens=answer, prefix_ids=own))
             serve_trace(core, requests, limits)
-        finally:
-            core.step_log.listener = None
+    finally:
+        core.events.unsubscribe("the calibration")
     return times
 
 

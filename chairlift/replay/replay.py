@@ -21,7 +21,6 @@ from chairlift.engine.clock import Clock, VirtualClock
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.errors import ConfigError, InvariantError, RequestError
-from chairlift.models.flat_batch import SampledTokens
 from chairlift.replay.machines import Deployment
 from chairlift.replay.served import Collector, RequestTiming, ServedTrace, Watch
 from chairlift.replay.traced_request import TracedRequest, prompt_token_ids
@@ -29,7 +28,6 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import Masks, SampledTokens
-from chairlift.workbench.workload.trace import TracedRequest, prompt_token_ids
 
 __all__ = ["RequestTiming", "ServedTrace", "SimExecutor", "SimReport", "replay", "serve_trace", "simulated_core"]
 

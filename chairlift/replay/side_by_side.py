@@ -97,7 +97,7 @@ def _simulate(
 ) -> tuple[ServedTrace, bytes]:
     """Serve a trace on a virtual clock; what became of it, and a recording of every step."""
     core, limits = simulated_core(deployment, config)
-    core.recorder = recorder = StepRecorder(core, most_bytes=_MOST_BYTES)
+    recorder = StepRecorder(core, most_bytes=_MOST_BYTES)
     served = serve_trace(core, trace, limits)
     return served, recorder.take()
 

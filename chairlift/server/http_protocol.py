@@ -2,6 +2,9 @@
 
 A connection that breaks a limit gets one OpenAI error object and is closed. No timer runs but those of connections in
 a phase that has to end. When a client leaves, the task that works for it is cancelled at once, whatever it waits for.
+
+All that overrides uvicorn's internals is in this file. uvicorn does not promise to keep them, so its version is bounded
+in pyproject.toml, and tests/server/test_uvicorn_internals.py fails when they change.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import logging
 import secrets
 import socket
@@ -150,7 +152,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._server = server
         self._limits = server.limits
         self._timer: asyncio.TimerHandle | None = None
-        """Ends the phase the connection is in: reading headers, lingering, or flushing."""
+        """Ends the phase the connection is in: reading headers, waiting for a request, or lingering."""
         self._stall: asyncio.TimerHandle | None = None
         """Ends a connection whose client does not read, whatever else it does. Set while it may be owed something."""
         self._num_written = 0
@@ -214,11 +216,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _expect_reading(self) -> None:
         owed, by = self._num_owed(), self.loop.time() + self._limits.stall_timeout
-        self._look_again(self._num_written - owed, owed, by)
+        self._look_later(self._num_written - owed, owed, by)
 
-    def _look_again(self, num_read: int, owed: int, by: float) -> None:
-        call = functools.partial(self._look_for_reading, num_read, owed, by)
-        self._stall = self.loop.call_later(self._limits.stall_timeout / _LOOKS, call)
+    def _look_later(self, num_read: int, owed: int, by: float) -> None:
+        seconds = self._limits.stall_timeout / _LOOKS
+        self._stall = self.loop.call_later(seconds, self._look_for_reading, num_read, owed, by)
 
     def _num_owed(self) -> int:
         """Bytes that the client's machine has not acknowledged. What the kernel here holds counts: a stream may be all
@@ -239,7 +241,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._expect_reading()
             return
         if self.loop.time() < by:
-            self._look_again(num_read, owed, by)
+            self._look_later(num_read, owed, by)
             return
         request_id, limit = self.scope.get("state", {}).get("request_id", ""), self._limits.stall_timeout
         self.logger.info("request %s: nobody read its answer for %g s; it is cut off", request_id, limit)
@@ -392,21 +394,10 @@ class HttpProtocol(HttpToolsProtocol):
         self.finish()
 
     def finish(self) -> None:
-        """Close as soon as the client has read what it is owed, or takes too long to."""
+        """Close as soon as the client has read what it is owed; one that does not read is cut off as ever."""
         self._stop_timer()
         if not self.transport.is_closing():
             self.transport.close()
-        if self.transport.get_write_buffer_size():
-            self._expect_the_end()
-
-    def _expect_the_end(self) -> None:
-        self._start_timer(self._limits.stall_timeout, functools.partial(self._look_for_the_end, self._num_owed()))
-
-    def _look_for_the_end(self, owed: int) -> None:
-        if owed - self._num_owed() < _LEAST_READ:
-            self.transport.abort()
-        elif self.transport.get_write_buffer_size():
-            self._expect_the_end()
 
     def finish_softly(self) -> None:
         """The same, after a moment in which the client can stop sending."""

@@ -139,7 +139,8 @@ async def serve(
         raise
     state = ServerState(config, engine, served_names(config, engine_config), api_keys=keys, started_at=int(time.time()))
     if exporter is not None:
-        state.tracer = engine.watchers["tracer"] = RequestTracer(exporter, state.model_names[0])
+        state.tracer = RequestTracer(exporter, state.model_names[0])
+        engine.events.subscribe("the tracer", state.tracer)
     limits = HttpLimits(max_connections=config.max_connections, stall_timeout=config.stall_timeout)
     server = HttpServer(make_app(state), limits, engine.stats.connection_refused)
     with contextlib.ExitStack() as stack:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,6 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from chairlift.engine.step_export import to_perfetto
 from chairlift.parent import kill_child
@@ -31,6 +30,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.live_feed import LiveFeed
 from chairlift.server.pages import page_response
 from chairlift.server.state import ServerState
+from chairlift.server.streaming import EventStream
 
 __all__ = ["live_page", "routes"]
 
@@ -103,30 +103,12 @@ async def _events(request: Request) -> Response:
     state: ServerState = request.app.state.server
     feed = _feed(request)
     if request.method == "HEAD":
-        return Response(media_type=_EventStream.media_type)
+        return Response(media_type=EventStream.media_type)
     if feed.num_viewers >= _MOST_VIEWERS:
         raise ApiError(503, f"{_MOST_VIEWERS} viewers look already; close one of them", headers={"retry-after": "30"})
     with _place(feed, "viewers", _holder(request), _MOST_VIEWERS_OF_ONE):
         headers = {"x-recording": "1"} if feed.is_recording else {}
-    return _EventStream(_follow(feed, state, _holder(request)), headers)
-
-
-class _EventStream(Response):
-    """Sends events until they end."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
-        self.status_code, self.background = 200, None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return EventStream(_follow(feed, state, _holder(request)), headers)
 
 
 async def _follow(feed: LiveFeed, state: ServerState, holder: str = "") -> AsyncGenerator[bytes, None]:

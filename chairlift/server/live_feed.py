@@ -8,29 +8,18 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from chairlift.engine.async_engine import AsyncEngine
     from chairlift.engine.output_stream import OutputStream
-    from chairlift.outputs import FinishReason
 
-__all__ = ["Entry", "LiveFeed", "as_event"]
+__all__ = ["LiveFeed", "as_event"]
 
 _LINGER_SECONDS: Final = 30.0
 """The engine goes on telling for so long when the last viewer has left: a page that is loaded again finds its past."""
 _KEY: Final = b'{"key":'
 _CHUNK: Final = 1 << 16
-
-
-class Entry(NamedTuple):
-    """Some lines of a step stream."""
-
-    event: bytes
-    """The lines as one server-sent event, which all viewers are sent as it is."""
-    is_key: bool
-    """It begins with a snapshot: a viewer may begin here."""
-    time: float
 
 
 def as_event(lines: bytes) -> bytes:
@@ -67,7 +56,8 @@ class LiveFeed:
         self._engine = engine
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
         self._clock = clock
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[tuple[bytes, float]] = deque()
+        """Some lines as one server-sent event, which all viewers are sent as it is; and its time."""
         self._keys: deque[int] = deque()
         """Numbers of the entries that begin with a snapshot."""
         self._names: dict[str, str] = {}
@@ -97,11 +87,11 @@ class LiveFeed:
         return self._engine is None
 
     def __getitem__(self, number: int) -> bytes:
-        return self._entries[number - self.first].event
+        return self._entries[number - self.first][0]
 
     def lines(self) -> bytes:
         """Everything there is, as lines."""
-        events = [entry.event[len(b"data: ") : -2].replace(b"\ndata: ", b"\n") for entry in self._entries]
+        events = [event[len(b"data: ") : -2].replace(b"\ndata: ", b"\n") for event, _ in self._entries]
         return b"\n".join(events)
 
     @contextlib.contextmanager
@@ -112,8 +102,7 @@ class LiveFeed:
             self._leaving.cancel()
             self._leaving = None
         elif self.num_viewers == 1 and self._engine is not None:
-            self._engine.watch(self.take)
-            self._engine.watchers["live"] = self
+            self._engine.events.subscribe("the live view", self)
         try:
             yield
         finally:
@@ -127,8 +116,8 @@ class LiveFeed:
             async with asyncio.timeout(timeout):
                 await self._news.wait()
 
-    def take(self, lines: bytes) -> None:
-        """What the engine tells."""
+    def steps(self, lines: bytes) -> None:
+        """What the engine tells of its steps."""
         if lines.startswith(_KEY):
             for stream in [] if self._engine is None else self._engine.requests():
                 self.began(stream)
@@ -149,28 +138,23 @@ class LiveFeed:
         if stream.name:
             self._names[stream.request_id] = stream.name
 
-    def ended(self, stream: OutputStream, cut_off: FinishReason | None, now: float) -> None:
-        """What became of it the engine tells."""
-
     def _append(self, lines: bytes) -> None:
-        entry = Entry(as_event(lines), lines.startswith(_KEY), self._clock())
-        if entry.is_key:
+        if lines.startswith(_KEY):
             self._keys.append(self.end)
-        self._entries.append(entry)
-        self.num_bytes += len(entry.event)
+        self._entries.append((as_event(lines), self._clock()))
+        self.num_bytes += len(self._entries[-1][0])
 
     def _trim(self) -> None:
         while len(self._keys) > 1:
-            age = self._clock() - self._entries[self._keys[1] - self.first].time
+            age = self._clock() - self._entries[self._keys[1] - self.first][1]
             if self.num_bytes <= self._most_bytes and age <= self._most_seconds:
                 return
             self._keys.popleft()
             while self.first < self._keys[0]:
-                self.num_bytes -= len(self._entries.popleft().event)
+                self.num_bytes -= len(self._entries.popleft()[0])
                 self.first += 1
 
     def _stop(self) -> None:
         self._leaving = None
         if self._engine is not None:
-            self._engine.watch(None)
-            self._engine.watchers.pop("live", None)
+            self._engine.events.unsubscribe("the live view")

@@ -15,7 +15,7 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -36,7 +36,7 @@ from chairlift.server.state import ServerState
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
-    "Chunks",
+    "ChunkWriter",
     "EventStream",
     "Meter",
     "PromptLogprob",
@@ -356,21 +356,8 @@ def tokens_at_once(top: int) -> int:
     return max(1, 1024 // (top + 1))
 
 
-class Chunks(Protocol):
-    """Writes the events of one stream."""
-
-    def start(self) -> bytes:
-        """What comes before the first output."""
-
-    def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
-        """The events for one output of the prompt with this index, in pieces; none when there is nothing to say yet."""
-
-    def end(self) -> bytes:
-        """What comes after the last output."""
-
-
 class ChunkWriter:
-    """Base of :class:`Chunks`: the constant part of every event is encoded once.
+    """Writes the events of one stream; the constant part of every event is encoded once.
 
     ``head`` has the fields that all chunks share. Subclasses say what the choices are.
     """
@@ -385,6 +372,7 @@ class ChunkWriter:
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
 
     def start(self) -> bytes:
+        """What comes before the first output."""
         return b""
 
     def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[bytes]:
@@ -392,6 +380,7 @@ class ChunkWriter:
         raise NotImplementedError
 
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
+        """The events for one output of the prompt with this index, in pieces; none when there is nothing to say yet."""
         self.meter.note(prompt, output)
         for answer in output.outputs:
             if answer.finish_reason is not None:
@@ -418,12 +407,13 @@ class ChunkWriter:
         return self._head + choice + b"]" + more + self._tail
 
     def end(self) -> bytes:
+        """What comes after the last output."""
         usage = self._head + b'],"usage":' + _encode(self.meter.usage()) + b"}\n\n" if self._include_usage else b""
         return usage + b"data: [DONE]\n\n"
 
 
 async def start_stream(
-    state: ServerState, streams: Sequence[OutputStream], chunks: Chunks, headers: Mapping[str, str]
+    state: ServerState, streams: Sequence[OutputStream], chunks: ChunkWriter, headers: Mapping[str, str]
 ) -> EventStream:
     """Wait for the first output, and make it the beginning of a stream. What goes wrong until then is raised."""
     outputs = merge(streams)
@@ -433,7 +423,8 @@ async def start_stream(
             raise EngineDeadError("the request was cut off before its answer began; send it again")
         pieces = chunks.chunk(*first)
         begin = chunks.start() + next(pieces, b"")
-        return EventStream(state, streams, outputs, chunks, itertools.chain([begin], pieces), headers)
+        events = _events(state, outputs, chunks, itertools.chain([begin], pieces), streams[0].name)
+        return EventStream(events, headers, lambda: abort_all(streams))
     except BaseException:
         await outputs.aclose()
         abort_all(streams)
@@ -441,7 +432,8 @@ async def start_stream(
 
 
 class EventStream(Response):
-    """Server-sent events: one send per output of the engine, or several for a long one; no task, no queue in between.
+    """Server-sent events, each sent as it comes; no task, no queue in between. ``over`` is called at their end, or when
+    the client has left.
 
     The engine does not wait for a reader who leaves its events unread: what comes meanwhile is one larger chunk later.
     Its connection ends in time, and this with it.
@@ -451,45 +443,43 @@ class EventStream(Response):
 
     def __init__(
         self,
-        state: ServerState,
-        streams: Sequence[OutputStream],
-        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-        chunks: Chunks,
-        first: Iterator[bytes],
-        headers: Mapping[str, str],
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        over: Callable[[], object] = lambda: None,
     ) -> None:
-        self.status_code = 200
-        self.background = None
-        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._state = state
-        self._streams = streams
-        self._outputs = outputs
-        self._chunks = chunks
-        self._first = first
+        self.status_code, self.background = 200, None
+        self.init_headers({**(headers or {}), "cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events, self._over = events, over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = scope.get("state", {}).get("request_id", "")
         try:
-            async with contextlib.aclosing(self._bodies(request_id)) as bodies:
+            async with contextlib.aclosing(self._events) as events:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                async for body in bodies:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            abort_all(self._streams)
+            self._over()
 
-    async def _bodies(self, request_id: str) -> AsyncGenerator[bytes, None]:
-        async with contextlib.aclosing(self._outputs) as outputs:
-            try:
-                async for body in _in_turns(self._first):
-                    yield body
-                async for prompt, output in outputs:
-                    async for body in _in_turns(self._chunks.chunk(prompt, output)):
-                        yield body
-                yield self._chunks.end()
-            except Exception as error:
-                content = error_body(to_api_error(error, self._state, request_id))
-                yield b"data: " + _encode(content) + b"\n\n"
+
+async def _events(
+    state: ServerState,
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+    chunks: ChunkWriter,
+    first: Iterator[bytes],
+    request_id: str,
+) -> AsyncGenerator[bytes, None]:
+    """What a stream sends: one piece per output of the engine, or several for a long one."""
+    async with contextlib.aclosing(outputs):
+        try:
+            async for piece in _in_turns(first):
+                yield piece
+            async for prompt, output in outputs:
+                async for piece in _in_turns(chunks.chunk(prompt, output)):
+                    yield piece
+            yield chunks.end()
+        except Exception as error:
+            yield b"data: " + _encode(error_body(to_api_error(error, state, request_id))) + b"\n\n"
 
 
 async def _in_turns(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:

@@ -54,7 +54,7 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
 
 
 class RequestTracer:
-    """Writes spans of every request. A :class:`~chairlift.engine.output_stream.RequestWatcher`."""
+    """Writes spans of every request. A subscriber of the engine's events."""
 
     def __init__(self, exporter: SpanExporter, model: str) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource

@@ -8,21 +8,20 @@ Hash ids per block are the idea of Mooncake's traces (Qin et al., 2024).
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import hashlib
 import math
 import secrets
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from chairlift.engine.intake import Place
 from chairlift.engine.output_processor import RequestState
@@ -32,7 +31,7 @@ from chairlift.outputs import FinishReason
 from chairlift.server.auth import Caller
 from chairlift.server.errors import ApiError
 from chairlift.server.state import ServerState
-from chairlift.server.streaming import json_response
+from chairlift.server.streaming import EventStream, json_response
 
 __all__ = ["Recording", "RequestsReply", "TrafficRecord", "prefix_hashes", "routes"]
 
@@ -196,18 +195,8 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, secret: bytes, salt
     return numbers
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Ended:
-    """A request that has ended, before its prompt is hashed. Nothing of its answers, which may be large."""
-
-    number: int
-    record: TrafficRecord
-    token_ids: list[int]
-    salt: str
-
-
 class Recording:
-    """Remembers what has ended until its listener takes it. A :class:`~chairlift.engine.output_stream.RequestWatcher`.
+    """Remembers what has ended until its listener takes it. A subscriber of the engine's events.
 
     Only requests count that come while it is open: it begins now, and takes nothing new after ``most`` requests or
     ``seconds``. Those that came before are heard to their end, so that the long ones are not left out. ``now`` is on
@@ -238,7 +227,8 @@ class Recording:
         self._ends = now + seconds
         self._left = most
         self._under_way: set[str] = set()
-        self._ended: deque[_Ended] = deque()
+        self._ended: deque[tuple[int, TrafficRecord, list[int], str]] = deque()
+        """Number, record, token ids of the prompt, and salt; nothing of the answers, which may be large."""
         self._num_tokens = self._number = 0
         self._tenants = {"": ""}
 
@@ -270,10 +260,10 @@ class Recording:
         facts = stream.state.record(now, aborted=cut_off is not None)
         self._number += 1
         record, prepared = self._record(stream.state, facts, cut_off or facts.reason), stream.state.prepared
-        self._ended.append(_Ended(self._number, record, prepared.prompt_token_ids, prepared.cache_salt))
+        self._ended.append((self._number, record, prepared.prompt_token_ids, prepared.cache_salt))
         self._num_tokens += facts.prompt_tokens
         while len(self._ended) > 1 and (len(self._ended) > _MOST_WAITING or self._num_tokens > _MOST_WAITING_TOKENS):
-            self._num_tokens -= self._ended.popleft().record.prompt_tokens
+            self._num_tokens -= self._ended.popleft()[1].prompt_tokens
             self.num_lost += 1
         self.news.set()
 
@@ -282,14 +272,14 @@ class Recording:
         self.news.clear()
         if not self._ended:
             return None
-        ended = self._ended.popleft()
-        self._num_tokens -= ended.record.prompt_tokens
-        arguments = (ended.token_ids, self.block_size, self._secret, ended.salt)
-        if len(ended.token_ids) > _LONG_PROMPT:
-            ended.record.hash_ids = await asyncio.to_thread(prefix_hashes, *arguments)
+        number, record, token_ids, salt = self._ended.popleft()
+        self._num_tokens -= record.prompt_tokens
+        arguments = (token_ids, self.block_size, self._secret, salt)
+        if len(token_ids) > _LONG_PROMPT:
+            record.hash_ids = await asyncio.to_thread(prefix_hashes, *arguments)
         else:
-            ended.record.hash_ids = prefix_hashes(*arguments)
-        return ended.number, ended.record
+            record.hash_ids = prefix_hashes(*arguments)
+        return number, record
 
     def _record(self, state: RequestState, facts: FinishedRequest, reason: str) -> TrafficRecord:
         service, arrival, params = state.prepared.service, state.metrics.arrival_time, state.prepared.params
@@ -326,28 +316,29 @@ async def stream_traffic(request: Request) -> Response:
     """
     state: ServerState = request.app.state.server
     caller: Caller = getattr(request.state, "caller", Caller())
-    watchers = state.engine.watchers
+    events = state.engine.events
     block_size = _number(request, "block_size", 64, 16, 512)
     most = _number(request, "requests", None, 1, 10**9)
     seconds = _number(request, "duration", None, 0.001, 1e9, whole=False)
     wanted = request.query_params.get("recording")
     if request.method == "HEAD":
-        return Response(media_type=_Traffic.media_type)
+        return Response(media_type=EventStream.media_type)
     if wanted is not None:
-        recording = watchers.get(wanted)
+        recording = events.subscribers.get(wanted)
         if not isinstance(recording, Recording) or recording.caller.tenant != caller.tenant:
             message = f"there is no recording {wanted!r:.80}; it has ended, or the server was started again"
             raise ApiError(404, message, code="recording_not_found", param="recording")
-        return _Traffic(state, recording)
-    recordings = [each for each in watchers.values() if isinstance(each, Recording)]
+        return _listen(state, recording)
+    recordings = [each for each in events.subscribers.values() if isinstance(each, Recording)]
     own = sum(each.caller.tenant == caller.tenant for each in recordings)
+    full = ""
     if caller.holder and own >= _MOST_RECORDINGS_OF_ONE:
-        message = f"{own} recordings of this key's tenant run already, and {_MOST_RECORDINGS_OF_ONE} may; end one of "
-        message += f"them and wait {_KEPT_SECONDS:.0f} s, or go on with it (recording=ID)"
-        raise ApiError(429, message, code="too_many_recordings", headers={"retry-after": f"{_KEPT_SECONDS:.0f}"})
-    if len(recordings) >= _MOST_RECORDINGS:
-        message = f"{_MOST_RECORDINGS} recordings run already; end one of them, and wait {_KEPT_SECONDS:.0f} s"
-        raise ApiError(429, message, code="too_many_recordings", headers={"retry-after": f"{_KEPT_SECONDS:.0f}"})
+        full = f"{own} recordings of this key's tenant run already, and {_MOST_RECORDINGS_OF_ONE} may; end one of them"
+        full += f" and wait {_KEPT_SECONDS:.0f} s, or go on with it (recording=ID)"
+    elif len(recordings) >= _MOST_RECORDINGS:
+        full = f"{_MOST_RECORDINGS} recordings run already; end one of them, and wait {_KEPT_SECONDS:.0f} s"
+    if full:
+        raise ApiError(429, full, code="too_many_recordings", headers={"retry-after": f"{_KEPT_SECONDS:.0f}"})
     recording = Recording(
         caller,
         int(block_size or 0),
@@ -356,79 +347,56 @@ async def stream_traffic(request: Request) -> Response:
         most=math.inf if most is None else most,
         seconds=math.inf if seconds is None else seconds,
     )
-    watchers[recording.id] = recording
-    return _Traffic(state, recording)
+    events.subscribe(recording.id, recording)
+    return _listen(state, recording)
 
 
-class _Traffic(Response):
-    """Server-sent events: ``start``, one without a name per request, ``lost`` where some are missing, and ``end``."""
+def _listen(state: ServerState, recording: Recording) -> EventStream:
+    """Tell a new listener, who replaces the one before."""
+    recording.listener += 1
+    recording.news.set()
+    number = recording.listener
 
-    media_type = "text/event-stream"
+    def forget() -> None:
+        if recording.listener == number:
+            state.engine.events.unsubscribe(recording.id)
 
-    def __init__(self, state: ServerState, recording: Recording) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._state = state
-        self._recording = recording
-        recording.listener += 1
-        recording.news.set()
-        self._number = recording.listener
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for body in self._bodies():
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
+    def over() -> None:
         """Nobody listens, unless somebody else came. What ends now is kept for a while."""
-        recording, watchers = self._recording, self._state.engine.watchers
-
-        def forget() -> None:
-            if recording.listener == self._number:
-                watchers.pop(recording.id, None)
-
         if recording.is_complete(time.monotonic()):
             forget()
         else:
             asyncio.get_running_loop().call_later(_KEPT_SECONDS, forget)
 
-    async def _bodies(self) -> AsyncIterator[bytes]:
-        recording, state = self._recording, self._state
-        began = {"recording": recording.id, "block_size": recording.block_size, "began_unix": recording.began_unix}
-        yield _event("start", {**began, "model": state.model_names[0]})
-        spoken = time.monotonic()
-        while recording.listener == self._number:
-            if state.draining:
-                recording.close()
-            if recording.num_lost:
-                lost, recording.num_lost = recording.num_lost, 0
-                yield _event("lost", {"lost": lost})
-            taken = await recording.take()
-            now = time.monotonic()
-            if taken is not None:
-                spoken = now
-                yield b"id: %d\ndata: %b\n\n" % (taken[0], _encode(taken[1]))
-            elif recording.is_complete(now):
-                yield _event("end", {"reason": "draining" if state.draining else "complete"})
-                return
-            elif now - spoken >= _HEARTBEAT_SECONDS:
-                spoken = now
-                yield b": %d requests are under way\n\n" % recording.num_under_way
-            else:
-                await self._wait(recording)
+    return EventStream(_told(state, recording, number), over=over)
 
-    @staticmethod
-    async def _wait(recording: Recording) -> None:
-        """For news, but not for long: nobody tells of the drain."""
-        try:
-            async with asyncio.timeout(_LOOK_SECONDS):
-                await recording.news.wait()
-        except TimeoutError:
+
+async def _told(state: ServerState, recording: Recording, number: int) -> AsyncGenerator[bytes, None]:
+    """``start``, an event without a name per request, ``lost`` where some are missing, and ``end``."""
+    began = {"recording": recording.id, "block_size": recording.block_size, "began_unix": recording.began_unix}
+    yield _event("start", {**began, "model": state.model_names[0]})
+    spoken = time.monotonic()
+    while recording.listener == number:
+        if state.draining:
+            recording.close()
+        if recording.num_lost:
+            lost, recording.num_lost = recording.num_lost, 0
+            yield _event("lost", {"lost": lost})
+        taken = await recording.take()
+        now = time.monotonic()
+        if taken is not None:
+            spoken = now
+            yield b"id: %d\ndata: %b\n\n" % (taken[0], _encode(taken[1]))
+        elif recording.is_complete(now):
+            yield _event("end", {"reason": "draining" if state.draining else "complete"})
             return
+        elif now - spoken >= _HEARTBEAT_SECONDS:
+            spoken = now
+            yield b": %d requests are under way\n\n" % recording.num_under_way
+        else:  # not for long: nobody tells of the drain
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await recording.news.wait()
 
 
 def _event(name: str, content: Any) -> bytes:

@@ -43,7 +43,7 @@ def test_draw_writes_what_it_says(chairlift: Run, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     code, out, err = chairlift("trace", "draw", "-o", path, "-n", "50", "--seed", "3", "--workload", "write")
     assert (code, err) == (0, [])
-    assert out[:3] == [f"wrote {path}", "requests      50", "arrivals      all at once"]
+    assert out[:3] == [f"wrote {path}", "requests       50", "arrivals       all at once"]
     assert read_trace(path) == draw_trace("write", count=50, seed=3)
 
 
@@ -71,7 +71,7 @@ def test_show(chairlift: Run, trace: Path) -> None:
     assert (code, err) == (0, [])
     assert out[0] == f"{trace}, read as chairlift"
     text = "\n".join(out)
-    assert out[1].startswith("requests      200, among them ")
+    assert out[1].startswith("requests       200, among them ")
     for word in (
         "requests/s over",
         "a Poisson process",
@@ -116,7 +116,7 @@ def test_show_of_one_request(chairlift: Run, tmp_path: Path) -> None:
     path.write_text('{"timestamp": 3, "input_length": 1, "output_length": 16777216}\n')
     code, out, _ = chairlift("trace", "show", path)
     assert code == 0
-    assert out[2] == "arrivals      all at once"
+    assert out[2] == "arrivals       all at once"
     assert any(line.strip().startswith("1 │") for line in out)
 
 
@@ -134,7 +134,7 @@ def test_sample_and_convert(chairlift: Run, trace: Path, tmp_path: Path) -> None
     columns = ("--columns", "time=started,input=in,output=out", "--sort")
     code, out, _ = chairlift("trace", "sample", log, *columns, "-o", tmp_path / "all.jsonl")
     assert code == 0
-    assert out[-1] == "note          requests without a prompt or an answer, left out: 1"
+    assert out[-1] == "note           requests without a prompt or an answer, left out: 1"
     assert [json.loads(line)["timestamp"] for line in (tmp_path / "all.jsonl").read_text().splitlines()] == [
         0.0,
         4000.0,
@@ -212,7 +212,7 @@ def test_the_most_frequent_classes_are_named() -> None:
     assert not any("class" in line for line in fact_lines([plain]))
     tenants = [dataclasses.replace(plain, tenant=name) for name in "abcdefghi" for _ in range(2)]
     lines = fact_lines([plain] * 7 + tenants)[-9:]
-    assert lines[0] == "classes       7 (28.0%): no class"
+    assert lines[0] == "classes        7 (28.0%): no class"
     assert [line.split(":")[-1] for line in lines[1:8]] == [f" tenant {name}" for name in "abcdefg"]
     assert lines[8].strip() == "and 2 more"
 

@@ -49,7 +49,7 @@ def look(view: ServedView, browser: Chromium, query: str = "", **size: Any) -> N
     browser.resize(*(size.pop("size", DESKTOP)), **size)
     browser.open(f"{view.url}/live{query}")
     end = time.monotonic() + 60
-    while view.engine.watcher is None:
+    while not view.engine.events.wants("steps"):
         assert time.monotonic() < end, "the page does not ask for the events"
         browser.value("new Promise(requestAnimationFrame)")
 
@@ -361,7 +361,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(chromium: Chromium) -> None:
                 chromium.wait_for("document.querySelector('#refused').innerText.includes('not one of')")
         chromium.wait_for("!document.querySelector('#door').checkVisibility()")
         end = time.monotonic() + 60
-        while view.engine.watcher is None:
+        while not view.engine.events.wants("steps"):
             assert time.monotonic() < end
             chromium.value("new Promise(requestAnimationFrame)")
         assert chromium.value("sessionStorage.getItem('key')") == "sk-right"

@@ -180,7 +180,8 @@ class Noting:
 def test_the_queue_is_bounded_and_its_timeout_is_kept() -> None:
     async def test() -> None:
         async with running("hashlm:5ms", {"max_num_seqs": 1}, max_queued_requests=2) as engine:
-            engine.watchers["test"] = told = Noting()
+            told = Noting()
+            engine.events.subscribe("test", told)
             first = await engine.submit("a", LONG)
             await anext(first)
             waiting = [await engine.submit("b", LONG, name="mine", queue_timeout=patience) for patience in (0.05, None)]

@@ -272,7 +272,7 @@ def test_a_record_of_steps_that_fails_ends_and_the_engine_goes_on() -> None:
     engine.core.watch(True)
     recorder = engine.core.recorder
     assert recorder is not None
-    recorder.landed = BrokenList().append  # type: ignore[method-assign]
+    recorder._write = BrokenList().append  # type: ignore[method-assign]
     engine.add_request(PROMPT, greedy(6), request_id="a")
     assert drain(engine)["a"][-1].outputs[0].token_ids == alone(PROMPT, greedy(6))
     assert engine.core.recorder is None
@@ -296,7 +296,7 @@ def run(test: Callable[[], Any]) -> None:
 def test_the_server_s_other_requests_are_answered_by_the_same_engine() -> None:
     async def test() -> None:
         async with running("hashlm:2ms") as engine:
-            engine.watchers["broken"] = FailingWatcher()
+            engine.events.subscribe("broken", FailingWatcher())
             pid = engine.engine_pid
             stops = SamplingParams(max_tokens=3000, ignore_eos=True, seed=1, stop=["never there, so never found"])
             short = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)

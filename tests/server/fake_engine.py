@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from chairlift.config import ServerConfig
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.detokenizer import IncrementalDetokenizer
+from chairlift.engine.events import Events
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.engine.intake import Intake, Place
@@ -180,7 +181,7 @@ class FakeEngine:
         self.waits: dict[str, float | None] = {}
         """What is expected by class of service; 0 for others."""
         self.queued: list[tuple[FakeStream, Place]] = []
-        self.watchers: dict[str, Any] = {}
+        self.events = Events("began", "ended", "steps")
 
     @property
     def num_requests(self) -> int:

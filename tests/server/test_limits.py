@@ -554,9 +554,9 @@ def test_a_slow_reader_of_the_end_is_not_cut_off() -> None:
         await connection.reader.readexactly(1 << 17)
         await until(lambda: before - served._num_owed() >= 1 << 16)
         left = served._num_owed()
-        served._look_for_the_end(before)
+        served._look_for_reading(served._num_written - before, before, 0.0)
         assert served.transport.get_write_buffer_size()
-        served._look_for_the_end(left)
+        served._look_for_reading(served._num_written - left, left, 0.0)
         await until(lambda: not client.server.state.connections)
         await connection.close()
 

@@ -147,7 +147,7 @@ async def open_events(client: Client, state: Any) -> Connection:
     assert (await connection.head())[0] == 200
     assert (await connection.chunk()).startswith(b"retry:")
     engine = state.engine
-    await until(lambda: engine.watcher is not None)
+    await until(lambda: engine.events.wants("steps"))
     return connection
 
 
@@ -156,10 +156,10 @@ def test_all_viewers_get_the_same_and_one_that_comes_late_gets_the_past() -> Non
         state = make_state(WatchedEngine())
         async with serving(make_app(state)) as client:
             first = await open_events(client, state)
-            state.engine.watcher(KEY)
-            state.engine.watcher(b'{"step":1}\n{"step":2}')
+            state.engine.events.tell("steps", KEY)
+            state.engine.events.tell("steps", b'{"step":1}\n{"step":2}')
             late = await open_events(client, state)
-            state.engine.watcher(b'{"step":3}')
+            state.engine.events.tell("steps", b'{"step":3}')
             for connection in (first, late):
                 assert await connection.chunk() == as_event(KEY)
                 assert await connection.chunk() == b'data: {"step":1}\ndata: {"step":2}\n\n'
@@ -168,7 +168,7 @@ def test_all_viewers_get_the_same_and_one_that_comes_late_gets_the_past() -> Non
             await first.close()
             await until(lambda: state.live.num_viewers == 1)
             state.draining = True
-            state.engine.watcher(b'{"step":4}')
+            state.engine.events.tell("steps", b'{"step":4}')
             assert b"event: end" in (await late.chunk()) + (await late.chunk())
 
     run(test())
@@ -180,17 +180,17 @@ def test_the_engine_is_watched_only_while_somebody_looks(monkeypatch: pytest.Mon
     async def test() -> None:
         feed, engine = feed_of()
         with feed.looking():
-            assert engine.watcher == feed.take
+            assert feed in engine.events.subscribers.values()
             with feed.looking():
                 assert feed.num_viewers == 2
             await asyncio.sleep(0)
-            assert engine.watcher is not None
-        assert engine.watcher is not None  # it lingers, for a page that is loaded again
+            assert engine.events.wants("steps")
+        assert engine.events.wants("steps")  # it lingers, for a page that is loaded again
         with feed.looking():
             await asyncio.sleep(0.001)
-            assert engine.watcher is not None
-        await until(lambda: engine.watcher is None)
-        assert engine.watchers == {}
+            assert engine.events.wants("steps")
+        await until(lambda: not engine.events.wants("steps"))
+        assert not engine.events.subscribers
 
     run(test())
 
@@ -214,10 +214,10 @@ def test_a_viewer_that_cannot_keep_up_is_skipped_ahead_and_told() -> None:
         state.live = feed = LiveFeed(state.engine, most_bytes=200)
         events = live._follow(feed, state)
         await anext(events)
-        feed.take(KEY)
+        feed.steps(KEY)
         assert await anext(events) == as_event(KEY)
         for number in range(20):
-            feed.take(KEY.replace(b"after", b"after%d" % number) + b'\n{"step":%d}' % number)
+            feed.steps(KEY.replace(b"after", b"after%d" % number) + b'\n{"step":%d}' % number)
         assert await anext(events) == b"event: skipped\ndata: {}\n\n"
         assert await anext(events) == as_event(KEY.replace(b"after", b"after19") + b'\n{"step":19}')
         await events.aclose()
@@ -233,7 +233,7 @@ def test_the_ring_is_bounded_and_begins_with_a_snapshot() -> None:
     async def test() -> None:
         feed, _ = feed_of(most_bytes=5000)
         for number in range(3000):
-            feed.take(KEY if number % 10 == 0 else b'{"step":%d}' % number)
+            feed.steps(KEY if number % 10 == 0 else b'{"step":%d}' % number)
             assert feed[feed.first] == as_event(KEY)
             assert feed.num_bytes == sum(len(feed[i]) for i in range(feed.first, feed.end)) <= 5000 + 600
             assert feed[feed.newest_key] == as_event(KEY)
@@ -248,11 +248,11 @@ def test_the_ring_forgets_with_time_but_never_all_of_it() -> None:
         clock = Clock()
         feed, _ = feed_of(most_seconds=60.0, clock=clock)
         for _ in range(10):
-            feed.take(KEY)
+            feed.steps(KEY)
             clock.now += 10.0
         assert feed.end - feed.first == 8  # the last 60 s, and what is needed to begin there
         clock.now += 1000.0
-        feed.take(KEY)
+        feed.steps(KEY)
         assert feed.end - feed.first == 2
 
     run(test())
@@ -261,9 +261,9 @@ def test_the_ring_forgets_with_time_but_never_all_of_it() -> None:
 def test_another_recorder_begins_another_ring() -> None:
     async def test() -> None:
         feed, _ = feed_of()
-        feed.take(KEY)
-        feed.take(b'{"step":1}')
-        feed.take(PAST + b'\n{"step":1}')
+        feed.steps(KEY)
+        feed.steps(b'{"step":1}')
+        feed.steps(PAST + b'\n{"step":1}')
         assert feed.lines() == PAST + b'\n{"step":1}'
         assert (feed.first, feed.end, feed.newest_key) == (2, 3, 2)
 
@@ -279,17 +279,17 @@ def test_requests_are_called_what_their_callers_call_them() -> None:
         feed, engine = feed_of()
         engine.streams = [Stream("a1", "mine-1"), Stream("b2", "")]
         with feed.looking():
-            feed.take(KEY)
-            feed.take(b'{"step":1}')
+            feed.steps(KEY)
+            feed.steps(b'{"step":1}')
             engine.streams.append(Stream("c3", "mine-3"))
             for stream in (
                 engine.streams[-1],
                 Stream("d4", "mine-4"),
                 Stream("e5", ""),
             ):  # d4 ends before it is told of
-                engine.watchers["live"].began(stream)
-            feed.take(b'{"step":2}')
-            feed.take(KEY)
+                engine.events.tell("began", stream)
+            feed.steps(b'{"step":2}')
+            feed.steps(KEY)
         lines = [json.loads(line) for line in feed.lines().splitlines()]
         named = [line["names"] for line in lines if "names" in line]
         assert named == [{"a1": "mine-1"}, {"c3": "mine-3", "d4": "mine-4"}, {"a1": "mine-1", "c3": "mine-3"}]
@@ -310,7 +310,7 @@ def test_a_recording_is_shown_from_its_beginning_and_ends() -> None:
                 assert reply.headers["x-recording"] == "1"
                 data = b"\n".join(line[6:] for line in reply.body.splitlines() if line.startswith(b"data: {"))
                 assert data == lines + b"\n{}"
-            assert state.engine.watcher is None
+            assert not state.engine.events.wants("steps")
 
     run(test())
 
@@ -352,7 +352,7 @@ def test_news_come_at_once() -> None:
         feed, _ = feed_of()
         waiting = asyncio.ensure_future(feed.news(3600))
         await asyncio.sleep(0)
-        feed.take(KEY)
+        feed.steps(KEY)
         await asyncio.wait_for(waiting, 10)
 
     run(test())
@@ -366,8 +366,8 @@ def test_an_export_waits_for_the_first_lines_of_an_engine_that_nobody_has_looked
         async with serving(make_app(state)) as client:
             connection = await client.connect()
             connection.get("/live/export")
-            await until(lambda: engine.watcher is not None)
-            feed.take(KEY)
+            await until(lambda: engine.events.wants("steps"))
+            feed.steps(KEY)
             assert (await connection.reply()).body == KEY + b"\n"
 
     run(test())

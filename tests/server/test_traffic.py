@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.config import EngineConfig, ServerConfig
+from chairlift.engine import events
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest
@@ -248,7 +249,7 @@ def test_bad_numbers_are_named(path: str, name: str) -> None:
         async with served() as server:
             reply = await server.client.get(path)
             assert (reply.status, reply.error["param"]) == (400, name)
-            assert f"{name} must be" in reply.error["message"] and not server.engine.watchers
+            assert f"{name} must be" in reply.error["message"] and not server.engine.events.subscribers
 
     run(ask())
 
@@ -287,7 +288,7 @@ async def test_a_recording_is_what_happened() -> None:
         server.engine.on_refused(Refused(last.request_id, False, "no"))
         n_answers, stopped, failed = [await events.record() for _ in range(3)]
         assert (await events.next())[0::2] == ("end", {"reason": "complete"})
-        assert (await events.next())[0] == "gone" and not server.engine.watchers
+        assert (await events.next())[0] == "gone" and not server.engine.events.subscribers
 
         told = ("prompt_tokens", "output_tokens", "answer_tokens", "finish_reason", "cached_tokens", "max_tokens")
         assert [gone[each] for each in told] == [16, 4, [4], "abort", 0, 90]
@@ -437,15 +438,15 @@ def test_a_recording_belongs_to_who_began_it(tmp_path: Path) -> None:
 async def test_so_many_recordings_and_no_more() -> None:
     async with served() as server:
         tracer: Any = object()
-        server.engine.watchers["traces"] = tracer  # takes nobody's place
+        server.engine.events.subscribe("traces", tracer)  # takes nobody's place
         for _ in range(8):
             await (await server.record()).next()
-        del server.engine.watchers["traces"]
+        server.engine.events.unsubscribe("traces")
         reply = await server.client.get("/v1/traffic")
         assert (reply.status, reply.error["code"]) == (429, "too_many_recordings")
         assert reply.headers["retry-after"] == "60"
         assert (await server.client.get("/v1/traffic", method="HEAD")).status == 200
-        assert len(server.engine.watchers) == 8
+        assert len(server.engine.events.subscribers) == 8
 
 
 def test_one_tenant_cannot_take_all_recordings(tmp_path: Path) -> None:
@@ -473,8 +474,8 @@ async def test_the_drain_ends_it_when_everybody_has_been_heard() -> None:
             await events.next()
         await server.ask("Hi")
         server.state.draining = True
-        for watcher in server.engine.watchers.values():
-            watcher.news.set()  # type: ignore[attr-defined]
+        for recording in server.engine.events.subscribers.values():
+            recording.news.set()
         server.core.answer(server.core.requests[0], 2)
         for events in (idle, busy):
             assert (await events.record())["output_tokens"] == 2
@@ -556,7 +557,7 @@ async def test_a_slow_listener_loses_the_oldest_and_is_told() -> None:
         by_size.ended(stream, None, 102.0)
     assert by_size.num_lost == 2
     state = ServerState(ServerConfig(), StateOnlyEngine(), ("tiny",))  # type: ignore[arg-type]
-    told = [body async for body in first_of(traffic._Traffic(state, by_size)._bodies(), 3)]
+    told = [body async for body in first_of(traffic._listen(state, by_size)._events, 3)]
     assert b"event: lost" in told[1] and b'{"lost":2}' in told[1]
     assert told[2].startswith(b"id: 3\n")
 
@@ -579,7 +580,8 @@ async def test_a_listener_who_keeps_up_loses_nothing_however_much_there_was() ->
 async def test_a_listener_who_reads_nothing_is_cut_off() -> None:
     recording = a_recording()
     state = ServerState(ServerConfig(), StateOnlyEngine(), ("tiny",))  # type: ignore[arg-type]
-    state.engine.watchers = {recording.id: recording}
+    state.engine.events = events.Events("began", "ended")
+    state.engine.events.subscribe(recording.id, recording)
     bodies: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -591,13 +593,13 @@ async def test_a_listener_who_reads_nothing_is_cut_off() -> None:
         stream = a_stream(i)
         recording.began(stream)
         recording.ended(stream, None, 102.0)
-    task = asyncio.ensure_future(traffic._Traffic(state, recording)({}, None, send))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(traffic._listen(state, recording)({}, None, send))  # type: ignore[arg-type]
     while len(bodies) < 3:
         await asyncio.sleep(0)
     task.cancel()  # as the end of its connection does
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert recording.id in state.engine.watchers  # for a while
+    assert recording.id in state.engine.events.subscribers  # for a while
     taken = await recording.take()
     assert taken is not None and taken[0] == 2  # the first has gone, and its number tells
 

@@ -12,6 +12,7 @@ from typing import Any
 from chairlift.config import CacheGroup, SchedulerConfig, ServerConfig
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
+from chairlift.engine.events import Events
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.executor.local import LocalExecutor
 from chairlift.models.hashlm import HashLM
@@ -55,7 +56,7 @@ class Truth:
         """Tokens of sequences whose request ended well."""
         self._random = random.Random(seed)
         self._count = 0
-        self.core.step_log.listener = self._stepped
+        self.core.events.subscribe("the truth", self)
         executor = self.core.executor
         assert isinstance(executor, _NotingExecutor)
         executor.note = self._scheduled
@@ -65,7 +66,7 @@ class Truth:
         running = self.core.scheduler.running
         self.tables[out.step] = {name: [list(t) for t in request.block_ids] for name, request in running.items()}
 
-    def _stepped(self, record: Any) -> None:
+    def landed(self, record: Any) -> None:
         for row in record.rows:
             self.rows.setdefault(row.request_id, []).append((record.step, row.slot, row.num_tokens, row.why))
 
@@ -139,15 +140,11 @@ class WatchedEngine(StateOnlyEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.watcher: Callable[[bytes], object] | None = None
         self.streams: list[Any] = []
-        self.watchers: dict[str, Any] = {}
+        self.events = Events("began", "ended", "steps")
 
     def requests(self) -> list[Any]:
         return self.streams
-
-    def watch(self, watcher: Callable[[bytes], object] | None) -> None:
-        self.watcher = watcher
 
 
 class ServedView:
@@ -159,8 +156,8 @@ class ServedView:
 
     def tell(self, lines: bytes) -> None:
         """The engine has something to tell."""
-        if lines and self.engine.watcher is not None:
-            self._loop.call_soon_threadsafe(self.engine.watcher, lines)
+        if lines:
+            self._loop.call_soon_threadsafe(self.engine.events.tell, "steps", lines)
 
 
 @contextmanager

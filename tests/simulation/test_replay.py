@@ -200,7 +200,7 @@ def test_who_left_is_not_among_the_prompts_that_came_from_the_cache() -> None:
 )
 def test_a_recording_of_batches_is_replayed_in_batches(settings: dict[str, Any]) -> None:
     core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 8, **settings}))
-    core.recorder = recorder = StepRecorder(core, most_bytes=1 << 24)
+    recorder = StepRecorder(core, most_bytes=1 << 24)
     ran = serve_trace(core, [one(0.1 * place, output=10 + 20 * (place % 5)) for place in range(40)], limits)
     recording = read_recording(recorder.take())
     replayed = replay(recorded_trace(recording), recorded_config(recording), recorded_deployment(recording)).served
@@ -213,7 +213,7 @@ def test_a_recording_of_batches_is_replayed_in_batches(settings: dict[str, Any])
 def test_what_a_static_batch_computes_for_rows_that_have_ended(long: int, short: int, held: float) -> None:
     """A first token comes with the prompt; after it a batch of two computes two rows until its longer answer ends."""
     core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 2}))
-    core.recorder = recorder = StepRecorder(core, most_bytes=1 << 24)
+    recorder = StepRecorder(core, most_bytes=1 << 24)
     serve_trace(core, [one(0.0, output=output) for output in (long, short) * 12], limits)
     figures, _ = compare_sides(read_recording(recorder.take()))
     assert figures["static"]["held_share"] == pytest.approx(held)
@@ -222,7 +222,7 @@ def test_what_a_static_batch_computes_for_rows_that_have_ended(long: int, short:
 
 def test_a_replay_has_the_memory_of_the_recorded_engine_unless_told_otherwise() -> None:
     core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 8, "num_kv_blocks": 40}))
-    core.recorder = recorder = StepRecorder(core, most_bytes=1 << 24)
+    recorder = StepRecorder(core, most_bytes=1 << 24)
     serve_trace(core, [one(0.1 * place, output=20) for place in range(9)], limits)
     recording = read_recording(recorder.take())
 
@@ -240,7 +240,7 @@ def test_where_memory_is_so_short_that_static_batches_win_that_is_said() -> None
     settings = {"max_num_seqs": 32, "max_num_batched_tokens": 256, "num_kv_blocks": 60}
     tokens = dataclasses.replace(STEP, weight_seconds=0.001, token_seconds=0.002)  # so that recomputing is dear
     core, limits = simulated_core(deployment(tokens), EngineConfig.from_flat(settings))
-    core.recorder = recorder = StepRecorder(core, most_bytes=1 << 24)
+    recorder = StepRecorder(core, most_bytes=1 << 24)
     serve_trace(core, [one(0.0, prompt=16, output=400) for _ in range(40)], limits)
     figures, _ = compare_sides(read_recording(recorder.take()))
     ratio = figures["continuous"]["tokens_per_second"] / figures["static"]["tokens_per_second"]
@@ -310,9 +310,16 @@ def test_the_context_of_decodes_is_exact(settings: dict[str, Any]) -> None:
     core, limits = simulated_core(deployment(), EngineConfig.from_flat(few))
     trace = draw_trace("chat", parse_arrivals("poisson:4"), 60)
     computed: dict[str, int] = {}
-    seen = []
+    records: list[Any] = []
 
-    def check(record: Any) -> None:
+    class Check:
+        @staticmethod
+        def landed(record: Any) -> None:
+            records.append(record)
+
+    core.events.subscribe("the test", Check)
+    figures = serve_trace(core, trace, limits)
+    for record in records:
         for name in record.preempted:
             computed.pop(name, None)
         for name, chunk in record.chunks:
@@ -320,12 +327,8 @@ def test_the_context_of_decodes_is_exact(settings: dict[str, Any]) -> None:
         for name, _ in record.decodes:
             computed[name] += 1
         assert record.context_tokens == sum(computed[name] for name, _ in record.decodes)
-        seen.append(record)
-
-    core.step_log.listener = check
-    figures = serve_trace(core, trace, limits)
     assert figures.preemptions > 0
-    assert len(seen) == figures.steps > 100
+    assert len(records) == figures.steps > 100
 
 
 def test_every_model_on_every_machine_it_fits_on_is_marked_as_modelled() -> None:
@@ -394,7 +397,7 @@ def test_calibration_finds_the_machine_it_runs_on() -> None:
     assert 150 < len(times.steps) < 400
     assert len(times.lines) == len(times.steps)
     assert {1, 2, 4, 8, 16, 32, 64} <= {step.num_decodes for step, _ in times.steps}
-    assert core.step_log.listener is None
+    assert list(core.events.subscribers) == ["the step log"]
     assert not any(record.preempted for record in core.step_log)
     truth, fitted = CostModel(STEP), fit_steps(times.steps, MODELS["qwen2.5-0.5b"])
     assert "half of them within 0%" in describe_fit(fitted, times.steps)

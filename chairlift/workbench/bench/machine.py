@@ -6,12 +6,13 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from chairlift.kernels.cpu.library import default_threads, supported_isas
 
-__all__ = ["Machine", "describe_machine"]
+__all__ = ["Machine", "describe_machine", "machine_facts"]
 
 _FLAGS = (
     "avx2",
@@ -55,6 +56,17 @@ class Machine:
     """Instruction-set paths of the kernels that run here, weakest first."""
     busy: float
     """Share of all processors' time that others used, in a moment in which this process waited."""
+
+
+def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
+    """What a report says of a :class:`Machine`, which is plain data here."""
+    return {
+        "processor": f"{machine['cpu']}, {machine['processors']} in use",
+        "system": str(machine["system"]),
+        "instruction sets": ", ".join(machine["flags"]) or "unknown",
+        "L3 cache": f"{machine['l3_bytes'] >> 20:,} MiB",
+        "busy before the start": f"{machine['busy']:.0%}",
+    }
 
 
 def describe_machine() -> Machine:

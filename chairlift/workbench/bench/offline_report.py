@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from chairlift.workbench.bench import plots
-from chairlift.workbench.bench.html_page import Block, Facts, Section, Table, Text, page
+from chairlift.workbench.bench.kernel_report import limits_table
+from chairlift.workbench.bench.machine import machine_facts
+from chairlift.workbench.bench.report import Block, Facts, Report, Section, Table, Text
 
-__all__ = ["offline_page"]
+__all__ = ["offline_report", "run_facts"]
 
 Record = Mapping[str, Any]
 
@@ -32,31 +34,41 @@ _SETTINGS: Final = {
 """Those that decide how fast it is."""
 
 
-def offline_page(record: Record) -> str:
-    """The page of a record."""
-    runs, machine = dict(_runs(record)), record["machine"]
-    result, workload = record["result"], record["workload"]
-    lengths = (
-        f"{result['requests']:,}: {result['prompt_tokens']:,} prompt tokens, {result['output_tokens']:,} output tokens"
-    )
-    shortened = {"shortened to fit": f"{record['shortened']:,}"} if record["shortened"] else {}
-    about = {
-        "processor": f"{machine['cpu']}, {machine['processors']} in use",
-        "system": str(machine["system"]),
-        "instruction sets": ", ".join(machine["flags"]) or "unknown",
-        "L3 cache": f"{machine['l3_bytes'] >> 20:,} MiB",
-        "busy before the start": f"{machine['busy']:.0%}",
+def offline_report(record: Record) -> Report:
+    """What the record says."""
+    return Report(record, f"Offline throughput of {record['model']}", _lead(record), _sections(record))
+
+
+def run_facts(run: Record) -> dict[str, str]:
+    """What it took to answer a workload: of an OfflineRun as plain data."""
+    first, last = run["time_to_first_token"], run["latency"]
+    return {
+        "requests": _requests(run),
+        "time": f"{run['seconds']:.2f} s in {run['steps']:,} steps",
+        "output": f"{run['output_tokens_per_second']:,.1f} tokens/s",
+        "first token": f"median {first['p50']:.2f} s, 99th percentile {first['p99']:.2f} s",
+        "last token": f"median {last['p50']:.2f} s, 99th percentile {last['p99']:.2f} s",
+        "preemptions": f"{run['preemptions']:,}",
+        "padding": f"{run['held_row_tokens']:,} tokens computed for rows that had ended;\n"
+        f"{run['padding_avoided']:,} more in an engine that pads",
     }
-    run = {"model": str(record["model"]), "kernels": str(record["kernels"]), "seed": str(workload["seed"])}
+
+
+def _requests(run: Record) -> str:
+    return f"{run['requests']:,}: {run['prompt_tokens']:,} prompt tokens, {run['output_tokens']:,} output tokens"
+
+
+def _sections(record: Record) -> Iterator[Section]:
+    shortened = {"shortened to fit": f"{record['shortened']:,}"} if record["shortened"] else {}
+    run = {"model": str(record["model"]), "kernels": str(record["kernels"]), "seed": str(record["workload"]["seed"])}
     if "chairlift" in record:
         run["Chairlift"] = str(record["chairlift"])
-    sections = [
-        Section("Result", list(_result(record, runs))),
-        Section("Requests", [Facts({"requests": lengths} | shortened)]),
-        Section("Settings", [Facts(run | _settings(record["settings"]))]),
-        Section("Machine", [Facts(about), *_limits(record["limits"])]),
-    ]
-    return page(f"Offline throughput of {record['model']}", _lead(record), sections)
+    limits = record["limits"]
+    measured = [] if limits is None else [limits_table(limits, "Measured just after the run")]
+    yield Section("Result", _result(record, dict(_runs(record))))
+    yield Section("Requests", [Facts({"requests": _requests(record["result"])} | shortened)])
+    yield Section("Settings", [Facts(run | _settings(record["settings"]))])
+    yield Section("Machine", [Facts(machine_facts(record["machine"])), *measured])
 
 
 def _runs(record: Record) -> Iterator[tuple[str, Record]]:
@@ -120,22 +132,3 @@ def _latencies(run: Record) -> list[float]:
 def _settings(settings: Record) -> dict[str, str]:
     found = ((name, settings.get(group, {}).get(name)) for group, names in _SETTINGS.items() for name in names)
     return {name: str(value) for name, value in found if value is not None}
-
-
-def _limits(limits: Record | None) -> Iterator[Block]:
-    if limits is None:
-        return
-    rows = [
-        [
-            f"{limits.get('memory', 'memory read')}, GB/s",
-            str(each["threads"]),
-            f"{each['best'] / 1e9:.1f}",
-            f"{each['median'] / 1e9:.1f}",
-        ]
-        for each in limits["read_bytes"]
-    ]
-    for each in limits["product_operations"]:
-        unit = "TOP/s" if each["product"] == "int8" else "TFLOP/s"
-        best, median = (f"{each[name] / 1e12:.2f}" for name in ("best", "median"))
-        rows.append([f"{each['isa']} {each['product']} products, {unit}", str(each["threads"]), best, median])
-    yield Table(["limit", "threads", "best", "median"], rows, "Measured just after the run")

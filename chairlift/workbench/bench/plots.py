@@ -1,7 +1,7 @@
 """Charts of measurements, as SVG for pages and PNG for files.
 
 Every chart is drawn for a narrow space, 380 units wide with text of 11, so that it can still be read on a phone. In the
-SVG text has the colour of the text around it, and series the colours of ``html_page``'s style sheet, light or dark; the
+SVG text has the colour of the text around it, and series the colours of the page's style sheet, light or dark; the
 light ones where there is none. Series differ by dash or marker too, not by colour alone. Values that are not finite are
 left out. Large samples are thinned to what a picture can show, and keep their extremes.
 

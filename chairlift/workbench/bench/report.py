@@ -1,160 +1,154 @@
-"""Results as text for people, and as plain data for JSON."""
+"""The report of every command that measures: facts, tables, charts and notes, as lines for a terminal, as a record for
+JSON, and as one self-contained HTML page: no scripts, nothing loaded, light and dark, for paper and phones.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+import html
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
+from typing import Any
 
-from chairlift.workbench.bench.kernels import Measurement
-from chairlift.workbench.bench.limits import Limits, Roof
-from chairlift.workbench.bench.machine import Machine
-from chairlift.workbench.bench.offline import OfflineRun
-from chairlift.workbench.bench.serve_report import aligned
+from chairlift.workbench.bench.plots import SERIES_COLOURS, Figure
 
-__all__ = ["doubts", "kernel_tables", "limits_lines", "limits_record", "machine_lines", "offline_lines", "table"]
-
-_TITLES: Final = {
-    "product": "Products: [rows, k] x [k, n]",
-    "decode": "Attention, decode: one query per sequence",
-    "prefill": "Attention, prefill: whole prompts",
-    "head": "Output head: product and choice of the token",
-}
+__all__ = ["Block", "Facts", "Report", "Section", "Table", "Text", "aligned", "text"]
 
 
-_MOST_CHANGE: Final = 0.1
-_MOST_BUSY: Final = 0.1
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph; an empty line starts another."""
+
+    text: str
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns: the first is text, on the left; the others are figures, on the right."""
-    return aligned([headers, *rows])
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and what they are, side by side; a value may have several lines."""
+
+    facts: Mapping[str, str]
 
 
-def machine_lines(machine: Machine) -> Iterator[str]:
-    """What the figures belong to."""
-    yield f"machine: {machine.cpu}, {machine.processors} processors, L3 cache {machine.l3_bytes >> 20} MiB"
-    yield f"system: {machine.system}, {machine.busy:.0%} busy before the start"
-    yield f"flags: {', '.join(machine.flags) or 'unknown'}"
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """The first column is text, on the left; the others are figures, on the right."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
 
 
-def limits_lines(limits: Limits) -> Iterator[str]:
-    """Best of several trials, and their medians, so that a disturbed measurement shows."""
-    rows = [
-        [f"{limits.memory}, GB/s", str(threads), f"{rate.best / 1e9:.1f}", f"{rate.median / 1e9:.1f}"]
-        for threads, rate in limits.read.items()
-    ]
-    for peak in limits.peaks:
-        best, median = (f"{rate / 1e12:.2f}" for rate in (peak.operations.best, peak.operations.median))
-        unit = "TOP/s" if peak.product == "int8" else "TFLOP/s"
-        rows.append([f"{peak.isa} {peak.product} products, {unit}", str(peak.threads), best, median])
-    yield from table(["limit", "threads", "best", "median"], rows)
+Block = Text | Facts | Table | Figure
 
 
-def doubts(machine: Machine, before: Roof, after: Roof, *, followed: bool) -> Iterator[str]:
-    """The limits as they were measured once more at the end, and what speaks against trusting the figures.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Section:
+    """A heading and what stands below it. Charts that follow each other stand side by side where there is room."""
 
-    ``followed``: shares are of the limits around each run. Arithmetic only slows down when others use the processors.
-    """
-    yield f"limits at the end: memory read {after.bandwidth / 1e9:.1f} GB/s, products {after.peak / 1e12:.2f} TFLOP/s"
-    memory, products = (1 - min(p) / max(p) for p in ((before.bandwidth, after.bandwidth), (before.peak, after.peak)))
-    change = max(memory, products)
-    trusted = products <= _MOST_CHANGE and machine.busy <= _MOST_BUSY
-    if trusted and followed and memory > _MOST_CHANGE:
-        yield f"Memory's limit changed by {memory:.0%}: shares are of what it was at the time; times are as they were."
-    elif not trusted or memory > _MOST_CHANGE:
-        yield f"The machine was not idle: {machine.busy:.0%} busy at the start, and a limit changed by {change:.0%}."
-        yield "The shares cannot be trusted; run this again when nothing else runs."
+    title: str
+    blocks: Iterable[Block]
 
 
-def kernel_tables(measurements: Sequence[Measurement]) -> Iterator[str]:
-    """One kind of kernels."""
-    if not measurements:
-        return
-    kind = measurements[0].kind
-    shares = [each.main.share for each in measurements]
-    yield ""
-    yield f"{_TITLES[kind]}; share of the floor: median {statistics.median(shares):.0%}, least {min(shares):.0%}"
-    match kind:
-        case "product":
-            headers, cells = ["shape", "k", "n", "rows", *_PRODUCT], _product_cells
-            headers += [] if "all" in measurements[0].timings else ["streaming costs"]
-        case "head":
-            headers, cells = ["shape", "n", "rows", *_PRODUCT, "drawn us", "drawing costs"], _head_cells
-        case _:
-            rate = "GB/s" if kind == "decode" else "TFLOP/s"
-            headers = ["shape", "heads", "batch", "context", "us", rate, "of floor", "in order", "paging costs"]
-            cells = _attention_cells
-    yield from table(headers, [cells(each) for each in measurements])
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What a command found out."""
+
+    record: Mapping[str, Any]
+    """Plain data for JSON."""
+    title: str = ""
+    lead: str = ""
+    """The result in a sentence or two."""
+    sections: Iterable[Section] = ()
+    """Of the page. An iterator is drawn once, when the page is made, and costs nothing where none is."""
+
+    def html(self) -> str:
+        """The page, a whole document. Everything given is text, and is escaped."""
+        names = (f"--series-{i}: light-dark({light}, {dark});" for i, (light, dark) in enumerate(SERIES_COLOURS))
+        template = resources.files("chairlift.workbench.bench").joinpath("report.html").read_text(encoding="utf-8")
+        return string.Template(template).substitute(
+            title=_escape(self.title),
+            lead=_paragraphs(self.lead, ' class="lead"'),
+            body="\n".join(map(_section, self.sections)),
+            series=f":root {{ {' '.join(names)} }}",  # the colours that charts refer to
+        )
 
 
-_PRODUCT: Final = ("us", "GB/s", "TFLOP/s", "of floor")
+# --- lines -----------------------------------------------------------------------------------------------------------
 
 
-def _product_cells(each: Measurement) -> list[str]:
-    labels = [str(each.labels["shape"]), *(f"{each.labels[name]:,}" for name in ("k", "n", "rows"))]
-    return [*labels, *_rates(each), *([] if "all" in each.timings else [_signed(each.extra_cost)])]
+def text(*blocks: Text | Facts | Table) -> Iterator[str]:
+    """The blocks as lines, with an empty one between two blocks."""
+    for number, block in enumerate(blocks):
+        if number:
+            yield ""
+        match block:
+            case Text():
+                yield block.text
+            case Facts():
+                width = max([14, *map(len, block.facts)])
+                for name, value in block.facts.items():
+                    for place, line in enumerate(value.split("\n")):
+                        yield f"{'' if place else name:<{width}} {line}"
+            case Table():
+                yield from [block.caption] * bool(block.caption)
+                yield from aligned([block.header, *block.rows])
 
 
-def _head_cells(each: Measurement) -> list[str]:
-    labels = [str(each.labels["shape"]), *(f"{each.labels[name]:,}" for name in ("n", "rows"))]
-    drawn = f"{each.timings['drawn'].median * 1e6:,.1f}"
-    return [*labels, *_rates(each), drawn, _signed(each.extra_cost)]
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns: the first on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for first, *others in table:
+        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
-def _attention_cells(each: Measurement) -> list[str]:
-    names, paged, in_order = each.labels, each.timings["paged"], each.timings["in order"]
-    heads = f"{names['heads']}/{names['kv_heads']}x{names['head_dim']}"
-    of = each.nbytes / 1e9 if each.kind == "decode" else each.operations / 1e12
-    digits = 1 if each.kind == "decode" else 3
-    return [
-        str(names["shape"]),
-        heads,
-        f"{names['batch']:,}",
-        f"{names['context']:,}",
-        f"{paged.median * 1e6:,.1f}",
-        f"{of / paged.median:.{digits}f}",
-        f"{paged.share:.0%}",
-        f"{of / in_order.median:.{digits}f}",
-        _signed(each.extra_cost),
-    ]
+# --- the page --------------------------------------------------------------------------------------------------------
 
 
-def _rates(each: Measurement) -> list[str]:
-    return [
-        f"{each.main.median * 1e6:,.1f}",
-        f"{each.nbytes / each.main.median / 1e9:.1f}",
-        f"{each.operations / each.main.median / 1e12:.3f}",
-        f"{each.main.share:.0%}",
-    ]
+def _section(section: Section) -> str:
+    parts, charts = [f"<h2>{_escape(section.title)}</h2>"], list[str]()
+    for block in [*section.blocks, None]:
+        if isinstance(block, Figure):
+            charts.append(f"<figure><figcaption>{_escape(block.title)}</figcaption>{block.svg()}</figure>")
+            continue
+        if charts:
+            parts.append(f'<div class="charts">{"".join(charts)}</div>')
+            charts = []
+        if block is not None:
+            parts.append(_block(block))
+    return "<section>\n" + "\n".join(parts) + "\n</section>"
 
 
-def _signed(share: float | None) -> str:
-    return "-" if share is None else f"{share:+.1%}"
+def _block(block: Text | Facts | Table) -> str:
+    match block:
+        case Text():
+            return _paragraphs(block.text)
+        case Facts():
+            pairs = (f"<dt>{_escape(name)}</dt><dd>{_escape(value)}</dd>" for name, value in block.facts.items())
+            return f"<dl>{''.join(pairs)}</dl>"
+        case Table():
+            caption = f"<caption>{_escape(block.caption)}</caption>" if block.caption else ""
+            head = "".join(f'<th scope="col">{_escape(cell)}</th>' for cell in block.header)
+            rows = "".join(f"<tr>{_cells(row)}</tr>\n" for row in block.rows)
+            name = _escape(block.caption or "Table")
+            return (
+                f'<div class="scroll" tabindex="0" role="region" aria-label="{name}"><table>{caption}'
+                f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody></table></div>"
+            )
 
 
-def limits_record(limits: Limits) -> dict[str, Any]:
-    """Limits as plain data; rates are per second."""
-    return {
-        "buffer_bytes": limits.buffer_bytes,
-        "memory": limits.memory,
-        "read_bytes": [{"threads": threads, **dataclasses.asdict(rate)} for threads, rate in limits.read.items()],
-        "product_operations": [
-            {"isa": peak.isa, "product": peak.product, "threads": peak.threads, **dataclasses.asdict(peak.operations)}
-            for peak in limits.peaks
-        ],
-    }
+def _cells(row: Sequence[str]) -> str:
+    first = "".join(f'<th scope="row">{_escape(cell)}</th>' for cell in row[:1])
+    return first + "".join(f"<td>{_escape(cell)}</td>" for cell in row[1:])
 
 
-def offline_lines(run: OfflineRun) -> Iterator[str]:
-    """What it took to answer a workload."""
-    first, latency = run.time_to_first_token, run.latency
-    yield f"requests       {run.requests:,}: {run.prompt_tokens:,} prompt tokens, {run.output_tokens:,} output tokens"
-    yield f"time           {run.seconds:.2f} s in {run.steps:,} steps"
-    yield f"output         {run.output_tokens_per_second:,.1f} tokens/s"
-    yield f"first token    median {first.p50:.2f} s, 99th percentile {first.p99:.2f} s"
-    yield f"last token     median {latency.p50:.2f} s, 99th percentile {latency.p99:.2f} s"
-    yield f"preemptions    {run.preemptions:,}"
-    yield f"padding        {run.held_row_tokens:,} tokens computed for rows that had ended;"
-    yield f"               {run.padding_avoided:,} more in an engine that pads"
+def _paragraphs(text: str, attributes: str = "") -> str:
+    return "\n".join(f"<p{attributes}>{_escape(part)}</p>" for part in text.split("\n\n") if part.strip())
+
+
+def _escape(text: str) -> str:
+    """Text as markup; characters that a document must not contain become spaces."""
+    return html.escape("".join(mark if mark.isprintable() or mark == "\n" else " " for mark in text))

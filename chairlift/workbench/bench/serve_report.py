@@ -1,15 +1,21 @@
-"""Runs as JSON with vLLM's keys, and as lines for a terminal."""
+"""Runs as JSON with vLLM's keys, as lines for a terminal, and as a page: latency CDFs, throughput over time, speed for
+each user against the total.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from chairlift.workbench.bench.serve_result import Figures, Ratio, Stats
+import numpy as np
+
+from chairlift.workbench.bench import plots
+from chairlift.workbench.bench.report import Block, Facts, Report, Section, Table, Text
+from chairlift.workbench.bench.serve_result import Figures, Ratio, Stats, latencies, tokens_per_second
 from chairlift.workbench.bench.serve_run import ServeRun
 
-__all__ = ["COMPARED", "LABELS", "aligned", "compared_rows", "run_lines", "serve_record", "sweep_rows", "times_rows"]
+__all__ = ["COMPARED", "compared_table", "run_blocks", "serve_record", "serve_report", "sweep_table"]
 
 LABELS: Final = {
     "ttft": "time to first token (TTFT)",
@@ -32,7 +38,7 @@ COMPARED: Final = (
     "difference is unlikely to be chance. With fewer than five rounds it is hardly more than the smallest and "
     "the largest ratio."
 )
-"""How to read :func:`compared_rows`."""
+"""How to read :func:`compared_table`."""
 _STATS: Final = ("mean", "std", "p50", "p90", "p99")
 
 
@@ -111,78 +117,77 @@ def _spelled(name: str, stats: Stats | None) -> dict[str, float | None]:
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def run_lines(run: ServeRun, figures: Figures, slo: Mapping[str, float]) -> Iterator[str]:
+def run_blocks(run: ServeRun, figures: Figures, slo: Mapping[str, float]) -> Iterator[Text | Facts | Table]:
     """A run in words and a table."""
+    yield Facts(dict(_run_facts(figures, slo)))
+    if figures.completed:
+        yield times_table(figures)
+    if figures.errors:
+        yield Facts({"failed": "\n".join(f"{count:,} x {kind}: {text}" for kind, count, text in figures.errors)})
+    if doubts := list(figures.doubts(run)):
+        yield Text("\n".join(f"note: {doubt}" for doubt in doubts))
+
+
+def _run_facts(figures: Figures, slo: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     failed = f"{figures.failed:,} failed" + (f", {figures.cancelled:,} cancelled" if figures.cancelled else "")
-    yield f"requests       {figures.completed:,} completed, {failed}, in {figures.seconds:.2f} s"
+    yield "requests", f"{figures.completed:,} completed, {failed}, in {figures.seconds:.2f} s"
     cached = ""
     if figures.cached_tokens is not None and figures.input_tokens:
         cached = f" ({figures.cached_tokens / figures.input_tokens:.0%} from the prefix cache)"
-    yield f"tokens         {figures.input_tokens:,} of prompts{cached}, {figures.output_tokens:,} of answers"
+    yield "tokens", f"{figures.input_tokens:,} of prompts{cached}, {figures.output_tokens:,} of answers"
     yield (
-        f"throughput     {figures.request_throughput:.2f} requests/s, {figures.output_throughput:,.1f} output tokens/s,"
-        f" with prompts {figures.total_token_throughput:,.1f}"
+        "throughput",
+        f"{figures.request_throughput:.2f} requests/s, {figures.output_throughput:,.1f} output tokens/s,"
+        f" with prompts {figures.total_token_throughput:,.1f}",
     )
     if figures.goodput is not None:
         sent = figures.completed + figures.failed
         limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in slo.items())
         share = f"{figures.good / sent:.1%} of the requests" if sent else "no request"
-        yield f"goodput        {figures.goodput:.2f} requests/s: {share} kept {limits}"
-    yield (
-        f"at its peak    {figures.max_concurrent_requests:,} requests at once, "
-        f"{figures.max_output_tokens_per_s:,.0f} output tokens in one second"
-    )
+        yield "goodput", f"{figures.goodput:.2f} requests/s: {share} kept {limits}"
+    most, peak = figures.max_concurrent_requests, figures.max_output_tokens_per_s
+    yield "at its peak", f"{most:,} requests at once, {peak:,.0f} output tokens in one second"
     if figures.preemption_rate is not None:
-        yield f"preempted      {figures.preemption_rate:.1%} of the requests"
+        yield "preempted", f"{figures.preemption_rate:.1%} of the requests"
     if figures.cpu_share is not None:
         late = "" if figures.lateness is None else f", {figures.lateness.p99:.1f} ms late at the 99th percentile"
-        yield f"client         {figures.cpu_share:.0%} of a processor{late}"
-    if figures.completed:
-        yield ""
-        yield from aligned(times_rows(figures))
-    if figures.errors:
-        yield ""
-        yield from (f"failed         {count:,} x {kind}: {message}" for kind, count, message in figures.errors)
-    doubts = list(figures.doubts(run))
-    if doubts:
-        yield ""
-        yield from (f"note: {doubt}" for doubt in doubts)
+        yield "client", f"{figures.cpu_share:.0%} of a processor{late}"
 
 
-def times_rows(figures: Figures) -> list[list[str]]:
-    """A header, and a row for each time that was measured, in ms."""
-    table = [["ms", *_STATS]]
+def times_table(figures: Figures, caption: str = "") -> Table:
+    """A row for each time that was measured, in ms."""
+    rows = []
     for name, label in LABELS.items():
         stats = figures.times[name]
         if stats is not None:
             between = "between chunks" if name == "itl" and not figures.counted else label
-            table.append([between, *(f"{getattr(stats, stat):,.1f}" for stat in _STATS)])
-    return table
+            rows.append([between, *(f"{getattr(stats, stat):,.1f}" for stat in _STATS)])
+    return Table(["ms", *_STATS], rows, caption)
 
 
-def sweep_rows(runs: Sequence[tuple[str, Figures]]) -> list[list[str]]:
-    """A header, and a row for each rate."""
+def sweep_table(runs: Iterable[tuple[str, Figures]]) -> Table:
+    """A row for each rate."""
     times = ("TTFT p50", "p99", "TPOT p50", "p99")
-    table = [["rate", "requests/s", "output tokens/s", "goodput", *times, "preempted", "failed"]]
+    header, rows = ["rate", "requests/s", "output tokens/s", "goodput", *times, "preempted", "failed"], []
     for label, figures in runs:
         row = [label, f"{figures.request_throughput:.2f}", f"{figures.output_throughput:,.1f}"]
         row.append("" if figures.goodput is None else f"{figures.goodput:.2f}")
         for stats in (figures.times["ttft"], figures.times["tpot"]):
             row += ["", ""] if stats is None else [f"{stats.p50:,.1f}", f"{stats.p99:,.1f}"]
         row.append("" if figures.preemption_rate is None else f"{figures.preemption_rate:.1%}")
-        table.append([*row, f"{figures.failed:,}"])
-    return table
+        rows.append([*row, f"{figures.failed:,}"])
+    return Table(header, rows, "rates per second, times in ms")
 
 
-def compared_rows(
+def compared_table(
     ratios: Mapping[str, Ratio], first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]
-) -> list[list[str]]:
-    """A header, and a row for each figure: the mean of each server over the rounds, ratio, interval and spread."""
-    table = [["", "A", "B", "B / A", "95 % interval", "rounds from", "to"]]
+) -> Table:
+    """A row for each figure: the mean of each server over the rounds, ratio, interval and spread."""
+    rows = []
     for key, ratio in ratios.items():
         means = [sum(record[key] for record in records) / len(records) for records in (first, second)]
         between = "" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
-        table.append(
+        rows.append(
             [
                 _COMPARED_LABELS.get(key) or _time_label(key),
                 *(f"{mean:,.2f}" for mean in means),
@@ -192,7 +197,7 @@ def compared_rows(
                 f"{max(ratio.per_round):.3f}",
             ]
         )
-    return table
+    return Table(["", "A", "B", "B / A", "95 % interval", "rounds from", "to"], rows, f"B over A, {len(first)} rounds")
 
 
 def _time_label(key: str) -> str:
@@ -200,11 +205,110 @@ def _time_label(key: str) -> str:
     return f"{name.upper()} {stat}, ms"
 
 
-def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for first, *others in table:
-        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+Results = Mapping[str, Sequence[tuple[ServeRun, Figures]]]
+"""Runs by what tells them from the others: a rate, or a server, which has one for each round."""
+
+
+def serve_report(
+    record: Mapping[str, Any],
+    results: Results,
+    facts: Mapping[str, str],
+    ratios: Mapping[str, Ratio],
+    compared: Table | None,
+) -> Report:
+    """Runs as a report. ``ratios``, and ``compared``, the table made of them: of two servers side by side."""
+    (run, _), *_ = next(iter(results.values()))
+    lead = _lead(results) if compared is None else _compared_lead(ratios)
+    return Report(record, f"Serving {run.server.model}", lead, _sections(results, facts, compared))
+
+
+def _sections(results: Results, facts: Mapping[str, str], compared: Table | None) -> Iterator[Section]:
+    runs = [pair for pairs in results.values() for pair in pairs]
+    if compared is not None:
+        yield Section("Side by side", [dataclasses.replace(compared, caption=""), Text(COMPARED)])
+    else:
+        yield Section("Throughput", [sweep_table((label, pairs[0][1]) for label, pairs in results.items())])
+    if len(runs) > 1:
+        yield Section("Speed for each user, and in total", [_trade(results)])
+    yield Section("Latency", _latency(results))
+    yield Section("Over time", _over_time(results))
+    if doubts := dict.fromkeys(doubt for run, figures in runs for doubt in figures.doubts(run)):
+        yield Section("What to know before believing it", [Text("\n\n".join(doubts))])
+    if errors := [[kind, f"{count:,}", text] for _, figures in runs for kind, count, text in figures.errors]:
+        yield Section("Failed requests", [Table(["kind", "requests", "one of the messages"], errors)])
+    yield Section("Settings", [Facts(facts)])
+
+
+def _lead(results: Results) -> str:
+    pairs = [(label, figures) for label, ((_, figures), *_) in results.items()]
+    sentences = []
+    for label, figures in pairs if len(pairs) < 3 else (pairs[0], pairs[-1]):
+        ttft = figures.times["ttft"]
+        if ttft is None:
+            continue
+        sentences.append(
+            ("" if len(results) == 1 else f"At {label}: ")
+            + f"{figures.request_throughput:.2f} requests and {figures.output_throughput:,.0f} output tokens per second"
+            f". Half of the requests had their first token within {ttft.p50:,.0f} ms, 99 % within {ttft.p99:,.0f} ms."
+        )
+    return "\n\n".join(sentences) or "No request was answered."
+
+
+def _compared_lead(ratios: Mapping[str, Ratio]) -> str:
+    parts = []
+    for key, words in (("output_throughput", "output tokens/s"), ("p50_ttft_ms", "TTFT"), ("p50_tpot_ms", "TPOT")):
+        ratio = ratios.get(key)
+        if ratio is not None:
+            between = "" if ratio.low is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+            parts.append(f"{'median ' * key.startswith('p50')}{words} {ratio.ratio:.2f}{between}")
+    return f"B over A: {', '.join(parts)}." if parts else "There is nothing to compare: a side answered no request."
+
+
+def _latency(results: Results) -> Iterator[Block]:
+    samples = {
+        label: {name: [value * 1000 for run, _ in pairs for value in latencies(run)[name]] for name in LABELS}
+        for label, pairs in results.items()
+    }
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        series = {label: values[name] for label, values in samples.items() if values[name]}
+        if series:
+            title = LABELS[name][0].upper() + LABELS[name][1:]
+            yield plots.cdf(series, title=title, x_label="ms")
+    for label, ((_, figures), *others) in results.items():
+        if figures.completed and not others:
+            yield times_table(figures, label if len(results) > 1 else "")
+
+
+def _over_time(results: Results) -> Iterator[Block]:
+    tokens, requests = {}, {}
+    for label, pairs in results.items():
+        run = pairs[0][0]
+        bins = tokens_per_second(run)
+        seconds = [float(second) for second in range(len(bins))]
+        ends = [each.end - run.begin for each in run.outcomes if each.status == "completed"]
+        tokens[label] = (seconds, [float(count) for count in bins])
+        requests[label] = (seconds, np.bincount(np.asarray(ends, int), minlength=len(bins)).astype(float).tolist())
+    x_label = "seconds since the first request"
+    yield plots.lines(tokens, title="Output tokens per second", x_label=x_label, y_label="tokens/s", step=True)
+    yield plots.lines(requests, title="Requests answered per second", x_label=x_label, y_label="requests/s", step=True)
+
+
+def _trade(results: Results) -> plots.Figure:
+    """Points are rates, or rounds of a server."""
+    points: dict[str, list[tuple[float, float, str]]] = {}
+    rounds = any(len(pairs) > 1 for pairs in results.values())
+    for label, pairs in results.items():
+        for number, (_, figures) in enumerate(pairs, 1):
+            tpot = figures.times["tpot"]
+            if tpot is not None and tpot.mean > 0:
+                point = (1000 / tpot.mean, figures.output_throughput, f"round {number}" if rounds else label)
+                points.setdefault(label if rounds else "rates", []).append(point)
+    return plots.scatter(
+        points,
+        title="Up and to the right is better",
+        x_label="tokens/s that each user sees (1 / mean TPOT)",
+        y_label="output tokens/s in total",
+        connect=not rounds,
+    )

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from chairlift.kernels.fp8 import quantize
 from chairlift.workbench.bench.device_programs import DeviceKernels
+from chairlift.workbench.bench.kernel_report import kernel_table
 from chairlift.workbench.bench.kernels import KernelSettings, measure_kernels
 from chairlift.workbench.bench.limits import GPU, Limits, Peak, Rate
 from chairlift.workbench.bench.machine import describe_machine
 from chairlift.workbench.bench.programs import WEIGHT_STD, Prepare
-from chairlift.workbench.bench.report import kernel_tables
+from chairlift.workbench.bench.report import text
 from chairlift.workbench.bench.shapes import ModelShape, Product, Shapes
 from tests.rowwise import needs_rowwise_products
 
@@ -133,8 +134,8 @@ def test_all_kinds_are_measured_and_printed(device: torch.device) -> None:
     assert [list(each.timings) for each in kinds[0]] == [["streamed", "library"], ["library"]]
     assert [each.extra_cost is None for each in kinds[0]] == [False, True]
     json.dumps([dataclasses.asdict(each) for kind in kinds for each in kind])
-    lines = [list(kernel_tables(kind)) for kind in kinds]
-    assert ["streaming costs" in table[2] for table in lines] == [True, False, False, False]
+    lines = [list(text(kernel_table(kind))) for kind in kinds]
+    assert ["streaming costs" in table[1] for table in lines] == [True, False, False, False]
     for table in lines:
         assert len({len(line) for line in table[2:]}) == 1
         assert max(map(len, table)) <= 100

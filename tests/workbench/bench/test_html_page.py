@@ -6,8 +6,8 @@ import re
 from functools import cache
 from html.parser import HTMLParser
 
-from chairlift.workbench.bench.html_page import Facts, Section, Table, Text, page
 from chairlift.workbench.bench.plots import bars, cdf
+from chairlift.workbench.bench.report import Facts, Report, Section, Table, Text
 
 VOID = {"meta", "link"}
 EVIL = '<script>alert("1")</script> & {title} %s \x00\x1b'
@@ -46,7 +46,8 @@ class Outline(HTMLParser):
 @cache
 def report(word: str = "word") -> str:
     chart = cdf({word: [1, 2, 3], "b": [2, 3]}, title=word, x_label=word)
-    return page(
+    return Report(
+        {},
         word,
         word,
         [
@@ -54,7 +55,7 @@ def report(word: str = "word") -> str:
             Section("table", [Table([word, "n"], [[word, "1"], ["other", word]], caption=word), Table([], [])]),
             Section("empty", []),
         ],
-    )
+    ).html()
 
 
 def test_everything_closes_and_nothing_is_loaded() -> None:
@@ -91,14 +92,16 @@ def test_charts_that_follow_each_other_share_a_row() -> None:
 
 
 def test_paragraphs_and_facts() -> None:
-    document = page("t", "lead one\n\nlead two", [Section("s", [Text("a\n\n\n\nb"), Facts({"cpu": "two cores"})])])
+    document = Report(
+        {}, "t", "lead one\n\nlead two", [Section("s", [Text("a\n\n\n\nb"), Facts({"cpu": "two cores"})])]
+    ).html()
     assert re.findall(r"<p(?: class=\"lead\")?>([^<]*)</p>", document) == ["lead one", "lead two", "a", "b"]
     assert "<dt>cpu</dt><dd>two cores</dd>" in document
 
 
 def test_every_colour_that_charts_name_is_defined() -> None:
     chart = bars(["a"], {str(i): [1] for i in range(9)}, title="t", y_label="y")
-    document = page("t", "", [Section("s", [chart])])
+    document = Report({}, "t", "", [Section("s", [chart])]).html()
     used = set(re.findall(r"var\((--[a-z0-9-]+)", document))
     assert used and used <= set(re.findall(r"(--[a-z0-9-]+):", document))
 

@@ -8,11 +8,12 @@ import torch
 
 from chairlift.errors import ConfigError
 from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.workbench.bench.kernel_report import kernel_table
 from chairlift.workbench.bench.kernels import KernelSettings, Measurement, measure_kernels
 from chairlift.workbench.bench.limits import Limits, LimitsNow, Peak, Rate, Roof
 from chairlift.workbench.bench.machine import Machine, describe_machine
 from chairlift.workbench.bench.programs import BLOCK_SIZE, Kernels, kv_bytes
-from chairlift.workbench.bench.report import kernel_tables
+from chairlift.workbench.bench.report import text
 from chairlift.workbench.bench.shapes import ModelShape, Product, Shapes
 from tests.native import needs_kernels
 
@@ -101,8 +102,8 @@ def test_results_are_plain_data_and_tables_fit_a_terminal(measured: tuple[int, l
     _, kinds = measured
     json.dumps([dataclasses.asdict(each) for kind in kinds for each in kind])
     for kind in kinds:
-        lines = list(kernel_tables(kind))
-        assert len(lines) == 3 + len(kind)
+        lines = list(text(kernel_table(kind)))
+        assert len(lines) == 2 + len(kind)
         assert max(map(len, lines)) <= 100
         assert len({len(line) for line in lines[2:]}) == 1
 

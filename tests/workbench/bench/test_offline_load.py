@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from chairlift.replay.replay import simulated_core
 from chairlift.scheduler.cost_model import CostModel, Roofline
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.workbench.bench.offline import run_here
-from chairlift.workbench.bench.serve_report import run_lines, serve_record
+from chairlift.workbench.bench.report import text
+from chairlift.workbench.bench.serve_report import run_blocks, serve_record
 from chairlift.workbench.bench.serve_result import figures_of
 from chairlift.workbench.bench.serve_run import Dialect, Load, ServeRun, Target, fit
 from chairlift.workbench.workload.arrivals import parse_arrivals
@@ -72,7 +74,7 @@ def test_times_of_requests_that_come_in_the_middle_of_steps() -> None:
     assert figures.max_concurrent_requests == 2
     assert (figures.lateness, figures.cpu_share, figures.shorter) == (None, None, 0)
     assert not list(figures.doubts(run))
-    assert not [line for line in run_lines(run, figures, {}) if line.startswith("client")]
+    assert not [line for line in text(*run_blocks(run, figures, {})) if line.startswith("client")]
 
 
 @pytest.mark.parametrize(
@@ -89,14 +91,14 @@ def test_figures_are_those_of_an_independent_tally_of_the_steps(settings: dict[s
     requests, _ = fit(draw_trace("chat", parse_arrivals("poisson:5"), 40, 3), core.kv.capacity_tokens)
     steps: list[tuple[float, float, list[str], list[str]]] = []
 
-    def note_step(record: Any) -> None:
+    def landed(record: Any) -> None:
         sampled = [name for name, _ in record.decodes] + [name for name, chunk in record.chunks if chunk.samples]
         began = sampled + [name for name, _ in record.chunks]
         steps.append((record.start, record.end, sampled, began))
         preempted.update(record.preempted)
 
     preempted: set[str] = set()
-    core.step_log.listener = note_step
+    core.events.subscribe("the test", SimpleNamespace(landed=landed))
     run = measured(core, limits, requests)
     tokens: dict[int, list[float]] = defaultdict(list)
     started: dict[int, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from chairlift.workbench.bench.offline_report import offline_page
+from chairlift.workbench.bench.offline_report import offline_report
 
 RUN = {
     "requests": 64,
@@ -48,13 +48,13 @@ RECORD: dict[str, Any] = {
 
 
 def test_engine_static_batches_floor_and_machine() -> None:
-    page = offline_page(RECORD)
+    page = offline_report(RECORD).html()
     lead = "320.8 output tokens per second, 2.50 times the rate of static batches, 80% of the most that this machine"
     assert f'<p class="lead">{lead} allows.</p>' in page
     for shown in ("20.00 s", "250 ms", "11,323", "16.00 s", "400.9", "45.0", "a &lt;cpu&gt;, 2 in use", "128", "0.7.0"):
         assert f">{shown}<" in page, shown
     assert page.count("<svg") == 2 and "not idle" not in page
-    assert "not idle" in offline_page(RECORD | {"machine": RECORD["machine"] | {"busy": 0.5}})
+    assert "not idle" in offline_report(RECORD | {"machine": RECORD["machine"] | {"busy": 0.5}}).html()
 
 
 def test_a_run_without_baseline_and_floor() -> None:
@@ -65,7 +65,7 @@ def test_a_run_without_baseline_and_floor() -> None:
         "shortened": 5,
     }
     del record["chairlift"]
-    page = offline_page(record)
+    page = offline_report(record).html()
     assert "320.8 output tokens per second.</p>" in page
     assert "The floor was not measured: kernels is &#x27;torch&#x27;." in page
     assert "<dt>shortened to fit</dt><dd>5</dd>" in page and "static batches</th>" not in page

@@ -270,7 +270,7 @@ def test_settings_of_others_are_left_alone() -> None:
 
 def test_matplotlib_comes_with_the_first_chart_and_without_pyplot() -> None:
     code = (
-        "import sys, chairlift.workbench.bench.plots as plots, chairlift.workbench.bench.html_page\n"
+        "import sys, chairlift.workbench.bench.plots as plots, chairlift.workbench.bench.report\n"
         "assert 'matplotlib' not in sys.modules\n"
         "plots.cdf({'a': [1]}, title='t', x_label='x').svg()\n"
         "assert 'matplotlib.pyplot' not in sys.modules"

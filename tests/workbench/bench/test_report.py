@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from chairlift.workbench.bench.kernel_report import doubts, limits_record, limits_table
 from chairlift.workbench.bench.limits import Limits, Peak, Rate, Roof
-from chairlift.workbench.bench.machine import Machine
-from chairlift.workbench.bench.report import doubts, limits_lines, limits_record, machine_lines, table
+from chairlift.workbench.bench.machine import Machine, machine_facts
+from chairlift.workbench.bench.report import Facts, Table, Text, text
 
 MACHINE = Machine("AMD EPYC", ("avx2",) * 13, 64, 32 << 20, 1 << 34, "Linux 6, Python 3.11", ("avx2",), 0.02)
 LIMITS = Limits(
@@ -15,21 +16,28 @@ LIMITS = Limits(
 
 
 def test_columns_line_up() -> None:
-    assert table(["name", "us"], [["a", "1.5"], ["longer", "1,000.0"]]) == [
+    table = Table(["name", "us"], [["a", "1.5"], ["longer", "1,000.0"]], "Times")
+    assert list(text(Facts({"cpu": "two\ncores"}), table, Text("all"))) == [
+        "cpu            two",
+        "               cores",
+        "",
+        "Times",
         "name         us",
         "a           1.5",
         "longer  1,000.0",
+        "",
+        "all",
     ]
 
 
 def test_limits_as_text_and_as_data() -> None:
-    lines = list(limits_lines(LIMITS))
+    record = limits_record(LIMITS)
+    lines = list(text(limits_table(record)))
     assert lines[0].split() == ["limit", "threads", "best", "median"]
     assert lines[2].split()[-3:] == ["64", "400.0", "394.0"]
     assert lines[3].split() == ["avx512_bf16", "bf16", "products,", "TFLOP/s", "64", "32.00", "30.00"]
     assert lines[4].split()[2:] == ["products,", "TOP/s", "64", "300.00", "200.00"]
-    assert max(len(line) for line in [*lines, *machine_lines(MACHINE)]) <= 100
-    record = limits_record(LIMITS)
+    assert max(len(line) for line in [*lines, *text(Facts(machine_facts(dataclasses.asdict(MACHINE))))]) <= 130
     assert record["read_bytes"][1] == {"threads": 64, "best": 4e11, "median": 3.94e11}
     assert record["product_operations"][0] == {
         "isa": "avx512_bf16",

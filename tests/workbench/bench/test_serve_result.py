@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError
 from chairlift.replay.traced_request import TracedRequest
+from chairlift.workbench.bench.report import text
 from chairlift.workbench.bench.serve_client import EventReader
-from chairlift.workbench.bench.serve_report import aligned, compared_rows, run_lines, serve_record
+from chairlift.workbench.bench.serve_report import compared_table, run_blocks, serve_record
 from chairlift.workbench.bench.serve_result import (
     Stats,
     compare,
@@ -119,7 +120,7 @@ def test_without_counts_gaps_are_of_chunks_and_said_to_be() -> None:
     assert not found.counted
     assert (found.output_tokens, found.itls) == (9, [1.0])
     assert found.tpot == pytest.approx(1.5 / 8)
-    lines = list(run_lines(run_of(found), figures_of(run_of(found), {}), {}))
+    lines = list(text(*run_blocks(run_of(found), figures_of(run_of(found), {}), {})))
     assert any(line.startswith("between chunks") for line in lines)
     assert any("does not say how many tokens a chunk has" in line for line in lines)
 
@@ -277,7 +278,7 @@ def test_a_run_without_an_answer_has_no_averages() -> None:
     figures = figures_of(run, {"ttft": 5.0})
     record = serve_record(run, figures, {"request_rate": 1.0, "burstiness": 1.0})
     assert (record["completed"], record["mean_ttft_ms"], record["request_goodput"]) == (0, None, 0.0)
-    lines = list(run_lines(run, figures, {"ttft": 5.0}))
+    lines = list(text(*run_blocks(run, figures, {"ttft": 5.0})))
     assert "failed         1 x connection refused: " in lines
     assert not [line for line in lines if line.startswith("time to first")]
 
@@ -340,8 +341,8 @@ def test_ratios() -> None:
     assert (same.ratio, same.low, same.high) == pytest.approx((0.5, 0.5, 0.5))
     assert compare(first[:1], second[:1])["output_throughput"].low is None
     assert not compare([], [])
-    table = aligned(compared_rows(ratios, first, second))
-    assert table[1].split() == [
+    table = list(text(compared_table(ratios, first, second)))
+    assert table[2].split() == [
         "output",
         "tokens/s",
         "76.67",
