@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 from chairlift.bench.limits import Roof
+from chairlift.kernels.weights import PLAIN, QUANTIZED, MatrixShape
 from chairlift.models.hf_config import ModelConfig
 
 __all__ = ["BUDGETS", "GPU_BUDGETS", "Floor", "ModelCost", "workload_floor"]
@@ -34,17 +35,17 @@ class ModelCost:
     head_params: int
     """Weights that only tokens that are sampled from pass: those behind the last layer's keys and values."""
     itemsize: int
-    """Bytes of a weight, and of an element of K and V; but for what fp8 saves."""
+    """Bytes of a weight, and of an element of K and V; but for what a quantized format saves."""
     kv_bytes: tuple[tuple[int | None, int], ...]
     """(window, bytes per token) of the layers together that see so many tokens; None sees all."""
     body_saved: int = 0
-    """Bytes that fp8 saves of the weights that every token passes."""
+    """Bytes that a quantized format saves of the weights that every token passes."""
     head_saved: int = 0
     """The same of the others."""
 
     @classmethod
     def of(cls, network: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> ModelCost:
-        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers in fp8."""
+        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers quantized."""
         hidden, inner, dim = network.hidden_size, network.intermediate_size, network.head_dim
         q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
         layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + 3 * hidden * inner + 2 * hidden
@@ -52,11 +53,11 @@ class ModelCost:
         layer += (2 * inner + hidden) * network.mlp_bias
         tail = layer - 2 * kv_width * (hidden + network.qkv_bias) - dim * network.qk_norm  # the final norm included
         saved = tail_saved = 0
-        if quantization is not None:  # one byte is left of a weight, and an output has a scale of four
-            each = dtype.itemsize - 1
-            saved = each * (2 * hidden * (q_width + kv_width) + 3 * hidden * inner)
-            saved -= 4 * (q_width + 2 * kv_width + 2 * hidden + 2 * inner)
-            tail_saved = saved - 2 * kv_width * (each * hidden - 4)
+        if quantization is not None:
+            sizes = (2 * kv_width, hidden), (q_width, hidden), (hidden, q_width), (2 * inner, hidden), (hidden, inner)
+            shapes, small = [MatrixShape(*size) for size in sizes], QUANTIZED[quantization]
+            each = [PLAIN.nbytes(shape, dtype) - small.nbytes(shape, dtype) for shape in shapes]
+            saved, tail_saved = sum(each), sum(each[1:])
         windows = collections.Counter(network.layer_windows)
         return cls(
             body_params=layer * network.num_hidden_layers + hidden - tail,
