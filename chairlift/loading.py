@@ -113,9 +113,9 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
     from chairlift.executor.kv_tensors import plan_kv_cache
     from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.select import choose_kernels, make_runner
+    from chairlift.executor.select import choose_format, choose_kernels, make_runner
     from chairlift.models.hf_config import read_config
-    from chairlift.models.loader import WeightLayout, load_model, resolve_dtype, resolve_model_dir
+    from chairlift.models.loader import load_model, resolve_dtype, resolve_model_dir
 
     name = config.model.model
     bundled = Path(__file__).parent / "assets"
@@ -132,9 +132,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     device = find_device(config.model.device)
     dtype = resolve_dtype(network, config.model.dtype)
     kernels = choose_kernels(config, network, dtype, device)
-    device_layout = WeightLayout.PLAIN if config.model.quantization is None else WeightLayout.FP8
-    layout = {"torch": WeightLayout.ONEDNN, "triton": device_layout}.get(kernels, WeightLayout.NATIVE)
-    model = load_model(model_dir, network, dtype, device, progress, layout=layout)
+    weight_format = choose_format(kernels, config.model.quantization)
+    model = load_model(model_dir, network, dtype, device, progress, weight_format=weight_format)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
         model.kv_cache_spec(),

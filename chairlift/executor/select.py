@@ -18,10 +18,19 @@ from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.kernels.cpu.library import Pool, best_isa, load, supported_isas, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES
 from chairlift.kernels.triton.launch import MOST_GROUP
+from chairlift.kernels.weights import NATIVE, ONEDNN, PLAIN, QUANTIZED, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig
 
-__all__ = ["choose_isa", "choose_kernels", "make_runner", "why_not_fp8", "why_not_native", "why_not_triton"]
+__all__ = [
+    "choose_format",
+    "choose_isa",
+    "choose_kernels",
+    "make_runner",
+    "why_not_fp8",
+    "why_not_native",
+    "why_not_triton",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +131,13 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
     return chosen
 
 
+def choose_format(kernels: str, quantization: str | None) -> WeightFormat:
+    """The weights that go with what :func:`choose_kernels` chose."""
+    if quantization is not None:
+        return QUANTIZED[quantization]
+    return {"torch": ONEDNN, "triton": PLAIN}.get(kernels, NATIVE)
+
+
 def choose_isa(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """The instruction-set path of the native kernels that will run the model, or None for PyTorch.
 
@@ -154,7 +170,7 @@ def make_runner(
     kernels: str,
     max_model_len: int,
 ) -> ModelRunner:
-    """The runner for what :func:`choose_kernels` chose, of a model loaded in the layout that goes with it."""
+    """The runner for what :func:`choose_kernels` chose, of a model with the weights that go with it."""
     threads, most = config.model.threads, config.scheduler.max_num_batched_tokens
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from chairlift.kernels.weights import PLAIN, WeightFormat
 from chairlift.models.context import AttentionContext, LayerCache
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.decoder import DecoderLayer
-from chairlift.models.layers.embedding import Embedding
-from chairlift.models.layers.linear import Linear
+from chairlift.models.layers.linear import Embedding, Linear, Matrix
 from chairlift.models.layers.norm import make_norm
 from chairlift.models.layers.rotary import RotaryEmbedding
 
@@ -53,9 +54,39 @@ class CausalLM(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the output head share the embedding's weight where the config says so."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        """Let the output head share the embedding's weight, where the config says so and the head's format can."""
+        if self.config.tie_word_embeddings and self.lm_head.format.embeds:
+            self.lm_head.take(self.model.embed_tokens.format, self.model.embed_tokens.weight)
+
+    def lay_out(self, weight_format: WeightFormat, dtype: torch.dtype, device: torch.device) -> None:
+        """Give every layer of a model on the meta device memory for its numbers, which are still to be written.
+
+        Weights of linear layers are in ``weight_format``, that of the output head in the format's ``head``; the
+        embedding shares it where it is tied and can be. Everything else is plain.
+        """
+        head, embedding = self.lm_head, self.model.embed_tokens
+        formats: dict[Matrix, WeightFormat] = {one: weight_format for one in self.modules() if isinstance(one, Linear)}
+        formats |= {embedding: PLAIN, head: weight_format.head}
+        if self.config.tie_word_embeddings and weight_format.head.embeds:
+            formats[embedding] = formats.pop(head)
+        for each in dict.fromkeys(formats.values()):
+            layers = [layer for layer, used in formats.items() if used == each]
+            weights = each.empty([layer.shape for layer in layers], dtype, device)
+            for layer, weight in zip(layers, weights, strict=True):
+                layer.take(each, weight)
+        self.tie_weights()
+        for module in self.modules():
+            for name, value in module.named_parameters(recurse=False):
+                if value.is_meta:
+                    empty = torch.empty(value.shape, dtype=dtype, device=device)
+                    setattr(module, name, nn.Parameter(empty, requires_grad=False))
+
+    def finish_head(self) -> None:
+        """The embedding has been written: a tied head whose format cannot share the embedding's weight packs a copy."""
+        if self.config.tie_word_embeddings and not self.lm_head.format.embeds:
+            rows = self.model.embed_tokens.weight.detach()
+            self.lm_head.format.write(self.lm_head.weight, 0, rows, mapped=False)
+            self.lm_head.finish()
 
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         hidden: Tensor = self.model(token_ids, positions, ctx)
@@ -70,9 +101,3 @@ class CausalLM(nn.Module):
         """What each layer stores per token."""
         config = self.config
         return [LayerCache(config.num_key_value_heads, config.head_dim, window) for window in config.layer_windows]
-
-    def prepack(self) -> None:
-        """Trade every linear weight for its prepacked form (CPU, inference only); see :class:`Linear`."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.prepack()

@@ -12,8 +12,9 @@ import re
 from torch import Tensor
 
 from chairlift.errors import ConfigError
+from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.layers.linear import Linear
+from chairlift.models.layers.linear import Matrix
 from chairlift.models.registry import FAMILIES
 
 __all__ = ["CheckpointPart", "checkpoint_layout", "hf_state_dict"]
@@ -61,11 +62,11 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
 def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
     """The model's weights under Hugging Face's names, detached and contiguous, ready for ``safetensors``.
 
-    Raises :class:`~chairlift.errors.ConfigError` for a model in a layout for serving, whose weights are gone.
+    Raises :class:`~chairlift.errors.ConfigError` for a model in a format for serving, whose plain weights are gone.
     """
-    if any(isinstance(module, Linear) and module.weight is None for module in model.modules()):
+    if any(isinstance(module, Matrix) and module.format != PLAIN for module in model.modules()):
         raise ConfigError(
-            "the model's weights were packed for serving and cannot be saved; load it with layout=WeightLayout.PLAIN"
+            "the model's weights were packed for serving and cannot be saved; load it with weight_format=PLAIN"
         )
     parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}

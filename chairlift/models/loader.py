@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,21 +19,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
-from chairlift.kernels.cpu.library import Memory, why_unavailable
-from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedWeight, by_slices, copy_rows, packed_bytes
-from chairlift.kernels.fp8 import Fp8Weight
+from chairlift.errors import EngineDeadError, ModelLoadError
+from chairlift.kernels.cpu.packing import by_slices
+from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.hf_config import ModelConfig, read_config, read_json
-from chairlift.models.layers.embedding import Embedding
-from chairlift.models.layers.linear import Linear, WeightLayout
+from chairlift.models.layers.linear import Matrix
 from chairlift.models.registry import FAMILIES
 
 __all__ = [
-    "WeightLayout",
     "check_weights",
     "load_model",
     "read_config",
@@ -104,26 +102,25 @@ def load_model(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     *,
-    layout: WeightLayout = WeightLayout.ONEDNN,
+    weight_format: WeightFormat = ONEDNN,
 ) -> CausalLM:
     """Build the model of ``config`` with the weights in ``model_dir``, ready for inference (no gradients).
 
-    ``progress`` is called with a label and the share done (0..1). ``layout`` says how linear weights are laid out as
-    they are loaded: PLAIN to train or to save; off the CPU, ONEDNN means PLAIN. Raises
-    :class:`~chairlift.errors.ModelLoadError` when weights are missing, damaged, surplus, misshapen or pickled, and
-    :class:`~chairlift.errors.ConfigError` when NATIVE is not possible.
+    ``progress`` is called with a label and the share done (0..1). Linear weights are laid out in ``weight_format`` as
+    they are loaded: PLAIN to train or to save. Raises :class:`~chairlift.errors.ModelLoadError` when weights are
+    missing, damaged, surplus, misshapen or pickled, and :class:`~chairlift.errors.ConfigError` when the format is not
+    possible; see :meth:`~chairlift.kernels.weights.WeightFormat.fitting`.
     """
     torch_dtype, device = resolve_dtype(config, dtype), torch.device(device)
-    if layout is WeightLayout.NATIVE:
-        _check_native(torch_dtype, device)
-    elif device.type != "cpu" and layout is WeightLayout.ONEDNN:
-        layout = WeightLayout.PLAIN
+    weight_format = weight_format.fitting(torch_dtype, device)
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, stack)
         parts = _checked_parts(tensors, model, model_dir)
-        _fill(model, parts, tensors, torch_dtype, device, progress, layout)
+        model.lay_out(weight_format, torch_dtype, device)
+        report = progress or _tell_nobody
+        _write(model, parts, tensors, lambda share: report("loading weights", share), mapped=True)
     return model.eval().requires_grad_(False)
 
 
@@ -134,11 +131,11 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, stack)
-        _check_finite(tensors, _checked_parts(tensors, model, model_dir), dtype, model_dir, None, mapped=True)
+        _check_finite(tensors, _checked_parts(tensors, model, model_dir), dtype, model_dir, _tell_nobody, mapped=True)
 
 
 def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], progress: Progress | None = None) -> None:
-    """Write other weights into a loaded model, in place, whatever the layout of each.
+    """Write other weights into a loaded model, in place, whatever the format of each.
 
     ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float dtype on
     any device; a tied output head may be among them or not. ``progress`` is as for :func:`load_model`.
@@ -173,9 +170,10 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
                 raise ModelLoadError(message) from None
         parts = _checked_parts(tensors, blank, where)
         mapped = not isinstance(source, Mapping)
-        _check_finite(tensors, parts, model.model.norm.weight.dtype, where, progress, mapped=mapped)
+        report = progress or _tell_nobody
+        _check_finite(tensors, parts, model.model.norm.weight.dtype, where, report, mapped=mapped)
         try:
-            _refill(model, parts, tensors, progress, mapped=mapped)
+            _write(model, parts, tensors, lambda share: report("replacing weights", (1 + share) / 2), mapped=mapped)
         except Exception as error:
             raise EngineDeadError(
                 f"the weights of {where} could be read in part only ({type(error).__name__}: {error}), and the model "
@@ -183,52 +181,8 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
             ) from error
 
 
-def _check_native(dtype: torch.dtype, device: torch.device) -> None:
-    if reason := why_unavailable():
-        raise ConfigError(reason)
-    if device.type != "cpu" or dtype not in NATIVE_DTYPES:
-        raise ConfigError(f"the CPU kernels run float32 and bfloat16 on device cpu, not {dtype} on {device}")
-
-
-def _fill(
-    model: CausalLM,
-    parts: list[CheckpointPart],
-    tensors: Mapping[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None,
-    layout: WeightLayout,
-) -> None:
-    """Replace each meta parameter by a real one, or by its packed form as soon as it is complete."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    total, done = sum(shape.numel() for shape in shapes.values()), 0
-    if layout is WeightLayout.NATIVE:
-        _reserve(model, dtype)
-    elif layout is WeightLayout.FP8:
-        for module in model.modules():  # the output head, like the embedding, loses more by it than it gains
-            if isinstance(module, Linear) and module is not model.lm_head:
-                module.fp8, module.weight = Fp8Weight(module.out_features, module.in_features, device), None
-    for name, group in _by_parameter(parts).items():
-        owner_name, _, attribute = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        if (laid_out := _laid_out(owner, attribute)) is not None:
-            for part in group:
-                laid_out.pack_rows(_read(tensors, part), part.start, mapped=True)
-        else:
-            value = torch.empty(shapes[name], dtype=dtype, device=device)
-            for part in group:
-                copy_rows(value[part.start : part.start + part.shape[0]], _read(tensors, part))
-            setattr(owner, attribute, nn.Parameter(value, requires_grad=False))
-            if isinstance(owner, Linear) and owner.native is not None:
-                owner.native.set_bias(value)
-            elif isinstance(owner, Linear) and attribute == "weight" and layout is WeightLayout.ONEDNN:
-                owner.prepack()
-        done += shapes[name].numel()
-        if progress is not None:
-            progress("loading weights", done / total)
-    model.tie_weights()
-    if layout is WeightLayout.ONEDNN:
-        model.lm_head.prepack()
+def _tell_nobody(label: str, share: float) -> None:
+    pass
 
 
 def _finite(rows: Tensor, dtype: torch.dtype) -> bool:
@@ -242,15 +196,14 @@ def _check_finite(
     parts: list[CheckpointPart],
     dtype: torch.dtype,
     where: Path,
-    progress: Progress | None,
+    report: Progress,
     *,
     mapped: bool,
 ) -> None:
-    groups = _by_parameter(parts)
+    groups = _by_layer(parts)
     for done, group in enumerate(groups.values()):
         for part, start, rows in _pieces(tensors, group):
-            if progress is not None:
-                progress("checking weights", done / len(groups) / 2)
+            report("checking weights", done / len(groups) / 2)
             if not _finite(rows, dtype):
                 first = start - part.start
                 raise ModelLoadError(
@@ -261,56 +214,40 @@ def _check_finite(
             by_slices(rows, lambda *_: None, mapped=mapped)  # lets go of the file's pages
 
 
-def _laid_out(owner: nn.Module, attribute: str) -> PackedWeight | Fp8Weight | None:
-    """What a weight was traded for, where that takes rows as they come."""
-    if attribute == "weight" and isinstance(owner, Linear) and owner.fp8 is not None:
-        return owner.fp8
-    return owner.native if attribute == "weight" and isinstance(owner, (Linear, Embedding)) else None
-
-
-def _by_parameter(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
+def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
+    """A layer's weight and bias stand together."""
     grouped: dict[str, list[CheckpointPart]] = {}
     for part in parts:
-        grouped.setdefault(part.parameter, []).append(part)
+        grouped.setdefault(part.parameter.rpartition(".")[0], []).append(part)
     return grouped
 
 
-def _refill(
-    model: CausalLM, parts: list[CheckpointPart], tensors: Mapping[str, Any], progress: Progress | None, *, mapped: bool
+def _write(
+    model: CausalLM,
+    parts: list[CheckpointPart],
+    tensors: Mapping[str, Any],
+    report: Callable[[float], None],
+    *,
+    mapped: bool,
 ) -> None:
-    """Write every weight where it lies. Only pages of mapped files may be let go of: others are somebody's tensors."""
-    groups = _by_parameter(parts)
-    for done, (name, group) in enumerate(groups.items()):
-        owner_name, _, attribute = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        laid_out = _laid_out(owner, attribute)
-        packed = owner.packed if attribute == "weight" and isinstance(owner, Linear) else None
-        if packed is not None:
-            shape = (sum(part.shape[0] for part in group), *group[0].shape[1:])
-            value = torch.empty(shape, dtype=packed.dtype)
-        elif laid_out is None:
-            value = getattr(owner, attribute).detach()
-        for _, start, rows in _pieces(tensors, group):
-            if progress is not None:
-                progress("replacing weights", (1 + done / len(groups)) / 2)
-            if laid_out is not None:
-                laid_out.pack_rows(rows, start, mapped=mapped)
-            elif mapped:
-                copy_rows(value[start : start + len(rows)], rows)
-            else:
-                value[start : start + len(rows)].copy_(rows)
-        if isinstance(owner, Linear) and packed is not None:
-            owner.weight = nn.Parameter(value, requires_grad=False)
-            owner.prepack()
-        elif isinstance(owner, Linear) and attribute == "bias" and owner.native is not None:
-            owner.native.set_bias(value)
-    if model.lm_head.packed is not None:
-        model.tie_weights()
-        model.lm_head.prepack()
+    """Put every number in its place, piece by piece. Only pages of mapped files may be let go of: others are somebody's
+    tensors."""
+    total, done = sum(math.prod(part.shape) for part in parts), 0
+    for name, group in _by_layer(parts).items():
+        layer = model.get_submodule(name)
+        for part, start, rows in _pieces(tensors, group):
+            attribute = part.parameter.rpartition(".")[2]
+            used = layer.format if isinstance(layer, Matrix) and attribute == "weight" else PLAIN
+            used.write(getattr(layer, attribute), start, rows, mapped=mapped)
+            done += rows.numel()
+            report(done / total)
+        if isinstance(layer, Matrix):
+            layer.finish()
+    model.finish_head()
 
 
 def _pieces(tensors: Mapping[str, Any], group: list[CheckpointPart]) -> Iterator[tuple[CheckpointPart, int, Tensor]]:
-    """A parameter's rows, and where each of these pieces begins: a slow disk reads a large one for minutes."""
+    """Rows of parameters, and where each of these pieces begins: a slow disk reads a large one for minutes."""
     for part in group:
         given = _read(tensors, part)
         count = max(_PIECE_BYTES // max(given[:1].nbytes, 1), 1)
@@ -335,27 +272,6 @@ class _InMemory:
 
     def get_dtype(self) -> str:
         return _STORED_AS.get(self._tensor.dtype, str(self._tensor.dtype))
-
-
-def _reserve(model: CausalLM, dtype: torch.dtype) -> None:
-    """Give every linear layer room for its packed form, all in one piece of memory.
-
-    One piece, because each begins on a huge page of its own: with one per layer the ends would add up.
-    """
-    by_weight = {id(module.weight): module for module in model.modules() if isinstance(module, Linear)}
-    linears = [by_weight[id(value)] for value in model.parameters() if id(value) in by_weight]
-    sizes = [packed_bytes(one.out_features, one.in_features, dtype, interleaved=one.interleaved) for one in linears]
-    memory, offset = Memory(sum(sizes)), 0
-    for linear, size in zip(linears, sizes, strict=True):
-        part = memory.part(offset, size)
-        packed = PackedWeight(
-            linear.out_features, linear.in_features, dtype, interleaved=linear.interleaved, memory=part
-        )
-        linear.take_native(packed)
-        offset += size
-    if model.config.tie_word_embeddings:
-        embedding = model.model.embed_tokens
-        embedding.native, embedding.weight = model.lm_head.native, None
 
 
 def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.hf_config import ModelConfig, parse_config
@@ -28,8 +29,7 @@ def random_model(
     torch_dtype = resolve_dtype(config, dtype)
     with torch.device("meta"):
         model = CausalLM(config)
-    model = model.to(torch_dtype).to_empty(device="cpu")
-    model.tie_weights()
+    model.lay_out(PLAIN, torch_dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from chairlift.errors import ConfigError
+from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config, read_json
-from chairlift.models.loader import WeightLayout, load_model, resolve_dtype
+from chairlift.models.loader import load_model, resolve_dtype
 from chairlift.train.balance import Cost
 from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
 from chairlift.train.config import DataSettings, DriftSettings, TrainConfig
@@ -229,7 +230,7 @@ def _stream(config: TrainConfig, network: ModelConfig, source: Any, ranks: Ranks
 def _make_model(prepared: Prepared) -> CausalLM:
     config = prepared.config
     if config.model.path is not None and prepared.resume_from is None:
-        return load_model(Path(config.model.path), prepared.network, torch.float32, layout=WeightLayout.PLAIN)
+        return load_model(Path(config.model.path), prepared.network, torch.float32, weight_format=PLAIN)
     return CausalLM(prepared.network)
 
 

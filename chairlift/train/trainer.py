@@ -98,7 +98,7 @@ class Trainer:
         if dtypes != {torch.float32}:
             raise ConfigError(
                 f"the trainer's weights must be float32, these are {', '.join(map(str, dtypes)) or 'none'}; load the "
-                "model with dtype float32 and layout=WeightLayout.PLAIN"
+                "model with dtype float32 and weight_format=PLAIN"
             )
         matrices = [p for p in self._parameters.values() if p.ndim >= 2]
         others = [p for p in self._parameters.values() if p.ndim < 2]

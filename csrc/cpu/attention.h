@@ -22,9 +22,9 @@ struct SoftmaxState {
 
 template <typename T>
 struct AttentionScratch {
-  Left<T> q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
+  Left<T, T> q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
   alignas(64) float scores[MAX_ATTENTION_ROWS * SCORES_STRIDE];
-  alignas(64) Left<T> weights[MAX_ATTENTION_ROWS * SCORES_STRIDE];
+  alignas(64) Left<T, T> weights[MAX_ATTENTION_ROWS * SCORES_STRIDE];
   alignas(64) SoftmaxState all, split;
   float factor[MAX_ATTENTION_ROWS];
   int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // the positions each row sees: low <= position < high
@@ -96,7 +96,7 @@ struct Reading {
 template <typename T>
 static void score(const AttentionTask<T>& task, AttentionScratch<T>& s, const Reading<T>& reading, int column0) {
   const Sixteens<T>& at = reading.at;
-  const int dim = task.kv.head_dim, steps = dim / Pairs<T>::P;
+  const int dim = task.kv.head_dim, steps = dim / Packed<T>::P;
   for (int i = 0, groups; i < at.count; i += groups) {
     groups = groups_at_once(task.rows, at.count - i);
     const char* ahead[MAX_GROUPS];
@@ -104,7 +104,7 @@ static void score(const AttentionTask<T>& task, AttentionScratch<T>& s, const Re
       const T* piece = reading.piece(i + task.fetch_ahead() + g);
       ahead[g] = piece ? (const char*)piece : (const char*)s.q;  // nothing is left; these are at hand
     }
-    Columns<T> keys{at.keys + i, 1, steps, steps, CL_KV_TOKENS * Pairs<T>::P};
+    Columns<T> keys{at.keys + i, 1, steps, steps, CL_KV_TOKENS * Packed<T>::P};
     product_rows<KEYS>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, SCORES_STRIDE, false,
                        Prefetch{ahead, groups, 64, task.far});
   }
@@ -117,7 +117,7 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
                       float scale) {
   const int low = s.low[row] - tile_start, high = s.high[row] - tile_start;
   float* scores = s.scores + row * SCORES_STRIDE;
-  Left<T>* weights = s.weights + row * SCORES_STRIDE;
+  Left<T, T>* weights = s.weights + row * SCORES_STRIDE;
   vf best = vset(-INFINITY);
   for (int j = from; j < to; j += LANES) {
     vf x = vload(scores + j);
@@ -144,7 +144,7 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
 template <typename T>
 static void add_values(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state,
                        const Reading<T>& reading, int last_tokens, int column0) {
-  enum { P = Pairs<T>::P, MOST = Sixteens<T>::MOST };
+  enum { P = Packed<T>::P, MOST = Sixteens<T>::MOST };
   const Sixteens<T>& at = reading.at;
   const int dim = task.kv.head_dim;
   for (int row = 0; row < task.rows; row++) {
@@ -178,7 +178,7 @@ static void clear(SoftmaxState& state, int rows, int dim) {
 // Copy the values of tokens [first, first + 16), those outside [low, high) as zeros: [16 / P, head_dim, P], as they lie.
 template <typename T>
 static const T* seen_values(const T* values, T* into, int dim, int first, int low, int high) {
-  enum { P = Pairs<T>::P };
+  enum { P = Packed<T>::P };
   for (int i = 0; i < CL_KV_TOKENS * dim; i++) {
     const int position = first + i / (dim * P) * P + i % P;
     into[i] = low <= position && position < high ? values[i] : T();

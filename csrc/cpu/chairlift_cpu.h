@@ -142,8 +142,6 @@ CL_EXPORT void cl_release_pages(const void* memory, size_t bytes);
 CL_EXPORT cl_pool* cl_pool_create(int32_t num_threads, int32_t pin);
 CL_EXPORT void cl_pool_destroy(cl_pool* pool);
 
-// Bytes of a packed weight of n rows (outputs) and k columns.
-CL_EXPORT size_t cl_packed_bytes(int64_t n, int64_t k, int32_t dtype);
 // Put rows [first_row, first_row + rows) of a weight into place: row r goes to column r % 32 of panel
 // first_panel + r / 32 * panel_step. Layout per panel: [k / P][32][P], P = 2 in bf16 and 1 in float32. src: row-major, src_stride elements per row.
 CL_EXPORT void cl_pack(void* packed, int32_t dtype, int64_t k, int64_t first_row, int64_t rows, int64_t first_panel,

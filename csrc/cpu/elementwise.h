@@ -23,8 +23,8 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
       memcpy(row, static_cast<const T*>(op.weight) + int64_t(id) * op.k, op.k * sizeof(T));
       continue;
     }
-    enum { P = Pairs<T>::P };
-    const T* column = packed_weight<T>(op.weight, op.n, op.k).panel(id / CL_PANEL) + id % CL_PANEL * P;
+    enum { P = Packed<T>::P };
+    const T* column = panels_of<T>(op.weight, op.n, op.k).panel(id / CL_PANEL) + id % CL_PANEL * P;
     for (int k = 0; k < op.k; k += P, column += CL_PANEL * P) memcpy(row + k, column, sizeof(T) * P);
   }
 }

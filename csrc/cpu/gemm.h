@@ -19,10 +19,11 @@ CL_INLINE Share share_of(int rows, int share, int shares) {
   return Share{int(int64_t(rows) * share / shares), int(int64_t(rows) * (share + 1) / shares)};
 }
 
-// How rows and k are blocked per dtype. SUPER rows at a time share one pass over the weight.
-template <typename T>
+// How rows and k are blocked per pair of types. SUPER rows at a time share one pass over the weight.
+template <typename Row, typename Weight>
 struct Blocking {
-  static constexpr bool FLOAT32 = sizeof(Left<T>) == sizeof(float), WIDENED = sizeof(T) < sizeof(Left<T>), STREAMS = true;
+  static constexpr bool FLOAT32 = sizeof(Left<Row, Weight>) == sizeof(float), STREAMS = true;
+  static constexpr bool WIDENED = sizeof(Row) < sizeof(Left<Row, Weight>);
   // Float32 products are so slow that one block of rows outlasts the fetching of what it is multiplied with. Pieces of k
   // and the rows that use them stay in L2; rows that were widened serve several panels.
   static constexpr int ROW_BLOCK = FLOAT32 ? MAX_ROW_BLOCK / ROWS * ROWS : int(ROWS), K_BLOCK = FLOAT32 ? 1024 : 4096;
@@ -37,7 +38,7 @@ struct Blocking {
 // that rows must serve several panels, the more so where k is long and the rows come from L3; but panels a multiple of
 // 128 KiB apart meet in the same sets of L2, where there is room for some of them only.
 template <>
-struct Blocking<bf16> {
+struct Blocking<bf16, bf16> {
   static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = false;
   static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 256, SUPER = 256;
   // Tiles outpace memory: all blocks must fetch. And half a tile of rows costs as much as a whole one.
@@ -48,12 +49,30 @@ struct Blocking<bf16> {
 #endif
 
 // What one thread needs for a product.
-template <typename T>
+template <typename Row, typename Weight>
 struct GemmScratch {
-  typedef Blocking<T> B;
+  typedef Blocking<Row, Weight> B;
   alignas(64) float tile[(B::SUPER + MAX_ROW_BLOCK) * (TILE_COLUMNS + TILE_PAD)];
   alignas(64) float widened[B::WIDENED ? B::ROW_BLOCK * (B::K_BLOCK + LANES) : 1];
 };
+
+// A packed weight: `count` panels of [k / P][32][P], k already padded.
+template <typename Weight>
+struct Panels {
+  const Weight* data;
+  int count;
+  int64_t k;
+  // A panel, from element `from` of k on; and the bytes of so many elements of k in a panel.
+  const Weight* panel(int64_t index, int64_t from = 0) const { return data + (index * k + from) * CL_PANEL; }
+  static int64_t bytes(int64_t k) { return k * CL_PANEL * int64_t(sizeof(Weight)); }
+};
+
+CL_INLINE int64_t padded(int64_t k) { return (k + CL_K_MULTIPLE - 1) / CL_K_MULTIPLE * CL_K_MULTIPLE; }
+
+template <typename Weight>
+static Panels<Weight> panels_of(const void* data, int64_t n, int64_t k) {
+  return Panels<Weight>{static_cast<const Weight*>(data), int((n + CL_PANEL - 1) / CL_PANEL), padded(k)};
+}
 
 // Bytes that are used next, fetched evenly over the steps of a product.
 struct Ahead {
@@ -62,34 +81,35 @@ struct Ahead {
 };
 static const Ahead NOTHING = {nullptr, 0};
 
-template <typename T>
-static void panel_product(int rows, const Left<T>* a, int64_t a_stride, const T* panel, int64_t k, float* out,
-                          int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<T>* kv) {
-  const int steps = int(k / Pairs<T>::P), groups = groups_at_once(rows, CL_PANEL / LANES);
+template <typename Row, typename Weight>
+static void panel_product(int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel, int64_t k, float* out,
+                          int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
+  enum { P = Packed<Weight>::P };
+  const int steps = int(k / P), groups = groups_at_once(rows, CL_PANEL / LANES);
   const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups), calls = CL_PANEL / LANES / groups * blocks;
   const int64_t bytes = (fetched.bytes / steps + calls - 1) / calls;
   const char* ahead[2] = {fetched.at};
   Prefetch share{ahead, bytes > 64 ? 2 : bytes > 0, bytes};
   for (int v = 0; v < CL_PANEL / LANES; v += groups) {
-    const T* column[2] = {panel + v * LANES * Pairs<T>::P, panel + (v + groups - 1) * LANES * Pairs<T>::P};
-    const Columns<T> columns{column, 1, steps, steps, CL_PANEL * Pairs<T>::P};
+    const Weight* column[2] = {panel + v * LANES * P, panel + (v + groups - 1) * LANES * P};
+    const Columns<Weight> columns{column, 1, steps, steps, CL_PANEL * P};
     for (int block = 0; block < blocks; block++, ahead[0] += steps * bytes) {
       const int row = rows * block / blocks, here = rows * (block + 1) / blocks - row;
       ahead[1] = ahead[0] + 64;
-      if (kv) kv->join(share, here, groups, steps, bytes);
+      if (kv) kv->join(share, here, groups, steps, Pair<Row, Weight>::PARTS, bytes);
       const auto* a_here = a + row * a_stride;
       float* out_here = out + row * out_stride + v * LANES;
       if (groups == 1)
-        product<T, 1, PANEL, true>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
+        product<Row, Weight, 1, PANEL, true>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
       else
-        product<T, 2, PANEL, true>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
+        product<Row, Weight, 2, PANEL, true>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
     }
   }
 }
 #if defined(CL_USE_AMX)
 template <>
-void panel_product<bf16>(int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k, float* out,
-                         int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<bf16>*) {
+void panel_product<bf16, bf16>(int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k, float* out,
+                               int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<bf16>*) {
   tile_product(rows, a, a_stride, panel, k, out, out_stride, accumulate, fetched.at, fetched.bytes);
 }
 #endif
@@ -102,12 +122,13 @@ CL_INLINE bool one_pass(int rows) {
 
 // The same for all rows there are, in one pass. Nothing is read twice, so what is fetched lies only a little ahead; at the end
 // of what this thread reads, that is the beginning of `then`.
-template <typename T>
-static void stream_product(int rows, const Left<T>* a, int64_t a_stride, const T* panel, int64_t k, float* out,
-                           int64_t out_stride, bool accumulate, bool last, Ahead then, KVAhead<T>* kv) {
-  const int64_t row_bytes = CL_PANEL * int64_t(sizeof(T)), most = STREAM_AHEAD / row_bytes;
-  const int64_t tail = !last ? 0 : k < most ? k : most, body = k - tail, bytes = tail * row_bytes;
-  const Ahead own{(const char*)panel + STREAM_AHEAD, body * row_bytes};
+template <typename Row, typename Weight>
+static void stream_product(int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel, int64_t k, float* out,
+                           int64_t out_stride, bool accumulate, bool last, Ahead then, KVAhead<Row>* kv) {
+  typedef Panels<Weight> W;
+  const int64_t most = STREAM_AHEAD / W::bytes(1);
+  const int64_t tail = !last ? 0 : k < most ? k : most, body = k - tail, bytes = W::bytes(tail);
+  const Ahead own{(const char*)panel + STREAM_AHEAD, W::bytes(body)};
   if (body > 0) panel_product(rows, a, a_stride, panel, body, out, out_stride, accumulate, own, kv);
   if (tail == 0) return;
   panel_product(rows, a + body, a_stride, panel + body * CL_PANEL, tail, out, out_stride, accumulate || body > 0,
@@ -115,34 +136,18 @@ static void stream_product(int rows, const Left<T>* a, int64_t a_stride, const T
 }
 
 // Rows in float32, k and a line apart: a power of two apart they would meet in one set of L1.
-template <typename T>
-static const float* widened(const T* a, int64_t a_stride, int rows, int64_t k, float* to) {
+template <typename Row>
+static const float* widened(const Row* a, int64_t a_stride, int rows, int64_t k, float* to) {
   for (int r = 0; r < rows; r++)
     for (int64_t i = 0; i < k; i += LANES) vstore(to + r * (k + LANES) + i, vload(a + r * a_stride + i));
   return to;
 }
 
-// A packed weight: `panels` of [k / P][32][P], k already padded.
-template <typename T>
-struct Weight {
-  const T* data;
-  int panels;
-  int64_t k;
-  const T* panel(int64_t index) const { return data + index * k * CL_PANEL; }
-};
-
-CL_INLINE int64_t padded(int64_t k) { return (k + CL_K_MULTIPLE - 1) / CL_K_MULTIPLE * CL_K_MULTIPLE; }
-
-template <typename T>
-static Weight<T> packed_weight(const void* data, int64_t n, int64_t k) {
-  return Weight<T>{static_cast<const T*>(data), int((n + CL_PANEL - 1) / CL_PANEL), padded(k)};
-}
-
 // How many units of `unit` panels make a chunk: as many as pay, but never so many that one thread waits for another.
-template <typename T>
-static int chunk_panels(const Weight<T>& weight, int unit, int m, int threads) {
-  const int units = weight.panels / unit;
-  for (int most = Blocking<T>::most_panels(m, weight.k) / unit; most > 1; most--) {
+template <typename Row, typename Weight>
+static int chunk_panels(const Panels<Weight>& weight, int unit, int m, int threads) {
+  const int units = weight.count / unit;
+  for (int most = Blocking<Row, Weight>::most_panels(m, weight.k) / unit; most > 1; most--) {
     const int chunks = (units + most - 1) / most, rounds = (chunks + threads - 1) / threads;
     if (int64_t(rounds) * threads * most * 100 <= int64_t(units) * 107) return most * unit;
   }
@@ -151,12 +156,13 @@ static int chunk_panels(const Weight<T>& weight, int unit, int m, int threads) {
 
 // A product is divided into chunks of panels and, where there are many, blocks of rows: item i is chunk i % chunks of block
 // i / chunks.
-template <typename T>
+template <typename Row, typename Weight>
 struct GemmItems {
+  enum { SUPER = Blocking<Row, Weight>::SUPER };
   int chunks, supers;
 
-  GemmItems(const Weight<T>& weight, int chunk_panels, int m)
-      : chunks((weight.panels + chunk_panels - 1) / chunk_panels), supers((m + Blocking<T>::SUPER - 1) / Blocking<T>::SUPER) {}
+  GemmItems(const Panels<Weight>& weight, int chunk_panels, int m)
+      : chunks((weight.count + chunk_panels - 1) / chunk_panels), supers((m + SUPER - 1) / SUPER) {}
   int64_t count() const { return int64_t(chunks) * supers; }
 };
 
@@ -165,11 +171,12 @@ struct GemmItems {
 // `epilogue.fetch(first row, rows, panel)` may fetch what it will write, while the product takes its time. k is never
 // divided among threads. `a` has readable memory for MAX_ROW_BLOCK rows behind row m. `then`: what this thread reads after that.
 // `kv`, or null: what to fetch where memory has time to spare; AMX leaves it none.
-template <typename T, typename Epilogue>
-static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m, const Weight<T>& weight,
-                 int chunk_panels, GemmScratch<T>& scratch, const Epilogue& epilogue, Ahead then, KVAhead<T>* kv) {
-  typedef Blocking<T> B;
-  const GemmItems<T> all(weight, chunk_panels, m);
+template <typename Row, typename Weight, typename Epilogue>
+static void gemm(cl_pool& pool, int thread, const Row* a, int64_t a_stride, int m, const Panels<Weight>& weight,
+                 int chunk_panels, GemmScratch<Row, Weight>& scratch, const Epilogue& epilogue, Ahead then,
+                 KVAhead<Row>* kv) {
+  typedef Blocking<Row, Weight> B;
+  const GemmItems<Row, Weight> all(weight, chunk_panels, m);
   const int chunks = all.chunks, supers = all.supers;
   // Rows of the tile are a line longer than they need be: 1 KiB apart they would meet in few sets of L1.
   const int64_t items = all.count(), tile_stride = int64_t(chunk_panels) * CL_PANEL + TILE_PAD;
@@ -187,13 +194,13 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
     const Share share = share_of((m + ROW_UNIT - 1) / ROW_UNIT, int(item / chunks), supers);
     const int first_panel = int(item % chunks) * chunk_panels, super = share.begin * ROW_UNIT;
     const int rows_here = (share.end * ROW_UNIT < m ? share.end * ROW_UNIT : m) - super;
-    const int panels = weight.panels - first_panel < chunk_panels ? weight.panels - first_panel : chunk_panels;
+    const int panels = weight.count - first_panel < chunk_panels ? weight.count - first_panel : chunk_panels;
     const int next_panel = int(following % chunks) * chunk_panels;
-    const int fetched = following < items && next_panel != first_panel ? weight.panels - next_panel : 0;
+    const int fetched = following < items && next_panel != first_panel ? weight.count - next_panel : 0;
     const int blocks = (rows_here + B::ROW_BLOCK - 1) / B::ROW_BLOCK;
     const int fetching = B::fetching(blocks);
     const bool streams = B::STREAMS && blocks == 1 && one_pass(rows_here);
-    KVAhead<T>* also = kv && kv->due(turns.left(item) * chunk_panels * CL_PANEL * weight.k * int64_t(sizeof(T))) ? kv : nullptr;
+    KVAhead<Row>* also = kv && kv->due(turns.left(item) * chunk_panels * weight.bytes(weight.k)) ? kv : nullptr;
     // A piece of k for all rows, then the next: what is multiplied with it stays in L2 meanwhile, and the sums wait there.
     for (int64_t piece = 0; piece < pieces; piece++) {
       const int64_t k = units * piece / pieces * CL_K_MULTIPLE;
@@ -201,10 +208,10 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
       const bool last_piece = piece + 1 == pieces, last = last_piece && following >= items;
       // What is used next: the following piece of these panels, the first of the next item's, or what comes then, as much
       // of it as can be fetched meanwhile, by all panels alike or, with float32 products, by the last one.
-      const int64_t bytes_here = k_here * CL_PANEL * sizeof(T), bytes_then = then.bytes / (B::FLOAT32 ? 1 : panels) / 64 * 64;
+      const int64_t bytes_here = weight.bytes(k_here), bytes_then = then.bytes / (B::FLOAT32 ? 1 : panels) / 64 * 64;
       const int64_t next_bytes = last && bytes_then < bytes_here ? bytes_then : bytes_here;
-      const int64_t next_stride = last ? next_bytes : weight.k * CL_PANEL * int64_t(sizeof(T));
-      const T* own = last_piece ? weight.panel(next_panel) : weight.panel(first_panel) + (k + k_here) * CL_PANEL;
+      const int64_t next_stride = last ? next_bytes : weight.bytes(weight.k);
+      const Weight* own = last_piece ? weight.panel(next_panel) : weight.panel(first_panel, k + k_here);
       const char* next = last ? then.at : (const char*)own;
       const int next_panels = last ? panels : last_piece ? fetched : panels;
       for (int block = 0; block < blocks; block++) {
@@ -212,13 +219,13 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
         const int rows = super + B::first_row(rows_here, block + 1, blocks) - begin;
         float* sums = tile + (pieces > 1 ? block * B::ROW_BLOCK * tile_stride : 0);
         const int64_t left_stride = B::WIDENED ? k_here + LANES : a_stride;
-        const Left<T>* left;
+        const Left<Row, Weight>* left;
         if constexpr (B::WIDENED)
           left = widened(a + begin * a_stride + k, a_stride, rows, k_here, scratch.widened);
         else
           left = a + begin * a_stride + k;
         for (int p = 0; p < panels; p++) {
-          const T* here = weight.panel(first_panel + p) + k * CL_PANEL;
+          const Weight* here = weight.panel(first_panel + p, k);
           Ahead ahead = NOTHING;
           if (!B::FLOAT32 && p < next_panels && block < fetching) {
             // A share of what its own like of what is next consists of.
@@ -227,7 +234,7 @@ static void gemm(cl_pool& pool, int thread, const T* a, int64_t a_stride, int m,
           } else if (B::FLOAT32 && (p + 1 < panels ? block == 0 : block + 1 == blocks && next_panels > 0)) {
             // This piece of the next panel, which the second block then finds in L2; behind the last panel what is next.
             const bool same = p + 1 < panels;
-            ahead = Ahead{same ? (const char*)(here + weight.k * CL_PANEL) : next, same ? bytes_here : next_bytes};
+            ahead = Ahead{same ? (const char*)weight.panel(first_panel + p + 1, k) : next, same ? bytes_here : next_bytes};
           }
           float* out = sums + p * CL_PANEL;
           if (last_piece && !streams) epilogue.fetch(begin, rows, first_panel + p);

@@ -84,31 +84,32 @@ static void choose(cl_pool& pool, int thread, const HeadCall& call, const Best* 
 
 static const Best NO_BEST = {-INFINITY, INT32_MAX, 0};
 
-template <typename T>
+template <typename Row, typename Weight>
 static void head_of(cl_pool& pool, int thread, const HeadCall& call) {
   const int threads = pool.num_threads();
-  const HeadShared<T> shared = head_shared<T>(call, threads);
+  const HeadShared<Row> shared = head_shared<Row>(call, threads);
   const Share share = share_of(call.num_rows, thread, threads);
   for (int row = share.begin; row < share.end; row++)
     memcpy(shared.rows + row * shared.stride,
-           static_cast<const T*>(call.hidden) + call.token_rows[row] * call.stride, padded(call.k) * sizeof(T));
+           static_cast<const Row*>(call.hidden) + call.token_rows[row] * call.stride, padded(call.k) * sizeof(Row));
   Best* best = shared.best + int64_t(thread) * call.num_rows;
   for (int row = 0; row < call.num_rows; row++) best[row] = NO_BEST;
   if (thread == 0)
     for (int row = 0, next = 0; row < call.num_rows; row++) shared.stored[row] = needs_logits(call.rows[row]) ? next++ : -1;
-  GemmScratch<T>& scratch = *static_cast<GemmScratch<T>*>(pool.scratch(thread, sizeof(GemmScratch<T>)));
+  typedef GemmScratch<Row, Weight> Scratch;
+  Scratch& scratch = *static_cast<Scratch*>(pool.scratch(thread, sizeof(Scratch)));
   pool.barrier(thread);
-  gemm(pool, thread, shared.rows, shared.stride, call.num_rows, packed_weight<T>(call.weight, call.vocab, call.k), 4, scratch,
-       ChooseOrStore<T>{call, shared, best}, NOTHING, static_cast<KVAhead<T>*>(nullptr));
+  gemm(pool, thread, shared.rows, shared.stride, call.num_rows, panels_of<Weight>(call.weight, call.vocab, call.k), 4, scratch,
+       ChooseOrStore<Row>{call, shared, best}, NOTHING, static_cast<KVAhead<Row>*>(nullptr));
   pool.barrier(thread);
   choose(pool, thread, call, shared.best, shared.stored, threads);
 }
 
 static void head(cl_pool& pool, int thread, const HeadCall& call) {
   if (call.program.dtype == CL_BF16)
-    head_of<bf16>(pool, thread, call);
+    head_of<bf16, bf16>(pool, thread, call);
   else
-    head_of<float>(pool, thread, call);
+    head_of<float, float>(pool, thread, call);
 }
 
 // Rows of given logits. What `head` fuses is done here in pieces of the same kind.

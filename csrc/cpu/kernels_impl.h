@@ -26,7 +26,7 @@ struct Tiles {
 
 template <typename T>
 struct Scratch {
-  GemmScratch<T> gemm;
+  GemmScratch<T, T> gemm;
   AttentionScratch<T> attention;
 };
 
@@ -49,8 +49,8 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
         kv.look(i + 1, end_op);
         break;
       default:
-        linear<T>(pool, thread, op, program, batch, scratch.gemm,
-                  first_weights<T>(program, i, end_op, batch.num_tokens, thread, pool.num_threads()), kv);
+        linear<T, T>(pool, thread, op, program, batch, scratch.gemm,
+                     first_weights<T, T>(program, i, end_op, batch.num_tokens, thread, pool.num_threads()), kv);
     }
     pool.barrier(thread);
   }
@@ -136,7 +136,7 @@ static const Kernels table = {
 #if defined(CL_USE_AMX)
     {4 * 16384.0, 4 * 32768.0},
 #else
-    {PEAK_CHAINS * LANES * 4.0 / Pairs<bf16>::PARTS, 0.0},
+    {PEAK_CHAINS * LANES * 4.0 / Pair<bf16, bf16>::PARTS, 0.0},
 #endif
     split_state_bytes, scratch_bytes, head_shared_bytes,
 };

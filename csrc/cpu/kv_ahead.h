@@ -42,14 +42,14 @@ class KVAhead {
     return true;
   }
 
-  // Lets a product of `rows` rows and `groups` groups of columns, which fetches `bytes` at each of `steps` steps, fetch KV
-  // too: evenly over all products that are left, and never a line of it more often than every step.
-  void join(Prefetch& prefetch, int rows, int groups, int steps, int64_t bytes) {
+  // Lets a product of `rows` rows and `groups` groups of columns, which fetches `bytes` at each of `steps` steps of `parts`
+  // products, fetch KV too: evenly over all products that are left, and never a line of it more often than every step.
+  void join(Prefetch& prefetch, int rows, int groups, int steps, int parts, int64_t bytes) {
     enum { MOST = sizeof pieces_ / sizeof *pieces_, SAVED = 8 };
     prefetch.pieces = 0;
     // What could not be fetched when it was due is not all fetched at the next chance: that would be a burst.
-    credit_ = (credit_ < SAVED ? credit_ : double(SAVED)) + pace_ * rows * steps * groups * LANES * Pairs<T>::P * sizeof(T);
-    const int64_t rate = int64_t(KV_AHEAD_RATE) * Pairs<T>::PARTS * rows - bytes;
+    credit_ = (credit_ < SAVED ? credit_ : double(SAVED)) + pace_ * rows * steps * groups * STEP_BYTES;
+    const int64_t rate = int64_t(KV_AHEAD_RATE) * parts * rows - bytes;
     if (rate <= 0 || rows < MANY_ROWS) return;
     int64_t count = (rate < 64 ? rate : 64) * steps / piece_bytes();
     count = count < int64_t(credit_) ? count : int64_t(credit_);

@@ -103,7 +103,7 @@ struct StoreHeads {
   }
 
  private:
-  enum { P = Pairs<T>::P };
+  enum { P = Packed<T>::P };
 
   void shape(float* x, const float* norm, int t) const {
     const int dim = op.head_dim, half = dim / 2;
@@ -168,47 +168,47 @@ CL_INLINE int panels_per_heads(int head_dim) {
 }
 
 // How many panels of a product's weight make a chunk.
-template <typename T>
-static int chunk_of(const cl_op& op, const Weight<T>& weight, int m, int threads) {
+template <typename Row, typename Weight>
+static int chunk_of(const cl_op& op, const Panels<Weight>& weight, int m, int threads) {
   const int unit = op.kind == CL_OP_QKV ? panels_per_heads(op.head_dim) : op.kind == CL_OP_LINEAR_SILU ? 2 : 1;
-  return chunk_panels(weight, unit, m, threads);
+  return chunk_panels<Row>(weight, unit, m, threads);
 }
 
 // What a thread begins with in the product behind operation `at`, where nothing that fills the cache comes before it.
-template <typename T>
+template <typename Row, typename Weight>
 static Ahead first_weights(const cl_program& program, int at, int end, int m, int thread, int threads) {
   do at++;
   while (at < end && (program.ops[at].kind == CL_OP_RMS_NORM || program.ops[at].kind == CL_OP_ADD));
   if (at == end) return NOTHING;
   const cl_op& op = program.ops[at];
   if (op.kind != CL_OP_LINEAR && op.kind != CL_OP_LINEAR_SILU && op.kind != CL_OP_QKV) return NOTHING;
-  const Weight<T> weight = packed_weight<T>(op.weight, op.n, op.k);
-  const int chunk = chunk_of(op, weight, m, threads);
-  const GemmItems<T> items(weight, chunk, m);
-  const int first = int(Turns::begin(items.count(), thread, threads) % items.chunks) * chunk, left = weight.panels - first;
-  return Ahead{(const char*)weight.panel(first), (chunk < left ? chunk : left) * weight.k * CL_PANEL * int64_t(sizeof(T))};
+  const Panels<Weight> weight = panels_of<Weight>(op.weight, op.n, op.k);
+  const int chunk = chunk_of<Row>(op, weight, m, threads);
+  const GemmItems<Row, Weight> items(weight, chunk, m);
+  const int first = int(Turns::begin(items.count(), thread, threads) % items.chunks) * chunk, left = weight.count - first;
+  return Ahead{(const char*)weight.panel(first), (chunk < left ? chunk : left) * weight.bytes(weight.k)};
 }
 
-template <typename T>
+template <typename Row, typename Weight>
 static void linear(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
-                   GemmScratch<T>& scratch, Ahead then, KVAhead<T>& kv) {
+                   GemmScratch<Row, Weight>& scratch, Ahead then, KVAhead<Row>& kv) {
   kv.begin(op);
-  const T* in = static_cast<const T*>(program.buffers[op.in]);
-  T* out = static_cast<T*>(program.buffers[op.out]);
+  const Row* in = static_cast<const Row*>(program.buffers[op.in]);
+  Row* out = static_cast<Row*>(program.buffers[op.out]);
   const int64_t in_stride = program.strides[op.in], out_stride = program.strides[op.out];
-  const Weight<T> weight = packed_weight<T>(op.weight, op.n, op.k);
-  const int m = batch.num_tokens, chunk = chunk_of(op, weight, m, pool.num_threads());
+  const Panels<Weight> weight = panels_of<Weight>(op.weight, op.n, op.k);
+  const int m = batch.num_tokens, chunk = chunk_of<Row>(op, weight, m, pool.num_threads());
   if (op.kind == CL_OP_LINEAR) {
-    const T* residual = op.aux >= 0 ? static_cast<const T*>(program.buffers[op.aux]) : nullptr;
-    StoreResult<T> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n};
+    const Row* residual = op.aux >= 0 ? static_cast<const Row*>(program.buffers[op.aux]) : nullptr;
+    StoreResult<Row> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n};
     gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
   } else if (op.kind == CL_OP_LINEAR_SILU) {
-    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<T>{out, out_stride, op.bias}, then, &kv);
+    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row>{out, out_stride, op.bias}, then, &kv);
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
     const cl_kv_layer& layer = program.kv_layers[op.layer];
     const int64_t* slots = batch.slot_mapping + int64_t(layer.group) * m;
-    StoreHeads<T> store{op, layer, slots, m, rotary, out, out_stride};
+    StoreHeads<Row> store{op, layer, slots, m, rotary, out, out_stride};
     gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
   }
 }

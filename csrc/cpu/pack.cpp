@@ -31,10 +31,6 @@ void pack(Element* packed, int64_t k, int64_t first_row, int64_t rows, int64_t f
 
 }  // namespace
 
-size_t cl_packed_bytes(int64_t n, int64_t k, int32_t dtype) {
-  return size_t(rounded_up(n, CL_PANEL)) * size_t(rounded_up(k, CL_K_MULTIPLE)) * (dtype == CL_BF16 ? 2 : 4);
-}
-
 void cl_pack(void* packed, int32_t dtype, int64_t k, int64_t first_row, int64_t rows, int64_t first_panel,
              int64_t panel_step, const void* src, int64_t src_stride) {
   if (dtype == CL_BF16)

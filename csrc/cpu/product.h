@@ -7,34 +7,42 @@
 
 namespace CL_NS {
 
-// What differs per dtype: P elements lie together in one step of k, and PARTS products make a step. Rows come as `Left`:
-// as they are, or widened to float32 beforehand where nothing but float32 can be multiplied.
+// Packed columns of type T: P consecutive elements of k lie side by side, 32 bits in all. They are one step of k.
 template <typename T>
-struct Pairs;
+struct Packed {
+  enum { P = 4 / sizeof(T) };
+};
+enum { STEP_BYTES = 4 * LANES };  // of one step of sixteen columns
+
+// How rows of one type are multiplied with columns of another. A step of k takes PARTS products. Rows come as `Left`: as
+// they are, or widened to float32 beforehand on paths that multiply only float32. There is one specialisation for each pair
+// of types that the kernels multiply.
+template <typename Row, typename Weight>
+struct Pair;
 template <>
-struct Pairs<float> {
+struct Pair<float, float> {
   typedef float Left;
-  enum { P = 1, PARTS = 1 };
+  enum { PARTS = 1 };
 };
 template <>
-struct Pairs<bf16> {
+struct Pair<bf16, bf16> {
 // The AMX path multiplies bf16 by tiles, whatever its vectors could do.
 #if defined(__AVX512BF16__) || defined(CL_USE_AMX)
   typedef bf16 Left;
-  enum { P = 2, PARTS = 1 };
+  enum { PARTS = 1 };
 #else
   typedef float Left;
-  enum { P = 2, PARTS = 2 };
+  enum { PARTS = 2 };
 #endif
 };
-template <typename T>
-using Left = typename Pairs<T>::Left;
+template <typename Row, typename Weight>
+using Left = typename Pair<Row, Weight>::Left;
 
 // Packed columns: `segments` pieces of `steps` steps each (the last may be shorter), consecutive steps `stride` elements apart.
 // column[v * segments + s] is where piece s of the v-th group of 16 columns starts. Attention's pieces are KV tiles.
-template <typename T>
+template <typename Weight>
 struct Columns {
-  const T* const* column;
+  const Weight* const* column;
   int segments, steps, last_steps;
   int64_t stride;
 };
@@ -146,9 +154,10 @@ CL_INLINE void load_anew() { __asm__ volatile("" ::: "memory"); }
 
 // FOUR: there may be four lines at a step, as for attention; where there are not, their addresses take registers from many rows.
 // One step: the lines behind `behind` fetched, R x V sums brought forward by the products of one element or pair of k.
-template <typename T, int R, int V, bool NEAR, bool FOUR>
-CL_INLINE void product_step(const Left<T>* const (&a)[(R + 2) / 3], int64_t a_stride, const T* const (&column)[V],
-                            const char* const (&ahead)[4], int lines, int64_t behind, vf (&sum)[R][V]) {
+template <typename Row, typename Weight, int R, int V, bool NEAR, bool FOUR>
+CL_INLINE void product_step(const Left<Row, Weight>* const (&a)[(R + 2) / 3], int64_t a_stride,
+                            const Weight* const (&column)[V], const char* const (&ahead)[4], int lines, int64_t behind,
+                            vf (&sum)[R][V]) {
   if (lines > 0) {
     fetch_line<NEAR>(ahead[0] + behind);
     if (lines > 1) fetch_line<NEAR>(ahead[1] + behind);
@@ -158,7 +167,7 @@ CL_INLINE void product_step(const Left<T>* const (&a)[(R + 2) / 3], int64_t a_st
     }
   }
 #pragma GCC unroll 2
-  for (int part = 0; part < Pairs<T>::PARTS; part++) {
+  for (int part = 0; part < Pair<Row, Weight>::PARTS; part++) {
     constexpr int AT_ONCE = V < GROUPS_AT_ONCE ? V : int(GROUPS_AT_ONCE);
 #pragma GCC unroll 4
     for (int group = 0; group < V; group += AT_ONCE) {
@@ -178,21 +187,21 @@ CL_INLINE void product_step(const Left<T>* const (&a)[(R + 2) / 3], int64_t a_st
 
 // out[R, 16 V] = (accumulate ? out : 0) + a[R, k] @ columns. Rows of a are a_stride elements apart, of out out_stride floats.
 // A function of its own, because among a caller's variables compilers keep sums in memory.
-template <typename T, int R, int V, Layout LAYOUT, bool FAR>
-CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out, int64_t out_stride,
-                            bool accumulate, Prefetch prefetch) {
-  enum { P = Pairs<T>::P };
+template <typename Row, typename Weight, int R, int V, Layout LAYOUT, bool FAR>
+CL_NOINLINE void product_of(const Left<Row, Weight>* a, int64_t a_stride, const Columns<Weight>& b, float* out,
+                            int64_t out_stride, bool accumulate, Prefetch prefetch) {
+  enum { P = Packed<Weight>::P };
   constexpr bool PIECES = LAYOUT == VALUES, MORE = LAYOUT == PANEL && R >= MANY_ROWS;
   vf sum[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) sum[r][v] = accumulate ? vload(out + r * out_stride + LANES * v) : vset(0.0f);
-  const T* column[V];
+  const Weight* column[V];
 #pragma GCC unroll 4
   for (int v = 0; v < V; v++) column[v] = b.column[v * b.segments];
   // Three rows are reached from one address, with the stride, or twice the stride, added.
-  const Left<T>* rows[(R + 2) / 3];
+  const Left<Row, Weight>* rows[(R + 2) / 3];
 #pragma GCC unroll 4
   for (int i = 0; i < (R + 2) / 3; i++) {
     rows[i] = a + 3 * i * a_stride;
@@ -235,7 +244,7 @@ CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>
       for (int line = 1; line < 4; line++) ahead[line] = ahead[0] + 64 * line;
     }
     // Only attention has four lines. But few rows are up to 1.05 times faster as GCC compiles them with that case.
-    product_step<T, R, V, !FAR, !MORE>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
+    product_step<Row, Weight, R, V, !FAR, !MORE>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
     behind += LAYOUT == KEYS ? 64 : prefetch.stride;
 #pragma GCC unroll 4
     for (int i = 0; i < (R + 2) / 3; i++) rows[i] += P;
@@ -251,14 +260,16 @@ CL_NOINLINE void product_of(const Left<T>* a, int64_t a_stride, const Columns<T>
 // The most rows that V groups of columns leave registers for.
 CL_INLINE constexpr int most_rows(int groups) { return groups <= GROUPS ? int(ROWS) : ROWS * GROUPS / groups; }
 
-template <typename T, int V, Layout LAYOUT, bool FAR>
-static void product(int rows, const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out, int64_t out_stride,
-                    bool accumulate, Prefetch prefetch) {
+template <typename Row, typename Weight, int V, Layout LAYOUT, bool FAR>
+static void product(int rows, const Left<Row, Weight>* a, int64_t a_stride, const Columns<Weight>& b, float* out,
+                    int64_t out_stride, bool accumulate, Prefetch prefetch) {
   CL_ASSERT(rows >= 1 && rows <= most_rows(V));
-  CL_ASSERT(LAYOUT == VALUES || (b.segments == 1 && b.stride == (LAYOUT == KEYS ? CL_KV_TOKENS : CL_PANEL) * Pairs<T>::P));
-#define CL_CASE(R) \
-  case R:          \
-    return product_of<T, (R <= most_rows(V) ? R : 1), V, LAYOUT, FAR>(a, a_stride, b, out, out_stride, accumulate, prefetch);
+  CL_ASSERT(LAYOUT == VALUES ||
+            (b.segments == 1 && b.stride == (LAYOUT == KEYS ? CL_KV_TOKENS : CL_PANEL) * Packed<Weight>::P));
+#define CL_CASE(R)                                                               \
+  case R:                                                                        \
+    return product_of<Row, Weight, (R <= most_rows(V) ? R : 1), V, LAYOUT, FAR>( \
+        a, a_stride, b, out, out_stride, accumulate, prefetch);
   switch (rows) {
     CL_CASE(1) CL_CASE(2) CL_CASE(3) CL_CASE(4) CL_CASE(5) CL_CASE(6)
     CL_CASE(7) CL_CASE(8) CL_CASE(9) CL_CASE(10) CL_CASE(11) CL_CASE(12)
@@ -274,31 +285,31 @@ CL_INLINE int groups_at_once(int rows, int left) {
 }
 
 // As many groups of columns at a time as the registers hold: 1, 2 or 4.
-template <typename T, Layout LAYOUT, bool FAR>
-static void product_of_groups(int groups, int rows, const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out,
-                              int64_t out_stride, bool accumulate, Prefetch prefetch) {
+template <typename Row, typename Weight, Layout LAYOUT, bool FAR>
+static void product_of_groups(int groups, int rows, const Left<Row, Weight>* a, int64_t a_stride, const Columns<Weight>& b,
+                              float* out, int64_t out_stride, bool accumulate, Prefetch prefetch) {
   if (groups == 1)
-    product<T, 1, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
+    product<Row, Weight, 1, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
   else if (groups == 2)
-    product<T, 2, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
+    product<Row, Weight, 2, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
   else
-    product<T, MAX_GROUPS, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
+    product<Row, Weight, MAX_GROUPS, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
 }
 
 // Attention's rows in blocks of nearly equal size.
 template <Layout LAYOUT, typename T>
-static void product_rows(int rows, int groups, const Left<T>* a, int64_t a_stride, const Columns<T>& b, float* out,
+static void product_rows(int rows, int groups, const Left<T, T>* a, int64_t a_stride, const Columns<T>& b, float* out,
                          int64_t out_stride, bool accumulate, Prefetch prefetch) {
   const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups);
   for (int block = 0; block < blocks; block++) {
     const int row = rows * block / blocks, here = rows * (block + 1) / blocks - row;
-    const Left<T>* a_here = a + row * a_stride;
+    const Left<T, T>* a_here = a + row * a_stride;
     float* out_here = out + row * out_stride;
     if (block > 0) prefetch.lines = 0;
     if (prefetch.far)
-      product_of_groups<T, LAYOUT, true>(groups, here, a_here, a_stride, b, out_here, out_stride, accumulate, prefetch);
+      product_of_groups<T, T, LAYOUT, true>(groups, here, a_here, a_stride, b, out_here, out_stride, accumulate, prefetch);
     else
-      product_of_groups<T, LAYOUT, false>(groups, here, a_here, a_stride, b, out_here, out_stride, accumulate, prefetch);
+      product_of_groups<T, T, LAYOUT, false>(groups, here, a_here, a_stride, b, out_here, out_stride, accumulate, prefetch);
   }
 }
 

@@ -132,7 +132,7 @@ def test_new_weights_are_rounded_where_the_old_ones_lay(models: Any, device: tor
     before = answers(llm)
     assert isinstance(llm.engine.core.executor, LocalExecutor)
     layer: Any = llm.engine.core.executor._runner._model.model.layers[1].mlp.down_proj  # type: ignore[attr-defined]
-    places = layer.fp8.values.data_ptr(), layer.fp8.scales.data_ptr()
+    places = layer.weight.values.data_ptr(), layer.weight.scales.data_ptr()
     llm.update_weights(new, 1)
     assert answers(llm) == expected != before
     weights = load_file(old / "model.safetensors")
@@ -141,7 +141,7 @@ def test_new_weights_are_rounded_where_the_old_ones_lay(models: Any, device: tor
     assert answers(llm) == expected
     llm.update_weights(weights, 2)
     assert answers(llm) == before
-    assert (layer.fp8.values.data_ptr(), layer.fp8.scales.data_ptr()) == places
+    assert (layer.weight.values.data_ptr(), layer.weight.scales.data_ptr()) == places
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's

@@ -21,8 +21,9 @@ from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.sampling_rows import RowTemplates
 from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.weights import NATIVE, ONEDNN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.loader import WeightLayout, load_model, read_config
+from chairlift.models.loader import load_model, read_config
 from chairlift.sampling.logprobs import TokenLogprobs
 from chairlift.sampling.row import SamplingRow
 from chairlift.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ class Pair:
 
     def __init__(self, model_dir: Path, dtype: str = "float32", isa: str | None = None) -> None:
         torch_dtype = DTYPES[dtype]
-        plain, native = (self._load(model_dir, dtype, layout) for layout in (WeightLayout.ONEDNN, WeightLayout.NATIVE))
+        plain, native = (self._load(model_dir, dtype, each) for each in (ONEDNN, NATIVE))
         plan = self._plan(plain, torch_dtype)
         self.truth = TorchModelRunner(plain, plan, torch_dtype, torch.device("cpu"))
         self.native = NativeModelRunner(
@@ -54,8 +55,8 @@ class Pair:
         self.blocks: dict[int, list[list[int]]] = {}
 
     @staticmethod
-    def _load(model_dir: Path, dtype: str, layout: WeightLayout) -> CausalLM:
-        return load_model(model_dir, read_config(model_dir), dtype, layout=layout)
+    def _load(model_dir: Path, dtype: str, weight_format: WeightFormat) -> CausalLM:
+        return load_model(model_dir, read_config(model_dir), dtype, weight_format=weight_format)
 
     @staticmethod
     def _plan(model: CausalLM, dtype: torch.dtype) -> KVPlan:

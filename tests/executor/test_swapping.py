@@ -22,9 +22,10 @@ from chairlift.executor.native_kv import NativeKV
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.swap_space import CudaHostBlocks, make_swap_space
 from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.weights import NATIVE, ONEDNN
 from chairlift.models.context import LayerCache
 from chairlift.models.hashlm import HashLM, reference_tokens
-from chairlift.models.loader import WeightLayout, load_model, read_config
+from chairlift.models.loader import load_model, read_config
 from tests.executor.swapping import TURN, Turns, sampling_row
 from tests.kernels.cpu.models import tiny_model
 from tests.native import needs_kernels
@@ -74,8 +75,8 @@ def test_a_copy_left_out_changes_the_answer(part: str, monkeypatch: pytest.Monke
 
 
 def make_executor(kind: str, model_dir: Path, blocks: int, directory: str | None) -> Executor:
-    layout = WeightLayout.ONEDNN if kind == "torch" else WeightLayout.NATIVE
-    model = load_model(model_dir, read_config(model_dir), "float32", layout=layout)
+    weight_format = ONEDNN if kind == "torch" else NATIVE
+    model = load_model(model_dir, read_config(model_dir), "float32", weight_format=weight_format)
     plan = plan_kv_cache(
         model.kv_cache_spec(),
         dtype=torch.float32,

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from chairlift.errors import ConfigError, InvariantError, ModelLoadError
 from chairlift.kernels.cpu.packing import PackedWeight
 from chairlift.kernels.fp8 import quantize
+from chairlift.kernels.weights import FP8, NATIVE, ONEDNN, PLAIN, WeightFormat
 from chairlift.models import registry
 from chairlift.models.checkpoint import checkpoint_layout, hf_state_dict
 from chairlift.models.hf_config import parse_config
 from chairlift.models.layers.linear import Linear
 from chairlift.models.loader import (
-    WeightLayout,
     load_model,
     read_config,
     replace_weights,
@@ -84,11 +84,11 @@ def write_index(model_dir: Path, weight_map: Any) -> None:
     (model_dir / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-@pytest.mark.parametrize("layout", [WeightLayout.ONEDNN, WeightLayout.PLAIN])
-def test_sharded_and_single_files_load_alike(model_dir: Path, layout: WeightLayout) -> None:
-    single = packed_logits(load(model_dir, layout=layout), [[1, 2, 3]])[0]
+@pytest.mark.parametrize("weight_format", [ONEDNN, PLAIN])
+def test_sharded_and_single_files_load_alike(model_dir: Path, weight_format: WeightFormat) -> None:
+    single = packed_logits(load(model_dir, weight_format=weight_format), [[1, 2, 3]])[0]
     shard(model_dir)
-    assert torch.equal(packed_logits(load(model_dir, layout=layout), [[1, 2, 3]])[0], single)
+    assert torch.equal(packed_logits(load(model_dir, weight_format=weight_format), [[1, 2, 3]])[0], single)
 
 
 def test_progress_rises_to_one(model_dir: Path) -> None:
@@ -102,7 +102,7 @@ def test_progress_rises_to_one(model_dir: Path) -> None:
 def test_state_dict_is_the_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
     model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=tied)
     stored = load_file(model_dir / "model.safetensors")
-    model = load(model_dir, layout=WeightLayout.PLAIN)
+    model = load(model_dir, weight_format=PLAIN)
     exported = hf_state_dict(model)
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], stored[name]) for name in stored)
@@ -113,42 +113,42 @@ def test_state_dict_is_the_checkpoint(family: str, tied: bool, tmp_path: Path) -
     save_file(exported, tmp_path / "again.safetensors")
 
 
-def test_plain_layouts_are_loaded_without_the_compiled_kernels(
+def test_plain_formats_are_loaded_without_the_compiled_kernels(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("chairlift.kernels.cpu.packing.load", lambda: None)
     exported, stored = (
-        hf_state_dict(load(model_dir, layout=WeightLayout.PLAIN)),
+        hf_state_dict(load(model_dir, weight_format=PLAIN)),
         load_file(model_dir / "model.safetensors"),
     )
     assert all(torch.equal(exported[name], stored[name]) for name in stored)
 
 
-@pytest.mark.parametrize("layout", [WeightLayout.ONEDNN, pytest.param(WeightLayout.NATIVE, marks=needs_kernels)])
+@pytest.mark.parametrize("weight_format", [ONEDNN, pytest.param(NATIVE, marks=needs_kernels)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_packed_for_serving_cannot_be_exported(tied: bool, tmp_path: Path, layout: WeightLayout) -> None:
+def test_a_model_packed_for_serving_cannot_be_exported(tied: bool, tmp_path: Path, weight_format: WeightFormat) -> None:
     model_dir = tiny_hf_model(tmp_path, "llama", tie_word_embeddings=tied)
-    with pytest.raises(ConfigError, match=r"layout=WeightLayout\.PLAIN"):
-        hf_state_dict(load(model_dir, layout=layout))
+    with pytest.raises(ConfigError, match="weight_format=PLAIN"):
+        hf_state_dict(load(model_dir, weight_format=weight_format))
 
 
 @needs_kernels
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_native_layout_holds_the_same_weights(family: str, tied: bool, dtype: str, tmp_path: Path) -> None:
+def test_native_format_holds_the_same_weights(family: str, tied: bool, dtype: str, tmp_path: Path) -> None:
     """An intermediate size that is no multiple of a panel, so that gates and ups are padded apart."""
     model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=tied, intermediate_size=72)
-    plain = load(model_dir, dtype=dtype, layout=WeightLayout.PLAIN)
+    plain = load(model_dir, dtype=dtype, weight_format=PLAIN)
     for sharded in (False, True):
         if sharded:
             shard(model_dir)
-        native = load(model_dir, dtype=dtype, layout=WeightLayout.NATIVE)
+        native = load(model_dir, dtype=dtype, weight_format=NATIVE)
         linears = [(name, module) for name, module in plain.named_modules() if isinstance(module, Linear)]
         packed_names = {f"{name}.weight" for name, _ in linears} | ({"model.embed_tokens.weight"} if tied else set())
         for name, linear in linears:
-            packed = native.get_submodule(name).native
-            assert packed is not None and packed.interleaved == name.endswith("gate_up_proj")
+            packed = native.get_submodule(name).weight
+            assert isinstance(packed, PackedWeight) and packed.interleaved == name.endswith("gate_up_proj")
             assert torch.equal(packed.unpack(), linear.weight)
             assert (packed.bias is None) == (linear.bias is None)
             if linear.bias is not None:
@@ -159,47 +159,47 @@ def test_native_layout_holds_the_same_weights(family: str, tied: bool, dtype: st
         kept = dict(native.named_parameters())
         assert kept.keys() == rest.keys()
         assert all(torch.equal(kept[name], value) for name, value in rest.items())
-        assert native.model.embed_tokens.native is (native.lm_head.native if tied else None)
+        assert (native.model.embed_tokens.weight is native.lm_head.weight) == tied
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_fp8_layout_rounds_the_layers_and_nothing_else(family: str, tied: bool, tmp_path: Path) -> None:
+def test_fp8_format_rounds_the_layers_and_nothing_else(family: str, tied: bool, tmp_path: Path) -> None:
     model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=tied, intermediate_size=72)
-    plain = load(model_dir, dtype="bfloat16", layout=WeightLayout.PLAIN)
-    fp8 = load(model_dir, dtype="bfloat16", layout=WeightLayout.FP8)
-    exact = load(model_dir, dtype="float32", layout=WeightLayout.PLAIN)  # rounded once, not by way of bfloat16
+    plain = load(model_dir, dtype="bfloat16", weight_format=PLAIN)
+    fp8 = load(model_dir, dtype="bfloat16", weight_format=FP8)
+    exact = load(model_dir, dtype="float32", weight_format=PLAIN)  # rounded once, not by way of bfloat16
     names = [name for name, module in plain.named_modules() if isinstance(module, Linear) and name != "lm_head"]
     assert len(names) == 4 * 3
     for name in names:
         values, scales = quantize(exact.get_submodule(name).weight)
-        weight = fp8.get_submodule(name).fp8
+        weight = fp8.get_submodule(name).weight
         assert torch.equal(weight.values.float(), values.float()) and torch.equal(weight.scales, scales)
     kept, rest = dict(fp8.named_parameters()), dict(plain.named_parameters())
     assert kept.keys() == rest.keys() - {f"{name}.weight" for name in names}
     assert all(torch.equal(value, rest[name]) for name, value in kept.items())
     assert (fp8.lm_head.weight is fp8.model.embed_tokens.weight) == tied
-    with pytest.raises(ConfigError, match=r"layout=WeightLayout\.PLAIN"):
+    with pytest.raises(ConfigError, match="weight_format=PLAIN"):
         hf_state_dict(fp8)
 
 
 def test_a_layer_in_fp8_computes_wherever_python_runs_it(model_dir: Path) -> None:
-    rounded = load(model_dir, layout=WeightLayout.PLAIN)
+    rounded = load(model_dir, weight_format=PLAIN)
     for module in rounded.modules():
         if isinstance(module, Linear) and module is not rounded.lm_head:
             values, scales = quantize(module.weight)
             module.weight.data = values.float() * scales[:, None]
-    ours = packed_logits(load(model_dir, layout=WeightLayout.FP8), [[1, 2, 3]])
+    ours = packed_logits(load(model_dir, weight_format=FP8), [[1, 2, 3]])
     torch.testing.assert_close(ours, packed_logits(rounded, [[1, 2, 3]]))
 
 
 @needs_kernels
-def test_native_layout_says_where_it_works(model_dir: Path) -> None:
+def test_native_format_says_where_it_works(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"float32 and bfloat16 on device cpu, not torch.float16 on cpu"):
-        load(model_dir, layout=WeightLayout.NATIVE, dtype="float16")
+        load(model_dir, weight_format=NATIVE, dtype="float16")
     with pytest.raises(ConfigError, match="on cuda"):
-        load(model_dir, layout=WeightLayout.NATIVE, device="cuda")
-    model = load(model_dir, layout=WeightLayout.NATIVE)
+        load(model_dir, weight_format=NATIVE, device="cuda")
+    model = load(model_dir, weight_format=NATIVE)
     with pytest.raises(InvariantError, match="step program"):
         packed_logits(model, [[1, 2, 3]])
 
@@ -207,16 +207,17 @@ def test_native_layout_says_where_it_works(model_dir: Path) -> None:
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from chairlift.models.loader import WeightLayout, load_model, read_config
+from chairlift.kernels.weights import NATIVE
+from chairlift.models.loader import load_model, read_config
 
 def high_water() -> int:
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
 torch.set_num_threads(1)
 warm, measured = map(Path, sys.argv[1:])
-load_model(warm, read_config(warm), layout=WeightLayout.NATIVE)
+load_model(warm, read_config(warm), weight_format=NATIVE)
 before = high_water()
-model = load_model(measured, read_config(measured), layout=WeightLayout.NATIVE)
+model = load_model(measured, read_config(measured), weight_format=NATIVE)
 print(high_water() - before)
 """
 
@@ -271,12 +272,12 @@ def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
     assert torch.equal(packed_logits(load(model_dir), [[1, 2]])[0], expected)
 
 
-@pytest.mark.parametrize("layout", [WeightLayout.PLAIN, WeightLayout.ONEDNN])
-def test_a_tied_embedding_may_be_stored_as_the_head(tmp_path: Path, layout: WeightLayout) -> None:
+@pytest.mark.parametrize("weight_format", [PLAIN, ONEDNN])
+def test_a_tied_embedding_may_be_stored_as_the_head(tmp_path: Path, weight_format: WeightFormat) -> None:
     model_dir = tiny_hf_model(tmp_path, "llama", tie_word_embeddings=True)
-    expected = packed_logits(load(model_dir, layout=layout), [[1, 2]])[0]
+    expected = packed_logits(load(model_dir, weight_format=weight_format), [[1, 2]])[0]
     rewrite(model_dir, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
-    model = load(model_dir, layout=layout)
+    model = load(model_dir, weight_format=weight_format)
     assert torch.equal(packed_logits(model, [[1, 2]])[0], expected)
     replace_weights(model, tiny_hf_model(tmp_path / "other", "llama", seed=1, tie_word_embeddings=True))
     assert not torch.equal(packed_logits(model, [[1, 2]])[0], expected)

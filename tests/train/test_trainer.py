@@ -258,9 +258,10 @@ def test_what_was_trained_loads_in_transformers_with_equal_logits(
         raw | {"model": {"path": str(outcome.directory), "dtype": "float32"}, "output": str(tmp_path / "more")}
     )
     model = train(dataclasses.replace(again, training=config(steps=1, learning_rate=1e-30, weight_decay=0.0)))
-    from chairlift.models.loader import WeightLayout, load_model, read_config
+    from chairlift.kernels.weights import PLAIN
+    from chairlift.models.loader import load_model, read_config
 
-    ours = load_model(model.directory, read_config(model.directory), "float32", layout=WeightLayout.PLAIN)
+    ours = load_model(model.directory, read_config(model.directory), "float32", weight_format=PLAIN)
     with torch.no_grad():
         logits = ours.compute_logits(ours(ids, torch.arange(40), PackedContext([0, 40])))
         expected = theirs(ids[None]).logits[0]

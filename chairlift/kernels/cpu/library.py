@@ -169,7 +169,6 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cl_release_pages": (None, [c_void_p, c_size_t]),
     "cl_pool_create": (c_void_p, [c_int32, c_int32]),
     "cl_pool_destroy": (None, [c_void_p]),
-    "cl_packed_bytes": (c_size_t, [c_int64, c_int64, c_int32]),
     "cl_pack": (None, [c_void_p, c_int32, *[c_int64] * 5, c_void_p, c_int64]),
     "cl_run": (c_int32, [c_void_p, POINTER(Program), POINTER(Batch), c_int32]),
     "cl_head": (

@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from chairlift.kernels.weights import PLAIN, QUANTIZED, MatrixShape
 from chairlift.models.hf_config import ModelConfig
 from chairlift.workbench.bench.limits import Roof
 
@@ -34,17 +35,17 @@ class ModelCost:
     head_params: int
     """Weights that only tokens that are sampled from pass: those behind the last layer's keys and values."""
     itemsize: int
-    """Bytes of a weight, and of an element of K and V; but for what fp8 saves."""
+    """Bytes of a weight, and of an element of K and V; but for what a quantized format saves."""
     kv_bytes: tuple[tuple[int | None, int], ...]
     """(window, bytes per token) of the layers together that see so many tokens; None sees all."""
     body_saved: int = 0
-    """Bytes that fp8 saves of the weights that every token passes."""
+    """Bytes that a quantized format saves of the weights that every token passes."""
     head_saved: int = 0
     """The same of the others."""
 
     @classmethod
     def of(cls, network: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> ModelCost:
-        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers in fp8."""
+        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers quantized."""
         hidden, inner, dim = network.hidden_size, network.intermediate_size, network.head_dim
         q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
         products = 3 if network.mlp == "swiglu" else 2
@@ -54,11 +55,12 @@ class ModelCost:
         layer += ((products - 1) * inner + hidden) * network.mlp_bias
         tail = layer - 2 * kv_width * (hidden + network.qkv_bias) - dim * network.qk_norm  # the final norm included
         saved = tail_saved = 0
-        if quantization is not None:  # one byte is left of a weight, and an output has a scale of four
-            each = dtype.itemsize - 1
-            saved = each * (2 * hidden * (q_width + kv_width) + products * hidden * inner)
-            saved -= 4 * (q_width + 2 * kv_width + 2 * hidden + (products - 1) * inner)
-            tail_saved = saved - 2 * kv_width * (each * hidden - 4)
+        if quantization is not None:
+            sizes = [(2 * kv_width, hidden), (q_width, hidden), (hidden, q_width)]
+            sizes += [((products - 1) * inner, hidden), (hidden, inner)]
+            shapes, small = [MatrixShape(*size) for size in sizes], QUANTIZED[quantization]
+            each = [PLAIN.nbytes(shape, dtype) - small.nbytes(shape, dtype) for shape in shapes]
+            saved, tail_saved = sum(each), sum(each[1:])
         windows = collections.Counter(network.layer_windows)
         return cls(
             body_params=layer * network.num_hidden_layers + norm - tail,

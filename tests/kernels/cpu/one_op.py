@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import OpKind
-from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL
+from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, packed_bytes
 from chairlift.kernels.cpu.program import SPARE_ROWS
 from chairlift.step_batch import StepBatch
 
@@ -122,7 +122,7 @@ def packed(weight: Tensor, *, gated: bool = False) -> Tensor:
     code = NATIVE_DTYPES[weight.dtype]
     library = lib.require()
     columns = len(parts) * -(-len(parts[0]) // PANEL) * PANEL
-    memory = torch.zeros(library.cl_packed_bytes(columns, k, code), dtype=torch.uint8)
+    memory = torch.zeros(packed_bytes(columns, k, weight.dtype), dtype=torch.uint8)
     for i, part in enumerate(parts):
         source = part.contiguous()
         where = (0, len(part), i, len(parts))

@@ -16,11 +16,11 @@ from chairlift.errors import InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import OpKind, Plan, lower
-from chairlift.kernels.cpu.packing import PackedWeight
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder, Value, expect, operation
+from chairlift.kernels.weights import NATIVE, ONEDNN
 from chairlift.models.layers.linear import Linear
-from chairlift.models.loader import WeightLayout, load_model, read_config
+from chairlift.models.loader import load_model, read_config
 from chairlift.step_batch import StepBatch
 from tests.kernels.cpu.models import FAMILIES, tiny_model
 from tests.native import needs_kernels
@@ -31,26 +31,20 @@ LAYER = ["RMS_NORM", "QKV", "ATTENTION", "LINEAR", "RMS_NORM", "LINEAR_SILU", "L
 
 
 def native_linear(n: int, k: int, *, bias: bool = False, interleaved: bool = False, seed: int = 0) -> Linear:
-    """A float32 layer that has both layouts: ``weight`` for tensors, ``native`` for recordings."""
+    """A float32 layer in two formats: its own for tensors, and ``native`` for recordings."""
     generator = torch.Generator().manual_seed(seed)
     layer = Linear(k, n, bias=bias, interleaved=interleaved).requires_grad_(False)
-    assert layer.weight is not None
     layer.weight.copy_(torch.randn(n, k, generator=generator) * k**-0.5)
     if layer.bias is not None:
         layer.bias.copy_(torch.randn(n, generator=generator))
-    layer.native = PackedWeight(n, k, torch.float32, interleaved=interleaved)
-    layer.native.pack_rows(layer.weight)
-    if layer.bias is not None:
-        layer.native.set_bias(layer.bias)
+    [layer.native] = NATIVE.empty([layer.shape], torch.float32, torch.device("cpu"))
+    NATIVE.write(layer.native, 0, layer.weight, mapped=False)
+    NATIVE.finish(layer.native, layer.bias)
     return layer
 
 
 def product(layer: Linear, x: Any) -> Any:
-    if isinstance(x, Value):
-        assert layer.native is not None
-        return ops.native_linear(x, layer.native)  # type: ignore[arg-type]
-    assert layer.weight is not None
-    return ops.linear(x, layer.weight, layer.bias)
+    return ops.native_linear(x, layer.native) if isinstance(x, Value) else layer(x)
 
 
 def kinds(plan: Plan) -> list[str]:
@@ -77,7 +71,7 @@ def compiled(recorder: Recorder, output: Value, max_tokens: int = 64) -> StepPro
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_is_seven_operations_per_layer_and_calls_nothing(family: str, dtype: str, tmp_path: Path) -> None:
     model_dir = tiny_model(tmp_path, family, dtype=dtype)
-    model = load_model(model_dir, read_config(model_dir), dtype, layout=WeightLayout.NATIVE)
+    model = load_model(model_dir, read_config(model_dir), dtype, weight_format=NATIVE)
     recorder = Recorder(torch.float32 if dtype == "float32" else torch.bfloat16)
     hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
     plan = lower(recorder.nodes, hidden)
@@ -95,7 +89,7 @@ def test_every_family_is_seven_operations_per_layer_and_calls_nothing(family: st
 
 def test_a_layer_that_is_not_packed_is_called(tmp_path: Path) -> None:
     model_dir = tiny_model(tmp_path, "llama")
-    model = load_model(model_dir, read_config(model_dir), "float32", layout=WeightLayout.ONEDNN)
+    model = load_model(model_dir, read_config(model_dir), "float32", weight_format=ONEDNN)
     recorder = Recorder(torch.float32)
     hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
     called = ["RMS_NORM", "CALL", "QKV", "ATTENTION", "CALL", "ADD", "RMS_NORM", "CALL", "CALL", "CALL", "ADD"]
@@ -216,7 +210,7 @@ def test_the_way_out_is_named(recorder: Recorder) -> None:
 
 def test_packed_layers_are_for_programs() -> None:
     layer = native_linear(32, 32)
-    layer.weight = None
+    layer.take(NATIVE, layer.native)
     with pytest.raises(InvariantError, match="step program"):
         layer(torch.zeros(1, 32))
 

@@ -1,0 +1,204 @@
+"""How the matrices of a model lie in memory: one class for each format.
+
+A weight format is a value. It allocates weights, writes rows into them as they arrive, and multiplies with them. Only
+the format knows what its weights are: parameters, tensors in oneDNN's layout, packed panels, values with scales. A
+layer holds a weight and its format. Models and the loader never ask which format it is.
+
+A weight is never in memory twice: rows arrive in slices and go straight to their place, also when they replace others.
+oneDNN packs whole matrices only, so it holds one matrix at a time in both layouts.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from chairlift.errors import ConfigError, InvariantError
+from chairlift.kernels import ops
+from chairlift.kernels.cpu.library import Memory, why_unavailable
+from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedWeight, copy_rows, packed_bytes
+from chairlift.kernels.fp8 import Fp8Weight
+
+__all__ = ["FP8", "NATIVE", "ONEDNN", "PLAIN", "QUANTIZED", "MatrixShape", "WeightFormat"]
+
+
+class MatrixShape(NamedTuple):
+    """A weight [out, in]."""
+
+    out_features: int
+    in_features: int
+    interleaved: bool = False
+    """The first half of the outputs are gates for the second half. A format may put each gate beside what it gates."""
+
+
+class WeightFormat(abc.ABC):
+    """A format of weights [out, in]. ``weight`` is one that :meth:`empty` returned."""
+
+    embeds = False
+    """Whether an embedding can be looked up in such a weight, so that a tied output head shares the embedding's."""
+
+    @property
+    def head(self) -> WeightFormat:
+        """The format of the output head in a model of this format."""
+        return self
+
+    def fitting(self, dtype: torch.dtype, device: torch.device) -> WeightFormat:
+        """This format, or the one to use in its place. Raises ConfigError where neither is possible."""
+        return self
+
+    @abc.abstractmethod
+    def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
+        """Bytes of a weight in a model of ``dtype``."""
+
+    @abc.abstractmethod
+    def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[Any]:
+        """Weights without numbers for a model of ``dtype``, in the order of ``shapes``."""
+
+    def write(self, weight: Any, start: int, rows: Tensor, *, mapped: bool) -> None:
+        """Write ``rows`` [count, in], of any float dtype on any device, as outputs ``start`` and following.
+
+        ``mapped`` says that they lie in an unwritten file mapping: its pages are released as they are read.
+        """
+        weight.pack_rows(rows, start, mapped=mapped)
+
+    def finish(self, weight: Any, bias: Tensor | None) -> None:  # noqa: B027 - most formats have nothing left to do
+        """All rows and the layer's bias [out] have been written. Called again after they were replaced."""
+
+    @abc.abstractmethod
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """``x[T, in] @ weight.T + bias``, [T, out]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(WeightFormat):
+    """Ordinary parameters, to train or to save."""
+
+    embeds = True
+
+    def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
+        return shape.out_features * shape.in_features * dtype.itemsize
+
+    def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
+        tensors = [torch.empty(shape[:2], dtype=dtype, device=device) for shape in shapes]
+        return [nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
+
+    def write(self, weight: Tensor, start: int, rows: Tensor, *, mapped: bool) -> None:
+        place = weight.detach()[start : start + len(rows)]
+        if mapped:
+            copy_rows(place, rows)
+        else:
+            place.copy_(rows)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return ops.linear(x, weight, bias)
+
+
+class _OneDnnWeight:
+    """``rows`` [out, in] while they are written, ``packed`` in oneDNN's layout afterwards."""
+
+    packed: Tensor
+
+    def __init__(self, shape: MatrixShape, dtype: torch.dtype) -> None:
+        self.size = torch.Size(shape[:2])
+        self.dtype = dtype
+        self.rows: Tensor | None = None
+
+    def pack_rows(self, rows: Tensor, start: int, *, mapped: bool) -> None:
+        if not mapped and rows.shape == self.size and rows.dtype == self.dtype and rows.is_contiguous():
+            self.rows = rows.cpu()  # the whole weight needs no copy
+            return
+        if self.rows is None:
+            self.rows = torch.empty(self.size, dtype=self.dtype)
+        PLAIN.write(self.rows, start, rows, mapped=mapped)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDnn(WeightFormat):
+    """oneDNN's own layout, for layers that PyTorch runs on the CPU; plain where oneDNN has no kernels."""
+
+    def fitting(self, dtype: torch.dtype, device: torch.device) -> WeightFormat:
+        packs = ops.pack_weight(torch.zeros(16, 16, dtype=dtype, device=device)) if device.type == "cpu" else None
+        return PLAIN if packs is None else self
+
+    def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
+        return PLAIN.nbytes(shape, dtype)
+
+    def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[_OneDnnWeight]:
+        return [_OneDnnWeight(shape, dtype) for shape in shapes]
+
+    def finish(self, weight: _OneDnnWeight, bias: Tensor | None) -> None:
+        if weight.rows is None or (packed := ops.pack_weight(weight.rows)) is None:
+            raise InvariantError("oneDNN packs no weight that has no rows")
+        weight.packed, weight.rows = packed, None
+
+    def linear(self, x: Tensor, weight: _OneDnnWeight, bias: Tensor | None) -> Tensor:
+        return ops.packed_linear(x, weight.packed, bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class Native(WeightFormat):
+    """The packed panels of our CPU kernels: float32 and bfloat16, for step programs only."""
+
+    embeds = True
+
+    def fitting(self, dtype: torch.dtype, device: torch.device) -> WeightFormat:
+        if reason := why_unavailable():
+            raise ConfigError(reason)
+        if device.type != "cpu" or dtype not in NATIVE_DTYPES:
+            raise ConfigError(f"the CPU kernels run float32 and bfloat16 on device cpu, not {dtype} on {device}")
+        return self
+
+    def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
+        return packed_bytes(shape.out_features, shape.in_features, dtype, interleaved=shape.interleaved)
+
+    def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[PackedWeight]:
+        """All in one piece of memory, which begins on a huge page: with one piece for each, the ends would add up."""
+        sizes = [self.nbytes(shape, dtype) for shape in shapes]
+        memory, offset, weights = Memory(sum(sizes)), 0, []
+        for (n, k, interleaved), size in zip(shapes, sizes, strict=True):
+            part = memory.part(offset, size)
+            weights.append(PackedWeight(n, k, dtype, interleaved=interleaved, memory=part))
+            offset += size
+        return weights
+
+    def finish(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        if bias is not None:
+            weight.set_bias(bias.detach())
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        return ops.native_linear(x, weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8(WeightFormat):
+    """8 bits and a float32 scale for each output, for the Triton kernels.
+
+    The output head stays plain: like the embedding it loses more by fp8 than it gains.
+    """
+
+    @property
+    def head(self) -> WeightFormat:
+        return PLAIN
+
+    def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
+        return shape.out_features * (shape.in_features + 4)
+
+    def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[Fp8Weight]:
+        return [Fp8Weight(shape.out_features, shape.in_features, device) for shape in shapes]
+
+    def linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        return ops.fp8_linear(x, weight, bias)
+
+
+PLAIN: Final = Plain()
+ONEDNN: Final = OneDnn()
+NATIVE: Final = Native()
+FP8: Final = Fp8()
+
+QUANTIZED: Final[dict[str, WeightFormat]] = {"fp8": FP8}
+"""By the values of the setting ``quantization``."""
