@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from chairlift.errors import OverloadedError, PromptTooLongError, RequestError, TemplateError
+from chairlift.errors import OverloadedError, PromptTooLongError, RequestError, TemplateError, TemplateFailedError
 from chairlift.tokenizer.bad_words import spellings, word_ids
 from chairlift.tokenizer.messages import normalize_messages, text_size
 from chairlift.tokenizer.template_worker import TemplateWorker
@@ -53,14 +53,16 @@ class Encoder:
         self._threads = Turns(2, most_waiting, "long texts")
         self._short_texts = Turns(2, most_waiting, "texts")
         self._templates: TemplateWorker | None = None
+        self._chosen = chat_template is not None
+        """The template is not the model's own."""
         self._texts = _worker_for(tokenizer, max_model_len, most_waiting)
         if tokenizer is not None:
-            template = chat_template or tokenizer.chat_template
+            template = tokenizer.chat_template if chat_template is None else chat_template
             self._templates = TemplateWorker(template, tokenizer.named_tokens, most_waiting=most_waiting)
 
     async def start(self) -> None:
-        """Have the workers ready, and say so if the chat template cannot work. Raises OverloadedError when none can be
-        started."""
+        """Have the workers ready, and warn if the model's chat template cannot work. Raises TemplateFailedError if a
+        template given instead of it has an error in itself, and OverloadedError when no worker can be started."""
         if self._texts is not None:
             await self._texts.start()
         if self._templates is not None:
@@ -68,6 +70,8 @@ class Encoder:
             try:
                 await self._templates.check()
             except (RequestError, TemplateError) as error:
+                if self._chosen and isinstance(error, TemplateFailedError):
+                    raise
                 _log.warning("completions work, but chats will be refused: %s", error)
             except OverloadedError as error:
                 _log.warning("the chat template was not checked: %s", error)
