@@ -101,7 +101,7 @@ class Encoder:
         lengths = [len(text) if isinstance(text, str) else 0 for text in texts]  # the tokenizer says what others are
         total = sum(lengths)
         for length in lengths:
-            self._check_length("the text has", length)
+            self._check_length("the text has", length, "a shorter text")
         if total > max(_ALWAYS_ALLOWED, self._most_chars):
             raise PromptTooLongError(
                 f"the texts have {total:,} characters together, but one call may have"
@@ -134,7 +134,7 @@ class Encoder:
         if self._templates is None:
             raise TemplateError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
         plain = normalize_messages(messages)
-        self._check_length("the messages have", text_size(plain))
+        self._check_length("the messages have", text_size(plain), "fewer or shorter messages")
         text = await self._templates.render(
             plain, add_generation_prompt, variables, continue_final_message=continue_final_message
         )
@@ -148,10 +148,11 @@ class Encoder:
     def _most_chars(self) -> int:
         return max(_LONG_TEXT, self._max_model_len * _MAX_CHARS_PER_TOKEN)
 
-    def _check_length(self, what: str, num_chars: int) -> None:
+    def _check_length(self, what: str, num_chars: int, instead: str) -> None:
         if num_chars > self._most_chars:
             raise PromptTooLongError(
-                f"{what} {num_chars:,} characters, but the model takes {self._max_model_len:,} tokens"
+                f"{what} {num_chars:,} characters, but at most {self._most_chars:,} are taken for a model of"
+                f" {self._max_model_len:,} tokens; send {instead}"
             )
 
 

@@ -43,7 +43,8 @@ def test_a_conversation_that_cannot_fit_is_refused_before_it_is_laid_out() -> No
     async def main() -> None:
         encoder = Encoder(byte_tokenizer(), 1000, 8)
         for content in ("x" * 32_001, [{"type": "text", "text": "x" * 32_001}]):
-            with pytest.raises(PromptTooLongError, match=r"64,0\d\d characters, but the model takes 1,000 tokens"):
+            limit = r"64,0\d\d characters, but at most 64,000 are taken .*; send fewer or shorter messages"
+            with pytest.raises(PromptTooLongError, match=limit):
                 await encoder.encode_chat([{"role": "user", "content": content}] * 2, True, False, {})
         assert encoder._templates is not None and encoder._templates.pids == []  # nothing was even begun
         fits = [{"role": "user", "content": "x" * 31_000}] * 2
