@@ -138,6 +138,7 @@ class Encoder:
         text = await self._templates.render(
             plain, add_generation_prompt, variables, continue_final_message=continue_final_message
         )
+        self._check_length("the messages, as the chat template writes them, have", len(text), "fewer or shorter ones")
         return await self.encode(text, add_special_tokens=False)
 
     async def beside(self, work: Callable[[], _T]) -> _T:

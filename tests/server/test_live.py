@@ -336,7 +336,7 @@ def test_exports_are_files_in_the_formats_they_claim(shown: Any, recording: byte
             lines = await client.get("/live/export?format=jsonl")
             assert lines.body == recording + b"\n"
             assert re.fullmatch(
-                r'attachment; filename="chairlift-jsonl-\d+\.jsonl"', lines.headers["content-disposition"]
+                r'attachment; filename="chairlift-steps-\d+\.jsonl"', lines.headers["content-disposition"]
             )
             trace = await client.get("/live/export?format=perfetto")
             assert trace.headers["content-type"] == "application/json"

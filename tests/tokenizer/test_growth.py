@@ -272,7 +272,7 @@ def test_a_text_whose_process_is_killed_from_outside_is_tried_once_more_and_is_n
 def test_words_that_a_caller_of_python_forbids_are_encoded_as_its_prompts_are(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_dir(folder_with(tmp_path, DOUBTED["a pattern that is tried from every letter"]))
     info: EngineInfo = INFO
-    inputs = InputProcessor(ModelLimits(info.vocab_size, 64, (0,)), tokenizer, info, None)
+    inputs = InputProcessor(ModelLimits(tokenizer.vocab_size, 64, (0,)), tokenizer, info, None)
     params = SamplingParams(bad_words=["ab"], max_tokens=4)
     assert tokenizer.doubt
     found = inputs.prepare("r", "Hi", params, 0.0)
