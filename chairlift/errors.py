@@ -13,7 +13,8 @@
     │   ├── QueueFullError                too many requests, or prompt tokens, wait already, or for too long
     │   └── QueueTimeoutError             the request waited for as long as it may
     ├── DivergedError (RuntimeError)      training: the loss is no number any more
-    ├── TemplateError (ValueError)        a chat template failed, or is not there
+    ├── TemplateError (ValueError)        a chat template refused the messages, failed, or is not there
+    │   └── TemplateFailedError           it has an error in itself
     └── InvariantError (AssertionError)   Chairlift itself is broken: a bug, never the caller's fault
 
 Each message says what was given, what is allowed, and what to do.
@@ -32,6 +33,7 @@ __all__ = [
     "QueueTimeoutError",
     "RequestError",
     "TemplateError",
+    "TemplateFailedError",
     "WorkerLostError",
 ]
 
@@ -96,6 +98,10 @@ class DivergedError(ChairliftError, RuntimeError):
 
 class TemplateError(ChairliftError, ValueError):
     """The chat template is missing, invalid, or raised an error while rendering."""
+
+
+class TemplateFailedError(TemplateError):
+    """The chat template has an error in itself: a name that is not defined, say. It did not refuse the messages."""
 
 
 class InvariantError(ChairliftError, AssertionError):

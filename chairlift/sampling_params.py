@@ -233,7 +233,8 @@ def _logit_bias(value: Any, most: int) -> dict[int, float]:
                 " '50'; write it so"
             )
         token_id = int(key) if isinstance(key, str) else key
-        _integer("each token id in logit_bias", token_id, 0, _INT32_MAX)
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id <= _INT32_MAX:
+            raise RequestError(f"logit_bias must have token ids from 0 to {_INT32_MAX} as keys, got {key!r:.40}")
         if token_id in out:
             raise RequestError(f"logit_bias has token id {token_id} twice, as text and as a number; leave one out")
         _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)

@@ -273,11 +273,6 @@ class InputProcessor:
         tokenizer = self._tokenizer
         if tokenizer is None or not params.bad_words:
             return ()
-        if tokenizer.doubt:
-            raise RequestError(
-                f"bad_words cannot be used with this model: {tokenizer.doubt}; use logit_bias or "
-                "allowed_token_ids, which take token ids"
-            )
         return word_ids(params.bad_words, [tokenizer.encode(text, False) for text in spellings(params.bad_words)])
 
 

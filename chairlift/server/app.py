@@ -78,7 +78,8 @@ class _App:
         except ClientDisconnect:
             return
         except Exception as error:
-            told = to_api_error(error, self._state, exchange.request_id)
+            chat = scope["path"] == "/v1/chat/completions"
+            told = to_api_error(error, self._state, exchange.request_id, chat=chat)
             turned_away = told.code == "engine_unavailable" and not getattr(error, "taken", False)
             self._state.engine.stats.rejected.update(("unavailable",) if turned_away else ())
             response = error_response(told)

@@ -209,9 +209,10 @@ def check_origin(path: str, host: bytes, sites: Sequence[bytes], origins: Sequen
         foreign = any(not _same_origin(origin, host) for origin in origins)
     if foreign:
         name = host.decode("latin-1")
-        whose = ", ".join(origin.decode("latin-1") for origin in origins) or "another site"
+        given = ", ".join(origin.decode("latin-1") for origin in origins)
+        whose = f"{given!a:.100}" if given else "another site"
         message = (
-            f"a browser sent this request for a page of {whose!a:.100}, but without an API key this server answers "
+            f"a browser sent this request for a page of {whose}, but without an API key this server answers "
             f"only its own pages; open {name} itself, ask from a program, or start the server with --api-key-file"
         )
         raise ApiError(403, message, code="cross_origin")

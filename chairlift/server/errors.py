@@ -32,7 +32,8 @@ _OVERLOADED = {QueueTimeoutError: "queue_timeout", WorkerLostError: "worker_lost
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _OF_MESSAGES = re.compile(r"messages(\[[0-9]+\][\w.\[\]-]{0,200})?|continue_final_message")
 _OF_PARTS = re.compile(r"messages\[[0-9]+\]\.content\[[0-9]+\]")
-_PROMPT_NUMBER = re.compile(r"^prompt [0-9]+: ")
+_PROMPT_NUMBER = re.compile(r"prompt ([0-9]+): ")
+_OF_PROMPT = re.compile(r"the (prompt|texts?)\b")
 _log = logging.getLogger("chairlift.server")
 
 
@@ -77,8 +78,11 @@ def error_body(error: ApiError) -> dict[str, object]:
     return {"error": fields}
 
 
-def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiError:
-    """How a client is told about ``error``. What is not meant for it gets a generic text, and is logged."""
+def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat: bool = False) -> ApiError:
+    """How a client is told about ``error``. What is not meant for it gets a generic text, and is logged.
+
+    ``chat``: the prompt was made of messages.
+    """
     if isinstance(error, ApiError):
         if error.status == 503:
             error.headers.setdefault("retry-after", _whole_seconds(state.engine.retry_after()))
@@ -86,9 +90,10 @@ def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiEr
     if isinstance(error, HTTPException):
         return _routing_error(error)
     if isinstance(error, PromptTooLongError):
-        return ApiError(400, str(error) + _context_length(state), code="context_length_exceeded")
+        message = str(error) + _context_length(state)
+        return ApiError(400, message, code="context_length_exceeded", param=_field(str(error), chat))
     if isinstance(error, (RequestError, TemplateError)):
-        param = _field(str(error))
+        param = _field(str(error), chat)
         code = "unsupported_content" if param and _OF_PARTS.fullmatch(param) else "invalid_value"
         return ApiError(400, str(error), code=code, param=param)
     if isinstance(error, OverloadedError):
@@ -113,9 +118,15 @@ def to_api_error(error: Exception, state: ServerState, request_id: str) -> ApiEr
     return ApiError(500, message, code="internal_error")
 
 
-def _field(message: str) -> str | None:
+def _field(message: str, chat: bool) -> str | None:
     """The field that a refusal is about, where it begins with its name: ``ttft_ms is 5.0, but ...``."""
-    first = _PROMPT_NUMBER.sub("", message).partition(" ")[0]
+    number = _PROMPT_NUMBER.match(message)
+    message = message[number.end() :] if number else message
+    if message.startswith("the messages") or (chat and _OF_PROMPT.match(message)):
+        return "messages"
+    if _OF_PROMPT.match(message):
+        return f"prompt[{number[1]}]" if number else "prompt"
+    first = message.partition(" ")[0]
     return first if first in _FIELDS or _OF_MESSAGES.fullmatch(first) else None
 
 

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo
-from chairlift.errors import ConfigError, EngineDeadError, TemplateError
+from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
 from chairlift.loading import read_tokenizer
 from chairlift.server.app import make_app
 from chairlift.server.auth import check_exposure, load_keys
@@ -90,6 +90,11 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(f"cannot read the chat template {config.chat_template}: {reason}") from None
+        if not template.strip():
+            raise ConfigError(
+                f"{config.chat_template}: the chat template is empty; write one into the file, or leave out "
+                "--chat-template for the model's own"
+            )
         try:
             ChatTemplate(template).compile()
         except TemplateError as error:
@@ -167,6 +172,8 @@ async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Cal
             announce()
             with _reporting(state):
                 await _first(stop.drain.wait(), engine.stopped.wait())
+    except TemplateFailedError as error:
+        raise ConfigError(f"{state.config.chat_template}: {error}") from None
     except EngineDeadError as error:
         _logger.error("the engine died while it was starting: %s", error)
         stop.fail(ExitCode.ENGINE_DIED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import time
 from collections.abc import AsyncIterator
@@ -121,8 +122,24 @@ def parse_json(body: bytes, *, max_depth: int = _MAX_DEPTH, max_values: int = _M
     if not isinstance(value, dict):
         raise _invalid(f"the body must be a JSON object such as {{...}}, got {_JSON_NAMES[type(value)]}")
     if _count_names(value, max_depth) != num_names:  # it means one thing to this reader and another to the next
-        raise _invalid("the body has an object with the same name twice; give each field once")
+        raise _invalid(f"the body has an object with {_name_given_twice(body)} twice; give each field once")
     return value
+
+
+def _name_given_twice(body: bytes) -> str:
+    """The first name that an object in valid JSON has twice. In a long body, looking for it would take too long."""
+    found: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        names: set[str] = set()
+        for name, _ in pairs:
+            if name in names:
+                found.append(name)
+            names.add(name)
+
+    if len(body) < _LONG_BODY:
+        json.loads(body, object_pairs_hook=look)
+    return f"the name {found[0]!r:.80}" if found else "the same name"
 
 
 def _check_headers(request: Request) -> None:

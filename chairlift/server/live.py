@@ -150,13 +150,14 @@ async def _export(request: Request) -> Response:
     kind = request.query_params.get("format", "jsonl")
     if kind not in ("jsonl", "perfetto"):
         raise ApiError(400, f"format must be jsonl or perfetto, got {kind!r:.40}", param="format")
+    name = "trace" if kind == "perfetto" else "steps"
     if kind == "jsonl":
         content, suffix = await _recording(request) + b"\n", "jsonl"
     elif request.query_params.get("source") == "demo":
         content, suffix = await asyncio.to_thread(to_perfetto, await _demo(request)), "json"
     else:
         content, suffix = await _in_turn(request, lambda: _converted(request)), "json"
-    headers = {"content-disposition": f'attachment; filename="chairlift-{kind}-{int(time.time())}.{suffix}"'}
+    headers = {"content-disposition": f'attachment; filename="chairlift-{name}-{int(time.time())}.{suffix}"'}
     return Response(content, media_type="application/json" if suffix == "json" else _NDJSON, headers=headers)
 
 

@@ -85,14 +85,23 @@ _MAX_PROMPTS: Final = 64
 _MAX_IDS: Final = 2**20
 """Most token ids in one list. The longest body holds more than most models take; this bounds the rest."""
 
+_END: Final = r"$(?!\n)"
+"""The end of a pattern: before a final newline, ``$`` alone matches as well."""
+_SALT: Final = "^[A-Za-z0-9_-]{0,64}" + _END
+_NAME: Final = "^[A-Za-z][A-Za-z0-9_]{0,63}" + _END
+_ID: Final = "^(0|[1-9][0-9]{0,9})" + _END
+_IN_WORDS: Final = {
+    _SALT: "a text of at most 64 characters from A-Z, a-z, 0-9, '_' and '-'",
+    _NAME: "a text of at most 64 characters from A-Z, a-z, 0-9 and '_' that begins with a letter",
+    _ID: "a token id in decimal digits, such as '50', without sign and leading zeros",
+}
+
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 PromptItem = str | TokenId | list[TokenId]
 StopString = Annotated[str, Meta(min_length=1, max_length=_LIMITS.max_stop_length)]
 ModelName = Annotated[str, Meta(max_length=256)]
 Milliseconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
-_END: Final = r"$(?!\n)"
-"""The end of a pattern: before a final newline, ``$`` alone matches as well."""
-CacheSalt = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{0,64}" + _END)]
+CacheSalt = Annotated[str, Meta(pattern=_SALT)]
 Scalar = (
     Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     | Annotated[float, Meta(ge=-1e300, le=1e300)]
@@ -100,12 +109,14 @@ Scalar = (
     | bool
     | None
 )
-VariableName = Annotated[str, Meta(pattern="^[A-Za-z][A-Za-z0-9_]{0,63}" + _END)]
+VariableName = Annotated[str, Meta(pattern=_NAME)]
 TemplateVariables = Annotated[dict[VariableName, Scalar], Meta(max_length=32)]
 LogitBias = Annotated[
-    dict[Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,9})" + _END)], Annotated[float, Meta(ge=-100, le=100)]],
+    dict[Annotated[str, Meta(pattern=_ID)], Annotated[float, Meta(ge=-100, le=100)]],
     Meta(max_length=_LIMITS.max_logit_bias),
 ]
+_MAPPINGS: Final = {"logit_bias": LogitBias, "chat_template_kwargs": TemplateVariables}
+"""Fields with names of the client's own."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -227,9 +238,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         prompts = _prompts(self.prompt)
         answers = max(self.n or 1, self.best_of or 1)
         if len(prompts) > _MAX_PROMPTS or len(prompts) * answers > _MAX_PROMPTS:
+            each = f" with {answers} answers each" if answers > 1 else ""
             raise ApiError(
                 400,
-                f"{len(prompts)} prompts with {answers} answers each were asked for; a call takes at most"
+                f"{len(prompts)} prompts{each} were asked for; a call takes at most"
                 f" {_MAX_PROMPTS} prompts and {_MAX_PROMPTS} answers in all: split it",
                 code="invalid_value",
                 param="prompt",
@@ -447,13 +459,18 @@ def _readable(struct_type: type[msgspec.Struct], body: Mapping[str, Any], text: 
         value = value[field] if field else value[int(index)] if index else None
         known = known and bool(field or index)
     reason = text[: place.start()] if place else text
+    code = "invalid_type" if ", got" in reason else "invalid_value"
     if not known or kind is None:
         if place and place[1] and (unlike := _unlike(kind, value)):
             message = f"a name in {path} must be {unlike[1]}; got {_given(unlike[0])}"
             return ApiError(400, message, code="invalid_value", param=path)
+        name = place[2].partition("[")[0].lstrip(".") if place else ""
+        if name in _MAPPINGS and isinstance(value := body[name], dict):
+            key = _first_unfit(name, value)
+            message = f"{name}[{key}] must be {_allowed(_entry_type(name))}; got {_given(value.get(key))}"
+            return ApiError(400, message, code=code, param=f"{name}[{key}]")
         where = f"a value in {path}" if path else "the body"
         return ApiError(400, f"{where} is not allowed: {reason}", code="invalid_value", param=path or None)
-    code = "invalid_type" if ", got" in reason else "invalid_value"
     return ApiError(400, f"{path} must be {_allowed(kind)}; got {_given(value)}", code=code, param=path)
 
 
@@ -490,9 +507,25 @@ def _unlike(kind: Any, value: Any) -> tuple[str, str] | None:
     return None
 
 
+def _first_unfit(name: str, value: Mapping[str, Any]) -> str:
+    """The first name in a field of ``_MAPPINGS`` whose value is not allowed."""
+    for key, entry in value.items():
+        try:
+            msgspec.convert({key: entry}, _MAPPINGS[name])
+        except msgspec.ValidationError:
+            return key
+    return ""  # not reached: one of them was refused
+
+
+@functools.cache
+def _entry_type(name: str) -> Any:
+    kind: Any = msgspec.inspect.type_info(_MAPPINGS[name])
+    return kind.value_type
+
+
 def _given(value: Any) -> str:
-    if isinstance(value, list) and len(value) > 6:
-        return f"a list of {len(value)}"
+    if isinstance(value, (list, dict)) and len(value) > 6:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if isinstance(value, str) and len(value) > 60:
         return f"a text of {len(value)} characters"
     names = {True: "true", False: "false", None: "null"}
@@ -511,7 +544,7 @@ def _allowed(kind: Any) -> str:
         return f"{noun} {low} {kind.le}"
     if isinstance(kind, types.StrType):
         if kind.pattern:
-            return f"a text like {kind.pattern.replace(_END, '$')}"
+            return _IN_WORDS[kind.pattern]
         if kind.max_length is None:
             return "a text"
         return f"a text of {kind.min_length or 0} to {kind.max_length} characters"

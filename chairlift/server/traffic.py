@@ -416,7 +416,7 @@ def _number(
         value = math.nan
     if len(given) > 1 or not low <= value <= high:
         kind = "a whole number" if whole else "a number"
-        message = f"{name} must be {kind} from {low:,g} to {high:,g}, got {', '.join(given)!r:.80}"
+        message = f"{name} must be {kind} from {low:,.10g} to {high:,.10g}, got {', '.join(given)!r:.80}"
         raise ApiError(400, message, code="invalid_value", param=name)
     return value
 

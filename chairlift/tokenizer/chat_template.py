@@ -17,7 +17,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from chairlift.errors import RequestError, TemplateError
+from chairlift.errors import RequestError, TemplateError, TemplateFailedError
 from chairlift.tokenizer.messages import normalize_messages
 from chairlift.tokenizer.template_forms import TemplateForms
 
@@ -95,8 +95,22 @@ class ChatTemplate:
         _ = self._template
 
     def check(self) -> None:
-        """Compile the template, and render a small chat; raises :class:`~chairlift.errors.TemplateError`."""
-        self.render([{"role": "user", "content": "Hi"}])
+        """Compile the template, and render one of two small chats: a user's message, or a system message before it.
+
+        Raises :class:`~chairlift.errors.TemplateError` when neither renders, and the one for an error in the template
+        itself (TemplateFailedError) only when both end with such an error.
+        """
+        user = {"role": "user", "content": "Hi"}
+        errors: list[TemplateError] = []
+        for chat in ([user], [{"role": "system", "content": "Be brief."}, user]):
+            try:
+                self.render(chat)
+                return
+            except TemplateError as error:
+                errors.append(error)
+            except RequestError as error:
+                errors.append(TemplateError(str(error)))
+        raise next((error for error in errors if not isinstance(error, TemplateFailedError)), errors[0])
 
     def _generate(self, variables: dict[str, Any]) -> str:
         template = self._template
@@ -107,14 +121,19 @@ class ChatTemplate:
                 pieces.append(piece)
                 size += len(piece)
                 _check_size(size, self._max_chars)
-        except jinja2.TemplateError as error:
+        except _RefusalError as error:
             raise TemplateError(f"the chat template refused the messages: {_one_line(error)}") from None
+        except _TooLongError as error:
+            raise TemplateError(f"the chat template {_one_line(error)}; send fewer or shorter messages") from None
         except MemoryError:
             raise TemplateError(
                 "the chat template takes more memory than it may; send fewer or shorter messages"
             ) from None
         except Exception as error:
-            raise TemplateError(f"the chat template failed: {type(error).__name__}: {_one_line(error)}") from None
+            raise TemplateFailedError(
+                f"the chat template failed with {type(error).__name__}: {_one_line(error)}; correct the template, "
+                "or give another one: --chat-template, or chat_template.jinja in the model directory"
+            ) from None
         return "".join(pieces)
 
     @functools.cached_property
@@ -218,7 +237,15 @@ def _cannot_continue(reason: str) -> str:
 
 def _check_size(size: int, most: int = MAX_TEXT) -> None:
     if size > most:
-        raise jinja2.TemplateError(f"it builds more than {most:,} characters")
+        raise _TooLongError(f"builds more than {most:,} characters")
+
+
+class _RefusalError(jinja2.TemplateError):
+    """The template called ``raise_exception``."""
+
+
+class _TooLongError(jinja2.TemplateError):
+    """The template builds a longer text than it may."""
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -232,7 +259,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator == "*" and sizes and times:
             _check_size(sizes[0] * times[0])
         if operator == "**" or any(abs(side) > 2**64 for side in times):
-            raise jinja2.TemplateError("it computes with powers or huge numbers, which chat templates may not")
+            raise jinja2.exceptions.SecurityError("it computes with powers or huge numbers, which templates may not")
         return super().call_binop(context, operator, left, right)
 
 
@@ -267,7 +294,7 @@ def _check_name(name: Any) -> None:
 
 
 def _raise_exception(message: Any) -> None:
-    raise jinja2.TemplateError(str(message))
+    raise _RefusalError(str(message))
 
 
 def _tojson(

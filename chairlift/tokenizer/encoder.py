@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from chairlift.errors import OverloadedError, PromptTooLongError, RequestError, TemplateError
+from chairlift.errors import OverloadedError, PromptTooLongError, RequestError, TemplateError, TemplateFailedError
 from chairlift.tokenizer.bad_words import spellings, word_ids
 from chairlift.tokenizer.messages import normalize_messages, text_size
 from chairlift.tokenizer.template_worker import TemplateWorker
@@ -53,14 +53,16 @@ class Encoder:
         self._threads = Turns(2, most_waiting, "long texts")
         self._short_texts = Turns(2, most_waiting, "texts")
         self._templates: TemplateWorker | None = None
+        self._chosen = chat_template is not None
+        """The template is not the model's own."""
         self._texts = _worker_for(tokenizer, max_model_len, most_waiting)
         if tokenizer is not None:
-            template = chat_template or tokenizer.chat_template
+            template = tokenizer.chat_template if chat_template is None else chat_template
             self._templates = TemplateWorker(template, tokenizer.named_tokens, most_waiting=most_waiting)
 
     async def start(self) -> None:
-        """Have the workers ready, and say so if the chat template cannot work. Raises OverloadedError when none can be
-        started."""
+        """Have the workers ready, and warn if the model's chat template cannot work. Raises TemplateFailedError if a
+        template given instead of it has an error in itself, and OverloadedError when no worker can be started."""
         if self._texts is not None:
             await self._texts.start()
         if self._templates is not None:
@@ -68,6 +70,8 @@ class Encoder:
             try:
                 await self._templates.check()
             except (RequestError, TemplateError) as error:
+                if self._chosen and isinstance(error, TemplateFailedError):
+                    raise
                 _log.warning("completions work, but chats will be refused: %s", error)
             except OverloadedError as error:
                 _log.warning("the chat template was not checked: %s", error)
@@ -97,7 +101,7 @@ class Encoder:
         lengths = [len(text) if isinstance(text, str) else 0 for text in texts]  # the tokenizer says what others are
         total = sum(lengths)
         for length in lengths:
-            self._check_length("the text has", length)
+            self._check_length("the text has", length, "a shorter text")
         if total > max(_ALWAYS_ALLOWED, self._most_chars):
             raise PromptTooLongError(
                 f"the texts have {total:,} characters together, but one call may have"
@@ -130,10 +134,11 @@ class Encoder:
         if self._templates is None:
             raise TemplateError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
         plain = normalize_messages(messages)
-        self._check_length("the messages have", text_size(plain))
+        self._check_length("the messages have", text_size(plain), "fewer or shorter messages")
         text = await self._templates.render(
             plain, add_generation_prompt, variables, continue_final_message=continue_final_message
         )
+        self._check_length("the messages, as the chat template writes them, have", len(text), "fewer or shorter ones")
         return await self.encode(text, add_special_tokens=False)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
@@ -144,10 +149,11 @@ class Encoder:
     def _most_chars(self) -> int:
         return max(_LONG_TEXT, self._max_model_len * _MAX_CHARS_PER_TOKEN)
 
-    def _check_length(self, what: str, num_chars: int) -> None:
+    def _check_length(self, what: str, num_chars: int, instead: str) -> None:
         if num_chars > self._most_chars:
             raise PromptTooLongError(
-                f"{what} {num_chars:,} characters, but the model takes {self._max_model_len:,} tokens"
+                f"{what} {num_chars:,} characters, but at most {self._most_chars:,} are taken for a model of"
+                f" {self._max_model_len:,} tokens; send {instead}"
             )
 
 

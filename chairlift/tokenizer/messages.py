@@ -65,12 +65,12 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         raise RequestError(f"{where}.role is missing; it is required: system, developer, user, assistant or tool")
     for key in ("role", "name"):
         if key in plain and not (isinstance(plain[key], str) and plain[key]):
-            raise RequestError(f"{where}.{key} must be a non-empty string, got {str(plain[key])[:_LONGEST]!r}")
+            raise RequestError(f"{where}.{key} must be a non-empty string, got {_given(plain[key])}")
     calls = plain.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RequestError(
             f'{where}.tool_calls must be a list of objects ([{{"type": "function", "function": {{"name": ..., '
-            f'"arguments": ...}}}}]), got {str(calls)[:_LONGEST]!r}'
+            f'"arguments": ...}}}}]), got {_given(calls)}'
         )
     if "content" not in plain and not (plain["role"] == "assistant" and any(plain.get(key) for key in _SAYS_SOMETHING)):
         got = "got null" if "content" in message else "it is missing"
@@ -89,7 +89,7 @@ def _content(where: str, content: Any) -> str | list[dict[str, Any]] | None:
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise RequestError(
             f"{where}.content must be a string or a list of text parts, at least one "
-            f'([{{"type": "text", "text": "..."}}]), got {str(content)[:_LONGEST]!r}'
+            f'([{{"type": "text", "text": "..."}}]), got {_given(content)}'
         )
     parts = []
     for index, part in enumerate(content):
@@ -104,6 +104,12 @@ def _content(where: str, content: Any) -> str | list[dict[str, Any]] | None:
         given = {key: value for key, value in part.items() if value is not None}
         parts.append(_plain(f"{where}.content[{index}]", given, 2))
     return parts
+
+
+def _given(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and not value:
+        return "an empty list"
+    return repr(value)[:_LONGEST]
 
 
 def _plain(where: str, value: Any, depth: int) -> Any:

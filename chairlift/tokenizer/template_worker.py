@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from chairlift.errors import OverloadedError, RequestError, TemplateError, WorkerLostError
+from chairlift.errors import OverloadedError, RequestError, TemplateError, TemplateFailedError, WorkerLostError
 from chairlift.parent import die_with_parent, has_ended, kill_child
 from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables
 from chairlift.tokenizer.messages import normalize_messages
@@ -254,7 +254,7 @@ class TemplateWorker(WorkerPool):
             await super().start()
 
     async def check(self) -> None:
-        """Raise what every chat will: TemplateError for a template that is invalid or fails for a small chat, or
+        """Raise what every chat will: TemplateError for a template that is invalid or fails for small chats, or
         RequestError for one that takes too long. A model without a template is fine."""
         if self._has_template:
             self._starting = True  # no spare for it
@@ -309,7 +309,8 @@ class TemplateWorker(WorkerPool):
         if "text" in reply:
             return str(reply["text"])
         message = str(reply.get("error", "the chat template failed"))[:_MAX_ERROR]
-        raise (RequestError if reply.get("kind") == "request" else TemplateError)(message)
+        kinds = {"request": RequestError, "failed": TemplateFailedError}
+        raise kinds.get(str(reply.get("kind")), TemplateError)(message)
 
 
 class _Process:
@@ -451,7 +452,8 @@ def _reply(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
     except RequestError as error:
         return {"error": str(error)[:_MAX_ERROR], "kind": "request"}
     except TemplateError as error:
-        return {"error": str(error)[:_MAX_ERROR]}
+        kind = "failed" if isinstance(error, TemplateFailedError) else "template"
+        return {"error": str(error)[:_MAX_ERROR], "kind": kind}
     return {"text": text}
 
 

@@ -295,12 +295,14 @@ class FakeEngine:
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         if not prompt:
             raise RequestError("the prompt is empty; send at least one character or one token id")
-        ids = [*prompt, *(params.stop_token_ids or ()), *(params.allowed_token_ids or ()), *(params.logit_bias or ())]
+        ids = [0, *(params.stop_token_ids or ()), *(params.allowed_token_ids or ()), *(params.logit_bias or ())]
         vocab_size = (self.info or INFO).vocab_size
+        if max(prompt) >= vocab_size:
+            raise RequestError(f"the prompt has token id {max(prompt)}, which is not below {vocab_size}")
         if max(ids) >= vocab_size:
             raise RequestError(f"token id {max(ids)} is not below {vocab_size}")
         if len(prompt) + (1 if params.max_tokens is None else params.max_tokens) > INFO.max_model_len:
-            raise PromptTooLongError(f"{len(prompt)} tokens and the answer do not fit in {INFO.max_model_len}")
+            raise PromptTooLongError(f"the prompt has {len(prompt)} tokens, and does not fit in {INFO.max_model_len}")
 
     def _answer(self, prompt: list[int], params: SamplingParams, index: int) -> list[CompletionOutput]:
         """The deltas of one answer."""

@@ -364,6 +364,9 @@ def test_a_refused_page_is_told_what_to_do() -> None:
     with pytest.raises(ApiError) as caught:
         check_origin("/v1/traffic", b"localhost:8000", [b"cross-site"], [EVIL.encode()])
     assert (caught.value.status, caught.value.code) == (403, "cross_origin")
+    assert f"for a page of '{EVIL}', but" in caught.value.message
+    with pytest.raises(ApiError, match="for a page of another site, but"):
+        check_origin("/v1/traffic", b"localhost:8000", [b"cross-site"], [])
     for part in (EVIL, "localhost:8000", "--api-key-file"):
         assert part in caught.value.message
 

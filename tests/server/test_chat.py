@@ -283,7 +283,8 @@ def test_the_prompts_end_is_kept(http: TestClient, engine: FakeEngine) -> None:
     ask(http, max_tokens=1, truncate_prompt_tokens=5)
     long = [{"role": "user", "content": "x" * 5000}]
     assert ask(http, messages=long, max_tokens=48, truncate_prompt_tokens=-1).status_code == 200
-    assert refused(http, messages=long)["code"] == "context_length_exceeded"
+    error = refused(http, messages=long)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     whole, short, rest = (prompt for prompt, _, _ in engine.submitted)
     assert short == whole[-5:]
     assert len(rest) == 2000

@@ -243,7 +243,8 @@ def test_a_prompt_as_long_as_the_model_is_scored_without_an_answer(http: TestCli
         prompt, params, _ = engine.submitted[-1]
         assert (len(prompt), params.max_tokens, params.prompt_logprobs) == (len(longest), 0, 0)
     assert refused(http, prompt=longest, echo=True, max_tokens=1)["code"] == "context_length_exceeded"
-    assert refused(http, prompt=[*longest, 1], echo=True, max_tokens=0)["code"] == "context_length_exceeded"
+    error = refused(http, prompt=[*longest, 1], echo=True, max_tokens=0)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert ask(http, prompt=longest[1:], max_tokens=1).status_code == 200
 
 
@@ -332,6 +333,25 @@ def test_what_a_request_leaves_out_is_as_the_model_says(http: TestClient, engine
         assert http.post(path, json={**body, **asked, "max_tokens": 3}).status_code == 200
     seen = [(params.temperature, params.top_k, params.top_p) for _, params, _ in engine.submitted]
     assert seen == [(0.6, 20, 0.9), (0.0, 20, 1.0), (0.6, -1, 0.9)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [INFO.vocab_size]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": [[1], [1, INFO.vocab_size]]}, "prompt[1]"),
+        ({"prompt": [1] * (INFO.max_model_len + 1)}, "prompt"),
+    ],
+)
+def test_a_refused_prompt_is_the_parameter_that_is_named(http: TestClient, fields: dict[str, Any], param: str) -> None:
+    assert refused(http, **fields)["param"] == param
+
+
+def test_too_many_prompts_are_counted_in_words_that_fit(http: TestClient) -> None:
+    assert "65 prompts were asked for" in refused(http, prompt=["x"] * 65)["message"]
+    assert "33 prompts with 2 answers each were asked for" in refused(http, prompt=["x"] * 33, n=2)["message"]
 
 
 def test_bad_words_are_tokenized_once_for_all_prompts(http: TestClient, engine: FakeEngine) -> None:

@@ -23,7 +23,7 @@ import pytest
 
 from chairlift.config import EngineConfig, ModelConfig, ServerConfig
 from chairlift.engine.async_engine import EngineState
-from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
+from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, TemplateFailedError
 from chairlift.server import lifecycle
 from chairlift.server.app import make_app
 from chairlift.server.lifecycle import ExitCode, Stop, banner, bind, serve, served_names, start_engine
@@ -287,6 +287,8 @@ def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
         ("\n\n{{ messages | shout }}", r"chat\.jinja: the chat template is invalid at line 3: .*shout"),
         (None, r"cannot read the chat template .*chat\.jinja: No such file"),
         (b"\xff", r"chat\.jinja: it is not UTF-8 text"),
+        ("", r"chat\.jinja: the chat template is empty; .*--chat-template"),
+        (" \n\t", r"chat\.jinja: the chat template is empty; .*--chat-template"),
     ],
 )
 def test_a_broken_chat_template_is_told_before_anything_is_loaded(
@@ -297,6 +299,19 @@ def test_a_broken_chat_template_is_told_before_anything_is_loaded(
         file.write_bytes(template if isinstance(template, bytes) else template.encode())
     with pytest.raises(ConfigError, match=complaint):
         start_engine(EngineConfig(), ServerConfig(chat_template=str(file)), lambda *_: None)
+
+
+def test_a_chat_template_that_cannot_work_ends_the_start(tmp_path: Path) -> None:
+    """Only with the model's tokens it is known that it fails for every chat."""
+
+    async def test() -> None:
+        server = Server(stop=Stop(), chat_template="chat.jinja")
+        server.engine.loaded = asyncio.get_running_loop().create_future()
+        server.engine.loaded.set_exception(TemplateFailedError("the chat template failed with UndefinedError: x"))
+        with pytest.raises(ConfigError, match=r"chat\.jinja: the chat template failed with UndefinedError"):
+            await server.start()
+
+    run(test())
 
 
 def test_a_host_without_an_address_is_told() -> None:

@@ -82,10 +82,16 @@ def test_only_objects_are_taken(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"a": 1, "a": 2}', b'{"a": 1, "\\u0061": 1}', b'{"x": [{"b": {}, "c": 1, "b": {}}]}']
+    ("body", "name"),
+    [
+        (b'{"a": 1, "a": 2}', "the name 'a'"),
+        (b'{"a": 1, "\\u0061": 1}', "the name 'a'"),
+        (b'{"a": 1, "x": [{"b": {}, "c": 1, "b": {"a": 1}}]}', "the name 'b'"),
+        (b'{"a": 1, "a": "%b"}' % (b"x" * 100_000), "the same name"),
+    ],
 )
-def test_no_name_stands_twice(body: bytes) -> None:
-    assert "same name twice" in refusal(body)
+def test_no_name_stands_twice(body: bytes, name: str) -> None:
+    assert f"{name} twice" in refusal(body)
 
 
 @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":[', b"]}]")])
@@ -416,6 +422,7 @@ def test_trailers_are_not_headers() -> None:
             for version, status in [(b"1.0", 400), (b"0.9", 505), (b"2.0", 505)]
         ),
         (b"GET /v1/models HTTP/2.0\r\nHost: localhost\r\n\r\n", 505),
+        (b"GET /v1/models HTTP/1.2\r\nHost: localhost\r\n\r\n", 400),
         (b"GET * HTTP/2.0\r\nHost: localhost\r\n\r\n", 505),
         (b"POST /v1/echo HTTP/1.1\r\nHost : a\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\n b\r\n\r\n", 400),

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,28 @@ def test_the_page_has_all_of_itself_inside_and_asks_for_nothing_from_elsewhere()
     assert not re.search(r"https?://|url\(|@import|<link(?! rel=\"icon\" href=\"data:)|<iframe", without_the_namespace)
     bare = re.sub("<(script|style)>.*?</\\1>", "", HTML, flags=re.DOTALL)
     assert not re.search(r"\s(src|on[a-z]+|style)=", bare)
+
+
+_AXIS = """
+const ticks = [], model = { first: 0, numbers: [...Array(COUNT).keys()].map((i) => i + 1) };
+model.count = model.numbers.length;
+const line = new Timeline(null, model);
+Object.assign(line, { width: 1000, view: { mode: "steps", left: COUNT - 400, right: COUNT } });
+line.drawAxis({ fillRect() {}, fillText(text, x) { ticks.push([text, x]); } }, {}, 100);
+console.log(JSON.stringify(ticks));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH to run the page's script")
+@pytest.mark.parametrize(
+    ("count", "numbers"), [(0, []), (1, [1]), (5, [5]), (30, [1, 30]), (60, [1, 60]), (120, [50, 100])]
+)
+def test_the_axis_has_numbers_also_when_there_are_few_steps(count: int, numbers: list[int]) -> None:
+    script = (STATIC / "live_draw.js").read_text() + _AXIS.replace("COUNT", str(count))
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    ticks = json.loads(done.stdout)
+    assert [text for text, _ in ticks] == numbers
+    assert all(44 <= x <= 984 for _, x in ticks)
 
 
 def test_text_can_only_become_text() -> None:
@@ -336,7 +359,7 @@ def test_exports_are_files_in_the_formats_they_claim(shown: Any, recording: byte
             lines = await client.get("/live/export?format=jsonl")
             assert lines.body == recording + b"\n"
             assert re.fullmatch(
-                r'attachment; filename="chairlift-jsonl-\d+\.jsonl"', lines.headers["content-disposition"]
+                r'attachment; filename="chairlift-steps-\d+\.jsonl"', lines.headers["content-disposition"]
             )
             trace = await client.get("/live/export?format=perfetto")
             assert trace.headers["content-type"] == "application/json"

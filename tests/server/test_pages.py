@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -94,6 +96,48 @@ def test_every_field_has_a_label_and_the_page_fits_a_phone() -> None:
 def test_the_page_stays_small() -> None:
     assert len(HTML.splitlines()) < 400
     assert max(map(len, SCRIPT.splitlines())) < 180
+
+
+_TABLE = """
+class Node {
+  constructor() { this.children = []; }
+  get textContent() { return this.children.map((each) => each.textContent ?? each).join(""); }
+  set textContent(text) { this.children = [text ?? ""]; }
+  append(...more) { this.children.push(...more); }
+}
+class Row extends Node {
+  get cells() { return this.children; }
+  insertCell() { this.append(new Node()); return this.children.at(-1); }
+  deleteCell(at) { this.children.splice(at, 1); }
+}
+class Rows extends Node {
+  get rows() { return this.children.flatMap((each) => each instanceof Row ? [each] : each.rows ?? []); }
+  insertRow() { this.append(new Row()); return this.children.at(-1); }
+  createTHead() { this.append(new Rows()); return this.children.at(-1); }
+  createTBody() { return this.createTHead(); }
+}
+const document = { createElement: (tag) => tag === "table" ? new Rows() : new Node() };
+const seed = { type: "integer" };
+for (const properties of [{ seed }, { seed: { ...seed, default: 1 } }]) {
+  const [table] = fields({}, { properties }).children.slice(-1);
+  console.log(JSON.stringify(table.rows.map((row) => row.cells.map((cell) => cell.textContent))));
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH to run the page's script")
+def test_a_column_that_says_nothing_is_not_shown() -> None:
+    functions = [each[0] for each in re.finditer(r"^function (make|resolve|type|fields)\(.*?^}\n", SCRIPT, re.S | re.M)]
+    assert len(functions) == 4
+    done = subprocess.run(["node", "-e", "".join(functions) + _TABLE], capture_output=True, text=True, timeout=60)
+    assert list(map(json.loads, done.stdout.splitlines())) == [
+        [["field", "type"], ["seed", "integer"]],
+        [["field", "type", "default"], ["seed", "integer", "1"]],
+    ], done.stderr
+
+
+def test_headings_of_columns_are_not_broken_on_a_phone() -> None:
+    assert re.search(r"^th \{ white-space: nowrap; \}$", HTML, re.M)
 
 
 # In a browser

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.errors import RequestError, TemplateError
+from chairlift.errors import RequestError, TemplateError, TemplateFailedError
 from chairlift.tokenizer import ChatTemplate
 from tests.tokenizer import tiny
 
@@ -192,7 +192,8 @@ def test_a_message_may_be_as_deep_as_a_body() -> None:
         (["Hi"], r"messages\[0\] must be an object"),
         ([{"content": "Hi"}], r"messages\[0\]\.role is missing; it is required"),
         ([{"role": "", "content": "Hi"}], "non-empty string"),
-        ([{"role": 1, "content": "Hi"}], "non-empty string"),
+        ([{"role": 1, "content": "Hi"}], "non-empty string, got 1$"),
+        ([{"role": "user", "content": []}], r"at least one .*, got an empty list$"),
         ([{"role": "user"}], r"messages\[0\]\.content must be"),
         ([{"role": "user", "content": None}], "content must be"),
         ([{"role": "user", "content": []}], "content must be"),
@@ -261,6 +262,12 @@ def test_a_failing_template_says_so_in_one_line(template: str | None, complaint:
     with pytest.raises(TemplateError, match=complaint) as caught:
         ChatTemplate(template).render([{"role": "user", "content": "Hi"}])
     assert "\n" not in str(caught.value)
+    refuses = template is not None and "raise_exception" in template
+    assert ("refused the messages" in str(caught.value)) is refuses
+    if isinstance(caught.value, TemplateFailedError):
+        assert "failed with" in str(caught.value) and "--chat-template" in str(caught.value)
+    else:
+        assert refuses or "more than" in complaint or "no chat template" in complaint or "invalid" in complaint
 
 
 _ROOTS = ["''", "[]", "{}", "messages", "messages[0]", "range", "dict", "namespace()", "namespace", "cycler('a')"]

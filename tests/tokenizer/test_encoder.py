@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.errors import PromptTooLongError, QueueFullError, TemplateError
+from chairlift.errors import PromptTooLongError, QueueFullError, TemplateError, TemplateFailedError
 from chairlift.tokenizer.encoder import Encoder
 from tests.server.fake_engine import byte_tokenizer
 
@@ -42,7 +43,8 @@ def test_a_conversation_that_cannot_fit_is_refused_before_it_is_laid_out() -> No
     async def main() -> None:
         encoder = Encoder(byte_tokenizer(), 1000, 8)
         for content in ("x" * 32_001, [{"type": "text", "text": "x" * 32_001}]):
-            with pytest.raises(PromptTooLongError, match=r"64,0\d\d characters, but the model takes 1,000 tokens"):
+            limit = r"64,0\d\d characters, but at most 64,000 are taken .*; send fewer or shorter messages"
+            with pytest.raises(PromptTooLongError, match=limit):
                 await encoder.encode_chat([{"role": "user", "content": content}] * 2, True, False, {})
         assert encoder._templates is not None and encoder._templates.pids == []  # nothing was even begun
         fits = [{"role": "user", "content": "x" * 31_000}] * 2
@@ -194,3 +196,25 @@ def test_a_models_own_broken_template_is_told_once_at_the_start(
         asyncio.run(main())
     assert len(caplog.records) == (told is not None)
     assert told is None or (told in caplog.text and "completions work" in caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("template", "refused"),
+    [
+        ("hello {{ nothing.x.y }}", True),
+        ("{{ 1 + messages[0].content }}", True),
+        ("{{ raise_exception('no') }}", False),
+        ("{% if messages[0].role != 'system' %}{{ nothing.x }}{% endif %}{{ messages[0].content }}", False),
+        ("{% if messages[0].role == 'system' %}{{ nothing.x }}{% endif %}{{ raise_exception('no') }}", False),
+    ],
+)
+def test_a_given_template_that_fails_for_every_chat_is_refused_at_the_start(template: str, refused: bool) -> None:
+    async def main() -> None:
+        tokenizer: Any = Templated("{{ messages[0].content }}")
+        encoder = Encoder(tokenizer, 1000, 8, template)
+        complaint = pytest.raises(TemplateFailedError, match=r"Error: .*--chat-template")
+        with complaint if refused else contextlib.nullcontext():
+            await encoder.start()
+        await encoder.close()
+
+    asyncio.run(main())

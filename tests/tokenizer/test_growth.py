@@ -20,6 +20,7 @@ from chairlift.engine.input_processor import InputProcessor, ModelLimits
 from chairlift.errors import ModelLoadError, RequestError, WorkerLostError
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer import Tokenizer
+from chairlift.tokenizer.bad_words import spellings, word_ids
 from chairlift.tokenizer.encoder import Encoder
 from chairlift.tokenizer.growth import MOST_GROWTH, check_growth, doubt_about
 from chairlift.tokenizer.patterns import is_steady, shortest
@@ -268,13 +269,15 @@ def test_a_text_whose_process_is_killed_from_outside_is_tried_once_more_and_is_n
     run(work)
 
 
-def test_words_that_a_client_forbids_are_not_encoded_by_such_a_tokenizer(tmp_path: Path) -> None:
+def test_words_that_a_caller_of_python_forbids_are_encoded_as_its_prompts_are(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_dir(folder_with(tmp_path, DOUBTED["a pattern that is tried from every letter"]))
     info: EngineInfo = INFO
-    inputs = InputProcessor(ModelLimits(info.vocab_size, 64, (0,)), tokenizer, info, None)
-    params = SamplingParams(bad_words=["a" * 200], max_tokens=4)
-    with pytest.raises(RequestError, match=r"bad_words cannot be used with this model.*logit_bias"):
-        inputs.prepare("r", [1, 2], params, 0.0)
+    inputs = InputProcessor(ModelLimits(tokenizer.vocab_size, 64, (0,)), tokenizer, info, None)
+    params = SamplingParams(bad_words=["ab"], max_tokens=4)
+    assert tokenizer.doubt
+    found = inputs.prepare("r", "Hi", params, 0.0)
+    assert found.bad_word_ids == word_ids(["ab"], [tokenizer.encode(text, False) for text in spellings(["ab"])])
+    assert found.bad_word_ids and found.prompt_token_ids == tokenizer.encode("Hi")
 
 
 def test_a_short_text_grows_no_further_than_the_limit_says() -> None:

@@ -211,12 +211,22 @@ class Timeline {
     ctx.fillStyle = colours.soft;
     ctx.textAlign = "center";
     const shift = view.mode === "steps" ? (this.model.numbers[0] ?? 0) - this.model.first : 0;  // so that numbers are round
+    let ticks = [];
     for (let value = Math.ceil((view.left + shift) / step) * step - shift; value <= view.right; value += step) {
       const x = this.x(value);
-      if (x < LEFT + 10 || x > this.width - 16) continue;
-      ctx.fillRect(x, height - AXIS, 1, 3);
-      ctx.fillText(this.axisText(value, step), x, height - 7);
+      if (x >= LEFT + 10 && x <= this.width - 16 && this.axisText(value, step) !== "") ticks.push(value);
     }
+    if (view.mode === "steps" && ticks.length < 2) ticks = this.ends();  // a server that has made few steps
+    for (const value of ticks) {
+      const x = this.x(value);
+      ctx.fillRect(x, height - AXIS, 1, 3);
+      ctx.fillText(this.axisText(value, step), Math.max(LEFT + 10, Math.min(x, this.width - 16)), height - 7);
+    }
+  }
+
+  ends() {  // the first and the last step in sight; only the last where both have no room
+    const first = Math.max(Math.ceil(this.view.left), this.model.first), last = Math.min(Math.ceil(this.view.right), this.model.count) - 1;
+    return last < first ? [] : this.x(last) - this.x(first) < 50 ? [last] : [first, last];
   }
 
   axisText(value, step) {
