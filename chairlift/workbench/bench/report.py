@@ -8,7 +8,7 @@ import dataclasses
 import html
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from chairlift.workbench.bench.plots import SERIES_COLOURS, Figure
@@ -65,7 +65,7 @@ class Report:
     def html(self) -> str:
         """The page, a whole document. Everything given is text, and is escaped."""
         names = (f"--series-{i}: light-dark({light}, {dark});" for i, (light, dark) in enumerate(SERIES_COLOURS))
-        template = resources.files("chairlift.workbench.bench").joinpath("report.html").read_text(encoding="utf-8")
+        template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
         return string.Template(template).substitute(
             title=_escape(self.title),
             lead=_paragraphs(self.lead, ' class="lead"'),
