@@ -67,7 +67,8 @@ def tiny_hf_model(
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * values if "norm" in name or "ln_" in name else std * values)
+            norm = "norm" in name or ("ln_" in name and name.endswith("weight"))
+            parameter.copy_(1 + 0.1 * values if norm else std * values)
     model_dir = tmp_path / f"{family}-{seed}"
     model.to(dtype).save_pretrained(model_dir)
     return model_dir
