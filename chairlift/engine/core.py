@@ -41,7 +41,6 @@ from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.preemption import PreemptionMode
 from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.scheduler import Scheduler
-from chairlift.scheduler.shadow import ShadowPolicy
 
 if TYPE_CHECKING:
     from chairlift.engine.step_recorder import StepRecorder
@@ -357,10 +356,6 @@ class EngineCore(EngineClient):
             watermark=scheduler.watermark,
             num_governor_decisions=0 if self.governor is None else self.governor.num_decisions,
         )
-        if isinstance(shadow := scheduler.policy, ShadowPolicy):
-            stats.num_shadow_lines, stats.num_shadow_lines_differing = shadow.num_lines, shadow.num_lines_differing
-            stats.num_shadow_victims = shadow.num_victims
-            stats.num_shadow_victims_differing = shadow.num_victims_differing
         return stats
 
     def _note_shares(self) -> None:

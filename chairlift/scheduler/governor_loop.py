@@ -20,8 +20,8 @@ from chairlift.scheduler.governor import (
     rows_that_fit,
 )
 from chairlift.scheduler.guard_rails import GuardRails
-from chairlift.scheduler.learned_governor import LearnedGovernor
 from chairlift.scheduler.output import SchedulerOutput, StepResult
+from chairlift.scheduler.policies import load_plugin
 from chairlift.scheduler.scheduler import Scheduler
 
 __all__ = ["Decision", "GovernorLoop", "Window", "governor_from_config"]
@@ -234,7 +234,8 @@ class GovernorLoop:
 def governor_from_config(
     config: SchedulerConfig, scheduler: Scheduler, costs: Costs, now: float
 ) -> GovernorLoop | None:
-    """The governor that the settings ask for, at the settings that they begin with; None when it is off."""
+    """The governor that the settings ask for, at the settings that they begin with; None when it is off. Raises
+    ConfigError for a class of one's own that cannot be used."""
     if config.governor == "off":
         return None
     most, reserved = config.most_running, sum(each.min_seqs for each in (config.promises or {}).values())
@@ -245,6 +246,11 @@ def governor_from_config(
         math.inf if config.governor_ttft_ms is None else config.governor_ttft_ms / 1000,
         math.inf if config.governor_tpot_ms is None else config.governor_tpot_ms / 1000,
     )
-    chosen = {"learned": LearnedGovernor}.get(config.governor, RuleGovernor)
-    shadow = config.governor == "shadow"
-    return GovernorLoop(chosen(bounds, targets, costs), scheduler, bounds, now=now, shadow=shadow)
+    if config.governor in ("rules", "shadow"):
+        governor: Governor = RuleGovernor(bounds, targets, costs)
+    else:
+        example = "chairlift.scheduler.governor.RuleGovernor"
+        governor = load_plugin(
+            "governor", config.governor, lambda owner: owner(bounds, targets, costs), ["name", "decide"], example
+        )
+    return GovernorLoop(governor, scheduler, bounds, now=now, shadow=config.governor == "shadow")

@@ -24,6 +24,7 @@ ALLOWED: dict[str, list[str]] = {
     "request": ["errors", "outputs", "kv_cache.prefix_cache"],  # the last for its type only
     "kv_cache": ["errors", "config", "request"],
     "scheduler": ["errors", "config", "outputs", "request", "kv_cache", "service_class"],
+    "plugins": ["errors", "scheduler"],
     "tokenizer": ["errors", "config", "parent"],
     "kernels": ["errors"],
     "sampling": ["errors", "sampling_params"],
