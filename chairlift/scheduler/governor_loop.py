@@ -137,7 +137,7 @@ class Window:
         oldest = scheduler.waiting.oldest_arrival if waiting else now
         kv, length = scheduler.kv, max(1, round(self._prompts.value() + self._answers.value()))
         # Behind a sliding window a request gives blocks back: longer ones take no more.
-        per_block = [max(kv.block_size, length / kv.blocks_for(group, length)) for group in range(len(kv.pools))]
+        per_block = [max(kv.block_size, length / kv.layout.blocks_for(group, length)) for group in range(len(kv.pools))]
         seen = Observation(
             settings=settings,
             seconds=seconds,
@@ -151,7 +151,7 @@ class Window:
             preempted=self._preemptions,
             prompt_length=self._prompts.value(),
             answer_length=self._answers.value(),
-            context_length=scheduler.num_computed_tokens / running if running else 0.0,
+            context_length=scheduler.batch.num_computed_tokens / running if running else 0.0,
             prefill_share=self._prefill / computed if computed else 0.0,
             tokens_per_second=self._tokens / seconds if seconds > 0 else 0.0,
             step_p50=steps[len(steps) // 2] if steps else 0.0,
@@ -189,7 +189,7 @@ class GovernorLoop:
         self.decisions: deque[Decision] = deque(maxlen=capacity)
         self.num_decisions = 0
         self._scheduler = scheduler
-        self.settings = Settings(scheduler.running_limit, scheduler.token_budget, scheduler.watermark)
+        self.settings = Settings(scheduler.batch.running_limit, scheduler.batch.token_budget, scheduler.batch.watermark)
         """In force; in shadow mode, those that would be."""
         self.rails = GuardRails(self.settings, bounds)
         self.window = Window(scheduler, now)
@@ -222,9 +222,8 @@ class GovernorLoop:
     def _set(self, now: float, after: Settings, why: str, seen: Observation) -> None:
         before, self.settings = self.settings, after
         if not self.shadow:
-            scheduler = self._scheduler
-            scheduler.running_limit, scheduler.token_budget = after.running, after.tokens
-            scheduler.watermark = after.watermark
+            batch = self._scheduler.batch
+            batch.running_limit, batch.token_budget, batch.watermark = dataclasses.astuple(after)
         decision = Decision(now, self.governor.name, before, after, not self.shadow, why, seen)
         self.decisions.append(decision)
         self.num_decisions += 1

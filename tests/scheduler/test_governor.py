@@ -19,6 +19,7 @@ from chairlift.errors import ConfigError
 from chairlift.metrics.prometheus import render
 from chairlift.metrics.stats import EngineStats, RequestStats
 from chairlift.request import Request
+from chairlift.scheduler.batch import Batch
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
 from chairlift.scheduler.governor import (
@@ -37,7 +38,6 @@ from chairlift.scheduler.governor import (
 )
 from chairlift.scheduler.governor_loop import GovernorLoop, Window
 from chairlift.scheduler.guard_rails import GuardRails
-from chairlift.scheduler.population import Population
 from chairlift.sim.machines import deploy, shape_from_name
 from chairlift.sim.replay import ServedTrace, serve_trace, simulated_core
 from chairlift.sim.simulator import Violation, run_world
@@ -255,7 +255,7 @@ def test_a_lower_limit_preempts_nobody_and_holds_as_requests_leave() -> None:
     driver.step()
     scheduler = driver.scheduler
     assert len(scheduler.running) == 6
-    scheduler.running_limit, scheduler.token_budget = 2, 2
+    scheduler.batch.running_limit, scheduler.batch.token_budget = 2, 2
     driver.add(request("rz", 3))
     while "rz" not in scheduler.running:
         assert scheduler.has_unfinished and scheduler.num_preemptions == 0
@@ -270,7 +270,7 @@ def test_a_lower_limit_preempts_nobody_and_holds_as_requests_leave() -> None:
 
 def test_a_lower_budget_shortens_chunks() -> None:
     driver = Driver(max_num_batched_tokens=64)
-    driver.scheduler.token_budget = 8
+    driver.scheduler.batch.token_budget = 8
     driver.add(request("ra", 30))
     assert [driver.step().num_tokens for _ in range(4)] == [8, 8, 8, 6]
 
@@ -285,7 +285,7 @@ def test_invariants_hold_in_worlds_whose_settings_move() -> None:
 
 
 def test_worlds_notice_a_limit_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Population, "free_rows", property(lambda self: len(self.free_slots)))
+    monkeypatch.setattr(Batch, "free_rows", property(lambda self: len(self.free_slots)))
     with pytest.raises(Violation, match="requests run, and"):
         run_seeds()
 
@@ -413,7 +413,9 @@ def test_it_begins_with_what_usually_fits_and_may_open_at_once(shadow: bool) -> 
     start = loop.settings
     assert start.running == scheduler.kv.capacity_tokens // 224 < 64
     assert start.tokens == 2048 and start.watermark == 0.4  # little memory: one answer's growth is most of it
-    assert (scheduler.running_limit, scheduler.watermark) == ((64, 0.01) if shadow else (start.running, 0.4))
+    assert (scheduler.batch.running_limit, scheduler.batch.watermark) == (
+        (64, 0.01) if shadow else (start.running, 0.4)
+    )
     driver_window(loop)
     loop.govern(1.0)
     assert loop.settings.running > start.running and loop.settings.watermark < 0.4
