@@ -64,7 +64,7 @@ class Batch:
         self.decodes = DecodeRows(kv.block_size)
         """Rows that take one token in every step."""
         self.catching_up: list[Request] = []
-        """Running requests with more than one token to compute, in order of admission."""
+        """Running requests with more than one token to compute."""
         self.stops: Counter[int] = Counter({FAILED_ROW: 1})
         """Tokens that end a running request -> how many of them each ends."""
         self.step = 0

@@ -226,7 +226,7 @@ class Scheduler:
         turn = self.prefill_mode.turn(self.batch)
         if turn is not Turn.PREFILL:
             self._run_decodes(step)
-        if turn is Turn.DECODE and not self.decodes.count:  # all of them had to give way
+        if turn is Turn.DECODE and not self.decodes.count:  # all of them were preempted
             turn = Turn.MIXED
         budget = max(self.batch.token_budget, len(self.running)) - out.num_decodes
         if self.batch.paced and self.costs is not None and budget > 1:
@@ -458,7 +458,7 @@ class Scheduler:
         for request in list(self.running.values()) if recompute else ():
             self.preemptor.preempted_for.setdefault(request.request_id, "")
             request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
-            self.batch.vacate(request)  # it did not give way to anybody: this is not counted as a preemption
+            self.batch.vacate(request)  # not counted as a preemption: nobody took its place
             request.move_to(RequestStatus.PREEMPTED)
             self.batch.wait(request, self.batch.now)
 
