@@ -414,7 +414,7 @@ def blocks_of_a_failed_request_stay_cached(patch: Patch) -> None:
 
 @mutant
 def other_samples_lost_when_the_first_ends(patch: Patch) -> None:
-    def release(self: Batch, request: Request) -> None:
+    def release(self: Batch, request: Request, now: float) -> None:
         request.siblings = []
 
     patch(Batch, "release_siblings", release)
