@@ -32,7 +32,7 @@ ROWS = (4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 256)
 WATERMARKS = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4)
 USUAL_BUDGET, OTHER_BUDGETS, WIDEST_BUDGET = 256, (128, 512, 1024, 2048), 2048
 MOST_PREEMPTED = 0.02
-GOVERNORS = ("rules", "learned")
+GOVERNORS = {"rules": "rules", "learned": "chairlift.plugins.learned_governor:LearnedGovernor"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,11 +160,11 @@ def compare(case: Case, seed: int) -> dict[str, Any]:
         "grid": [[*run["settings"].values(), run["score"], run["preemption_rate"]] for run in runs],
         "governors": {},
     }
-    for governor in GOVERNORS:
+    for name, governor in GOVERNORS.items():
         run = serve(case, trace, max_num_seqs=ROWS[-1], max_num_batched_tokens=WIDEST_BUDGET, governor=governor)
         run["ratio"] = run["score"] / best["score"]
         run["within_5_percent"] = run["ratio"] >= 0.95 and run["preemption_rate"] < MOST_PREEMPTED
-        result["governors"][governor] = run
+        result["governors"][name] = run
     return result
 
 

@@ -38,7 +38,6 @@ BUNDLED_MODEL = "bundled"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BATCHING = ("continuous", "static", "dynamic")
 _LATE = ("downgrade", "drop")
-_GOVERNORS = ("off", "shadow", "rules", "learned")
 _PREEMPTION_MODES = ("auto", "recompute", "swap", "none")
 _PREFILL_MODES = ("mixed", "prefill_first", "decode_first", "separate", "auto")
 _KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton")
@@ -55,7 +54,6 @@ _CHOICES = {
     "generation_config": _GENERATION_CONFIGS,
     "batching": _BATCHING,
     "late_requests": _LATE,
-    "governor": _GOVERNORS,
     "preemption_mode": _PREEMPTION_MODES,
     "prefill_mode": _PREFILL_MODES,
     "metrics_prefix": _METRICS_PREFIXES,
@@ -142,8 +140,6 @@ class SchedulerConfig:
     """JSON object of tenants whose share of the engine is not 1, for the policy priority."""
     ageing_seconds: float = 30.0
     """A waiting request gains one level of priority per this time, when nobody like it was let in meanwhile."""
-    shadow_policy: str = ""
-    """A second policy, named alike, that is asked the same questions but decides nothing: how often would it differ?"""
     late_requests: str = "downgrade"
     """What happens to a request that cannot keep its deadline any more: downgrade (it goes on without) or drop."""
     prefill_mode: str = "mixed"
@@ -174,7 +170,7 @@ class SchedulerConfig:
     """Share of the blocks kept free when a request joins a running batch."""
     governor: str = "off"
     """Who moves max_num_seqs, max_num_batched_tokens and admission_watermark at run time, within what is set here: off,
-    rules, learned, or shadow (the rules' decisions are logged and not applied)."""
+    rules, shadow (the rules' decisions are logged and not applied), or module:Class, a governor of one's own."""
     governor_ttft_ms: float | None = None
     """Time to the first token that the governor aims at. None: as it comes."""
     governor_tpot_ms: float | None = None
@@ -217,7 +213,7 @@ class EngineConfig:
         if model.quantization is not None:
             _one_of("quantization", model.quantization, _QUANTIZATIONS)
         _one_of("batching", scheduler.batching, _BATCHING)
-        for name in ("late_requests", "preemption_mode", "prefill_mode", "governor"):
+        for name in ("late_requests", "preemption_mode", "prefill_mode"):
             _one_of(name, getattr(scheduler, name), _CHOICES[name])
         _range("ageing_seconds", scheduler.ageing_seconds, 0.001, 10**6)
         texts = {name: getattr(model, name) for name in ("model", "revision", "tokenizer")}
@@ -249,6 +245,7 @@ class EngineConfig:
         _range("admission_watermark", scheduler.admission_watermark, 0, 0.5)
         _range("governor_ttft_ms", scheduler.governor_ttft_ms, 0.001, 10**9)
         _range("governor_tpot_ms", scheduler.governor_tpot_ms, 0.001, 10**9)
+        _known_or_class("governor", scheduler.governor, ("off", "shadow", "rules"))
         _policy(scheduler)
         if scheduler.batch_sizes and scheduler.batching == "continuous":
             raise ConfigError("preferred_batch_sizes are for batching static or dynamic; continuous never waits")
@@ -258,15 +255,14 @@ class EngineConfig:
         compares settings sets the same for all of them."""
         scheduler, given = self.scheduler, self.to_flat()
         plain, ungoverned = scheduler.scheduling_policy == "fcfs", scheduler.governor == "off"
-        shadowed = scheduler.shadow_policy == "priority"
         swaps = scheduler.preemption_mode in ("swap", "auto") and self.cache.swap_space_bytes != 0
         offloads = self.cache.enable_prefix_caching and self.cache.swap_space_bytes != 0
         for_priority = "fcfs looks at no deadlines and priorities; choose scheduling_policy priority"
-        for_governor = "the governor is off; choose governor rules, learned or shadow"
+        for_governor = "the governor is off; choose governor rules or shadow"
         idle = {
             "batch_wait_ms": (scheduler.batching == "continuous", "a continuous batch never waits"),
             "late_requests": (plain, for_priority),
-            "ageing_seconds": (plain and not shadowed, for_priority),
+            "ageing_seconds": (plain, for_priority),
             "governor_ttft_ms": (ungoverned, for_governor),
             "governor_tpot_ms": (ungoverned, for_governor),
             "preemption_mode": (
@@ -447,6 +443,11 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
 
 
+def _known_or_class(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known and not (isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value)):
+        raise ConfigError(f"{name} must be {', '.join(known)} or module:Class; got {value!r}")
+
+
 def _text(name: str, value: Any, *, optional: bool) -> None:
     if not isinstance(value, (str, os.PathLike)) and not (value is None and optional):
         raise ConfigError(f"{name} must be text, got {value!r}")
@@ -461,9 +462,7 @@ def _true_or_false(name: str, value: Any) -> None:
 
 def _policy(scheduler: SchedulerConfig) -> None:
     name = scheduler.scheduling_policy
-    for setting, value in (("scheduling_policy", name), ("shadow_policy", scheduler.shadow_policy or "fcfs")):
-        if value not in ("fcfs", "priority") and not (isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value)):
-            raise ConfigError(f"{setting} must be fcfs, priority or module:Class; got {value!r}")
+    _known_or_class("scheduling_policy", name, ("fcfs", "priority"))
     classes = parse_service_classes(scheduler.service_classes)
     weights = parse_tenant_weights(scheduler.tenant_weights)
     if name == "fcfs" and (scheduler.service_classes or weights):

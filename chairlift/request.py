@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chairlift.errors import InvariantError
+from chairlift.kv_cache.prefix_node import PrefixNode
 from chairlift.outputs import FinishReason
-
-if TYPE_CHECKING:
-    from chairlift.kv_cache.prefix_cache import PrefixNode
 
 __all__ = [
     "LEGAL_TRANSITIONS",
@@ -117,9 +115,9 @@ class Request:
         "params",
         "priority",
         "progress_mark",
-        "promised",
         "refused_at",
         "request_id",
+        "reserved",
         "resumed_at_step",
         "retention",
         "sampling",
@@ -204,9 +202,9 @@ class Request:
         self.num_out_of_reach: list[int] = []
         """Per cache group: leading table entries that a sliding window has left behind and given back."""
         self.is_guaranteed = False
-        """Whether it can always go on: of what its windows give back it may take again as much as it needs."""
-        self.promised: list[tuple[int, int]] = []
-        """Per cache group: blocks that it has a right to, and how many of them it does not hold now."""
+        """Whether it can always go on: it may reacquire the blocks that its sliding windows released."""
+        self.reserved: list[tuple[int, int]] = []
+        """Per cache group: blocks reserved for it, and how many of them it does not hold now."""
         self.num_published = 0
         """Leading full blocks already offered to the prefix cache."""
         self.last_node: PrefixNode | None = None

@@ -1,8 +1,8 @@
 """Train the learned governor in the simulator, and write its weights.
 
-    python -m tools.train_governor chairlift/assets/governor.json
+    python -m tools.train_governor chairlift/plugins/learned_governor.json
 
-A policy is 30 numbers (``chairlift.scheduler.learned_governor``). The cross-entropy method draws policies around a
+A policy is 30 numbers (``chairlift.plugins.learned_governor``). The cross-entropy method draws policies around a
 mean, runs each through the same simulated traffic, and moves mean and spread to the best of them. It starts from a
 policy that follows the forecasts and corrects nothing. Everything follows from ``--seed``. Some minutes on one core.
 
@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.config import EngineConfig
+from chairlift.plugins.learned_governor import FEATURES, MOVES, LearnedGovernor, Weights
 from chairlift.replay.machines import deploy, shape_from_name
 from chairlift.replay.replay import serve_trace, simulated_core
-from chairlift.scheduler.learned_governor import FEATURES, MOVES, LearnedGovernor, Weights
 from chairlift.workbench.workload.arrivals import parse_arrivals
 from chairlift.workbench.workload.trace import TracedRequest, draw_trace
 
@@ -59,7 +59,7 @@ def _play(episode: dict[str, Any], trace: list[TracedRequest], weights: Weights)
         "max_num_seqs": 96,
         "max_num_batched_tokens": 2048,
         "num_kv_blocks": episode["tokens"] // 16,
-        "governor": "learned",
+        "governor": "chairlift.plugins.learned_governor:LearnedGovernor",
         "governor_ttft_ms": episode.get("ttft_ms"),
         "governor_tpot_ms": episode.get("tpot_ms"),
     }

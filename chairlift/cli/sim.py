@@ -294,11 +294,6 @@ def report_lines(report: SimReport) -> list[str]:
     ]
     if served.goodput is not None:
         lines.append(f"promises        kept in full for {served.goodput:.1%} of the requests that had any")
-    if any(served.shadow.values()):
-        lines.append(
-            "shadow policy   would have let in somebody else first in {lines_differing:,} of {lines:,} steps, and"
-            " preempted somebody else {victims_differing:,} of {victims:,} times".format(**served.shadow)
-        )
     table = [["", "mean", "p50", "p90", "p99"]]
     for label, times in (
         ("in the queue", served.queue),

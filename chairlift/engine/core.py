@@ -40,7 +40,6 @@ from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.preemption import PreemptionMode
 from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.scheduler import Scheduler
-from chairlift.scheduler.shadow import ShadowPolicy
 from chairlift.step_batch import Masks, SampledTokens
 
 if TYPE_CHECKING:
@@ -339,23 +338,19 @@ class EngineCore(EngineClient):
             num_finished_sequences=rate.num_finished,
             num_preempted_sequences=rate.num_preempted,
             preemption_rate=rate.recent(self.clock.now()),
-            num_swap_preemptions=scheduler.num_swaps,
-            num_tail_preemptions=scheduler.num_tails,
+            num_swap_preemptions=scheduler.preemptor.num_swaps,
+            num_tail_preemptions=scheduler.preemptor.num_tails,
             num_offloaded_blocks=self.kv.num_offloaded,
             num_brought_back_blocks=self.kv.num_brought_back,
             num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
             num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,
             rows_by_class=self._rows_by_class,
             tenant_gap=self._tenant_gap,
-            running_limit=scheduler.running_limit,
-            token_budget=scheduler.token_budget,
-            watermark=scheduler.watermark,
+            running_limit=scheduler.batch.running_limit,
+            token_budget=scheduler.batch.token_budget,
+            watermark=scheduler.batch.watermark,
             num_governor_decisions=0 if self.governor is None else self.governor.num_decisions,
         )
-        if isinstance(shadow := scheduler.policy, ShadowPolicy):
-            stats.num_shadow_lines, stats.num_shadow_lines_differing = shadow.num_lines, shadow.num_lines_differing
-            stats.num_shadow_victims = shadow.num_victims
-            stats.num_shadow_victims_differing = shadow.num_victims_differing
         return stats
 
     def _note_shares(self) -> None:

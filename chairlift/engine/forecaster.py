@@ -47,7 +47,7 @@ class Forecaster:
         """Called after each step; a forecast when one has just become ready. Without a queue it is made at once."""
         scheduler = self._scheduler
         if self._ahead is None:
-            if not scheduler.waiting and scheduler.open_rows:
+            if not scheduler.waiting and scheduler.batch.open_rows:
                 had, self._queue = self._queue, False
                 return Forecast(now, {}, dict.fromkeys(self._priorities, now), 0.0) if had else None
             if now < self._not_before:

@@ -61,7 +61,7 @@ class StepRecorder:
         self._leaving: dict[str, int] = {}
         """Requests that ended under steps in flight, and the newest of these: lines to come still mention them."""
         self._run = f"{time.time():.3f}"
-        core.kv.journal = []
+        core.kv.tables.journal = []
         self._tell_past()
         self._write_key()
         core.events.subscribe("the record of steps", self)
@@ -74,7 +74,7 @@ class StepRecorder:
     def close(self) -> None:
         """The core goes on unwatched."""
         self._core.events.unsubscribe("the record of steps")
-        self._core.kv.journal = None
+        self._core.kv.tables.journal = None
 
     def missed(self) -> None:
         """It failed, and what it says from now on would not be true."""
@@ -167,15 +167,15 @@ class StepRecorder:
     def _drain(self) -> None:
         """Changes of block tables, as the cache wrote them down."""
         kv = self._core.kv
-        if not kv.journal:
+        if not kv.tables.journal:
             return
-        for name, group, first, blocks, given_back in kv.journal:
+        for name, group, first, blocks, given_back in kv.tables.journal:
             number = self._numbers.get(name)
             if number is not None:
                 nodes = kv.pools[group].nodes
                 known = [block for block in given_back if nodes[block] is not None]
                 self._changes.append(["table", number, group, first, blocks, known])
-        kv.journal = []
+        kv.tables.journal = []
 
     def _step_line(self, record: StepRecord, changes: list[_Change]) -> dict[str, Any]:
         line: dict[str, Any] = {"step": record.step, "t": [round(record.start, 6), round(record.end, 6)]}
@@ -238,9 +238,9 @@ class StepRecorder:
             "format": FORMAT,
             "run": self._run,
             "unix": round(time.time() - core.clock.now(), 3),
-            "max_num_seqs": scheduler.max_running,
+            "max_num_seqs": scheduler.batch.max_running,
             "max_num_batched_tokens": core.config.max_num_batched_tokens,
-            "max_model_len": scheduler.max_model_len,
+            "max_model_len": scheduler.prompts.max_model_len,
             "block_size": core.kv.block_size,
             "block_bytes": sum(core.executor.block_bytes),
             "pools": [pool.num_blocks for pool in core.kv.pools],

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING
 
 from chairlift.errors import ConfigError, InvariantError
-
-if TYPE_CHECKING:
-    from chairlift.kv_cache.prefix_cache import PrefixNode
+from chairlift.kv_cache.prefix_node import PrefixNode
 
 __all__ = ["NULL_BLOCK", "BlockPool"]
 

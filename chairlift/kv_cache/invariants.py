@@ -18,28 +18,28 @@ __all__ = ["check_manager"]
 def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
     """Compare every count with the tables of the live requests; raises InvariantError on the first that differs."""
     references: list[dict[int, int]] = [{} for _ in kv.pools]
-    held, entitled, pledged = 0, [0] * len(kv.pools), [0] * len(kv.pools)
+    held, reserved, unheld = 0, [0] * len(kv.pools), [0] * len(kv.pools)
     for request in requests:
         if request.request_id in kv.swapped and request.block_ids:
             raise InvariantError(f"{request!r} holds blocks, and is swapped out")
         for group, table in enumerate(request.block_ids):
             held += len(table)
-            entitled[group] += request.promised[group][0]
-            pledged[group] += request.promised[group][1]
+            reserved[group] += request.reserved[group][0]
+            unheld[group] += request.reserved[group][1]
             _check_table(kv, group, request)
             for block in table:
                 if block != NULL_BLOCK:
                     references[group][block] = references[group].get(block, 0) + 1
-    for _, group, blocks in kv._deferred:
+    for _, group, blocks in kv.tables.deferred:
         for block in blocks:
             references[group][block] = references[group].get(block, 0) + 1
     for pool, named in zip(kv.pools, references, strict=True):
         pool.check_invariants(named)
     kv.swap_pool.check_invariants(kv.swapped.values())
-    if held != kv.held_blocks:
-        raise InvariantError(f"block tables hold {held} entries, but {kv.held_blocks} are counted")
-    if (entitled, pledged) != (kv._entitled, kv._pledged):
-        raise InvariantError(f"{entitled} blocks are promised, {pledged} of them not held; the cache counts otherwise")
+    if held != kv.tables.held_blocks:
+        raise InvariantError(f"block tables hold {held} entries, but {kv.tables.held_blocks} are counted")
+    if (reserved, unheld) != (kv.tables.reservations.reserved, kv.tables.reservations.unheld):
+        raise InvariantError(f"{reserved} blocks are reserved, {unheld} of them not held; the cache counts otherwise")
     if kv.prefix_cache is not None:
         kv.prefix_cache.check_invariants()
 
@@ -48,7 +48,7 @@ def _check_table(kv: KVCacheManager, group: int, request: Request) -> None:
     table = request.block_ids[group]
     if len(table) * kv.block_size < request.num_computed_tokens:
         raise InvariantError(f"{request!r} computed beyond its {len(table)} blocks in group {group}")
-    first = kv._first_in_reach(group, request.num_computed_tokens)
+    first = kv.layout.first_in_reach(group, request.num_computed_tokens)
     if any(block == NULL_BLOCK for block in table[first:]):
         raise InvariantError(f"{request!r} has the null block within reach in group {group}")
     if any(table[: min(request.num_out_of_reach[group], len(table))]):

@@ -1,16 +1,20 @@
-"""Who is let in with which blocks: those of others, new ones, or what comes back from host memory."""
+"""Which requests are let in with which blocks: shared ones, new ones, or what comes back from host memory."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from chairlift.config import CacheGroup
 from chairlift.errors import InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK
 from chairlift.kv_cache.block_tables import BlockTables
 from chairlift.kv_cache.invariants import check_manager
-from chairlift.kv_cache.prefix_cache import NEVER, PrefixNode
-from chairlift.kv_cache.swap import Swapped
+from chairlift.kv_cache.layout import CacheLayout
+from chairlift.kv_cache.prefix_cache import NEVER, PrefixCache
+from chairlift.kv_cache.prefix_node import PrefixNode
+from chairlift.kv_cache.swap import Swapped, SwapPool
 from chairlift.kv_cache.tables import Admission, BlockCounts, NewBlocks, TableChange
 from chairlift.request import NOT_REFUSED, Request, RequestStatus
 
@@ -26,10 +30,62 @@ class _Shared:
     source: Request | None = None
 
 
-class KVCacheManager(BlockTables):
-    """Gives blocks to requests and takes them back. Raises InvariantError for what a scheduler must never ask."""
+_NO_LIMIT = 1 << 40
 
-    # -- life of a table -----------------------------------------------------------------------------------------
+
+class KVCacheManager:
+    """Gives blocks to requests and takes them back. Raises InvariantError for what a scheduler must never ask.
+
+    ``max_step_tokens`` is the most tokens one step computes for one request. With ``prefix_offload`` the host blocks
+    that no preempted request needs keep what the prefix cache evicts.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        block_size: int,
+        *,
+        max_step_tokens: int,
+        enable_prefix_caching: bool = True,
+        prefix_offload: bool = False,
+        secret: bytes = b"",
+        hash_function: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        self.layout = CacheLayout(groups, block_size, max_step_tokens)
+        self.block_size = block_size
+        self.tables = BlockTables(self.layout, self._evicted)
+        self.pools = self.tables.pools
+        self.swap_pool = SwapPool([group.num_host_blocks for group in groups])
+        seam: dict[str, Any] = {} if hash_function is None else {"hash_function": hash_function}
+        self.prefix_cache: PrefixCache | None = None
+        if enable_prefix_caching:
+            self.prefix_cache = PrefixCache(block_size, self.pools, secret, host_pool=self.swap_pool, **seam)
+        self.prefix_offload = prefix_offload and enable_prefix_caching
+        self.num_offloaded = self.num_brought_back = 0
+        """Blocks that the prefix cache evicted and host memory kept, and those that were copied back."""
+        self._offloaded: list[tuple[int, int, int]] = []  # (group, block, host block) for the next step to copy
+        self._scheduled_step = 0
+        self.swapped: dict[str, Swapped] = {}
+        """What host memory keeps of preempted requests, by request id."""
+
+    def fits_when_empty(self, num_tokens: int) -> bool:
+        """Whether a request of this many positions could be served if it had the whole cache to itself."""
+        return all(self.layout.blocks_for(g, num_tokens) <= pool.capacity for g, pool in enumerate(self.pools))
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The most positions one request alone can have; a window group large enough for its window sets no limit."""
+        limits = [
+            pool.capacity * self.block_size
+            for group, pool in enumerate(self.pools)
+            if self.layout.groups[group].window is None or self.layout.blocks_for(group, _NO_LIMIT) > pool.capacity
+        ]
+        return min(limits, default=_NO_LIMIT)
+
+    def counts(self) -> BlockCounts:
+        free = sum(pool.num_free for pool in self.pools)
+        cached = sum(pool.num_cached for pool in self.pools)
+        return BlockCounts(free - cached, sum(pool.num_used for pool in self.pools), cached)
 
     def admit(self, request: Request, reserve: int, watermark: float = 0.0, *, share: bool = True) -> Admission | None:
         """Give the request blocks for its first ``reserve`` positions, or nothing at all.
@@ -38,7 +94,7 @@ class KVCacheManager(BlockTables):
         ``watermark`` is the share of each pool that must stay free afterwards. ``share=False`` gives the request
         blocks of its own only. None when it does not fit now.
         """
-        if request.refused_at == (self._num_changes, reserve, watermark):
+        if request.refused_at == (self.tables.num_changes, reserve, watermark):
             return None  # as before: no need to hash its whole prompt again
         shared = self._find_shared(request) if share else _Shared(0)
         known = shared.num_tokens
@@ -53,7 +109,7 @@ class KVCacheManager(BlockTables):
         # What comes back is offered to others once the step that brings it has run: with what the request computes.
         path = path[: min((i for _, i in absent), default=len(path))]
         stale = shared.source is not None and shared.source.num_published == NEVER  # and so is what is forked from it
-        self._occupy(request, tables, wants, known, path if share and not stale else None)
+        self.tables.occupy(request, tables, wants, known, path if share and not stale else None)
         copies: list[tuple[int, int, int]] = []
         if shared.source is not None and known % self.block_size:
             tail = known // self.block_size
@@ -61,23 +117,6 @@ class KVCacheManager(BlockTables):
                 copies.append((group, source[tail], table[tail]))
         self.num_brought_back += len(hosts)
         return Admission(known, copies, [(group, host, request.block_ids[group][i]) for group, i, host in hosts])
-
-    def adopt(self, request: Request, original: Request, twins: Sequence[dict[int, int]]) -> None:
-        """Give the copy of a request blocks where the original has some in another cache of the same sizes, shared as
-        there: ``twins`` has, per group, which block here stands for which there. It offers them to nobody."""
-        request.block_ids, request.promised = [], [(0, 0)] * len(twins)
-        request.num_out_of_reach = list(original.num_out_of_reach)
-        request.num_published = NEVER
-        for group, (found, theirs) in enumerate(zip(twins, original.block_ids, strict=True)):
-            request.block_ids.append([])
-            for block in theirs:
-                if block in found:
-                    self.pools[group].share(found[block])
-                elif block != NULL_BLOCK:
-                    (found[block],) = self._take(group, 1)
-                request.block_ids[group].append(found.get(block, NULL_BLOCK))
-            self.held_blocks += len(theirs)
-            self._pledge(group, request)
 
     def num_shared(self, request: Request) -> int:
         """Leading positions that would not have to be computed if the request were let in now."""
@@ -87,14 +126,12 @@ class KVCacheManager(BlockTables):
     def lacks(self, request: Request, reserve: int, watermark: float, leaving: Iterable[Request] = ()) -> bool:
         """Whether :meth:`admit` will still fail when every deferred release has happened and ``leaving`` have left."""
         tables = [each.block_ids for each in leaving]
-        for group, pool in enumerate(self.pools):
-            gain = self._num_deferred[group] + sum(pool.ref_counts[b] == 1 for table in tables for b in table[group])
-            want = self._admission_blocks(group, 0, reserve)
-            if not self._fits(group, request, pool.num_free + gain, want, watermark):
+        for group, free in enumerate(self.tables.num_free_soon()):
+            free += sum(self.pools[group].ref_counts[block] == 1 for table in tables for block in table[group])
+            want = self.layout.admission_blocks(group, 0, reserve)
+            if not self.tables.reservations.fits(group, request, free, want, watermark):
                 return True
         return False
-
-    # -- host memory ---------------------------------------------------------------------------------------------
 
     def swap_out(self, request: Request, num_tokens: int, in_flight: int) -> list[tuple[int, int, int]] | None:
         """Keep the KV of the request's first ``num_tokens`` computed positions in host memory, and free its blocks.
@@ -106,10 +143,10 @@ class KVCacheManager(BlockTables):
         """
         if request.request_id in self.swapped or not 0 < num_tokens <= request.num_computed_tokens:
             raise InvariantError(f"{request!r} cannot save {num_tokens} positions: not computed, or saved before")
-        if request.num_published == NEVER or not self._resumable(request, num_tokens):
+        if request.num_published == NEVER or not self.tables.resumable(request, num_tokens):
             return None
         end = -(-num_tokens // self.block_size)
-        firsts = [self._first_in_reach(group, num_tokens) for group in range(len(self.groups))]
+        firsts = [self.layout.first_in_reach(group, num_tokens) for group in range(len(self.layout.groups))]
         if any(end - first > self.swap_pool.num_free(group) for group, first in enumerate(firsts)):
             return None
         hosts = [self.swap_pool.allocate(group, max(0, end - first)) for group, first in enumerate(firsts)]
@@ -119,7 +156,7 @@ class KVCacheManager(BlockTables):
             for group, first in enumerate(firsts)
             for block, host in zip(request.block_ids[group][first:end], hosts[group], strict=True)
         ]
-        self.free(request, in_flight)
+        self.tables.free(request, in_flight)
         return copies
 
     def swap_in(
@@ -135,21 +172,21 @@ class KVCacheManager(BlockTables):
         if saved is None:
             raise InvariantError(f"{request!r} has nothing in host memory")
         reserve = max(reserve, saved.num_tokens + 1)
-        safe = saved.step <= self._done_step or saved.step == step == self._done_step + 1
-        if not safe or request.refused_at == (self._num_changes, reserve, watermark):
+        safe = saved.step <= self.tables.done_step or saved.step == step == self.tables.done_step + 1
+        if not safe or request.refused_at == (self.tables.num_changes, reserve, watermark):
             return None
         known, path = saved.num_tokens, []
         if share and request.may_share and self.prefix_cache is not None:
             path = self.prefix_cache.walk(request, known // self.block_size)
         tables: list[list[int | None]] = []
         for group, hosts in enumerate(saved.blocks):
-            first = self._first_in_reach(group, known)
+            first = self.layout.first_in_reach(group, known)
             end = first + len(hosts)
             cached = [node.blocks[group] for node in path[first:end]]
             tables.append([NULL_BLOCK] * first + cached + [None] * (len(hosts) - len(cached)))
         if (wants := self._wants(request, tables, known, reserve, watermark)) is None:
             return None
-        self._occupy(request, tables, wants, known, path if share else None)
+        self.tables.occupy(request, tables, wants, known, path if share else None)
         copies: list[tuple[int, int, int]] = []
         for group, (hosts, before, table) in enumerate(zip(saved.blocks, tables, request.block_ids, strict=True)):
             first = len(before) - len(hosts)
@@ -173,6 +210,11 @@ class KVCacheManager(BlockTables):
         offloaded, self._offloaded = self._offloaded, []
         return offloaded
 
+    def step_done(self, step: int) -> None:
+        """Step ``step`` has run: what waited for it is released."""
+        self.tables.step_done(step)
+        self.swap_pool.step_done(step)
+
     def copies_lost(self, step: int) -> None:
         """Step ``step`` failed: what the prefix cache evicted for it is gone."""
         if self.prefix_cache is not None:
@@ -183,13 +225,16 @@ class KVCacheManager(BlockTables):
         """Ids of requests swapped out in step ``step`` or while it was in flight: when it fails, their KV is lost."""
         return [request_id for request_id, saved in self.swapped.items() if saved.step >= step]
 
-    # -- what others may share -----------------------------------------------------------------------------------
-
     def publish(self, request: Request, num_confirmed: int) -> None:
         """Let others share the request's full blocks among its first ``num_confirmed`` positions."""
         if self.prefix_cache is not None and num_confirmed // self.block_size > request.num_published:
-            self._num_changes += 1
+            self.tables.num_changes += 1
             self.prefix_cache.publish(request, num_confirmed)
+
+    def publish_confirmed(self, request: Request) -> None:
+        """Publish what steps that have landed computed: all but the newest token, once there is one since admission."""
+        if request.block_ids and len(request.token_ids) > request.progress_mark:
+            self.publish(request, len(request.token_ids) - 1)
 
     def forget(self, request: Request) -> None:
         """The request failed: nothing that stands in its blocks may be shared any more."""
@@ -198,13 +243,27 @@ class KVCacheManager(BlockTables):
 
     def forget_all(self, requests: Iterable[Request]) -> None:
         """Nothing computed so far, nor computed on top of it by ``requests``, which run, may be shared any more."""
-        self._num_changes += 1
+        self.tables.num_changes += 1
         for request in requests:
             request.num_published, request.last_node = NEVER, None
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    def _wants(
+        self, request: Request, tables: Sequence[Sequence[int | None]], known: int, reserve: int, watermark: float
+    ) -> list[int] | None:
+        """How many new blocks of each group the request needs beside those in ``tables``; None if they do not fit."""
+        wants: list[int] = []
+        for group, (pool, shared) in enumerate(zip(self.pools, tables, strict=True)):
+            kept = [block for block in shared if block is not None]
+            idle = sum(1 for block in kept if block != NULL_BLOCK and pool.ref_counts[block] == 0)
+            want = self.layout.admission_blocks(group, known, reserve) - len(kept)
+            if not self.tables.reservations.fits(group, request, pool.num_free - idle, want, watermark):
+                if request.source is None or request.source.is_finished:  # else it may find more to share next time
+                    request.refused_at = (self.tables.num_changes, reserve, watermark)
+                return None
+            wants.append(want)
+        return wants
 
     def _find_shared(self, request: Request) -> _Shared:
         """How many leading positions can be shared, and with whom."""
@@ -226,18 +285,18 @@ class KVCacheManager(BlockTables):
         if source.status is not RequestStatus.RUNNING or len(source.token_ids) <= source.progress_mark:
             return False
         end = -(-forked // self.block_size)
-        return self._resumable(source, forked) and all(len(table) >= end for table in source.block_ids)
+        return self.tables.resumable(source, forked) and all(len(table) >= end for table in source.block_ids)
 
     def _agreed(self, path: list[PrefixNode]) -> int:
         """The most leading blocks of ``path`` that every group still has, or host memory, as far as it needs them."""
         hit = len(path)
-        for group, cache_group in enumerate(self.groups):
+        for group, cache_group in enumerate(self.layout.groups):
             if cache_group.window is None:
                 hit = next((i for i, node in enumerate(path[:hit]) if not self._has(group, node)), hit)
         while hit and not all(
             self._has(group, node)
-            for group in range(len(self.groups))
-            for node in path[self._first_in_reach(group, hit * self.block_size) : hit]
+            for group in range(len(self.layout.groups))
+            for node in path[self.layout.first_in_reach(group, hit * self.block_size) : hit]
         ):
             hit -= 1
         return hit
@@ -250,12 +309,30 @@ class KVCacheManager(BlockTables):
         """The full blocks of the shared positions; the null block where a window has passed, None for what only host
         memory has."""
         num_full = shared.num_tokens // self.block_size
-        first = self._first_in_reach(group, shared.num_tokens)
+        first = self.layout.first_in_reach(group, shared.num_tokens)
         if shared.source is not None:
             blocks: Sequence[int | None] = shared.source.block_ids[group]
         else:
             blocks = [node.blocks[group] for node in shared.path]
         return [NULL_BLOCK if i < first else blocks[i] for i in range(num_full)]
+
+    def _evicted(self, group: int, block: int, node: PrefixNode) -> None:
+        """A block with what ``node`` stands for is given out again."""
+        if self.prefix_cache is not None:
+            if self.prefix_offload:
+                self._offload(group, block, node)
+            self.prefix_cache.evicted(group, node)
+
+    def _offload(self, group: int, block: int, node: PrefixNode) -> None:
+        """Keep a copy of an evicted block in host memory, if there is room."""
+        step, host = self._scheduled_step + 1, node.hosts[group]
+        if host is not None:
+            self.swap_pool.touch(group, host, step)  # while the block was there, nobody used the copy
+            return
+        host = node.hosts[group] = self.swap_pool.keep(group, node, step)
+        if host is not None:
+            self.num_offloaded += 1
+            self._offloaded.append((group, block, host))
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
         """Compare every count with the tables of the live requests; raises InvariantError on the first that differs."""

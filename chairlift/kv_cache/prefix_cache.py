@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 from chairlift.errors import InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from chairlift.kv_cache.prefix_node import PrefixNode
 from chairlift.kv_cache.swap import SwapPool
 from chairlift.request import Request
 
-__all__ = ["NEVER", "PrefixCache", "PrefixNode", "block_tokens"]
+__all__ = ["NEVER", "PrefixCache", "block_tokens"]
 
 NEVER = 1 << 60
 """As a number of published blocks: this request offers no more of them."""
@@ -31,28 +32,6 @@ _TOKEN_BYTES = 8
 def block_tokens(token_ids: list[int]) -> bytes:
     """Token ids as bytes, eight each, in the machine's order: what a node compares and hashes."""
     return array("q", token_ids).tobytes()
-
-
-class PrefixNode:
-    """One full block of tokens behind a given prefix. Per cache group, ``blocks`` has the block that holds it, and
-    ``hosts`` the host block with a copy."""
-
-    __slots__ = ("blocks", "hosts", "key", "num_children", "owner", "parent", "tokens")
-
-    def __init__(self, key: bytes, parent: PrefixNode | None, tokens: bytes, num_groups: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.tokens = tokens
-        """As :func:`block_tokens` packs them: bytes cost the garbage collector nothing, tuples of numbers do."""
-        self.owner: tuple[int, str] | None = None
-        """Adapter and salt, on a root only."""
-        self.blocks: list[int | None] = [None] * num_groups
-        self.hosts: list[int | None] = [None] * num_groups
-        self.num_children = 0
-
-    @property
-    def holds_nothing(self) -> bool:
-        return all(block is None for block in self.blocks) and all(host is None for host in self.hosts)
 
 
 class PrefixCache:

@@ -6,12 +6,9 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from chairlift.errors import InvariantError
-
-if TYPE_CHECKING:
-    from chairlift.kv_cache.prefix_cache import PrefixNode
+from chairlift.kv_cache.prefix_node import PrefixNode
 
 __all__ = ["SwapPool", "Swapped"]
 

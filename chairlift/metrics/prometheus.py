@@ -298,11 +298,6 @@ def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
     yield names.gauge("admission_watermark", text, engine.watermark if up else 0.0)
     text = "Changes that the governor made, or in shadow mode would have made."
     yield names.counter("governor_decisions", text, engine.num_governor_decisions)
-    other_first, other_victim = engine.num_shadow_lines_differing, engine.num_shadow_victims_differing
-    answers = {("first", "same"): engine.num_shadow_lines - other_first, ("first", "other"): other_first}
-    answers |= {("victim", "same"): engine.num_shadow_victims - other_victim, ("victim", "other"): other_victim}
-    text = "What a shadow policy was asked (who is first in line, who gives way), and whether its answer was the same."
-    yield names.counter_of("shadow_answers", text, ("question", "answer"), answers.items())
 
 
 def _promises(names: _Names, stats: RequestStats, classes: Mapping[str, int], up: bool) -> Iterator[Metric]:

@@ -104,13 +104,6 @@ class EngineStats:
     """Share of the KV blocks kept free when a sequence joins."""
     num_governor_decisions: int = 0
     """Changes that the governor made, or in shadow mode would have made."""
-    num_shadow_lines: int = 0
-    """Steps in which a shadow policy was asked who is first in line."""
-    num_shadow_lines_differing: int = 0
-    """Of these, those in which it named somebody else than the policy in force."""
-    num_shadow_victims: int = 0
-    """The same for who gives way."""
-    num_shadow_victims_differing: int = 0
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -96,7 +96,7 @@ def describe_fit(model: CostModel, steps: list[tuple[StepFeatures, float]]) -> s
 
 def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelShape) -> tuple[Deployment, StepTimes]:
     """Time steps of a real, idle engine (:func:`calibrate`) and fit a deployment with its KV cache on them."""
-    times = calibrate(core, limits, min(core.scheduler.max_running, _MOST_FITTED_ROWS))
+    times = calibrate(core, limits, min(core.scheduler.batch.max_running, _MOST_FITTED_ROWS))
     memory = core.executor.cache_groups[0].num_blocks * core.executor.block_size * shape.kv_bytes
     return fit_deployment(machine, shape, times.steps, memory, limits.max_model_len), times
 

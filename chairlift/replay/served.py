@@ -16,8 +16,6 @@ from chairlift.replay.traced_request import TracedRequest
 
 __all__ = ["Collector", "Percentiles", "RequestTiming", "ServedTrace", "Watch"]
 
-_SHADOW = ("lines", "lines_differing", "victims", "victims_differing")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Percentiles:
@@ -76,8 +74,6 @@ class ServedTrace:
     """Requests preempted at least once / requests that ended."""
     goodput: float | None
     """Share of the requests with a promise (ttft_ms, tpot_ms, deadline_ms) that was kept in full; None without any."""
-    shadow: dict[str, int]
-    """How often a shadow policy was asked (``lines``, ``victims``), and differed (``lines_differing``, likewise)."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -197,7 +193,6 @@ class Collector:
         between = np.cumsum([len(each) for each in times[:-1]], dtype=int) - 1  # from one request to another
         kept = [each for each in (timing.kept for timing in over) if each is not None]
         per_second = 1 / seconds if seconds > 0 else 0.0
-        stats = core.stats()
         return ServedTrace(
             requests=len(done),
             refused=refused,
@@ -220,5 +215,4 @@ class Collector:
             preemptions=core.scheduler.num_preemptions - preemptions,
             preemption_rate=sum(timing.preempted for timing in over) / len(over) if over else 0.0,
             goodput=sum(kept) / len(kept) if kept else None,
-            shadow={name: getattr(stats, f"num_shadow_{name}") for name in _SHADOW},
         )

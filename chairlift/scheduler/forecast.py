@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
-from chairlift.config import CacheGroup
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.request import Request, Service
 from chairlift.scheduler.answer_lengths import AnswerLengths
@@ -84,16 +83,9 @@ def foresee(
             free_at += _seconds(seconds, out)
             flights.append((out, free_at))
     _queue(twin, scheduler, lengths, now)
-    names: dict[str, tuple[str, bool]] = {}
     tenants = Counter(request.service.tenant for request in scheduler.requests.values())
     busiest = max(tenants, key=lambda tenant: (tenants[tenant], tenant), default=_NEWCOMER)
-    for number, (name, priority) in enumerate(classes.items()):
-        for tenant in dict.fromkeys((busiest, _NEWCOMER)):
-            newcomer = Request(f"{_NEWCOMER}{number}{tenant}", [_TOKEN], max_tokens=1, arrival_time=now)
-            newcomer.priority, newcomer.service = priority, Service(name, tenant=tenant)
-            newcomer.size = _ANY_SIZE
-            names[newcomer.request_id] = name, tenant == _NEWCOMER
-            twin.add(newcomer)
+    names = _add_newcomers(twin, classes, busiest, now)
     missing, clock = {*line, *names}, now
     yield None
     for _ in range(most_steps):
@@ -124,11 +116,18 @@ def foresee(
     pace = max(clock - now, 1e-9) / max(1, len(starts.keys() - names.keys()))
     for place, name in enumerate([name for name in [*line, *names] if name in missing], start=1):
         starts[name] = clock + place * pace
+    yield _forecast(now, starts, names, pace if line else 0.0, busiest)
+
+
+def _forecast(
+    now: float, starts: dict[str, float], names: dict[str, tuple[str, bool]], pace: float, busiest: str
+) -> Forecast:
+    """From the times of all starts; ``names`` are those of the newcomers, as :func:`_add_newcomers` returns them."""
     came = {label: starts.pop(name) for name, label in names.items()}
     strangers = {label: start for (label, is_stranger), start in came.items() if is_stranger}
     newcomers = {label: start for (label, is_stranger), start in came.items() if not is_stranger} or strangers
     waiting = dict(sorted(starts.items(), key=lambda item: item[1]))
-    yield Forecast(now, waiting, newcomers, pace if line else 0.0, strangers, busiest)
+    return Forecast(now, waiting, newcomers, pace, strangers, busiest)
 
 
 def _seconds(seconds: StepSeconds, out: SchedulerOutput) -> float:
@@ -155,14 +154,15 @@ class _Onlookers:
 def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict[str, float]) -> Scheduler:
     """Of those who run, as they were before the steps in flight."""
     kv = scheduler.kv
-    groups = [CacheGroup(pool.num_blocks, group.window) for pool, group in zip(kv.pools, kv.groups, strict=True)]
-    memory = KVCacheManager(groups, kv.block_size, max_step_tokens=kv.max_step_tokens, enable_prefix_caching=False)
+    groups = [dataclasses.replace(group, num_host_blocks=0) for group in kv.layout.groups]
+    steps = kv.layout.max_step_tokens
+    memory = KVCacheManager(groups, kv.block_size, max_step_tokens=steps, enable_prefix_caching=False)
     twin = scheduler.twin(memory, cast(Policy, _Onlookers(scheduler.policy.fork(), starts)))
     begins = scheduler.chunks_in_flight()
     blocks: list[dict[int, int]] = [{} for _ in groups]
     for request in sorted(scheduler.running.values(), key=lambda request: request.admitted_at_step):
         begin = begins.get(request.request_id)
-        reserved = request.request_id in scheduler.reserve
+        reserved = request.request_id in scheduler.batch.reserve
         twin.adopt(_like(request, lengths), request, begin, blocks, now, scheduler.num_in_flight, reserved)
     return twin
 
@@ -173,6 +173,20 @@ def _queue(twin: Scheduler, scheduler: Scheduler, lengths: AnswerLengths, now: f
         twin.add(_like(request, lengths))
     twin.waiting.catch_up(scheduler.waiting)
     twin.policy.catch_up(scheduler.policy)
+
+
+def _add_newcomers(twin: Scheduler, classes: dict[str, int], busiest: str, now: float) -> dict[str, tuple[str, bool]]:
+    """Add a request of each class for the busiest tenant and for one that is unknown. Returns request id -> (class,
+    whether its tenant is the unknown one)."""
+    names: dict[str, tuple[str, bool]] = {}
+    for number, (name, priority) in enumerate(classes.items()):
+        for tenant in dict.fromkeys((busiest, _NEWCOMER)):
+            newcomer = Request(f"{_NEWCOMER}{number}{tenant}", [_TOKEN], max_tokens=1, arrival_time=now)
+            newcomer.priority, newcomer.service = priority, Service(name, tenant=tenant)
+            newcomer.size = _ANY_SIZE
+            names[newcomer.request_id] = name, tenant == _NEWCOMER
+            twin.add(newcomer)
+    return names
 
 
 def _like(request: Request, lengths: AnswerLengths) -> Request:

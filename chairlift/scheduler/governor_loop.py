@@ -20,8 +20,8 @@ from chairlift.scheduler.governor import (
     rows_that_fit,
 )
 from chairlift.scheduler.guard_rails import GuardRails
-from chairlift.scheduler.learned_governor import LearnedGovernor
 from chairlift.scheduler.output import SchedulerOutput, StepResult
+from chairlift.scheduler.policies import load_plugin
 from chairlift.scheduler.scheduler import Scheduler
 
 __all__ = ["Decision", "GovernorLoop", "Window", "governor_from_config"]
@@ -137,7 +137,7 @@ class Window:
         oldest = scheduler.waiting.oldest_arrival if waiting else now
         kv, length = scheduler.kv, max(1, round(self._prompts.value() + self._answers.value()))
         # Behind a sliding window a request gives blocks back: longer ones take no more.
-        per_block = [max(kv.block_size, length / kv.blocks_for(group, length)) for group in range(len(kv.pools))]
+        per_block = [max(kv.block_size, length / kv.layout.blocks_for(group, length)) for group in range(len(kv.pools))]
         seen = Observation(
             settings=settings,
             seconds=seconds,
@@ -151,7 +151,7 @@ class Window:
             preempted=self._preemptions,
             prompt_length=self._prompts.value(),
             answer_length=self._answers.value(),
-            context_length=scheduler.num_computed_tokens / running if running else 0.0,
+            context_length=scheduler.batch.num_computed_tokens / running if running else 0.0,
             prefill_share=self._prefill / computed if computed else 0.0,
             tokens_per_second=self._tokens / seconds if seconds > 0 else 0.0,
             step_p50=steps[len(steps) // 2] if steps else 0.0,
@@ -189,7 +189,7 @@ class GovernorLoop:
         self.decisions: deque[Decision] = deque(maxlen=capacity)
         self.num_decisions = 0
         self._scheduler = scheduler
-        self.settings = Settings(scheduler.running_limit, scheduler.token_budget, scheduler.watermark)
+        self.settings = Settings(scheduler.batch.running_limit, scheduler.batch.token_budget, scheduler.batch.watermark)
         """In force; in shadow mode, those that would be."""
         self.rails = GuardRails(self.settings, bounds)
         self.window = Window(scheduler, now)
@@ -222,9 +222,8 @@ class GovernorLoop:
     def _set(self, now: float, after: Settings, why: str, seen: Observation) -> None:
         before, self.settings = self.settings, after
         if not self.shadow:
-            scheduler = self._scheduler
-            scheduler.running_limit, scheduler.token_budget = after.running, after.tokens
-            scheduler.watermark = after.watermark
+            batch = self._scheduler.batch
+            batch.running_limit, batch.token_budget, batch.watermark = dataclasses.astuple(after)
         decision = Decision(now, self.governor.name, before, after, not self.shadow, why, seen)
         self.decisions.append(decision)
         self.num_decisions += 1
@@ -234,7 +233,8 @@ class GovernorLoop:
 def governor_from_config(
     config: SchedulerConfig, scheduler: Scheduler, costs: Costs, now: float
 ) -> GovernorLoop | None:
-    """The governor that the settings ask for, at the settings that they begin with; None when it is off."""
+    """The governor that the settings ask for, at the settings that they begin with; None when it is off. Raises
+    ConfigError for a class of one's own that cannot be used."""
     if config.governor == "off":
         return None
     most, reserved = config.most_running, sum(each.min_seqs for each in (config.promises or {}).values())
@@ -245,6 +245,11 @@ def governor_from_config(
         math.inf if config.governor_ttft_ms is None else config.governor_ttft_ms / 1000,
         math.inf if config.governor_tpot_ms is None else config.governor_tpot_ms / 1000,
     )
-    chosen = {"learned": LearnedGovernor}.get(config.governor, RuleGovernor)
-    shadow = config.governor == "shadow"
-    return GovernorLoop(chosen(bounds, targets, costs), scheduler, bounds, now=now, shadow=shadow)
+    if config.governor in ("rules", "shadow"):
+        governor: Governor = RuleGovernor(bounds, targets, costs)
+    else:
+        example = "chairlift.scheduler.governor.RuleGovernor"
+        governor = load_plugin(
+            "governor", config.governor, lambda owner: owner(bounds, targets, costs), ["name", "decide"], example
+        )
+    return GovernorLoop(governor, scheduler, bounds, now=now, shadow=config.governor == "shadow")

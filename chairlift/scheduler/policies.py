@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 from chairlift.config import SchedulerConfig
@@ -11,25 +12,16 @@ from chairlift.errors import ConfigError
 from chairlift.scheduler.deadlines import OutlookOf
 from chairlift.scheduler.policy import FCFS, Policy
 from chairlift.scheduler.precedence import Precedence
-from chairlift.scheduler.shadow import ShadowPolicy
 from chairlift.service_class import parse_service_classes, parse_tenant_weights
 
-__all__ = ["load_policy", "policy_from_config"]
+__all__ = ["load_plugin", "load_policy", "policy_from_config"]
 
 
 def policy_from_config(config: SchedulerConfig, outlook: OutlookOf | None = None) -> Policy:
     """A fresh policy. Raises ConfigError for a class of one's own that cannot be used."""
-    policy = _policy_from(config, "scheduling_policy", outlook)
-    if not config.shadow_policy:
-        return policy
-    return cast(Policy, ShadowPolicy(policy, _policy_from(config, "shadow_policy", outlook)))
-
-
-def _policy_from(config: SchedulerConfig, setting: str, outlook: OutlookOf | None) -> Policy:
-    name: str = getattr(config, setting)
-    if name == "fcfs":
+    if config.scheduling_policy == "fcfs":
         return FCFS
-    if name == "priority":
+    if config.scheduling_policy == "priority":
         return Precedence(
             parse_service_classes(config.service_classes),
             max_running=config.most_running,
@@ -37,27 +29,27 @@ def _policy_from(config: SchedulerConfig, setting: str, outlook: OutlookOf | Non
             tenant_weights=parse_tenant_weights(config.tenant_weights),
             outlook=outlook,
         )
-    return load_policy(name, setting)
+    return load_policy(config.scheduling_policy)
 
 
-def load_policy(path: str, setting: str = "scheduling_policy") -> Policy:
-    """``module:Class``, imported and made without arguments. Raises ConfigError naming what is missing."""
+def load_policy(path: str) -> Policy:
+    """``module:Class``, made without arguments. Raises ConfigError naming what is missing."""
+    members = [name for name in dir(type(FCFS)) if not name.startswith("_")]
+    base = "chairlift.scheduler.policy.FirstComeFirstServed"
+    return cast(Policy, load_plugin("scheduling_policy", path, lambda owner: owner(), members, base))
+
+
+def load_plugin(setting: str, path: str, make: Callable[[Any], Any], members: list[str], example: str) -> Any:
+    """``make`` applied to the class ``module:Class``, which is imported. Raises ConfigError when that fails, or when
+    the result lacks one of ``members``."""
     module_name, _, class_name = path.partition(":")
     if "" not in sys.path:
         sys.path.append("")  # neither the installed command nor the engine's process looks where it runs
     try:
-        owner: Any = getattr(importlib.import_module(module_name), class_name)
-        policy = owner()
+        plugin = make(getattr(importlib.import_module(module_name), class_name))
     except Exception as error:
         raise ConfigError(f"{setting} {path!r} cannot be made: {type(error).__name__}: {error}") from error
-    missing = [name for name in _members() if not hasattr(policy, name)]
+    missing = [name for name in members if not hasattr(plugin, name)]
     if missing:
-        raise ConfigError(
-            f"{setting} {path!r} has no {', '.join(missing)}; start from"
-            " chairlift.scheduler.policy.FirstComeFirstServed"
-        )
-    return cast(Policy, policy)
-
-
-def _members() -> list[str]:
-    return [name for name in dir(type(FCFS)) if not name.startswith("_")]
+        raise ConfigError(f"{setting} {path!r} has no {', '.join(missing)}; start from {example}")
+    return plugin

@@ -1,4 +1,4 @@
-"""Who is next, who gives way, and who gets how much of a step: a policy is a value, and the loop never asks which.
+"""Who is next, who is preempted, and who gets how much of a step: a policy is a value, and the loop never asks which.
 
 :class:`Policy` is the public interface for policies of one's own (``--scheduling-policy module:Class``). Start from
 :class:`FirstComeFirstServed`, override what differs, and run ``chairlift sim gate module:Class`` before it
@@ -114,7 +114,7 @@ class Policy(Protocol):
 
 
 class FirstComeFirstServed:
-    """Arrival order; the latest arrival gives way (vLLM's and Orca's order)."""
+    """Arrival order; the latest arrival is preempted (vLLM's and Orca's order)."""
 
     name = "fcfs"
     preemptive = False

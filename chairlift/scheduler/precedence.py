@@ -155,7 +155,7 @@ class Precedence(FirstComeFirstServed):
         return super().yields(running, needy)
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
-        # Of equal standing, the tenant that has had most gives way, and the work that is soonest done again.
+        # Of equal standing, the tenant that has had most is preempted first, and the work that is soonest done again.
         return max(candidates, key=self._weakness, default=None)
 
     def _weakness(self, request: Request) -> tuple[float, ...]:

@@ -35,11 +35,11 @@ class PreemptionCosts(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreemptionMode:
-    """How running work gives way, as a value.
+    """How running requests are preempted, as a value.
 
     ``recompute`` drops KV: the end of it only where that is enough (running work needs blocks), else all of it.
     ``swap`` keeps it in host memory as long as there is room. ``auto`` takes what costs less time. With ``none``
-    nobody gives way, and so requests join only with blocks for the longest answer they may give (TGI's rule).
+    nobody is preempted, and so requests join only with blocks for the longest answer they may give (TGI's rule).
     """
 
     name: str = "recompute"

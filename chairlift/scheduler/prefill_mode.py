@@ -9,7 +9,7 @@ from chairlift.errors import ConfigError
 from chairlift.scheduler.costs import Costs
 
 if TYPE_CHECKING:
-    from chairlift.scheduler.population import Population
+    from chairlift.scheduler.batch import Batch
 
 __all__ = ["MIXED", "PrefillMode", "Turn", "prefill_mode_from_name"]
 
@@ -28,7 +28,7 @@ class PrefillMode(Protocol):
 
     name: str
 
-    def turn(self, population: Population) -> Turn: ...
+    def turn(self, batch: Batch) -> Turn: ...
 
 
 class _Mixed:
@@ -36,7 +36,7 @@ class _Mixed:
 
     name = "mixed"
 
-    def turn(self, population: Population) -> Turn:
+    def turn(self, batch: Batch) -> Turn:
         return Turn.MIXED
 
 
@@ -46,8 +46,8 @@ class _PrefillFirst:
 
     name = "prefill_first"
 
-    def turn(self, population: Population) -> Turn:
-        return Turn.PREFILL if population.has_prefill_work else Turn.MIXED
+    def turn(self, batch: Batch) -> Turn:
+        return Turn.PREFILL if batch.has_prefill_work else Turn.MIXED
 
 
 class _DecodeFirst:
@@ -60,9 +60,9 @@ class _DecodeFirst:
         self._patience = patience
         self._skipped = 0
 
-    def turn(self, population: Population) -> Turn:
-        enough = population.decodes.count >= max(1.0, self._share * population.running_limit)
-        self._skipped = self._skipped + 1 if enough and population.has_prefill_work else 0
+    def turn(self, batch: Batch) -> Turn:
+        enough = batch.decodes.count >= max(1.0, self._share * batch.running_limit)
+        self._skipped = self._skipped + 1 if enough and batch.has_prefill_work else 0
         if not enough or self._skipped > self._patience:
             self._skipped = 0
             return Turn.MIXED
@@ -77,8 +77,8 @@ class _Separate:
     def __init__(self) -> None:
         self._last = Turn.DECODE
 
-    def turn(self, population: Population) -> Turn:
-        if not population.has_prefill_work or (population.decodes.count and self._last is Turn.PREFILL):
+    def turn(self, batch: Batch) -> Turn:
+        if not batch.has_prefill_work or (batch.decodes.count and self._last is Turn.PREFILL):
             self._last = Turn.DECODE
         else:
             self._last = Turn.PREFILL
@@ -107,16 +107,16 @@ class _Auto:
         """The mode it is in."""
         return self._mode.name
 
-    def turn(self, population: Population) -> Turn:
-        rows, tokens = population.decodes.count, population.num_prefill_tokens(self._max_tokens)
+    def turn(self, batch: Batch) -> Turn:
+        rows, tokens = batch.decodes.count, batch.num_prefill_tokens(self._max_tokens)
         if rows and tokens:
             self._ratio += _NEWEST * (tokens / rows - self._ratio)
-            self._cost += _NEWEST * (self._costs.mixed_cost(rows, population.num_computed_tokens, tokens) - self._cost)
+            self._cost += _NEWEST * (self._costs.mixed_cost(rows, batch.num_computed_tokens, tokens) - self._cost)
             if self._cost < 1.0 - _HYSTERESIS:
                 self._mode = MIXED
             elif self._cost > 1.0 + _HYSTERESIS:
                 self._mode = self._modes["prefill_first" if self._ratio > _PROMPTS_DOMINATE else "separate"]
-        return self._mode.turn(population)
+        return self._mode.turn(batch)
 
 
 MIXED: PrefillMode = _Mixed()

@@ -29,8 +29,8 @@ def test_every_setting_has_a_flag_that_reaches_the_engine() -> None:
         if flag.name in ("service_classes", "tenant_weights"):
             argv += [name, "{}"]
             continue
-        if flag.name in ("scheduling_policy", "shadow_policy"):
-            argv += [name, "priority"]
+        if flag.name in ("scheduling_policy", "governor"):
+            argv += [name, "priority" if flag.name == "scheduling_policy" else "rules"]
             continue
         if flag.name == "preferred_batch_sizes":
             argv += [name, "2,4"]

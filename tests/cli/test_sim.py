@@ -50,20 +50,6 @@ def test_no_output_takes_the_place_of_an_input(chairlift: Run, tmp_path: Path) -
     assert not (tmp_path / "x").exists()
 
 
-def test_what_a_shadow_policy_would_have_done(chairlift: Run, tmp_path: Path) -> None:
-    trace, record = tmp_path / "t.jsonl", tmp_path / "r.json"
-    lines = [{"timestamp": i, "input_length": 600, "output_length": 40, "priority": -i} for i in range(9)]
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    sim = ("sim", "--machine", "l4", "--trace", trace, "--max-num-seqs", "2", "--scheduling-policy", "priority")
-    assert not any(line.startswith("shadow") for line in chairlift(*sim)[1])
-    code, out, err = chairlift(*sim, "--shadow-policy", "fcfs", "--json", record)
-    assert (code, err) == (0, [])
-    (line,) = [line for line in out if line.startswith("shadow policy ")]
-    asked = json.loads(record.read_text())["results"][0]["served"]["shadow"]
-    assert 0 < asked["lines_differing"] <= asked["lines"]
-    assert f"somebody else first in {asked['lines_differing']} of {asked['lines']} steps" in line
-
-
 def test_comparing_a_setting(chairlift: Run, tmp_path: Path) -> None:
     record = tmp_path / "r.json"
     code, out, _ = chairlift(*ON_A_GPU, "--compare", "max_num_seqs=1,4,16", "--json", record)

@@ -185,7 +185,7 @@ def test_a_recorder_that_is_closed_leaves_no_trace() -> None:
     truth.burst(5)
     truth.step()
     truth.core.watch(False)
-    assert truth.core.recorder is None and truth.core.kv.journal is None
+    assert truth.core.recorder is None and truth.core.kv.tables.journal is None
     truth.run(2)
     truth.core.watch(False)
     assert truth.core.recorder is None

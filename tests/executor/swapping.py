@@ -94,7 +94,7 @@ class Turns:
 
     def _step(self, seat: _Seat) -> None:
         one, out = seat.request, self.out
-        grown: list[NewBlocks] | None = self.kv.extend(one, len(one.token_ids), out.step - 1)
+        grown: list[NewBlocks] | None = self.kv.tables.extend(one, len(one.token_ids), out.step - 1)
         assert grown is not None
         out.new_blocks = [(one.slot, blocks) for blocks in grown]
         count = len(one.token_ids) - one.num_computed_tokens

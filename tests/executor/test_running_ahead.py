@@ -86,8 +86,10 @@ def test_random_worlds_hold(request: pytest.FixtureRequest, late_worlds: None) -
     def check(seed: int) -> None:
         simulation = run_ahead(seed)
         scheduler, kv = simulation.engine.scheduler, simulation.engine.kv
-        counts.update(late=scheduler.num_late, preempted=scheduler.num_preemptions, swapped=scheduler.num_swaps)
-        counts.update(tails=scheduler.num_tails, cached=simulation.num_cached_tokens)
+        counts.update(
+            late=scheduler.num_late, preempted=scheduler.num_preemptions, swapped=scheduler.preemptor.num_swaps
+        )
+        counts.update(tails=scheduler.preemptor.num_tails, cached=simulation.num_cached_tokens)
         counts.update(offloaded=kv.num_offloaded, brought_back=kv.num_brought_back)
 
     sweep(request, 100, check)

@@ -8,7 +8,7 @@ import pytest
 
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK, BlockPool
-from chairlift.kv_cache.prefix_cache import PrefixNode
+from chairlift.kv_cache.prefix_node import PrefixNode
 
 
 def node() -> PrefixNode:

@@ -70,11 +70,11 @@ def test_extend_adds_only_what_is_missing() -> None:
     one = request("one", 5)
     admit(kv, one)
     first = list(one.block_ids[0])
-    assert kv.extend(one, 8, -1) == []
-    grown = kv.extend(one, 9, -1)
+    assert kv.tables.extend(one, 8, -1) == []
+    grown = kv.tables.extend(one, 9, -1)
     assert grown == [NewBlocks(0, 2, one.block_ids[0][2:])]
     assert one.block_ids[0][:2] == first
-    assert kv.extend(one, 13, -1) is None
+    assert kv.tables.extend(one, 13, -1) is None
     assert len(one.block_ids[0]) == 3
     kv.check_invariants([one])
 
@@ -106,8 +106,8 @@ def test_freed_blocks_wait_for_the_step_in_flight() -> None:
     one, two, other = request("one", 4), request("two", 8), request("other", 4)
     admit(kv, one)
     admit(kv, two)
-    kv.free(one, 7)
-    kv.free(two, 9)
+    kv.tables.free(one, 7)
+    kv.tables.free(two, 9)
     assert kv.counts().used == 3
     kv.step_done(6)
     assert kv.admit(other, 4) is None
@@ -124,12 +124,12 @@ def test_missing_counts_what_is_about_to_come_back() -> None:
     one, two = request("one", 4), request("two", 8)
     admit(kv, one)
     admit(kv, two)
-    assert kv.num_missing(one, 8) == 1
-    kv.free(two, 5)
-    assert kv.extend(one, 8, 5) is None
-    assert not kv.num_missing(one, 8)
+    assert kv.tables.num_missing(one, 8) == 1
+    kv.tables.free(two, 5)
+    assert kv.tables.extend(one, 8, 5) is None
+    assert not kv.tables.num_missing(one, 8)
     kv.step_done(5)
-    assert kv.extend(one, 8, 5) is not None
+    assert kv.tables.extend(one, 8, 5) is not None
 
 
 def test_a_step_that_is_done_frees_at_once() -> None:
@@ -137,7 +137,7 @@ def test_a_step_that_is_done_frees_at_once() -> None:
     one = request("one", 4)
     admit(kv, one)
     kv.step_done(3)
-    kv.free(one, 3)
+    kv.tables.free(one, 3)
     assert kv.counts().used == 0
 
 
@@ -157,9 +157,9 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_it_writes(length: int, cop
     assert admission.copies == ([(0, source.block_ids[0][full], fork.block_ids[0][full])] if copied else [])
     fork.num_computed_tokens = length
     kv.check_invariants([source, fork])
-    kv.free(source, -1)
+    kv.tables.free(source, -1)
     kv.check_invariants([fork])
-    kv.free(fork, -1)
+    kv.tables.free(fork, -1)
     assert kv.counts().used == 0
 
 
@@ -190,15 +190,15 @@ def test_a_window_gives_back_what_it_left_behind(window: int) -> None:
     admit(kv, one)
     for position in range(1, 60):
         one.num_computed_tokens = position
-        assert kv.extend(one, position + 1, -1) is not None
+        assert kv.tables.extend(one, position + 1, -1) is not None
         table = one.block_ids[0]
         reach = max(0, position - window + 1) // BLOCK
         assert all(block == NULL_BLOCK for block in table[:reach])
         assert NULL_BLOCK not in table[reach:]
-        assert kv.counts().used <= kv.blocks_for(0, 60)
+        assert kv.counts().used <= kv.layout.blocks_for(0, 60)
         kv.check_invariants([one])
-    kv.free(one, -1)
-    assert kv.counts().used == kv.held_blocks == 0
+    kv.tables.free(one, -1)
+    assert kv.counts().used == kv.tables.held_blocks == 0
 
 
 def test_a_step_in_flight_keeps_what_the_window_leaves_behind() -> None:
@@ -207,7 +207,7 @@ def test_a_step_in_flight_keeps_what_the_window_leaves_behind() -> None:
     admit(kv, one)
     one.num_computed_tokens = 12
     used = kv.counts().used
-    kv.extend(one, 13, 5)
+    kv.tables.extend(one, 13, 5)
     assert kv.counts().used == used + 1
     kv.check_invariants([one])
     kv.step_done(5)
@@ -220,13 +220,13 @@ def test_every_group_gives_back_what_its_window_left_behind_though_one_is_short(
     one = request("one", 8)
     admit(kv, one)
     one.num_computed_tokens = 8
-    assert kv.extend(one, 9, 5) is None, "step 5 still reads what is given back"
-    assert kv.num_missing(one, 9) == 1
+    assert kv.tables.extend(one, 9, 5) is None, "step 5 still reads what is given back"
+    assert kv.tables.num_missing(one, 9) == 1
     one.num_computed_tokens = 10
-    assert kv.extend(one, 11, 6) is None
-    assert kv.num_missing(one, 11) == 0
+    assert kv.tables.extend(one, 11, 6) is None
+    assert kv.tables.num_missing(one, 11) == 0
     kv.step_done(6)
-    assert kv.extend(one, 11, 6)
+    assert kv.tables.extend(one, 11, 6)
 
 
 def guaranteed(name: str, tokens: int | list[int]) -> Request:
@@ -240,24 +240,24 @@ def test_what_a_guaranteed_request_left_behind_is_not_given_to_others() -> None:
     one, two, pushy = guaranteed("one", 40), request("two", 4), request("pushy", 12)
     admit(kv, one, one.reserve)
     one.num_computed_tokens = 16
-    assert kv.extend(one, 17, -1) == []
+    assert kv.tables.extend(one, 17, -1) == []
     assert one.block_ids[0].count(NULL_BLOCK) == 2
     assert kv.counts().free == 4
     assert kv.lacks(pushy, 12, 0.0)
     assert kv.admit(pushy, 12) is None, "two of the four are promised"
     admit(kv, two)
-    assert kv.extend(two, 8, -1)
-    assert kv.extend(two, 12, -1) is None
-    assert kv.num_missing(two, 12) == 1
+    assert kv.tables.extend(two, 8, -1)
+    assert kv.tables.extend(two, 12, -1) is None
+    assert kv.tables.num_missing(two, 12) == 1
     kv.check_invariants([one, two])
     for position in range(17, one.limit + 1):
         one.num_computed_tokens = position - 1
-        assert kv.extend(one, position, -1) is not None
+        assert kv.tables.extend(one, position, -1) is not None
         kv.check_invariants([one, two])
         if position == 41:
-            assert kv.extend(two, 12, -1), "after its prompt it computes a token a step, and has a right to less"
-    kv.free(one, -1)
-    kv.free(two, -1)
+            assert kv.tables.extend(two, 12, -1), "after its prompt it computes a token a step, and has a right to less"
+    kv.tables.free(one, -1)
+    kv.tables.free(two, -1)
     admit(kv, guaranteed("three", 13), 5 * BLOCK)
 
 
@@ -277,7 +277,7 @@ def test_the_audit_counts_promises() -> None:
     kv = manager(8, 8)
     one = guaranteed("one", 13)
     admit(kv, one, one.reserve)
-    one.promised[0] = (6, 1)
+    one.reserved[0] = (6, 1)
     with pytest.raises(InvariantError, match="the cache counts otherwise"):
         kv.check_invariants([one])
 
@@ -287,15 +287,15 @@ def test_a_hybrid_shares_only_what_every_group_still_has() -> None:
     one = request("one", list(range(17)))
     admit(kv, one)
     for end in (8, 16, 17):
-        assert kv.extend(one, end, -1) is not None
+        assert kv.tables.extend(one, end, -1) is not None
         one.num_computed_tokens = end
         kv.publish(one, end)
-    kv.free(one, -1)
+    kv.tables.free(one, -1)
     pool = kv.pools[1]
     full = request("full", [*range(16), 99])
     assert admit(kv, full).num_computed_tokens == 16
     assert full.block_ids[1][:3] == [NULL_BLOCK] * 3
-    kv.free(full, -1)
+    kv.tables.free(full, -1)
     node = pool.nodes[full.block_ids[1][3]] if full.block_ids else None
     assert node is None
     # Take the window group's last block away: now the hit must end where that group still has a whole window.
@@ -327,7 +327,7 @@ def test_counts_add_up_over_groups() -> None:
     one = request("one", 8)
     admit(kv, one)
     compute(kv, one)
-    kv.free(one, -1)
+    kv.tables.free(one, -1)
     counts = kv.counts()
     assert (counts.used, counts.cached, counts.free) == (0, 4, 12)
 

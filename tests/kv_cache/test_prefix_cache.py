@@ -23,7 +23,7 @@ def hit(kv: KVCacheManager, prompt: list[int], **settings: Any) -> int:
     """Tokens that a request with this prompt finds in the cache; the request leaves at once."""
     probe = request("probe", prompt, **settings)
     found = admit(kv, probe).num_computed_tokens
-    kv.free(probe, -1)
+    kv.tables.free(probe, -1)
     return found
 
 
@@ -31,7 +31,7 @@ def filled(kv: KVCacheManager, prompt: list[int], **settings: Any) -> KVCacheMan
     first = request("first", prompt, **settings)
     admit(kv, first)
     compute(kv, first)
-    kv.free(first, -1)
+    kv.tables.free(first, -1)
     return kv
 
 
@@ -101,7 +101,7 @@ def test_collisions_never_share_foreign_content(bits: int) -> None:
                 written[block] = content
         compute(kv, one)
         kv.check_invariants([one])
-        kv.free(one, -1)
+        kv.tables.free(one, -1)
         kv.check_invariants([])
     assert hits or bits < 6
 
@@ -123,7 +123,7 @@ def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
     for count in range(6, 9):
         other = request(f"other{count}", count * BLOCK)
         admit(kv, other)
-        kv.free(other, -1)
+        kv.tables.free(other, -1)
         seen.append(hit(kv, PROMPT))
     assert seen == [8, 4, 0]
 
@@ -136,7 +136,7 @@ def test_a_hit_renews_a_prompt() -> None:
     hit(kv, old)
     other = request("other", 6 * BLOCK)  # takes the four plain blocks and two of the four cached ones
     admit(kv, other)
-    kv.free(other, -1)
+    kv.tables.free(other, -1)
     assert (hit(kv, old), hit(kv, new)) == (8, 0)
 
 
@@ -146,18 +146,18 @@ def test_a_parent_outlives_its_children_and_a_child_survives_without_its_parents
     one = request("one", list(range(16)))
     admit(kv, one)
     for end in (8, 16):
-        assert kv.extend(one, end, -1) is not None
+        assert kv.tables.extend(one, end, -1) is not None
         one.num_computed_tokens = end
         kv.publish(one, end)
-    kv.extend(one, 17, -1)
+    kv.tables.extend(one, 17, -1)
     kv.check_invariants([one])
     other = request("other", 7 * BLOCK)
     admit(kv, other)
     kv.check_invariants([one, other])
-    kv.free(other, -1)
+    kv.tables.free(other, -1)
     # Only the last window of the 16 tokens is still cached, and it is enough.
     assert hit(kv, [*range(16), 5]) == 16
-    kv.free(one, -1)
+    kv.tables.free(one, -1)
     kv.check_invariants([])
 
 
@@ -171,7 +171,7 @@ def test_publishing_after_eviction_starts_again_from_the_root() -> None:
     assert len(kv.prefix_cache) == 0
     one.num_published = 3
     one.token_ids += [1, 2, 3]
-    assert kv.extend(one, 17, -1) is not None
+    assert kv.tables.extend(one, 17, -1) is not None
     one.num_computed_tokens = 16
     kv.publish(one, 16)
     kv.check_invariants([one])
@@ -186,7 +186,7 @@ def test_a_failed_request_leaves_nothing_and_offers_nothing() -> None:
     kv.forget(one)
     assert one.num_published == NEVER
     kv.publish(one, 13)
-    kv.free(one, -1)
+    kv.tables.free(one, -1)
     assert kv.counts().cached == 0
     assert hit(kv, PROMPT) == 0
 
@@ -198,8 +198,8 @@ def test_two_requests_that_computed_the_same_prompt_cache_it_once() -> None:
     admit(kv, two)
     compute(kv, one, two)
     kv.check_invariants([one, two])
-    kv.free(one, -1)
-    kv.free(two, -1)
+    kv.tables.free(one, -1)
+    kv.tables.free(two, -1)
     assert kv.counts().cached == 3
     kv.check_invariants([])
 
@@ -211,7 +211,7 @@ def test_the_tree_is_empty_once_its_blocks_are_gone() -> None:
         one = request(f"r{number}", [number] * 13, cache_salt=f"s{number}")
         admit(kv, one)
         compute(kv, one)
-        kv.free(one, -1)
+        kv.tables.free(one, -1)
         assert kv.prefix_cache is not None
         assert len(kv.prefix_cache) <= 2 * kv.pools[0].num_blocks
         kv.check_invariants([])

@@ -27,7 +27,7 @@ def serve(kv: KVCacheManager, one: Request, step: int) -> list[tuple[int, int, i
 
 
 def leave(kv: KVCacheManager, one: Request, step: int) -> None:
-    kv.free(one, step)
+    kv.tables.free(one, step)
     one.num_computed_tokens = 0
     one.move_to(RequestStatus.FINISHED)
     kv.check_invariants([])
@@ -82,7 +82,7 @@ def test_a_copy_cannot_be_read_before_the_step_that_makes_it_has_run() -> None:
     serve(kv, first, 1)
     admit(kv, other)
     assert len(kv.scheduled(2)) == 4
-    kv.free(other, -1)
+    kv.tables.free(other, -1)
     other.move_to(RequestStatus.FINISHED)
     probe = same(first)
     assert kv.num_shared(probe) == 0
@@ -105,7 +105,7 @@ def test_what_comes_back_is_offered_to_others_when_its_step_has_run() -> None:
     kv.step_done(3)
     compute(kv, one)
     kv.check_invariants([one, two])
-    kv.free(two, 3)
+    kv.tables.free(two, 3)
     admission = admit(kv, three)
     assert admission.swap_in == [] and three.block_ids[0][:4] == one.block_ids[0][:4]
 

@@ -16,7 +16,9 @@ import pytest
 
 from chairlift.errors import InvariantError
 from chairlift.kv_cache.block_pool import BlockPool
+from chairlift.kv_cache.block_tables import BlockTables
 from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.kv_cache.reservations import Reservations
 from chairlift.kv_cache.swap import SwapPool
 from chairlift.request import Request, RequestStatus
 from tests.kv_cache.make import BLOCK, manager, request
@@ -109,7 +111,7 @@ class Operations:
                 self.seen.add(name)
             self.check()
         for one in self.running:
-            self.kv.free(one, self.step)
+            self.kv.tables.free(one, self.step)
         for one in self.swapped:
             self.kv.drop_swapped(one)
         self.kv.step_done(self.step + 1)
@@ -122,7 +124,9 @@ class Operations:
         for one in self.running:
             for group, table in enumerate(one.block_ids):
                 held = sum(block != 0 for block in table)
-                assert held <= self.kv.blocks_for(group, len(table) * BLOCK), f"{one} holds {held} of group {group}"
+                assert held <= self.kv.layout.blocks_for(group, len(table) * BLOCK), (
+                    f"{one} holds {held} of group {group}"
+                )
 
     # -- operations, each of which returns whether it did something ------------------------------------------------
 
@@ -215,7 +219,7 @@ class Operations:
             return False
         end = self.rng.randint(0, min(one.num_computed_tokens, len(one.token_ids) - 1) // BLOCK)
         tables, kept = [list(table) for table in one.block_ids], [table[:end] for table in one.block_ids]
-        if not self.kv.shrink(one, end * BLOCK, self.step):
+        if not self.kv.tables.shrink(one, end * BLOCK, self.step):
             assert one.block_ids == tables
             return False
         assert one.block_ids == kept
@@ -230,7 +234,7 @@ class Operations:
         end = min(one.num_computed_tokens + self.rng.randint(1, MOST_TOKENS), len(one.token_ids))
         if end == one.num_computed_tokens:
             return False
-        if self.kv.extend(one, end, self.step) is None:
+        if self.kv.tables.extend(one, end, self.step) is None:
             assert not one.is_guaranteed or self.flights, f"{one} cannot go on"
             return False
         self.step += 1
@@ -276,7 +280,7 @@ class Operations:
             self.content[group][block] = self.host[group][host]
         for one, tables, known in step.known:
             for group, table in enumerate(tables):
-                for index in range(self.kv._first_in_reach(group, known), -(-known // BLOCK)):
+                for index in range(self.kv.layout.first_in_reach(group, known), -(-known // BLOCK)):
                     end = min(known, (index + 1) * BLOCK)
                     found = self.content[group].get(table[index], ())
                     assert found[: end + 1] == (one.cache_salt, *one.token_ids[:end]), f"{one}: {group}, {index}"
@@ -309,7 +313,7 @@ class Operations:
         return True
 
     def _end(self, one: Request) -> None:
-        self.kv.free(one, self.step)
+        self.kv.tables.free(one, self.step)
         self._leave(one, RequestStatus.FINISHED)
 
     def _leave(self, one: Request, status: RequestStatus) -> None:
@@ -349,7 +353,7 @@ def device_blocks_of_a_dropped_request_kept(patch: Patch) -> None:
 
 
 def window_not_looked_at(patch: Patch) -> None:
-    patch(KVCacheManager, "_resumable", lambda self, request, position: True)
+    patch(BlockTables, "resumable", lambda self, request, position: True)
 
 
 def back_before_it_is_saved(patch: Patch) -> None:
@@ -377,26 +381,26 @@ def last_host_block_not_brought_back(patch: Patch) -> None:
 
 
 def blocks_of_a_window_left_behind_twice(patch: Patch) -> None:
-    original = KVCacheManager.shrink
+    original = BlockTables.shrink
 
-    def shrink(self: KVCacheManager, request: Request, *args: Any) -> bool:
+    def shrink(self: BlockTables, request: Request, *args: Any) -> bool:
         passed = list(request.num_out_of_reach)
         shrunk = original(self, request, *args)
         request.num_out_of_reach = passed
         return shrunk
 
-    patch(KVCacheManager, "shrink", shrink)
+    patch(BlockTables, "shrink", shrink)
 
 
 def refusal_remembered_after_room_was_made(patch: Patch) -> None:
-    original = KVCacheManager._release
+    original = BlockTables._release
 
-    def release(self: KVCacheManager, *args: Any) -> None:
-        before = self._num_changes
+    def release(self: BlockTables, *args: Any) -> None:
+        before = self.num_changes
         original(self, *args)
-        self._num_changes = before
+        self.num_changes = before
 
-    patch(KVCacheManager, "_release", release)
+    patch(BlockTables, "_release", release)
 
 
 def protected_block_lost(patch: Patch) -> None:
@@ -428,22 +432,24 @@ def kept_block_free_while_it_is_written(patch: Patch) -> None:
 
 
 def promised_blocks_taken_by_those_who_run(patch: Patch) -> None:
-    patch(KVCacheManager, "_withheld", lambda self, group, request: 0)
+    patch(Reservations, "withheld", lambda self, group, request: 0)
 
 
 def promised_blocks_taken_by_those_who_join(patch: Patch) -> None:
-    def fits(self: KVCacheManager, group: int, request: Request, free: int, want: int, watermark: float) -> bool:
-        room = self.pools[group].capacity - self._entitled[group] - self._most(group, request)
-        return min(free - want, room) >= watermark * self.pools[group].capacity
+    def fits(self: Reservations, group: int, request: Request, free: int, want: int, watermark: float) -> bool:
+        windowed = request.is_guaranteed and self._layout.groups[group].window is not None
+        most = self._layout.blocks_for(group, request.limit) if windowed else 0
+        room = self._pools[group].capacity - self.reserved[group] - most
+        return min(free - want, room) >= watermark * self._pools[group].capacity
 
-    patch(KVCacheManager, "_fits", fits)
+    patch(Reservations, "fits", fits)
 
 
 def shared_blocks_promised_once(patch: Patch) -> None:
-    def fits(self: KVCacheManager, group: int, request: Request, free: int, want: int, watermark: float) -> bool:
-        return free - want - self._pledged[group] >= watermark * self.pools[group].capacity
+    def fits(self: Reservations, group: int, request: Request, free: int, want: int, watermark: float) -> bool:
+        return free - want - self.unheld[group] >= watermark * self._pools[group].capacity
 
-    patch(KVCacheManager, "_fits", fits)
+    patch(Reservations, "fits", fits)
 
 
 @pytest.mark.parametrize(

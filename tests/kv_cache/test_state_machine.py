@@ -76,8 +76,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         one.move_to(RequestStatus.RUNNING)
         one.num_computed_tokens, one.progress_mark = known, len(one.token_ids)
         self.running.append(one)
-        for group in range(len(self.kv.groups)):
-            first = self.kv._first_in_reach(group, known)
+        for group in range(len(self.kv.layout.groups)):
+            first = self.kv.layout.first_in_reach(group, known)
             for index in range(first, -(-known // BLOCK)):
                 block = one.block_ids[group][index]
                 end = min(known, (index + 1) * BLOCK)
@@ -91,10 +91,10 @@ class KVCacheMachine(RuleBasedStateMachine):
         end = min(one.num_computed_tokens + count, len(one.token_ids))
         if end == one.num_computed_tokens or len(one.token_ids) >= one.max_total_tokens:
             return
-        if self.kv.extend(one, end, self.step) is None:
+        if self.kv.tables.extend(one, end, self.step) is None:
             return
         self.step += 1
-        for group in range(len(self.kv.groups)):
+        for group in range(len(self.kv.layout.groups)):
             for index in range(one.num_computed_tokens // BLOCK, -(-end // BLOCK)):
                 upto = min(end, (index + 1) * BLOCK)
                 self.content[group][one.block_ids[group][index]] = (one.cache_salt, *one.token_ids[:upto])
@@ -117,7 +117,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.running.remove(one)
         if failed:
             self.kv.forget(one)
-        self.kv.free(one, self.step)
+        self.kv.tables.free(one, self.step)
         one.num_computed_tokens = 0
         one.move_to(RequestStatus.FINISHED)
 
@@ -129,7 +129,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "kv"):
             for one in self.running:
-                self.kv.free(one, self.step)
+                self.kv.tables.free(one, self.step)
             self.kv.step_done(self.step)
             self.kv.check_invariants([])
             assert self.kv.counts().used == 0

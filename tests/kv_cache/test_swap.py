@@ -86,7 +86,7 @@ def test_what_is_saved_comes_back() -> None:
     admission = kv.swap_in(one, 17, 0.0, 6)
     assert admission is not None and admission.num_computed_tokens == 10 and admission.copies == []
     assert admission.swap_in == [(0, host, block) for host, block in enumerate(one.block_ids[0][:3])]
-    assert len(one.block_ids[0]) == 5 == kv.held_blocks
+    assert len(one.block_ids[0]) == 5 == kv.tables.held_blocks
     one.num_computed_tokens = 10
     kv.check_invariants([one])
     assert (kv.swapped, kv.swap_pool.num_used) == ({}, 3)
@@ -129,7 +129,7 @@ def test_a_request_that_does_not_fit_stays_swapped() -> None:
     before = kv.counts(), kv.swapped["one"]
     assert kv.swap_in(one, 11, 0.0, 1) is None
     assert (kv.counts(), kv.swapped["one"]) == before
-    kv.free(other, 0)
+    kv.tables.free(other, 0)
     leave(other)
     assert kv.swap_in(one, 11, 0.5, 1) is None, "3 of 5 blocks leave less than half free"
     assert kv.swap_in(one, 12, 0.4, 1) is not None
@@ -158,7 +158,7 @@ def test_what_the_prefix_cache_still_has_is_shared_instead_of_copied(share: bool
 def test_a_window_saves_what_is_in_reach() -> None:
     kv = manager(33, 5, None, num_host_blocks=8, enable_prefix_caching=False)
     one = running(kv, "one", 18)
-    kv.extend(one, 19, -1)
+    kv.tables.extend(one, 19, -1)
     windowed, full = one.block_ids
     assert windowed[:3] == [NULL_BLOCK] * 3
     saved = kv.swap_out(one, 18, -1)
@@ -177,12 +177,12 @@ def test_a_window_saves_what_is_in_reach() -> None:
 def test_what_a_window_has_given_back_cannot_be_gone_back_to() -> None:
     kv = manager(33, 5, num_host_blocks=8)
     one = running(kv, "one", 18)
-    kv.extend(one, 19, -1)
+    kv.tables.extend(one, 19, -1)
     before = [list(table) for table in one.block_ids]
     assert kv.swap_out(one, 14, -1) is None
-    assert not kv.shrink(one, 12, -1)
+    assert not kv.tables.shrink(one, 12, -1)
     assert (one.block_ids, kv.swap_pool.num_used) == (before, 0)
-    assert kv.shrink(one, 16, -1)
+    assert kv.tables.shrink(one, 16, -1)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 11])
@@ -228,15 +228,15 @@ def test_the_end_of_a_table_is_given_back() -> None:
     one = running(kv, "one", 18)
     table = list(one.block_ids[0])
     assert one.num_published == 4
-    assert kv.shrink(one, 8, 3)
+    assert kv.tables.shrink(one, 8, 3)
     one.num_computed_tokens = 8
-    assert one.block_ids[0] == table[:2] and kv.held_blocks == 2
+    assert one.block_ids[0] == table[:2] and kv.tables.held_blocks == 2
     assert one.num_published == 2 and one.last_node is kv.pools[0].nodes[table[1]]
     kv.check_invariants([one])
     assert kv.counts().used == 5
     kv.step_done(3)
     assert (kv.counts().used, kv.counts().cached) == (2, 2)
-    kv.extend(one, 20, 3)
+    kv.tables.extend(one, 20, 3)
     one.num_computed_tokens = 20
     one.token_ids += [1] * 2
     kv.publish(one, 20)
@@ -247,7 +247,7 @@ def test_the_end_of_a_table_is_given_back() -> None:
 def test_a_table_can_be_given_back_whole() -> None:
     kv = manager()
     one = running(kv, "one", 18)
-    assert kv.shrink(one, 0, -1)
+    assert kv.tables.shrink(one, 0, -1)
     one.num_computed_tokens = 0
     assert (one.block_ids, one.num_published, one.last_node, kv.counts().used) == ([[]], 0, None, 0)
     kv.check_invariants([one])
@@ -257,7 +257,7 @@ def test_nothing_beyond_what_is_left_can_be_forked() -> None:
     kv = manager(enable_prefix_caching=False)
     source = running(kv, "source", 18)
     fork = request("fork", source.token_ids[:18], source=source)
-    assert kv.shrink(source, 8, -1)
+    assert kv.tables.shrink(source, 8, -1)
     source.num_computed_tokens = 8
     assert admit(kv, fork).num_computed_tokens == 0
 
@@ -267,7 +267,7 @@ def test_shrinking_makes_room_that_is_seen() -> None:
     one = running(kv, "one", 18)
     other = request("other", 8)
     assert kv.admit(other, 8) is None
-    assert kv.shrink(one, 8, -1)
+    assert kv.tables.shrink(one, 8, -1)
     one.num_computed_tokens = 8
     assert kv.admit(other, 8) is not None
 
@@ -275,7 +275,7 @@ def test_shrinking_makes_room_that_is_seen() -> None:
 def test_only_whole_blocks_are_kept() -> None:
     kv = manager()
     with pytest.raises(InvariantError, match=f"blocks have {BLOCK}"):
-        kv.shrink(running(kv, "one", 10), 6, 0)
+        kv.tables.shrink(running(kv, "one", 10), 6, 0)
 
 
 # -- retention ---------------------------------------------------------------------------------------------------------
@@ -290,11 +290,11 @@ def test_blocks_of_a_higher_retention_outlast_those_released_later(how: str) -> 
         admit(kv, one)
         compute(kv, one)
         if how == "free":
-            kv.free(one, -1)
+            kv.tables.free(one, -1)
         elif how == "swap_out":
             kv.swap_out(one, 12, -1)
         else:
-            kv.shrink(one, 0, -1)
+            kv.tables.shrink(one, 0, -1)
         one.num_computed_tokens = 0
     admit(kv, request("large", 13 * BLOCK))
     again = [request(one.request_id, one.token_ids) for one in (kept, other)]

@@ -188,10 +188,6 @@ def test_promises_are_counted_by_class_and_kind() -> None:
             num_late_downgraded=6,
             rows_by_class={"chat": 5, "default": 9},
             tenant_gap=120.5,
-            num_shadow_lines=9,
-            num_shadow_lines_differing=4,
-            num_shadow_victims=3,
-            num_shadow_victims_differing=1,
         )
     )
     for each in (
@@ -226,10 +222,6 @@ def test_promises_are_counted_by_class_and_kind() -> None:
     assert of("tenant_gap") == 120.5
     methods = [of("preemptions_by_method_total", method=method) for method in ("recompute", "swap", "tail")]
     assert methods == [5, 3, 2]
-    asked = [
-        of("shadow_answers_total", question=who, answer=how) for who in ("first", "victim") for how in ("same", "other")
-    ]
-    assert asked == [5, 4, 2, 1]
     assert (of("swapped_blocks_total", direction="out"), of("swapped_bytes_total", direction="in")) == (7, 5000)
     assert [of("prefix_offload_blocks_total", direction=way) for way in ("out", "in")] == [3, 2]
     stats.engine_died()
@@ -237,7 +229,6 @@ def test_promises_are_counted_by_class_and_kind() -> None:
     stats.step(EngineStats(num_swapped_out_blocks=1))
     again = samples(stats, classes=classes)
     assert value(again, "chairlift:swapped_blocks_total", direction="out") == 8
-    assert value(again, "chairlift:shadow_answers_total", question="first", answer="same") == 5
     assert value(again, "chairlift:reserved_rows_in_use", service_class="chat") == 0
     assert not [name for name, _ in again if name == "chairlift:swapped_bytes_total"]
 

@@ -7,7 +7,8 @@ import pytest
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
 from chairlift.kv_cache.manager import KVCacheManager
-from chairlift.kv_cache.prefix_cache import PrefixCache, PrefixNode
+from chairlift.kv_cache.prefix_cache import PrefixCache
+from chairlift.kv_cache.prefix_node import PrefixNode
 from chairlift.request import Request, Service
 from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.membership import membership_from_name

@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from chairlift.metrics.stats import EngineStats, RequestStats
 from chairlift.replay.machines import deploy, shape_from_name
 from chairlift.replay.replay import ServedTrace, serve_trace, simulated_core
 from chairlift.request import Request
+from chairlift.scheduler.batch import Batch
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
 from chairlift.scheduler.governor import (
@@ -40,8 +40,6 @@ from chairlift.scheduler.governor import (
 )
 from chairlift.scheduler.governor_loop import GovernorLoop, Window
 from chairlift.scheduler.guard_rails import GuardRails
-from chairlift.scheduler.learned_governor import FEATURES, MOVES, LearnedGovernor, features, read_weights
-from chairlift.scheduler.population import Population
 from chairlift.workbench.sim.simulator import Violation, run_world
 from chairlift.workbench.sim.world import make_world
 from chairlift.workbench.workload.arrivals import parse_arrivals
@@ -51,7 +49,6 @@ from tests.scheduler.driver import Driver, request
 CONFIGURED = Settings(64, 2048, 0.01)
 BOUNDS = Bounds(Settings(2, 64, 0.01), Settings(64, 2048, 0.4))
 NO_TARGETS = Targets()
-ASSET = Path(__file__).parents[2] / "chairlift" / "assets" / "governor.json"
 
 
 def observation(**fields: Any) -> Observation:
@@ -89,8 +86,8 @@ observations = st.builds(
 targets = st.builds(Targets, ttft=st.sampled_from([0.1, 5.0, math.inf]), tpot=st.sampled_from([1e-4, 0.03, math.inf]))
 
 
-def governor(name: str, aims: Targets = NO_TARGETS) -> RuleGovernor | LearnedGovernor:
-    return {"rules": RuleGovernor, "learned": LearnedGovernor}[name](BOUNDS, aims, Costs([1 << 16]))
+def rules(aims: Targets = NO_TARGETS) -> RuleGovernor:
+    return RuleGovernor(BOUNDS, aims, Costs([1 << 16]))
 
 
 class Scripted:
@@ -134,11 +131,9 @@ def test_rails_hold_whatever_is_wanted(wants: list[Settings], interval: float) -
         at = after
 
 
-@settings(max_examples=60)
-@given(st.sampled_from(["rules", "learned"]), targets, st.lists(observations, min_size=1, max_size=12))
-def test_governors_stay_within_the_rails_whatever_they_see(name: str, aims: Targets, seen: list[Observation]) -> None:
-    chosen, again, rails = governor(name, aims), governor(name, aims), GuardRails(CONFIGURED, BOUNDS)
-    at = CONFIGURED
+def check_rails(chosen: Governor, again: Governor, seen: list[Observation]) -> None:
+    """``chosen`` and ``again``, which are equal, stay within the guard rails whatever they see."""
+    rails, at = GuardRails(CONFIGURED, BOUNDS), CONFIGURED
     for tick, each in enumerate(seen):
         each = dataclasses.replace(each, settings=at)
         proposal = chosen.decide(float(tick), each)
@@ -148,6 +143,12 @@ def test_governors_stay_within_the_rails_whatever_they_see(name: str, aims: Targ
         assert_allowed(at, after)
         rails.moved(float(tick), at, after)
         at = after
+
+
+@settings(max_examples=60)
+@given(targets, st.lists(observations, min_size=1, max_size=12))
+def test_rules_stay_within_the_rails_whatever_they_see(aims: Targets, seen: list[Observation]) -> None:
+    check_rails(rules(aims), rules(aims), seen)
 
 
 def test_small_changes_are_left_alone() -> None:
@@ -213,9 +214,9 @@ def test_rows_and_tokens_in_time_are_the_most_that_keep_it() -> None:
 
 def test_rules_lower_when_requests_are_preempted_and_raise_when_memory_is_idle() -> None:
     def wanted(count: int, **fields: Any) -> int:
-        rules = governor("rules")
+        chosen = rules()
         for _ in range(count):
-            proposal = rules.decide(0.0, observation(finished=20, **fields))
+            proposal = chosen.decide(0.0, observation(finished=20, **fields))
         return proposal.settings.running
 
     assert wanted(1) == 20  # what fits
@@ -229,7 +230,7 @@ def test_rules_lower_when_requests_are_preempted_and_raise_when_memory_is_idle()
 
 def test_rules_keep_the_pace() -> None:
     aims, seen = Targets(tpot=0.04), observation(capacity_tokens=10**6, prompt_length=3000.0, answer_length=20.0)
-    proposal, free = governor("rules", aims).decide(0.0, seen), governor("rules").decide(0.0, seen)
+    proposal, free = rules(aims).decide(0.0, seen), rules().decide(0.0, seen)
     assert proposal is not None and free is not None
     assert proposal.settings.running < free.settings.running == 64
     assert proposal.settings.tokens < free.settings.tokens < 2048
@@ -254,7 +255,7 @@ def test_a_lower_limit_preempts_nobody_and_holds_as_requests_leave() -> None:
     driver.step()
     scheduler = driver.scheduler
     assert len(scheduler.running) == 6
-    scheduler.running_limit, scheduler.token_budget = 2, 2
+    scheduler.batch.running_limit, scheduler.batch.token_budget = 2, 2
     driver.add(request("rz", 3))
     while "rz" not in scheduler.running:
         assert scheduler.has_unfinished and scheduler.num_preemptions == 0
@@ -269,7 +270,7 @@ def test_a_lower_limit_preempts_nobody_and_holds_as_requests_leave() -> None:
 
 def test_a_lower_budget_shortens_chunks() -> None:
     driver = Driver(max_num_batched_tokens=64)
-    driver.scheduler.token_budget = 8
+    driver.scheduler.batch.token_budget = 8
     driver.add(request("ra", 30))
     assert [driver.step().num_tokens for _ in range(4)] == [8, 8, 8, 6]
 
@@ -284,7 +285,7 @@ def test_invariants_hold_in_worlds_whose_settings_move() -> None:
 
 
 def test_worlds_notice_a_limit_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Population, "free_rows", property(lambda self: len(self.free_slots)))
+    monkeypatch.setattr(Batch, "free_rows", property(lambda self: len(self.free_slots)))
     with pytest.raises(Violation, match="requests run, and"):
         run_seeds()
 
@@ -317,9 +318,9 @@ def test_shadow_changes_nothing_and_says_what_it_would_have_done() -> None:
 def test_rules_prevent_preemptions_and_leave_a_record(caplog: pytest.LogCaptureFixture) -> None:
     off, _ = served("off")
     with caplog.at_level(logging.INFO, logger="chairlift.governor"):
-        rules, core = served("rules")
-    assert off.preemption_rate > 0.05 > rules.preemption_rate
-    assert rules.output_tokens_per_second > 0.85 * off.output_tokens_per_second
+        governed, core = served("rules")
+    assert off.preemption_rate > 0.05 > governed.preemption_rate
+    assert governed.output_tokens_per_second > 0.85 * off.output_tokens_per_second
     assert core.governor is not None
     decisions = list(core.governor.decisions)
     assert [str(decision) for decision in decisions] == [entry.getMessage() for entry in caplog.records]
@@ -331,12 +332,15 @@ def test_rules_prevent_preemptions_and_leave_a_record(caplog: pytest.LogCaptureF
     assert (stats.running_limit, stats.token_budget, stats.watermark) == dataclasses.astuple(last)
 
 
-@pytest.mark.parametrize("name", ["rules", "learned"])
-def test_one_seed_gives_one_run(name: str) -> None:
+def check_one_seed_gives_one_run(name: str) -> None:
     (one, first), (other, second) = served(name), served(name)
     assert one == other
     assert first.governor is not None and second.governor is not None
     assert list(first.governor.decisions) == list(second.governor.decisions)
+
+
+def test_one_seed_gives_one_run() -> None:
+    check_one_seed_gives_one_run("rules")
 
 
 def test_the_record_is_bounded() -> None:
@@ -409,7 +413,9 @@ def test_it_begins_with_what_usually_fits_and_may_open_at_once(shadow: bool) -> 
     start = loop.settings
     assert start.running == scheduler.kv.capacity_tokens // 224 < 64
     assert start.tokens == 2048 and start.watermark == 0.4  # little memory: one answer's growth is most of it
-    assert (scheduler.running_limit, scheduler.watermark) == ((64, 0.01) if shadow else (start.running, 0.4))
+    assert (scheduler.batch.running_limit, scheduler.batch.watermark) == (
+        (64, 0.01) if shadow else (start.running, 0.4)
+    )
     driver_window(loop)
     loop.govern(1.0)
     assert loop.settings.running > start.running and loop.settings.watermark < 0.4
@@ -422,12 +428,15 @@ def test_a_sliding_window_saves_memory_only_behind_it(window: int | None, fit: i
     assert GovernorLoop(Scripted(CONFIGURED), scheduler, BOUNDS, now=0.0).settings.running == fit
 
 
-@pytest.mark.parametrize("name", ["rules", "learned"])
-def test_a_first_burst_is_not_let_in_to_be_preempted(name: str) -> None:
+def check_first_burst(name: str) -> None:
     at_once = {"arrivals": "all", "num_kv_blocks": 100, "count": 32}
     (off, _), (governed, _) = served("off", **at_once), served(name, **at_once)
     assert off.preemption_rate > 0.15 and governed.preemption_rate < 0.04
     assert governed.output_tokens_per_second > 0.65 * off.output_tokens_per_second
+
+
+def test_a_first_burst_is_not_let_in_to_be_preempted() -> None:
+    check_first_burst("rules")
 
 
 def test_metrics_show_the_settings_of_the_moment() -> None:
@@ -446,46 +455,23 @@ def test_reserved_rows_stay_within_reach() -> None:
     assert core.governor.rails.bounds.least.running == 6
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------
-
-
-def test_shipped_weights_are_small_plain_and_for_these_features() -> None:
-    assert ASSET.stat().st_size < 4096
-    weights = read_weights(ASSET)
-    assert set(weights) == set(MOVES) and all(len(row) == len(FEATURES) for row in weights.values())
-    assert len(features(observation(), BOUNDS, Targets(), Costs([1]))) == len(FEATURES)
-
-
-GOOD = {"features": list(FEATURES), "weights": {move: [0.5] * len(FEATURES) for move in MOVES}}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[]",
-        "__import__('os').abort()",
-        "\x80\x04cposix\nabort\n.",
-        json.dumps(GOOD | {"features": ["one"]}),
-        json.dumps(GOOD | {"weights": {"running": [0.5] * len(FEATURES)}}),
-        json.dumps(GOOD).replace("0.5", "NaN"),
-        json.dumps(GOOD).replace("0.5", '"0.5"'),
-        json.dumps(GOOD).replace("0.5", "true"),
-        "[" * 100_000,
-    ],
-)
-def test_what_is_not_weights_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "governor.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"governor\.json"):
-        read_weights(path)
-    path.write_text(json.dumps(GOOD), encoding="utf-8")
-    assert read_weights(path) == GOOD["weights"]
-
-
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match="governor must be one of off, shadow, rules, learned; got 'on'"):
+    with pytest.raises(ConfigError, match="governor must be off, shadow, rules or module:Class; got 'on'"):
         EngineConfig.from_flat({"governor": "on"})
     with pytest.raises(ConfigError, match=r"governor_tpot_ms must be a number from 0\.001 to .*, got 0"):
         EngineConfig.from_flat({"governor_tpot_ms": 0})
     EngineConfig.from_flat({"governor_ttft_ms": 500, "governor_tpot_ms": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("nowhere:Governor", "cannot be made: ModuleNotFoundError"),
+        ("chairlift.scheduler.governor:Bounds", "cannot be made: TypeError"),
+        ("tests.scheduler.test_governor:Scripted", "has no decide"),
+    ],
+)
+def test_a_governor_of_ones_own_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, path: str, problem: str) -> None:
+    monkeypatch.delattr(Scripted, "decide")
+    with pytest.raises(ConfigError, match=rf"governor '{path}' {problem}"):
+        served(path)

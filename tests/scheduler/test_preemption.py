@@ -28,7 +28,11 @@ def test_the_latest_arrival_gives_way_and_comes_back_with_its_tokens(depth: int)
             assert second.slot >= 0 and len(second.block_ids[0]) > 0
     assert len(seen) > 1  # it gives up more, but for the same shortage
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
-    assert (driver.scheduler.num_preemptions, driver.scheduler.num_tails, driver.scheduler.num_swaps) == (1, 1, 0)
+    assert (
+        driver.scheduler.num_preemptions,
+        driver.scheduler.preemptor.num_tails,
+        driver.scheduler.preemptor.num_swaps,
+    ) == (1, 1, 0)
     assert driver.finished == ["a", "b"]
     assert (first.num_output_tokens, second.num_output_tokens) == (10, 10)
 
@@ -54,10 +58,12 @@ def test_swapped_work_comes_back_without_being_computed_again(depth: int) -> Non
     requests = [request("a", 2 * BLOCK, max_tokens=10), request("b", 2 * BLOCK, max_tokens=10)]
     driver.add(*requests)
     outs = driver.run()
-    assert driver.scheduler.num_swaps == driver.scheduler.num_preemptions == requests[1].num_preemptions > 0
+    assert driver.scheduler.preemptor.num_swaps == driver.scheduler.num_preemptions == requests[1].num_preemptions > 0
     saved, back = [entry for out in outs for entry in out.swap_out], [entry for out in outs for entry in out.swap_in]
     assert saved and [(group, host) for group, _, host in saved] == [(group, host) for group, host, _ in back]
-    assert sum(map(lost, outs)) <= driver.scheduler.num_swaps * (1 + depth)  # what steps in flight computed is dropped
+    assert sum(map(lost, outs)) <= driver.scheduler.preemptor.num_swaps * (
+        1 + depth
+    )  # what steps in flight computed is dropped
     assert driver.kv.swap_pool.num_used == 0 and not driver.kv.swapped
 
 
@@ -65,7 +71,7 @@ def test_without_room_in_host_memory_swapping_falls_back_to_recomputing() -> Non
     driver = Driver(num_blocks=7, num_host_blocks=1, preemption=PreemptionMode("swap"))
     driver.add(request("a", 2 * BLOCK, max_tokens=10), request("b", 2 * BLOCK, max_tokens=10))
     outs = driver.run()
-    assert (driver.scheduler.num_swaps, driver.scheduler.num_preemptions) == (0, 1)
+    assert (driver.scheduler.preemptor.num_swaps, driver.scheduler.num_preemptions) == (0, 1)
     assert sum(map(lost, outs)) > 0
 
 
@@ -102,16 +108,16 @@ def test_auto_takes_what_costs_less_of_what_there_is_room_for(block: float, room
     driver.add(request("a", 2 * BLOCK, max_tokens=10), request("b", 2 * BLOCK, max_tokens=10))
     driver.run()
     assert driver.scheduler.num_preemptions > 0
-    assert (driver.scheduler.num_swaps > 0) == swaps
-    assert (driver.scheduler.num_tails > 0) != swaps
+    assert (driver.scheduler.preemptor.num_swaps > 0) == swaps
+    assert (driver.scheduler.preemptor.num_tails > 0) != swaps
 
 
 def test_one_who_gave_up_its_end_and_then_the_rest_is_counted_once() -> None:
     driver = Driver(num_blocks=5, num_host_blocks=3, preemption=PreemptionMode("auto", Prices(1.0, 2.5)))
     driver.add(request("a", BLOCK, max_tokens=10), request("b", BLOCK, max_tokens=10))
     outs = driver.run()
-    assert any(out.swap_out for out in outs) and driver.scheduler.num_tails == 1
-    assert (driver.scheduler.num_preemptions, driver.scheduler.num_swaps) == (1, 0)
+    assert any(out.swap_out for out in outs) and driver.scheduler.preemptor.num_tails == 1
+    assert (driver.scheduler.num_preemptions, driver.scheduler.preemptor.num_swaps) == (1, 0)
 
 
 def test_where_nobody_is_preempted_requests_join_with_room_for_their_longest_answer() -> None:
@@ -139,7 +145,7 @@ def test_who_would_keep_no_block_keeps_no_row_either() -> None:
     driver.add(first, second)
     while not second.num_preemptions:
         driver.step()
-    assert (driver.scheduler.num_tails, second.status, second.slot) == (0, RequestStatus.PREEMPTED, -1)
+    assert (driver.scheduler.preemptor.num_tails, second.status, second.slot) == (0, RequestStatus.PREEMPTED, -1)
     driver.run()
     assert driver.finished == ["a", "b"]
 

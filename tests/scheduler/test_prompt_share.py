@@ -119,7 +119,7 @@ def test_a_row_is_reserved_for_short_requests() -> None:
     driver.add(request("short", 5), request("next", 5))
     out = driver.step()
     assert [row.request_id for row in out.joined] == ["short"] and out.held_up_by == "slots"
-    assert set(driver.scheduler.reserve) == {"short"}
+    assert set(driver.scheduler.batch.reserve) == {"short"}
     driver.scheduler.abort("r3")
     assert [row.request_id for row in driver.step().joined] == ["long"]  # an open row is for the first in line
     driver.scheduler.abort("short")

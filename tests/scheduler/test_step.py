@@ -315,14 +315,14 @@ def test_what_contradicts_itself_is_noticed() -> None:
     one, two = request("a", 3), request("b", 3)
     driver.add(one, two)
     driver.step()
-    driver.scheduler.num_computed_tokens += 1
+    driver.scheduler.batch.num_computed_tokens += 1
     with pytest.raises(InvariantError, match="3 tokens are computed, but 4 are counted"):
         driver.scheduler.check_invariants()
-    driver.scheduler.num_computed_tokens -= 1
+    driver.scheduler.batch.num_computed_tokens -= 1
     driver.scheduler.waiting.remove(two)
     with pytest.raises(InvariantError, match="a request is lost"):
         driver.scheduler.check_invariants()
-    driver.scheduler.free_slots.append(one.slot)
+    driver.scheduler.batch.free_slots.append(one.slot)
     with pytest.raises(InvariantError, match="are not all rows, once each"):
         driver.scheduler.check_invariants()
 

@@ -16,20 +16,25 @@ from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
 from chairlift.kv_cache import prefix_cache
 from chairlift.kv_cache.block_pool import BlockPool
+from chairlift.kv_cache.block_tables import BlockTables
+from chairlift.kv_cache.layout import CacheLayout
 from chairlift.kv_cache.manager import Admission, KVCacheManager
 from chairlift.kv_cache.prefix_cache import PrefixCache
 from chairlift.kv_cache.swap import SwapPool
 from chairlift.request import Request, RequestStatus
-from chairlift.scheduler import giving_way, prefill_mode
+from chairlift.scheduler import preemptor, prefill_mode
 from chairlift.scheduler.admission import WaitingQueue
+from chairlift.scheduler.batch import Batch
 from chairlift.scheduler.decode_rows import DecodeRows
 from chairlift.scheduler.fairness import VirtualTokenCounters
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput
 from chairlift.scheduler.policy import FirstComeFirstServed, Resource
-from chairlift.scheduler.population import InFlight
 from chairlift.scheduler.precedence import Precedence
+from chairlift.scheduler.preemptor import Preemptor
+from chairlift.scheduler.prompt_budget import PromptBudget
 from chairlift.scheduler.prompt_share import PromptShare
 from chairlift.scheduler.scheduler import Scheduler
+from chairlift.scheduler.step import Step
 from chairlift.step_batch import StepBatch
 
 Patch = Callable[[Any, str, Any], None]
@@ -55,7 +60,7 @@ def promise_mutant(world: str) -> Callable[[Callable[[Patch], None]], Callable[[
 
 @mutant
 def abort_leaves_waiting_request_in_queue(patch: Patch) -> None:
-    patch(Scheduler, "_remove", _without(Scheduler._remove, "waiting", "remove"))
+    patch(Batch, "remove", _without(Batch.remove, "waiting", "remove"))
 
 
 @mutant
@@ -89,42 +94,42 @@ def size_comes_before_priority(patch: Patch) -> None:
 
 @mutant
 def rest_of_the_size_share_is_lost(patch: Patch) -> None:
-    original = Scheduler._run_smallest
+    original = PromptBudget._run_smallest
 
-    def run(self: Scheduler, out: SchedulerOutput, flight: InFlight, budget: int) -> int:
-        return original(self, out, flight, min(budget, 1))
+    def run(self: PromptBudget, step: Step, budget: int) -> int:
+        return original(self, step, min(budget, 1))
 
-    patch(Scheduler, "_run_smallest", run)
+    patch(PromptBudget, "_run_smallest", run)
 
 
 @mutant
 def a_row_has_two_chunks_in_a_step(patch: Patch) -> None:
-    patch(Scheduler, "_take_back_chunk", lambda self, request, out, flight: 0)
+    patch(PromptBudget, "_take_back_chunk", lambda self, request, step: 0)
 
 
 @mutant
 def blocks_freed_twice_after_preemption(patch: Patch) -> None:
-    original = KVCacheManager.free
+    original = BlockTables.free
 
-    def free(self: KVCacheManager, request: Request, in_flight: int) -> None:
+    def free(self: BlockTables, request: Request, in_flight: int) -> None:
         tables = [list(table) for table in request.block_ids]
         original(self, request, in_flight)
         if request.finish_reason is None:
             request.block_ids = tables
             original(self, request, in_flight)
 
-    patch(KVCacheManager, "free", free)
+    patch(BlockTables, "free", free)
 
 
 @mutant
 def block_table_kept_on_preemption(patch: Patch) -> None:
-    original = KVCacheManager.free
+    original = BlockTables.free
 
-    def free(self: KVCacheManager, request: Request, in_flight: int) -> None:
+    def free(self: BlockTables, request: Request, in_flight: int) -> None:
         if request.finish_reason is not None:
             original(self, request, in_flight)
 
-    patch(KVCacheManager, "free", free)
+    patch(BlockTables, "free", free)
 
 
 @mutant
@@ -146,11 +151,11 @@ def null_block_given_out(patch: Patch) -> None:
 
 @mutant
 def blocks_freed_while_a_step_in_flight_uses_them(patch: Patch) -> None:
-    def release(self: KVCacheManager, group: int, blocks: list[int], in_flight: int) -> None:
+    def release(self: BlockTables, group: int, blocks: list[int], in_flight: int) -> None:
         for block in blocks:
             self.pools[group].release(block)
 
-    patch(KVCacheManager, "_release", release)
+    patch(BlockTables, "_release", release)
 
 
 @mutant
@@ -301,15 +306,15 @@ def partial_block_cached(patch: Patch) -> None:
 
 @mutant
 def block_published_before_it_is_computed(patch: Patch) -> None:
-    original = Scheduler._try_admit
+    original = Batch.admit
 
-    def admit(self: Scheduler, request: Request, out: Any) -> bool:
+    def admit(self: Batch, request: Request, out: Any) -> bool:
         admitted = original(self, request, out)
         if admitted:
             self.kv.publish(request, len(request.token_ids))
         return admitted
 
-    patch(Scheduler, "_try_admit", admit)
+    patch(Batch, "admit", admit)
 
 
 @mutant
@@ -351,15 +356,15 @@ def fork_from_a_source_whose_prompt_is_not_computed(patch: Patch) -> None:
 
 @mutant
 def computed_tokens_not_reset_on_preemption(patch: Patch) -> None:
-    original = Scheduler._vacate
+    original = Batch.vacate
 
-    def vacate(self: Scheduler, request: Request) -> None:
+    def vacate(self: Batch, request: Request) -> None:
         computed = request.num_computed_tokens
         original(self, request)
         if request.finish_reason is None:
             request.num_computed_tokens = computed
 
-    patch(Scheduler, "_vacate", vacate)
+    patch(Batch, "vacate", vacate)
 
 
 @mutant
@@ -380,7 +385,7 @@ def half_a_character_emitted(patch: Patch) -> None:
 
 @mutant
 def late_result_accepted(patch: Patch) -> None:
-    def accept(self: Scheduler, out: Any, flight: Any, tokens: Any) -> list[Request | None]:
+    def accept(self: Scheduler, flight: Any, tokens: Any) -> list[Request | None]:
         for request, token in zip(flight.sampled, tokens, strict=True):
             if request is not None:
                 request.token_ids.append(token)
@@ -391,13 +396,13 @@ def late_result_accepted(patch: Patch) -> None:
 
 @mutant
 def failed_row_sampled_all_the_same(patch: Patch) -> None:
-    original = Scheduler.__init__
+    original = Batch.__init__
 
-    def init(self: Scheduler, *args: Any, **kwargs: Any) -> None:
+    def init(self: Batch, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        del self._stops[FAILED_ROW]
+        del self.stops[FAILED_ROW]
 
-    patch(Scheduler, "__init__", init)
+    patch(Batch, "__init__", init)
 
 
 @mutant
@@ -411,16 +416,16 @@ def blocks_of_a_failed_request_stay_cached(patch: Patch) -> None:
 
 @mutant
 def other_samples_lost_when_the_first_ends(patch: Patch) -> None:
-    def release(self: Scheduler, request: Request) -> None:
+    def release(self: Batch, request: Request, now: float) -> None:
         request.siblings = []
 
-    patch(Scheduler, "_release_siblings", release)
+    patch(Batch, "release_siblings", release)
 
 
 @mutant
 def window_forgets_one_position_too_early(patch: Patch) -> None:
-    original = KVCacheManager._first_in_reach
-    patch(KVCacheManager, "_first_in_reach", lambda self, group, position: original(self, group, position + 1))
+    original = CacheLayout.first_in_reach
+    patch(CacheLayout, "first_in_reach", lambda self, group, position: original(self, group, position + 1))
 
 
 @mutant
@@ -433,13 +438,13 @@ def whole_prompt_taken_from_the_cache(patch: Patch) -> None:
 
 @mutant
 def generated_tokens_lost_on_recompute(patch: Patch) -> None:
-    original = Scheduler._preempt
+    original = Preemptor.preempt
 
-    def preempt(self: Scheduler, request: Request, out: Any, flight: Any) -> None:
-        original(self, request, out, flight)
+    def preempt(self: Preemptor, request: Request, step: Any) -> None:
+        original(self, request, step)
         del request.token_ids[request.num_prompt_tokens :]
 
-    patch(Scheduler, "_preempt", preempt)
+    patch(Preemptor, "preempt", preempt)
 
 
 @mutant
@@ -540,30 +545,30 @@ def preempted_request_goes_to_the_back(patch: Patch) -> None:
 def prefill_mode_loses_the_decode_rows_of_the_step(patch: Patch) -> None:
     original = Scheduler._run_decodes
 
-    def run_decodes(self: Scheduler, out: Any, flight: Any) -> None:
-        original(self, out, flight)
-        flight.runs_decodes = self.prefill_mode.name == "mixed"
+    def run_decodes(self: Scheduler, step: Any) -> None:
+        original(self, step)
+        step.runs_decodes = self.prefill_mode.name == "mixed"
 
     patch(Scheduler, "_run_decodes", run_decodes)
 
 
 @mutant
 def prefill_mode_never_returns_to_decodes(patch: Patch) -> None:
-    patch(prefill_mode._Separate, "turn", lambda self, population: prefill_mode.Turn.PREFILL)
+    patch(prefill_mode._Separate, "turn", lambda self, batch: prefill_mode.Turn.PREFILL)
     patch(Scheduler, "_run_decodes", _unless_prefill_mode(Scheduler._run_decodes))
 
 
 @mutant
 def put_back_leaks_blocks(patch: Patch) -> None:
-    original = Scheduler._put_back
+    original = Batch.put_back
 
-    def put_back(self: Scheduler, request: Request) -> None:
+    def put_back(self: Batch, request: Request) -> None:
         for pool, table in zip(self.kv.pools, request.block_ids, strict=True):
             for block in filter(None, table):
                 pool.share(block)
         original(self, request)
 
-    patch(Scheduler, "_put_back", put_back)
+    patch(Batch, "put_back", put_back)
 
 
 @mutant
@@ -699,7 +704,7 @@ def preempted_without_progress(patch: Patch) -> None:
     def may_be_preempted(request: Request, max_preemptions: int, step: int) -> bool:
         return request.finish_reason is None and request.admitted_at_step < step
 
-    patch(giving_way, "may_be_preempted", may_be_preempted)
+    patch(preemptor, "may_be_preempted", may_be_preempted)
 
 
 def _unless_prefill_mode(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -191,7 +191,7 @@ def reclaims(seed: int) -> Seen:
             crowd.arrive(prompt, rng.randint(1, max(1, most - prompt)), service_class="vip")
         needs = {
             request.request_id: request.num_tokens - request.num_computed_tokens
-            for request in crowd.scheduler._catching_up
+            for request in crowd.scheduler.batch.catching_up
             if request.service.service_class == "vip"
         }
         displaced = crowd.scheduler.num_preemptions
@@ -330,7 +330,7 @@ def shares(seed: int) -> Seen:
                 continue
             for _ in range(count, BACKLOG):
                 crowd.arrive(prompt, answer, shared=shared, tenant=tenant)
-        free = len(crowd.scheduler.free_slots)
+        free = len(crowd.scheduler.batch.free_slots)
         out = crowd.step()
         bill.add(out)
         waiting = {request.service.tenant for request in crowd.scheduler.waiting}

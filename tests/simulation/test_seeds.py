@@ -78,8 +78,8 @@ def test_worlds_reach_what_they_are_there_for() -> None:
         seen["failed"] += simulation.num_failed
         seen["forked"] += simulation.num_copies
         seen["passed"] += simulation.num_passed
-        seen["swapped"] += engine.scheduler.num_swaps
-        seen["tails"] += engine.scheduler.num_tails
+        seen["swapped"] += engine.scheduler.preemptor.num_swaps
+        seen["tails"] += engine.scheduler.preemptor.num_tails
         seen["dropped"] += simulation.num_dropped
         seen["past deadline"] += engine.scheduler.num_past_deadline
         seen["brought back"] += engine.kv.num_brought_back

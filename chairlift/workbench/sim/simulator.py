@@ -50,9 +50,12 @@ class _Faults:
 class _FaultyCache(KVCacheManager):
     """A KV manager that sometimes says no."""
 
-    faults: _Faults
-    refused: set[str]
-    """Requests that did not get a block since the last step."""
+    def __init__(self, faults: _Faults, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.faults = faults
+        self.refused: set[str] = set()
+        """Requests that did not get a block since the last step."""
+        self._extend, self.tables.extend = self.tables.extend, self.extend  # type: ignore[method-assign]
 
     def admit(self, request: Request, *args: Any, **kwargs: Any) -> Admission | None:
         admission = None if self.faults.on("refuse_admission") else super().admit(request, *args, **kwargs)
@@ -61,7 +64,7 @@ class _FaultyCache(KVCacheManager):
         return admission
 
     def extend(self, request: Request, num_tokens: int, in_flight: int) -> list[NewBlocks] | None:
-        grown = None if self.faults.on("refuse_growth") else super().extend(request, num_tokens, in_flight)
+        grown = None if self.faults.on("refuse_growth") else self._extend(request, num_tokens, in_flight)
         if grown is None:
             self.refused.add(request.request_id)
         return grown
@@ -159,6 +162,7 @@ class Simulation:
         self.model = _FaultyModel(groups, world.block_size, VOCAB_SIZE, world.max_model_len)
         self.model.faults = self.faults
         kv = _FaultyCache(
+            self.faults,
             groups,
             world.block_size,
             max_step_tokens=config.max_num_batched_tokens,
@@ -166,7 +170,6 @@ class Simulation:
             prefix_offload=world.prefix_offload,
             hash_function=_weak_hash(world.hash_bits),
         )
-        kv.faults, kv.refused = self.faults, set()
         self.executor = _WatchedExecutor(
             self.model,
             num_slots=config.max_num_seqs,
@@ -216,7 +219,7 @@ class Simulation:
         def watched(now: float) -> SchedulerOutput:
             kv.refused.clear()
             out = schedule(now)
-            self.num_reserved += sum(row.request_id in scheduler.reserve for row in out.joined)
+            self.num_reserved += sum(row.request_id in scheduler.batch.reserve for row in out.joined)
             if self.share is not None and out.num_tokens:
                 self.share.step(out, kv.refused)
             return out
@@ -275,8 +278,8 @@ class Simulation:
             self._evict(event.target)
         elif event.kind == "limits":
             scheduler, args = self.engine.scheduler, event.args
-            scheduler.running_limit, scheduler.token_budget = args["running"], args["tokens"]
-            scheduler.watermark = args["watermark"]
+            scheduler.batch.running_limit, scheduler.batch.token_budget = args["running"], args["tokens"]
+            scheduler.batch.watermark = args["watermark"]
             self.num_limits += 1
         elif event.kind == "stall":
             self.clock.advance(3600.0 * event.target)
@@ -349,12 +352,12 @@ class Simulation:
             for name, request in scheduler.running.items()
             if request.num_preemptions and len(request.token_ids) <= request.progress_mark
         }
-        most = max(len(scheduler.running), scheduler.running_limit)
-        last, budget = scheduler.step, max(most, scheduler.token_budget)
+        most = max(len(scheduler.running), scheduler.batch.running_limit)
+        last, budget = scheduler.step, max(most, scheduler.batch.token_budget)
         try:
             outputs = self.engine.step()
             self.engine.check_invariants()
-            self.policy.check(scheduler.waiting, scheduler.now)
+            self.policy.check(scheduler.waiting, scheduler.batch.now)
             for name, count in [] if self.faults.active else stuck.items():
                 if name in scheduler.requests and scheduler.requests[name].num_preemptions > count:
                     raise InvariantError(f"{name} was preempted again without a token in between")
@@ -462,9 +465,9 @@ class Simulation:
             raise Violation("the scheduler still has requests after all of them ended")
         if len(self.engine.core.causes):
             raise Violation(f"{len(self.engine.core.causes)} requests that have ended are still charged for time")
-        if scheduler.num_preemptions and (scheduler.preemption.never or scheduler.membership.held):
+        if scheduler.num_preemptions and (scheduler.batch.preemption.never or scheduler.membership.held):
             raise Violation(f"{scheduler.num_preemptions} requests were preempted where nobody may be")
-        if kv.counts().used or kv.held_blocks:
+        if kv.counts().used or kv.tables.held_blocks:
             raise Violation(f"{kv.counts().used} blocks are still in use after all requests ended")
 
 

@@ -1,4 +1,6 @@
-"""A governor whose gains were learnt in the simulator: a linear policy, read from JSON.
+"""A governor whose gains were learnt in the simulator: a linear policy, read from the JSON file beside this module.
+
+Load it with ``--governor chairlift.plugins.learned_governor:LearnedGovernor``.
 
 Three numbers say how each setting moves, each a weighted sum of what is seen, squashed: a step up or down in the
 logarithm of rows and of the token budget, and in the watermark. The weights were found by the cross-entropy method
@@ -103,8 +105,8 @@ class LearnedGovernor:
 
 @cache
 def shipped_weights() -> Weights:
-    """Those in ``assets/governor.json``."""
-    return read_weights(Path(__file__).parents[1] / "assets" / "governor.json")
+    """Those in ``learned_governor.json``."""
+    return read_weights(Path(__file__).with_suffix(".json"))
 
 
 def read_weights(path: Path) -> Weights:
@@ -118,7 +120,7 @@ def read_weights(path: Path) -> Weights:
     if not isinstance(weights, dict) or set(weights) != set(MOVES) or not all(map(_is_row, weights.values())):
         raise ConfigError(
             f"{path} has no weights for this governor: it must have the {len(FEATURES)} features that"
-            " chairlift.scheduler.learned_governor lists, and as many finite numbers for each of"
+            " chairlift.plugins.learned_governor lists, and as many finite numbers for each of"
             f" {', '.join(MOVES)}; make it with tools/train_governor.py"
         )
     return {move: [float(weight) for weight in weights[move]] for move in MOVES}

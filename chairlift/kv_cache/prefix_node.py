@@ -1,0 +1,28 @@
+"""A node of the prefix cache's tree. Requests keep one, so this module imports nothing of the package."""
+
+from __future__ import annotations
+
+__all__ = ["PrefixNode"]
+
+
+class PrefixNode:
+    """One full block of tokens behind a given prefix. Per cache group, ``blocks`` has the block that holds it, and
+    ``hosts`` the host block with a copy."""
+
+    __slots__ = ("blocks", "hosts", "key", "num_children", "owner", "parent", "tokens")
+
+    def __init__(self, key: bytes, parent: PrefixNode | None, tokens: bytes, num_groups: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.tokens = tokens
+        """As :func:`~chairlift.kv_cache.prefix_cache.block_tokens` packs them: bytes cost the garbage collector
+        nothing, tuples of numbers do."""
+        self.owner: tuple[int, str] | None = None
+        """Adapter and salt, on a root only."""
+        self.blocks: list[int | None] = [None] * num_groups
+        self.hosts: list[int | None] = [None] * num_groups
+        self.num_children = 0
+
+    @property
+    def holds_nothing(self) -> bool:
+        return all(block is None for block in self.blocks) and all(host is None for host in self.hosts)

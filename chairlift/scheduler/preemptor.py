@@ -1,0 +1,217 @@
+"""Preemption: of running work that needs blocks by other running work, or by a waiting request that outranks it."""
+
+from __future__ import annotations
+
+from chairlift.request import Request, RequestStatus
+from chairlift.scheduler.batch import Batch
+from chairlift.scheduler.policy import Resource
+from chairlift.scheduler.preemption import candidates, is_pinned, may_be_preempted
+from chairlift.scheduler.step import Step
+
+__all__ = ["Preemptor"]
+
+_ASK_AGAIN_STEPS = 4
+"""While nobody comes or goes, time alone changes who outranks whom: a full batch is asked again this seldom."""
+
+
+class Preemptor:
+    """Preempts running requests of ``batch`` by recompute, by swap, or by dropping the end of their KV only, as
+    :class:`~chairlift.scheduler.preemption.PreemptionMode` says."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.kv, self.policy, self.membership = batch.kv, batch.policy, batch.membership
+        self.running, self.waiting = batch.running, batch.waiting
+        self.num_preemptions = 0
+        self.num_swaps = self.num_tails = 0
+        """Of the preemptions, those that kept the KV in host memory, and those that dropped only its end."""
+        self.preempted_for: dict[str, str] = {}
+        """Requests preempted since the newest step -> the request that needed their blocks or row; "" for none."""
+        self.swap_out: list[tuple[int, int, int]] = []
+        """(group, block, host block) that the next step saves in host memory."""
+        self._turned_away: tuple[int, int] | None = None
+        """Who had come and gone when the first in line outranked nobody in a full batch; None when it did."""
+        self._asked_at = 0
+        """Step in which the waiting were last compared with a full batch."""
+
+    def make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
+        """Blocks for the request's first ``num_tokens`` positions, preempting others if need be."""
+        while True:
+            grown = self.kv.tables.extend(request, num_tokens, self.batch.step)
+            if grown is not None:
+                step.out.new_blocks += [(request.slot, blocks) for blocks in grown]
+                return True
+            if self.membership.closed or not self.kv.tables.num_missing(request, num_tokens):
+                return False  # steps in flight still hold what is reserved for it; it is there in the next step
+            victims = candidates(self.running.values(), request, self.policy, self.batch.max_preemptions, step.out.step)
+            victim = self.policy.victim(victims)
+            if victim is None or victim is request:  # the last in line waits, and keeps what it has
+                return False
+            self.preempted_for[victim.request_id] = request.request_id
+            num_blocks = self.kv.tables.num_missing(request, num_tokens)
+            if self._rather_saves(victim, num_blocks) or not self._drop_tail(victim, num_blocks, step):
+                self.preempt(victim, step)
+
+    def admit_ahead(self, step: Step, budget: int) -> None:
+        """Let in, before the budget is spent, those who may take from running work what they need."""
+        crowd = (self.waiting.num_changes, self.batch.num_vacated)
+        if (
+            not self.batch.free_rows
+            and crowd == self._turned_away
+            and step.out.step < self._asked_at + _ASK_AGAIN_STEPS
+        ):
+            return
+        self._turned_away, self._asked_at = crowd, step.out.step
+        self.policy.observe(self.running.values(), self.batch.now)
+        while self.waiting:
+            head = next(self.waiting.line(self.batch.now))
+            if self._takes_its_place(head, step, budget):
+                continue
+            # Who is first for its age can take nobody's row, and must not stand in the way of those who can.
+            other = head if self.batch.free_rows else self.waiting.first_but_for_age(self.batch.now)
+            if other is head or not self._takes_its_place(other, step, budget):
+                return
+
+    def _takes_its_place(self, head: Request, step: Step, budget: int) -> bool:
+        ahead = [r for r in self.batch.catching_up if not self.policy.outranks(head, r, "tokens", self.batch.now)]
+        if sum(request.num_tokens - request.num_computed_tokens for request in ahead) >= budget:
+            self._turned_away = None
+            return False
+        let_in = self.batch.open_rows > 0 and self.batch.admit(head, step.out)
+        return let_in or (self._displace(head, step) and self.batch.admit(head, step.out))
+
+    def _displace(self, head: Request, step: Step) -> bool:
+        """Preempt running work for one that waits; only if that lets it in once steps in flight have landed."""
+        outranks, now = self.policy.outranks, self.batch.now
+
+        def able(resource: Resource) -> list[Request]:
+            lower = [running for running in self.running.values() if outranks(head, running, resource, now)]
+            if lower:  # who may not be preempted now may be in the next step
+                self._turned_away = None
+            return [
+                running for running in lower if may_be_preempted(running, self.batch.max_preemptions, step.out.step)
+            ]
+
+        evicted = None
+        if not self.batch.open_rows:
+            evicted = self.policy.victim(able("slots"))
+            if evicted is None:
+                return False
+            if self.batch.free_rows:  # it takes a row that is reserved for short ones before it takes somebody's
+                evicted = None
+        reserve, leaving = head.reserve, able("blocks")
+        if evicted is not None and evicted not in leaving:
+            leaving.append(evicted)  # its blocks come free with its row
+        if self.kv.lacks(head, reserve, self.batch.kept_free(), leaving):
+            return False
+        head.times_passed = self.waiting.max_times_passed  # what is freed for it goes to nobody it would let past
+        if evicted is not None:
+            self.preempted_for[evicted.request_id] = head.request_id
+            self.preempt(evicted, step)
+        while self.kv.lacks(head, reserve, self.batch.kept_free()):
+            victim = self.policy.victim(able("blocks"))
+            if victim is None:
+                return False
+            self.preempted_for[victim.request_id] = head.request_id
+            self.preempt(victim, step)
+        return True
+
+    def preempt(self, request: Request, step: Step | None) -> None:
+        """Take row and blocks from a running request, which waits again. ``step`` is the one that is being put together
+        now, or None between two steps."""
+        self.preempted_for.setdefault(request.request_id, "")
+        done = self._computed_before(request, step)
+        if step is not None:
+            step.out.new_blocks = [entry for entry in step.out.new_blocks if entry[0] != request.slot]
+            self._take_from(request, step, done)
+        self._count_preemption(request, done)
+        saved = self._swap(request, done)
+        self.batch.vacate(request)
+        request.move_to(RequestStatus.SWAPPED if saved else RequestStatus.PREEMPTED)
+        self.batch.wait(request, self.batch.now)
+
+    @staticmethod
+    def _computed_before(request: Request, step: Step | None) -> int:
+        """Its computed positions without those of the step that is being put together."""
+        done = request.num_computed_tokens
+        if step is not None:
+            done -= sum(chunk.num_tokens for other, chunk in step.chunks if other is request)
+            done -= request.decoding and step.runs_decodes
+        return done
+
+    def _count_preemption(self, request: Request, done: int) -> None:
+        request.num_ever_computed = max(request.num_ever_computed, done)
+        if not request.short_of_blocks:  # else it gives up more for the same shortage
+            request.num_preemptions += 1
+            self.num_preemptions += 1
+
+    def _take_from(self, request: Request, step: Step, done: int) -> None:
+        """The step that is being put together computes nothing for the request, which has computed ``done`` before."""
+        out = step.out
+        out.chunks = [chunk for chunk in out.chunks if chunk.slot != request.slot]
+        step.chunks = [entry for entry in step.chunks if entry[0] is not request]
+        step.finals = [other for other in step.finals if other is not request]
+        out.preempted.append(request.request_id)
+        if request.decoding:
+            self.batch.decodes.stop(request)
+        if request not in self.batch.catching_up:  # it decoded, or only waited for its last token
+            self.batch.catching_up.append(request)
+        self.batch.num_computed_tokens -= request.num_computed_tokens - done
+        request.num_computed_tokens = done
+
+    def _rather_saves(self, request: Request, num_blocks: int) -> bool:
+        """Whether to keep all of a request's KV in host memory costs less than to drop so many blocks of its end."""
+        room = all(len(table) <= self.kv.swap_pool.num_free(group) for group, table in enumerate(request.block_ids))
+        return room and self.batch.preemption.saves(request, num_blocks * self.kv.block_size)
+
+    def _swap(self, request: Request, done: int) -> bool:
+        """Keep the KV of a request that is about to leave, if the mode says so and host memory has room."""
+        # One token is left to compute, so that the next can be sampled.
+        num_tokens = min(done, len(request.token_ids) - 1)
+        # A prompt whose log-probabilities are asked for is computed again: a report in flight is dropped.
+        if num_tokens <= 0 or not request.may_share or not self.batch.preemption.saves(request, num_tokens):
+            return False
+        self.kv.publish_confirmed(request)
+        copies = self.kv.swap_out(request, num_tokens, self.batch.step)
+        if copies is None:
+            return False
+        self.swap_out += copies
+        self.num_swaps += not request.short_of_blocks  # then it is counted with those that gave up their end
+        return True
+
+    def _drop_tail(self, request: Request, num_blocks: int, step: Step) -> bool:
+        """Take blocks of its end from a running request, which waits in its row until there are as many again.
+
+        What it keeps need not be computed again. False where nothing would be left, or may not be taken.
+        """
+        size = self.kv.block_size
+        done = self._computed_before(request, step)
+        # One known token is left to compute, so that the next can be sampled: results of steps in flight are dropped.
+        kept = min(min(map(len, request.block_ids)) - num_blocks, min(done, len(request.token_ids) - 1) // size) * size
+        last = request.num_preemptions + 1 >= self.batch.max_preemptions  # once pinned, it must not wait holding blocks
+        if kept <= 0 or last or not (self.batch.preemption.drops_tails and request.may_share):
+            return False
+        self.kv.publish_confirmed(request)
+        if not self.kv.tables.shrink(request, kept, self.batch.step):
+            return False
+        self._take_from(request, step, done)
+        self.num_tails += not request.short_of_blocks
+        self._count_preemption(request, done)
+        self.policy.left(request)
+        self.batch.num_computed_tokens -= request.num_computed_tokens - kept
+        request.num_computed_tokens = kept
+        request.progress_mark = len(request.token_ids)
+        request.resumed_at_step = step.out.step
+        request.short_of_blocks = True
+        self.policy.joined(request)
+        self.batch.epoch += 1
+        return True
+
+    def break_stall(self) -> None:
+        """Everybody waits for blocks that prefix sharing keeps taken: the last in line gives its own back."""
+        able = [
+            r for r in self.running.values() if r.finish_reason is None and not is_pinned(r, self.batch.max_preemptions)
+        ]
+        if able:
+            progressed = [r for r in able if may_be_preempted(r, self.batch.max_preemptions, self.batch.step + 1)]
+            self.preempt(max(progressed or able, key=self.policy.order), None)

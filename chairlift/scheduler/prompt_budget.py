@@ -1,0 +1,225 @@
+"""Hands the prompt tokens of a step out to running and waiting requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+from chairlift.request import Request
+from chairlift.scheduler.batch import Batch
+from chairlift.scheduler.output import Chunk
+from chairlift.scheduler.preemptor import Preemptor
+from chairlift.scheduler.prefill_mode import Turn
+from chairlift.scheduler.step import Step
+
+__all__ = ["PromptBudget"]
+
+
+class PromptBudget:
+    """What a step's token budget leaves after the decodes goes to chunks of running requests, and to waiting requests
+    that join."""
+
+    def __init__(self, batch: Batch, preemptor: Preemptor, max_model_len: int) -> None:
+        self.batch, self.preemptor = batch, preemptor
+        self.kv, self.policy, self.membership = batch.kv, batch.policy, batch.membership
+        self.running, self.waiting = batch.running, batch.waiting
+        self.max_model_len = max_model_len
+
+    def run(self, step: Step, budget: int, turn: Turn) -> None:
+        """Hand out the prompt budget: a fraction in policy order, whether a request runs or waits, then the rest to the
+        smallest requests. What one side cannot use passes to the other."""
+        out = step.out
+        rows, rest = list(self.batch.catching_up), 0
+        if turn is Turn.DECODE:  # only for those that stalled
+            self._run_chunks(step, budget, [r for r in rows if r.num_computed_tokens >= r.progress_mark])
+            return
+        younger: list[Request] = []
+        if self.batch.prompt_share.by_size and budget > 0 and (rows or self.waiting):
+            part = self.batch.prompt_share.split(budget, self.policy.reserved_tokens(self._needs(rows)))
+            rest, budget = budget - part, part
+            rows, younger = self._split_at_the_line(rows)
+        kept = min(budget, self.policy.reserved_tokens(self._needs(younger))) if younger else 0
+        budget = self._run_chunks(step, budget - kept, rows) + kept
+        for row in younger:
+            budget = self._admit(step, budget, row)
+            budget = self._run_chunks(step, budget, [row])
+        budget = self._admit(step, budget)
+        if rest:
+            budget = self._run_smallest(step, budget + rest)
+            if budget and self.waiting:
+                if out.held_up_by == "tokens":
+                    out.held_up_by = ""
+                self._admit(step, budget)
+        if not out.chunks:
+            self.batch.prompt_share.carried = step.carried
+
+    def _split_at_the_line(self, rows: list[Request]) -> tuple[list[Request], list[Request]]:
+        """Those before the first in line, and those behind it, who joined for their size, in policy order."""
+        head = next(self.waiting.line(self.batch.now)) if self.waiting and rows else None
+        if head is None:
+            return rows, []
+        order, place = self.policy.order, self.policy.order(head)
+        younger = [r for r in rows if r.num_computed_tokens < r.progress_mark and order(r) > place]
+        if not younger:
+            return rows, []
+        return [r for r in rows if r not in younger], sorted(younger, key=order)
+
+    @staticmethod
+    def _needs(rows: Iterable[Request]) -> list[tuple[Request, int]]:
+        return [(request, request.num_tokens - request.num_computed_tokens) for request in rows]
+
+    def _run_smallest(self, step: Step, budget: int) -> int:
+        """Hand out the rest of the budget to the smallest requests, of those that run and those that may join. Returns
+        what is left."""
+        size_order = self.waiting.size_order
+        begun = {request.request_id for request, _ in step.chunks}
+        rows = deque(
+            sorted(self.batch.catching_up, key=lambda r: (r.num_computed_tokens < r.progress_mark, size_order(r)))
+        )
+        newcomer = self._smallest_newcomer(step)
+        while budget > 0 and (rows or newcomer):
+            if newcomer and not (rows and size_order(rows[0]) < size_order(newcomer)):
+                request, newcomer = newcomer, None
+                if not self._lets_in(request, step):
+                    continue
+                newcomer = self._smallest_newcomer(step)
+            else:
+                request = rows.popleft()
+                if request.slot < 0:  # preempted a moment ago
+                    continue
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            had = self._take_back_chunk(request, step) if request.request_id in begun else 0
+            if num_tokens > 0 and self.preemptor.make_room(request, self._upto(request, had + num_tokens), step):
+                budget -= num_tokens
+                had += num_tokens
+            if had:
+                self._take_chunk(request, had, step)
+        return budget
+
+    def _smallest_newcomer(self, step: Step) -> Request | None:
+        """The smallest waiting request that may have a row, of those that stand as high as the first in line."""
+        if step.out.preempted or not self.waiting or not self.batch.free_rows:
+            return None
+        may_pass = self._may_pass(step)
+        for request in self.waiting.smallest(self.batch.now):
+            if request not in step.passed and (
+                (self.batch.open_rows and may_pass) or self.batch.may_use_reserve(request)
+            ):
+                return request
+        return None
+
+    def _may_pass(self, step: Step) -> bool:
+        """Whether requests may join before the first in line, and before those that did not fit in this step."""
+        head = next(self.waiting.line(self.batch.now))
+        if head.times_passed >= self.waiting.max_times_passed:
+            return False
+        return not step.passed or self.waiting.may_pass(step.passed)
+
+    def _lets_in(self, request: Request, step: Step) -> bool:
+        """Give the smallest newcomer a row and blocks: open ones, else those of the reserve, which nobody before it
+        could have. Nobody, when this step has preempted a request since the newcomer was chosen."""
+        out = step.out
+        if out.preempted:
+            return False
+        if self.batch.open_rows and self._may_pass(step) and self.batch.admit(request, out):
+            for other in step.passed:
+                other.times_passed += 1
+            return True
+        return self.batch.may_use_reserve(request) and self.batch.admit(request, out, reserved=True)
+
+    @staticmethod
+    def _upto(request: Request, num_tokens: int) -> int:
+        """Positions that need blocks before the next ``num_tokens`` of the request are computed: one that gave blocks
+        away resumes with all it will need, as if it joined anew."""
+        return request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
+
+    def _run_chunks(self, step: Step, budget: int, rows: list[Request]) -> int:
+        """Divide the budget between running requests that have more than one token to compute. Returns what is left."""
+        rows, short = [r for r in rows if r.slot >= 0], True
+        while rows and budget > 0 and short:
+            short, needs = False, self._needs(rows)
+            for request, num_tokens in list(self.policy.share(needs, budget)):
+                num_tokens = min(num_tokens, budget)
+                if num_tokens <= 0 or request.slot < 0:  # preempted a moment ago, for the one before it
+                    continue
+                rows.remove(request)
+                if self.preemptor.make_room(request, self._upto(request, num_tokens), step):
+                    budget -= num_tokens
+                    self._take_chunk(request, num_tokens, step)
+                else:  # its share is for who got nothing: only that may bring blocks back
+                    short = True
+            rows = [r for r in rows if r.slot >= 0]
+        return budget
+
+    def _admit(self, step: Step, budget: int, before: Request | None = None) -> int:
+        """Let waiting requests in, in policy order and those ``before`` a running one, while budget, rows and blocks
+        last. Returns the budget left."""
+        out = step.out
+        waiting = self.waiting
+        if not waiting or out.preempted:  # what was taken is not given to another
+            return budget
+        if step.passed and not waiting.may_pass(step.passed):
+            return budget
+        places = self.membership.places(waiting, len(self.running), self.batch.open_rows, self.batch.now)
+        if not places or budget < self.membership.needs_budget():
+            out.held_up_by = out.held_up_by or self.membership.lacks(places)
+            return budget
+        closed = self.membership.closed
+        batch: Iterable[Request] = islice(waiting.line(self.batch.now), places + (0 if closed else waiting.look_ahead))
+        if closed:  # those who may join, and nobody else: how long each row computes is decided for them together
+            batch = list(batch)
+            self.membership.prepare(batch, min(self.max_model_len - 1, self.kv.capacity_tokens))
+        passed = step.passed
+        for request in batch:
+            if before is not None and self.policy.order(request) > self.policy.order(before):
+                break
+            if request in passed:
+                continue
+            if not places or budget < self.membership.needs_budget():
+                out.held_up_by = out.held_up_by or self.membership.lacks(places)
+                break
+            if not self.batch.admit(request, out):
+                out.held_up_by = out.held_up_by or "blocks"
+                passed.append(request)
+                if not waiting.may_pass(passed):
+                    break
+                continue
+            places -= 1
+            for other in passed:
+                other.times_passed += 1
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            if num_tokens:
+                budget -= num_tokens
+                self._take_chunk(request, num_tokens, step)
+        return budget
+
+    def _take_chunk(self, request: Request, num_tokens: int, step: Step) -> None:
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        samples = min(request.num_sample_positions, num_tokens) if end == request.num_tokens else 0
+        why = "stalled" if start >= request.progress_mark else "recompute" if request.has_given_way else "prefill"
+        chunk = Chunk(request.slot, start, num_tokens, samples, why)
+        step.out.chunks.append(chunk)
+        step.chunks.append((request, chunk))
+        request.num_computed_tokens = end
+        request.short_of_blocks = False
+        step.out.num_recomputed += max(0, min(end, request.num_ever_computed) - start)
+        self.batch.num_computed_tokens += num_tokens
+        if samples:
+            self.batch.catching_up.remove(request)
+            if end == request.max_total_tokens - 1:
+                step.finals.append(request)
+
+    def _take_back_chunk(self, request: Request, step: Step) -> int:
+        """Undo the chunk that a request has in this step, if it still has it, to give it a longer one: a row has one
+        chunk, and blocks behind its window stay while that is computed. Returns its tokens."""
+        index = next((i for i, (other, _) in enumerate(step.chunks) if other is request), None)
+        if index is None:
+            return 0
+        del step.chunks[index]
+        chunk = step.out.chunks.pop(index)
+        request.num_computed_tokens = chunk.start
+        self.batch.num_computed_tokens -= chunk.num_tokens
+        step.out.num_recomputed -= max(0, min(chunk.end, request.num_ever_computed) - chunk.start)
+        return chunk.num_tokens
