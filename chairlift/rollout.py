@@ -20,12 +20,11 @@ __all__ = ["RolloutGenerator"]
 class RolloutGenerator:
     """A :class:`~chairlift.train.async_loop.Generator` over an :class:`~chairlift.llm.LLM` in this thread.
 
-    It computes while :meth:`poll` waits, and stands still while the trainer computes; rollouts that are under way then
-    go on afterwards, with the new weights. Only one thread may use the LLM; it may have it generate in between.
-
-    ``sampling_params`` are those of every rollout, with one answer each; to a seed in them the ticket is added.
-    Log-probabilities are those of the raw logits: tokens are drawn with them at temperature 1 and without top_p, top_k,
-    min_p and penalties. ``in_flight`` is as for :meth:`~chairlift.llm.LLM.update_weights`.
+    It computes while :meth:`poll` waits, and stands still while the trainer computes; unfinished rollouts then go on
+    with the new weights. Only one thread may use the LLM. ``sampling_params`` are those of every rollout, with one
+    answer each; the ticket is added to their seed. Log-probabilities are of the raw logits, which tokens follow at
+    temperature 1 and without top_p, top_k, min_p and penalties. ``in_flight`` is as for
+    :meth:`~chairlift.llm.LLM.update_weights`.
     """
 
     def __init__(self, llm: LLM, sampling_params: SamplingParams, *, in_flight: str = "continue") -> None:

@@ -1,8 +1,6 @@
 """Training on rollouts while the next ones are generated: generate, select, train, publish.
 
-The loop has no clock, no threads and no random numbers. A generator that runs elsewhere goes on while the trainer
-computes; one that runs in this thread goes on when it is polled. Either way what happens depends on what the generator
-reports, and a simulated one shows on a virtual clock what overlapping is worth.
+The loop has no clock, no threads and no random numbers: what happens depends on what the generator reports.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ class Rollout:
     def sequence(self, weight: float = 1.0) -> dict[str, Any]:
         """The whole sequence [P + L] as :class:`~chairlift.train.stream.PackStream` takes it.
 
-        ``input_ids``; ``loss_weight``, 0 for the prompt and ``weight`` (an advantage, an importance weight) for what
-        was generated; ``logprobs`` and ``versions``, which it hands on, aligned with the tokens and 0 for the prompt.
+        ``loss_weight`` is 0 for the prompt and ``weight`` (an advantage, an importance weight) for the answer;
+        ``logprobs`` and ``versions`` are aligned with the tokens, and 0 for the prompt.
         """
         prompt = len(self.prompt)
         return {
@@ -59,12 +57,12 @@ class Generator(Protocol):
         ...
 
     def poll(self, *, wait: bool) -> Sequence[Rollout]:
-        """Rollouts that have ended since the last call. ``wait`` says that there must be one, if any is running: block
-        until then, or compute. Without it, return at once."""
+        """Rollouts that have ended since the last call. With ``wait``, block or compute until there is one, if any is
+        running; without it, return at once."""
         ...
 
     def update_weights(self, source: Any, version: int) -> None:
-        """Sample from other weights from now on, also what is running. Returns when none of the old will be used."""
+        """Sample from other weights from now on, in running rollouts too. Returns when none of the old will be used."""
         ...
 
 
@@ -83,12 +81,10 @@ class LoopStats:
 class AsyncLoop:
     """Keep a generator busy, train on what :class:`~chairlift.train.staleness.StalenessGate` lets through, publish.
 
-    ``train_step`` gets a :class:`~chairlift.train.staleness.Selection` of :class:`Rollout` samples and takes one
-    optimiser step; it is where rewards, loss and packing belong. ``weights()`` then says what
-    ``generator.update_weights`` is given: a mapping of tensors or a directory. At most ``(bound + 1) * batch`` rollouts
-    are running or waiting at any time, or ``concurrency`` running if that is less, so nothing queues up without end.
-
-    With a bound of 0 this is synchronous training.
+    ``train_step`` takes one optimiser step on a :class:`~chairlift.train.staleness.Selection` of :class:`Rollout`
+    samples; rewards, loss and packing belong there. ``weights()`` is what ``generator.update_weights`` is given: a
+    mapping of tensors or a directory. At most ``(bound + 1) * batch`` rollouts run or wait, and at most ``concurrency``
+    run. A bound of 0 is synchronous training.
     """
 
     def __init__(
@@ -116,11 +112,11 @@ class AsyncLoop:
         """Trained, but the generator does not have it: publishing raised."""
 
     def step(self) -> Any:
-        """Generate until there is a batch, train on it, and publish. What ``train_step`` returned.
+        """Generate until there is a batch, train on it, and publish. Returns what ``train_step`` returned.
 
-        Raises StopIteration when the prompts have ended and what is left is less than a batch. Where ``train_step``
-        raises, nothing is published, and its samples wait for the next call; where publishing does, the next call
-        publishes first.
+        Raises StopIteration when the prompts have ended and less than a batch is left. Where ``train_step`` raises,
+        nothing is published, and its samples wait for the next call; where publishing raises, the next call publishes
+        first.
         """
         if self._unpublished:
             self._publish()
@@ -177,8 +173,8 @@ class AsyncLoop:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, in a new loop whose generator has the weights of that version.
 
-        Rollouts that were running begin again; prompts that were read are passed, so the source must yield the same.
-        Raises ConfigError for a loop that is under way, a gate with other settings, and prompts that end too early.
+        Rollouts that were running begin again. Prompts that were read are passed, so the source must yield the same.
+        Raises ConfigError for a loop under way, a gate with other settings, and prompts that end too early.
         """
         if self._num_prompts or self._num_steps:
             raise ConfigError("a state is loaded into a new loop; this one is under way")

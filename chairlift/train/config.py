@@ -1,7 +1,6 @@
-"""Everything that a training run is told, in one checked value, from a YAML file and ``--set``.
+"""Settings of a training run in one checked value, from a YAML file and ``--set``. Unknown keys are refused by name.
 
-Standard library and NumPy only; PyYAML is imported when a file is read. A key that is not known is refused by name, so
-that a misspelt setting never means its default.
+Standard library and NumPy only; PyYAML is imported when a file is read.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class ModelSettings:
     generation_config: Mapping[str, Any] | None = None
     """``generation_config.json`` to write beside the model (default: that of ``path``, if any)."""
     tokenizer: str | None = None
-    """Directory of the tokenizer that texts are read with and that checkpoints get a copy of (default: ``path``)."""
+    """Directory of the tokenizer for texts, copied into checkpoints (default: ``path``)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the weights that are written for serving. The trainer's own stay float32, and are kept beside them."""
+    """Of the weights written for serving. The trainer's own are float32, and are kept beside them."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -68,8 +67,8 @@ class DataSettings:
     """What is learnt. Either ``files`` or ``source``."""
 
     files: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()
-    """JSON lines (``.jsonl``) or Parquet, one record per line or row; see :class:`~chairlift.train.sources.Encoder`.
-    Several such lists by name are sources that are mixed: see :class:`DriftSettings`."""
+    """JSON lines (``.jsonl``) or Parquet, one record per line or row (:class:`~chairlift.train.sources.Encoder`).
+    Several lists by name are sources that are mixed (:class:`DriftSettings`)."""
     source: str | None = None
     """``module:Class`` of a source of one's own, iterable, with ``state_dict`` and ``load_state_dict``."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -87,8 +86,7 @@ class DataSettings:
     access: Literal["random", "stream", "follow"] = "random"
     """``stream`` reads JSON lines once, without an index; ``follow`` also waits for what is appended to the last."""
     on_error: Literal["stop", "skip"] = "stop"
-    """A record that cannot be used, or that no pack takes (``overflow: error``), ends the run, or is left out and
-    counted."""
+    """``stop`` at a record that cannot be used or that no pack takes, or ``skip`` and count it."""
 
     def __post_init__(self) -> None:
         _positive(self, "epochs")
@@ -113,9 +111,9 @@ class DataSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DriftSettings:
-    """Mix sources, and replay what one was like before it changed: of :class:`~chairlift.train.drift.DriftSampler`.
+    """Mix sources, and replay what one was before it changed (:class:`~chairlift.train.drift.DriftSampler`).
 
-    A change is one over time: a source that is shuffled has none.
+    Only a source that is not shuffled changes over time.
     """
 
     weights: Mapping[str, float] | None = None
@@ -151,7 +149,7 @@ class PackingSettings:
     window: int = 128
     """Packs among which those of equal cost are dealt to the ranks; a multiple of their number."""
     balance: bool = False
-    """Deal packs to ranks by what they cost to compute, with attention, rather than as they come."""
+    """Deal packs to ranks by what they cost to compute, attention included."""
 
     def __post_init__(self) -> None:
         _positive(self, "capacity", "pool", "align", "max_sequences", "window")
@@ -251,7 +249,7 @@ class TrainConfig:
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
-        """Check every key and value. Raises ConfigError that names the key, what it got and what it takes."""
+        """Check every key and value. Raises ConfigError with the key, what it got and what it takes."""
         return _build(cls, raw, where)
 
     @classmethod

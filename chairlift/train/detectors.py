@@ -36,17 +36,16 @@ def _finite(value: float) -> float:
 
 
 class PageHinkley:
-    """Cumulative sums of what lies above, or below, the running mean (Page, 1954; Hinkley, 1971).
+    """Cumulative sums of deviations above, and below, the running mean (Page, 1954; Hinkley, 1971).
 
-    Values are measured in standard deviations of what came since the last change, at most four, so the settings do not
-    depend on the unit and one outlier is no change. O(1) in time and memory. Good at abrupt changes; a slow one drags
-    the mean along, and a spread that grows looks like a change: use :class:`Adwin` there.
+    Values are measured in standard deviations since the last change, at most four, so settings do not depend on the
+    unit. O(1) in time and memory. For abrupt changes; use :class:`Adwin` for slow ones, or where the spread grows.
     """
 
     def __init__(self, delta: float = 0.5, threshold: float = 15.0, warmup: int = 30) -> None:
-        """``delta``: deviation that is let pass at every value, half the smallest change worth seeing. ``threshold``:
-        sum of deviations beyond it that is a change. ``warmup``: values to learn mean and deviation from, at least 2.
-        Raises ConfigError for settings out of range."""
+        """``delta``: deviation let pass at every value, half the smallest change worth seeing. ``threshold``: sum of
+        deviations beyond it that is a change. ``warmup``: values to learn mean and deviation from. Raises ConfigError.
+        """
         if delta < 0 or threshold <= 0 or warmup < 2:
             raise ConfigError(
                 "PageHinkley needs delta >= 0, threshold > 0 and warmup >= 2, "
@@ -104,14 +103,14 @@ class PageHinkley:
 class Adwin:
     """A window that grows while its mean holds and drops its older part when it does not (Bifet and Gavaldà, 2007).
 
-    The window is kept as O(log n) buckets of 1, 2, 4... values, at most ``buckets`` of each size. Every split between
-    two buckets is a possible change; when one exceeds its bound the window is cut where a change is most likely. The
-    bound takes values to vary by about 1 (losses in nats, logarithms of lengths); divide others by their range.
+    Kept as O(log n) buckets of 1, 2, 4... values, at most ``buckets`` of each size. When one split exceeds its bound,
+    the window is cut where a change is most likely. Values should vary by about 1 (losses in nats, logarithms of
+    lengths).
     """
 
     def __init__(self, delta: float = 0.002, clock: int = 4, buckets: int = 5, min_side: int = 5) -> None:
-        """``delta``: confidence, smaller for fewer false alarms. ``clock``: values between two looks for a change.
-        ``min_side``: values on either side of a split that shows one. Raises ConfigError for settings out of range."""
+        """``delta``: confidence, smaller for fewer false alarms. ``clock``: values between two looks. ``min_side``:
+        values on either side of a split that shows a change. Raises ConfigError."""
         if not 0 < delta < 1 or clock < 1 or buckets < 2 or min_side < 1:
             raise ConfigError(
                 "Adwin needs 0 < delta < 1, clock >= 1, buckets >= 2 and min_side >= 1, "

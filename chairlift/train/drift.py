@@ -1,8 +1,7 @@
-"""Mix sources, notice when one drifts, and replay what it was like before.
+"""Mix sources, notice when one drifts, and replay what it was before.
 
-Replaying a small share of old data keeps a model from forgetting it (Rolnick et al., 2019; for continual pre-training
-Ibrahim et al., 2024). Here a change detector on the losses, or on the lengths, says when the old data has become old.
-Python and NumPy.
+Replaying a small share of old data keeps a model from forgetting it (Rolnick et al., 2019; Ibrahim et al., 2024). A
+change detector on losses or lengths says when data has become old. Python and NumPy.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class DriftEvent:
     drawn: int
     """Items that the sampler had given when this was noticed."""
     before: float
-    """Mean of the signal (loss, or natural logarithm of the length) before the change; nan when declared by hand."""
+    """Mean of the signal (loss, or logarithm of the length) before the change; nan when declared by hand."""
     after: float
     """Mean of the signal since."""
 
@@ -106,13 +105,12 @@ _NUMBERS = ("live", "drawn", "start", "seen_until", "observations", "changes", "
 class DriftSampler:
     """Items of several named sources in a declared mix; once a source has drifted, also items from before.
 
-    ``sources`` hold what :mod:`~chairlift.train.sequences` says. Iterating gives mappings ready for a packer: the
-    item's fields and ``source`` (the name, ``"name@0"`` for a replay of what ``name`` was before its first change) and
-    ``weight`` (1, or the importance weight; the item's own weights are in ``loss_weight``). A source that ends leaves
-    the mix. The sampler ends with its last source; it is one pass, iterating again goes on.
+    Items are mappings ready for a packer: their fields, ``source`` (the name, or ``"name@0"`` for a replay of what
+    ``name`` was before its first change) and ``weight`` (1, or the importance weight). A source that ends leaves the
+    mix; the sampler ends with its last source. It is one pass: iterating again goes on.
 
-    Tell it the losses with :meth:`observe`. What comes next depends on sources, settings, seed and on which losses were
-    told after how many items, on nothing else.
+    Tell it the losses with :meth:`observe`. What comes next depends on sources, settings, seed and the losses told
+    alone.
     """
 
     def __init__(
@@ -129,14 +127,17 @@ class DriftSampler:
         smoothing: float = 0.05,
         seed: int = 0,
     ) -> None:
-        """``weights``: the declared mix, shares of items (default: equal). ``detector``: its name, or what makes one
-        for each source. ``signal``: what it looks at; a loss counts as drift only when it rises, as it falls anyway
-        while a model learns. ``replay``: share of the items that are replays, once something has drifted.
-        ``reservoir``: items kept for that, in all. ``importance``: weight items so that every source's share of the
-        summed weights is, in expectation, its declared one, whatever is replayed or mixed (for the loss of a step use
-        ``StepLoss("weights")``, which does not divide by their sum). ``mixing``: "bandit" favours sources with a high
-        loss (ODM: Albalak et al., 2023). ``smoothing``: share of the newest loss in its running mean. Raises
-        ConfigError for settings out of range."""
+        """Raises ConfigError for settings out of range.
+
+        - ``weights``: the declared mix, shares of items (default: equal).
+        - ``detector``: its name, or a function that makes one for each source.
+        - ``signal``: what it looks at. A loss counts as drift only when it rises.
+        - ``replay``: share of replays, once something has drifted; ``reservoir``: items kept for that, in all.
+        - ``importance``: weight items so that each source's expected share of the summed weights is its declared one;
+          use ``StepLoss("weights")``.
+        - ``mixing``: ``bandit`` favours sources with a high loss (ODM: Albalak et al., 2023).
+        - ``smoothing``: share of the newest loss in its running mean.
+        """
         weights = dict.fromkeys(sources, 1.0) if weights is None else weights
         if not sources or set(weights) != set(sources) or not all(weight > 0 for weight in weights.values()):
             raise ConfigError(
@@ -248,11 +249,10 @@ class DriftSampler:
     def observe(self, of: str | int | Sequence[str | int], loss: float | Sequence[float]) -> None:
         """Tell the mean loss per token of what was learnt from: per source, or per item.
 
-        ``of``: the ``source`` field of items, or their numbers (0 for the first that the sampler gave; what a packer
-        calls ``ids``); one or many, with as many losses (a list, array or tensor). Losses of one call are averaged per
-        source, and one average is one value for the detector: call it once per optimiser step. Replays count for
-        nothing but their own running mean. Raises ConfigError for unknown names, for numbers of items not given or
-        given too long ago, and for losses that are not finite.
+        ``of``: ``source`` fields, or numbers of items (0 for the first given; a packer's ``ids``); one or many, with as
+        many losses. Losses of one call are averaged per source, and each average is one value for the detector: call it
+        once per optimiser step. Raises ConfigError for unknown names, items not given or given too long ago, and losses
+        that are not finite.
         """
         keys = [of] if isinstance(of, (str, int)) else _listed(of)
         values = [float(value) for value in _listed(loss)]
@@ -328,8 +328,8 @@ class DriftSampler:
         self.events.append(DriftEvent(name, old, self._drawn, before, after))
 
     def stats(self) -> dict[str, Any]:
-        """``drawn``, ``replayed``; per source its probability now, items drawn, changes and running mean of the loss
-        (None if unknown); per old stretch of one the items held and the running mean of the loss."""
+        """``drawn``, ``replayed``; per source its share, items drawn, changes and running mean loss (None if unknown);
+        per old stretch the items held and the running mean loss."""
         mix = self._mix()
         return {
             "drawn": self._drawn,
@@ -350,8 +350,7 @@ class DriftSampler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on after the item given last, bit for bit: plain data, NumPy arrays, and the items held
-        for replay as the sources gave them."""
+        """The state after the item given last, bit for bit: plain data, NumPy arrays, and the items held for replay."""
         return {
             "settings": self._settings,
             "rng": self._bits.state,

@@ -1,8 +1,7 @@
-"""The loss of an optimiser step that does not depend on how the step was cut up.
+"""The loss of an optimiser step, independent of how the step was cut up.
 
-One rule: ``sum_t w_t * nll_t / Z``, where Z belongs to the whole optimiser step, over its micro-batches and ranks, and
-is agreed on before the first backward. Means of means (per micro-batch, then over ranks) give other gradients as soon
-as two micro-batches have different numbers of targets, and packing makes that the rule.
+It is ``sum_t w_t * nll_t / Z``. Z belongs to the whole optimiser step, over micro-batches and ranks, and is known
+before the first backward. Means of means give other gradients where micro-batches differ in their numbers of targets.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ Batch = Pack | Mapping[str, Any]
 """A pack, or what a collator makes: ``labels`` [B, S]; ``loss_weight``, ``segment_ids``, ``position_ids`` if any."""
 
 Reduce = Literal["token", "sequence", "sqrt", "weights"]
-"""How much a target counts, times its own ``loss_weight`` in each case. n is the number of targets in its sequence.
+"""What a target counts, times its own ``loss_weight``. n is the number of targets in its sequence.
 
-- ``token``: 1; Z is the sum of the weights. Long sequences count more.
-- ``sequence``: 1 / n; Z is the number of sequences that have a target. DPO, reward models.
-- ``sqrt``: 1 / sqrt(n), the compromise between the two; Z is the sum of sqrt(n).
-- ``weights``: 1; Z is the number of targets, so weights are not normalised away: importance ratios, advantages.
+- ``token``: 1; Z is the sum of the weights.
+- ``sequence``: 1 / n; Z is the number of sequences with a target. DPO, reward models.
+- ``sqrt``: 1 / sqrt(n); Z is the sum of sqrt(n).
+- ``weights``: 1; Z is the number of targets, so that weights keep their size: importance ratios, advantages.
 """
 
 Gradients = Literal["mean", "sum"]
-"""What becomes of the gradients of the ranks: DDP and FSDP take their mean, so each rank's loss must be multiplied by
-the number of ranks; ``sum`` leaves it alone, where somebody else multiplies or gradients are summed."""
+"""What becomes of the ranks' gradients: ``mean``, as in DDP and FSDP, so each rank's loss is multiplied by the number
+of ranks; or ``sum``, which leaves the loss alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,8 +66,8 @@ class StepLoss:
                     loss(logits, batch).backward()
             optimizer.step()
 
-    ``group`` are the ranks that share the step: all of them, where ``torch.distributed`` runs and none is given.
-    ``chunk`` bounds memory: logits are cast to float32 that many rows at a time, and once more in the backward.
+    ``group`` are the ranks that share the step (default: all). ``chunk`` rows of logits are cast to float32 at a time,
+    and once more in the backward, which bounds memory.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class StepLoss:
         label_smoothing: float = 0.0,
         chunk: int | None = None,
     ) -> None:
-        """Raises ConfigError for a ``reduce`` or ``gradients`` that is not listed, and for values out of range."""
+        """Raises ConfigError for an unknown ``reduce`` or ``gradients``, and for values out of range."""
         if reduce not in ("token", "sequence", "sqrt", "weights"):
             raise ConfigError(f"reduce must be token, sequence, sqrt or weights, got {reduce!r}")
         if gradients not in ("mean", "sum"):
@@ -103,8 +102,8 @@ class StepLoss:
     def step(self, packs: float | Sequence[Batch]) -> Iterator[StepLoss]:
         """Within, calls belong to one optimiser step: this rank's packs or batches of it, or Z itself.
 
-        Packs of a stream know Z of a token or sequence mean for all ranks. Otherwise it is counted, and summed over the
-        group: every rank must then enter, with no packs if it has none. Raises ConfigError when the step has no target.
+        A stream's packs know Z of a token or sequence mean. Otherwise it is counted and summed over the group: every
+        rank must enter, if need be without packs. Raises ConfigError when the step has no target.
         """
         self._normaliser = self._agree(packs)
         self._total = 0.0
@@ -116,8 +115,8 @@ class StepLoss:
     def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
         """This row's part of the step's loss, a scalar to call ``backward`` on.
 
-        logits [T, V] or [B, S, V], row t about the token after t. Sequences without a target (padding, fillers) give 0,
-        with a graph, so that every rank's backward runs. Raises ConfigError outside of :meth:`step`.
+        logits [T, V] or [B, S, V], row t about the token after t. A row without targets gives 0, with a graph, so that
+        every rank's backward runs. Raises ConfigError outside of :meth:`step`.
         """
         if self._normaliser is None:
             raise ConfigError("call a StepLoss inside `with loss.step(packs):`; Z must be known before any backward")
@@ -134,7 +133,7 @@ class StepLoss:
 
     @property
     def total(self) -> float:
-        """This rank's share of the last step's loss, to be logged: its sum over the ranks is the step's mean."""
+        """This rank's share of the last step's loss, for logs; its sum over the ranks is the step's mean."""
         return float(self._total)
 
     def normaliser(self, batches: Sequence[Batch]) -> float:
@@ -163,7 +162,7 @@ class StepLoss:
 def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, chunk: int | None = None) -> Tensor:
     """Cross-entropy [T] of labels [T] under logits [T, V], 0 where a label is -100; at least float32.
 
-    With ``chunk``, only that many rows at a time exist in float32, and they are computed again in the backward.
+    With ``chunk``, that many rows exist in float32 at a time, and are computed again in the backward.
     """
 
     def some(rows: Tensor, targets: Tensor) -> Tensor:
@@ -178,12 +177,12 @@ def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0
 
 
 class ExpertCounts:
-    """The load-balancing loss of mixture-of-experts models, exact for any cutting-up of the step.
+    """The load-balancing loss of mixtures of experts, independent of how the step was cut up.
 
-    E * sum_e f_e * P_e (Switch Transformer, eq. 4-6, as Mixtral has it): f_e is expert e's share of the routings,
-    P_e its mean probability. A product of means does not add up over micro-batches. But f has no gradient, so with f of
-    the whole step known beforehand, each micro-batch's share of P adds up. To know it costs a forward without gradient
-    per micro-batch; without one, f is of what this rank has seen of the step so far: cheaper, and not exact.
+    E * sum_e f_e * P_e (Switch Transformer, eq. 4-6): f_e is expert e's share of the routings, P_e its mean
+    probability. f has no gradient. Where f of the whole step is known beforehand, by a forward without gradient per
+    micro-batch, the parts add up exactly. Without one, f is of what this rank has seen of the step: cheaper, and not
+    exact.
 
     ::
 
@@ -192,7 +191,7 @@ class ExpertCounts:
                 out = forward(batch)
                 (loss(out.logits, batch) + 0.01 * experts(out.router_logits, batch)).backward()
 
-    For routers that take the ``top_k`` largest logits. ``per_layer`` averages a loss per layer (Switch, Megatron);
+    For routers that take the ``top_k`` largest logits. ``per_layer`` averages one loss per layer (Switch, Megatron);
     without it all layers are counted together (transformers).
     """
 
@@ -232,9 +231,8 @@ class ExpertCounts:
     def step(self, batches: Sequence[Batch], forward: Callable[[Batch], Any] | None = None) -> Iterator[ExpertCounts]:
         """Within, calls belong to one optimiser step. Every rank of the group must enter, with its own batches.
 
-        ``forward`` runs the model on a batch and returns its router logits, or something that has them as
-        ``router_logits``; it is called here once per batch, without gradient, and must route as it will in training (no
-        dropout, no router noise).
+        ``forward`` returns a batch's router logits, or an output that has them as ``router_logits``. It is called once
+        per batch, without gradient, and must route as in training (no dropout, no router noise).
         """
         self.exact = forward is not None
         self._counts = None
@@ -275,13 +273,13 @@ class ExpertCounts:
 
     @property
     def fractions(self) -> Tensor:
-        """float64 [layers, E]: the share of its tokens that each layer sent to each expert, ``top_k`` in all."""
+        """float64 [layers, E]: share of its tokens that each layer sent to each expert; a row adds up to ``top_k``."""
         if self._counts is None:
             raise ConfigError("no routing was counted yet")
         return self._counts / max(1.0, self._counted)
 
     def _routings(self, router_logits: Any, batch: Batch) -> Tensor:
-        """float64 [layers, E] on the CPU: how many tokens each expert gets; of logits, or an output that has them."""
+        """float64 [layers, E] on the CPU: tokens of each expert."""
         layers = getattr(router_logits, "router_logits", router_logits)
         chosen = [logits[: _num_tokens(batch)].detach().topk(self.top_k, -1).indices for logits in layers]
         return torch.stack([layer.flatten().bincount(minlength=self.num_experts).cpu() for layer in chosen]).double()

@@ -1,7 +1,7 @@
 """How far samples may lag behind the weights they train: a gate between a generator and a trainer.
 
-The capacity rule is AReaL's (Fu et al., 2025), the dampened rate is that of Zhang et al. (2016). Standard library only;
-what comes out depends on the order of the calls and on nothing else.
+The capacity rule is AReaL's (Fu et al., 2025), the dampened rate that of Zhang et al. (2016). Standard library only;
+results depend on the order of the calls alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ StalenessPolicy = Literal["drop", "wait", "reweight", "lr_scale"]
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Finished:
-    """A rollout that has ended. They sort as they are taken: by the oldest weights, then by the order of admission."""
+    """A rollout that has ended. Sorts by its oldest weights, then by admission."""
 
     version: int
     """Of the oldest weights among its tokens."""
@@ -38,7 +38,7 @@ class Selection:
 
     rollouts: tuple[Finished, ...] = ()
     staleness: tuple[int, ...] = ()
-    """[N] versions that each lags behind; 0 for what the newest weights made. At most the gate's bound."""
+    """[N] versions that each lags behind, at most the gate's bound."""
     weights: tuple[float, ...] = ()
     """[N] factor of each sample's ``loss_weight``; 1 but for the policy ``reweight``."""
     lr_scale: float = 1.0
@@ -77,27 +77,26 @@ class GateStats:
     """Samples by length, under the power of two that it does not exceed."""
     lengths_consumed: dict[int, int]
     length_bias: float
-    """Mean length consumed over mean length produced, less 1: below 0 where long samples are dropped for being late
-    (arXiv 2605.02043)."""
+    """Mean length consumed over mean length produced, less 1: below 0 where long samples are dropped (arXiv
+    2605.02043)."""
 
 
 class StalenessGate:
     """Says how many rollouts may start, and which of those that ended one step trains on.
 
-    At most ``(bound + version + 1) * batch`` rollouts are admitted in all, less those dropped or cancelled: so many are
-    trained on before what starts now is too old. What :meth:`select` returns never lags more than ``bound`` versions
-    behind. That alone does not follow from the capacity, as short rollouts overtake long ones. ``policy`` says what
-    follows then:
+    At most ``(bound + version + 1) * batch`` rollouts are admitted in all, less those dropped or cancelled. What
+    :meth:`select` returns never lags more than ``bound`` versions behind. Short rollouts overtake long ones, so some
+    may become too old; ``policy`` says what follows:
 
-    - ``drop``: a sample that is too old is dropped, and another may start. Cheap, and biased against long samples.
-    - ``wait``: nothing is ever dropped. :meth:`select` holds back where a step without a late rollout would let it, or
-      one behind it, become too old; the trainer waits for it, and producers for the trainer.
-    - ``reweight``: as ``drop``, and each sample's loss is weighted by ``reweight(staleness)``, 1 / (1 + staleness)
-      unless given.
-    - ``lr_scale``: as ``drop``, and the learning rate is divided by the mean staleness of the step, where it exceeds 1.
+    - ``drop``: a sample that is too old is dropped, and another may start. Biased against long samples.
+    - ``wait``: nothing is dropped. :meth:`select` holds back where a late rollout, or one behind it, would become too
+      old.
+    - ``reweight``: as ``drop``, and a sample's loss is weighted by ``reweight(staleness)`` (default 1 / (1 +
+      staleness)).
+    - ``lr_scale``: as ``drop``, and the learning rate is divided by the step's mean staleness, where that exceeds 1.
 
-    With a bound above 0 each of them wants a loss that corrects for the policy that generated (decoupled PPO,
-    importance weights): the generator's log-probabilities belong into ``sample``.
+    With a bound above 0 each of them wants a loss that corrects for the older policy (decoupled PPO, importance
+    weights): keep the generator's log-probabilities in ``sample``.
     """
 
     def __init__(
@@ -158,10 +157,9 @@ class StalenessGate:
         return tickets
 
     def tag(self, ticket: int, version: int, sample: Any = None, *, length: int = 0) -> bool:
-        """A rollout has ended, and ``version`` is that of the oldest weights among its tokens.
+        """A rollout has ended; ``version`` is that of its oldest weights. False where it is too old, and dropped.
 
-        False where it is too old already, and dropped. Raises ConfigError for an unknown ticket, and for a version
-        that cannot be.
+        Raises ConfigError for an unknown ticket, and for a version that cannot be.
         """
         started = self._started(ticket)
         oldest = started if self.policy == "wait" else 0
@@ -208,7 +206,7 @@ class StalenessGate:
         self._waiting = sorted([*self._waiting, *selection.rollouts])
 
     def publish(self, version: int | None = None) -> None:
-        """The generator has the next version of the weights from now on; ``version`` must be this one plus 1.
+        """The generator has the next version of the weights; ``version`` must be this one plus 1.
 
         With ``wait``, raises ConfigError where a sample would become too old: train on ``batch`` samples per version.
         """
@@ -270,7 +268,7 @@ class StalenessGate:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. Rollouts that were running are still expected: start them again under their tickets, or
-        cancel them. Raises ConfigError when the state is of a gate with other settings."""
+        cancel them. Raises ConfigError for the state of a gate with other settings."""
         settings = [self.bound, self.batch, self.policy]
         if list(state["settings"]) != settings:
             raise ConfigError(f"the state is of a gate with {state['settings']}, but this one has {settings}")
@@ -287,11 +285,11 @@ class StalenessGate:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _can_keep_up(self, left: Sequence[Finished], taken: int, *, at: int | None = None) -> bool:
-        """Whether all that is ``left``, and all that runs, can be trained on in time, ``batch`` at each version.
+        """Whether all that is ``left`` or runs can be trained on in time, ``batch`` at each version.
 
-        What was made by version v must be taken at v + bound at the latest; oldest first keeps up if anything does
-        (Jackson's rule), so it is enough to count what is due by each version. ``taken`` more are taken now; ``at`` is
-        the version to begin from.
+        What version v made must be taken at v + bound at the latest. Oldest first keeps up if anything does (Jackson's
+        rule), so counting what is due by each version is enough. ``taken`` more are taken now; ``at`` is the first
+        version.
         """
         now = self.version if at is None else at
         room = self.batch if at is not None else max(0, self.batch - self._taken - taken)
