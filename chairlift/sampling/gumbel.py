@@ -23,20 +23,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["GUMBEL_MAX", "GUMBEL_MIN", "gumbel_argmax", "gumbel_noise", "philox4x32"]
+__all__ = ["gumbel_argmax", "gumbel_noise", "philox4x32"]
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_COUNTERS_PER_CHUNK = (
-    1 << 15
-)  # 1.5 MiB of temporaries; the largest torch runs on one thread, so no barrier per operation
-
-GUMBEL_MIN = -math.log(33 * math.log(2))
-"""Noise of word 0, about -3.13."""
-GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-33)))
-"""Noise of word 2^32 - 1, about 22.87."""
+_COUNTERS_PER_CHUNK = 1 << 15
+"""1.5 MiB of temporaries: the largest that torch works on with one thread, so no operation waits for others."""
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from chairlift.errors import ConfigError
 from chairlift.train.collate import IGNORED, PackCollator
 from chairlift.train.layout import Pack
+from chairlift.train.parallel import num_ranks, sum_over_group
 
 __all__ = ["Batch", "ExpertCounts", "Gradients", "Reduce", "StepLoss", "token_losses"]
 
@@ -129,7 +130,7 @@ class StepLoss:
         self.losses = losses.detach()
         part = (losses * targets.weights).sum() / self._normaliser
         self._total = self._total + part.detach()
-        return part * _num_ranks(self.group) if self.gradients == "mean" else part
+        return part * num_ranks(self.group) if self.gradients == "mean" else part
 
     @property
     def total(self) -> float:
@@ -140,7 +141,7 @@ class StepLoss:
         """Z by counting: over these batches, and over the group. Every rank must ask, with its own."""
         cpu = torch.device("cpu")
         own = sum(float(_targets(batch, self.reduce, cpu, torch.float64).normaliser) for batch in batches)
-        return float(_sum_over_ranks(torch.tensor([own], dtype=torch.float64), self.group))
+        return float(sum_over_group(torch.tensor([own], dtype=torch.float64), self.group))
 
     def _agree(self, packs: float | Sequence[Batch]) -> float:
         if isinstance(packs, (int, float)):
@@ -238,13 +239,13 @@ class ExpertCounts:
         self._counts = None
         self._counted = 0.0
         own = torch.tensor([float(sum(_num_tokens(batch) for batch in batches))], dtype=torch.float64)
-        self._num_tokens = float(_sum_over_ranks(own, self.group))
+        self._num_tokens = float(sum_over_group(own, self.group))
         if forward is not None:
             if not batches:
                 raise ConfigError("every rank needs at least one batch of the step, a filler if it has nothing else")
             with torch.no_grad():
                 counts = [self._routings(forward(batch), batch) for batch in batches]
-            self._counts = _sum_over_ranks(torch.stack(counts).sum(0), self.group)
+            self._counts = sum_over_group(torch.stack(counts).sum(0), self.group)
             self._counted = self._num_tokens
         try:
             yield self
@@ -269,7 +270,7 @@ class ExpertCounts:
         if not self.per_layer:
             probabilities, fractions = probabilities.mean(0), fractions.mean(0)
         part = self.num_experts * (fractions * probabilities).sum() / (len(router_logits) if self.per_layer else 1)
-        return part * _num_ranks(self.group) if self.gradients == "mean" else part
+        return part * num_ranks(self.group) if self.gradients == "mean" else part
 
     @property
     def fractions(self) -> Tensor:
@@ -328,17 +329,3 @@ def _num_tokens(batch: Batch) -> int:
     if isinstance(batch, Pack):
         return 0 if batch.filler else batch.num_tokens
     return int(batch["num_tokens"] if "num_tokens" in batch else batch["input_ids"].numel())
-
-
-def _num_ranks(group: distributed.ProcessGroup | None) -> int:
-    return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _sum_over_ranks(values: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
-    """Of float64 values on the CPU, which it returns there."""
-    if _num_ranks(group) == 1:
-        return values
-    device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
-    summed = values.to(device, copy=True)
-    distributed.all_reduce(summed, group=group)
-    return summed.cpu()

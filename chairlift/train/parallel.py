@@ -27,9 +27,11 @@ __all__ = [
     "Ranks",
     "join_over_ranks",
     "launch",
+    "num_ranks",
     "process_group",
     "settle",
     "sum_gradients",
+    "sum_over_group",
     "sum_over_ranks",
     "world_size",
 ]
@@ -83,8 +85,9 @@ def settle() -> None:
     time.sleep(0.1)
 
 
-def _is_alone() -> bool:
-    return not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
+def num_ranks(group: distributed.ProcessGroup | None = None) -> int:
+    """Ranks of a group, or of all; 1 where nothing is distributed."""
+    return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def sum_gradients(parameters: Sequence[Tensor]) -> None:
@@ -92,7 +95,7 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
 
     Buckets are cut in the order of ``parameters``, which must be the same everywhere.
     """
-    if _is_alone():
+    if num_ranks() == 1:
         return
     bucket: list[Tensor] = []
     for index, parameter in enumerate(parameters):
@@ -105,18 +108,24 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
             bucket = []
 
 
+def sum_over_group(values: Tensor, group: distributed.ProcessGroup | None = None) -> Tensor:
+    """The sums over the ranks of a group of float64 ``values``, both on the CPU. Every rank must ask."""
+    if num_ranks(group) == 1:
+        return values
+    device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
+    summed = values.to(device, copy=True)
+    distributed.all_reduce(summed, group=group)
+    return summed.cpu()
+
+
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
-    """The sums over the ranks, in double precision. Every rank must ask."""
-    if _is_alone():
-        return list(values)
-    summed = torch.tensor(values, dtype=torch.float64)
-    distributed.all_reduce(summed)
-    return [float(value) for value in summed]
+    """The sums over all ranks, in double precision. Every rank must ask."""
+    return [float(value) for value in sum_over_group(torch.tensor(values, dtype=torch.float64))]
 
 
 def join_over_ranks(values: Sequence[float]) -> list[float]:
     """The values of all ranks, those of rank 0 first, in double precision. Every rank must ask."""
-    if _is_alone():
+    if num_ranks() == 1:
         return list(values)
     rank, size = distributed.get_rank(), distributed.get_world_size()
     counts = [int(count) for count in sum_over_ranks([len(values) * (each == rank) for each in range(size)])]

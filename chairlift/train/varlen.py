@@ -17,7 +17,6 @@ from typing import Any, Literal, Self, cast, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from chairlift.errors import ConfigError
 from chairlift.kernels.sdpa import packed_attention
@@ -25,10 +24,9 @@ from chairlift.train.layout import Layout
 
 __all__ = ["Backend", "HFPatch", "VarlenContext", "attend", "patch_hf"]
 
-Backend = Literal["auto", "flash", "torch", "segments", "dense"]
+Backend = Literal["auto", "flash", "torch", "segments"]
 """``flash``: the flash-attn package; ``torch``: ``torch.nn.attention.varlen``; ``segments``: one fused call per
-sequence; ``dense``: a block-diagonal [T, T] mask, the definition that tests compare with; ``auto``: the first of the
-first three that takes these tensors."""
+sequence; ``auto``: the first of them that takes these tensors."""
 
 _NAMES = itertools.count(1)
 _KINDS = frozenset({"full_attention", "sliding_attention"})
@@ -74,8 +72,6 @@ def attend(
     chosen = _choose(q, v, dropout) if backend == "auto" else backend
     if chosen == "segments":
         return packed_attention(q, k, v, layout.cu_seqlens, scale=scale, window=window, dropout=dropout)
-    if chosen == "dense":
-        return _dense(q, k, v, layout, scale=scale, window=window, dropout=dropout)
     if not q.is_cuda or (chosen == "torch" and dropout):
         raise ConfigError(
             f"backend {chosen!r} runs on CUDA tensors{', without dropout' if chosen == 'torch' else ''}; "
@@ -121,24 +117,6 @@ def _flash_attn() -> Callable[..., Any] | None:
 def _device_offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [N + 1] on the device: all layers of a forward pass share one copy."""
     return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
-
-
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float, window: int | None, dropout: float
-) -> Tensor:
-    """The same by definition: every pair of tokens is scored, and a mask [T, T] hides those that must not meet."""
-    segments = torch.from_numpy(layout.segment_ids).to(q.device)
-    row = torch.arange(layout.num_tokens, device=q.device)
-    behind = row[:, None] - row[None, :]
-    mask = (segments[:, None] == segments[None, :]) & (behind >= 0)
-    if window is not None:
-        mask &= behind < window
-    group = q.shape[1] // k.shape[1]
-    queries, keys, values = (
-        x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
-    )
-    out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, dropout_p=dropout)
-    return out.transpose(0, 1)
 
 
 @dataclasses.dataclass(slots=True)
