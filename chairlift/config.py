@@ -160,12 +160,6 @@ class SchedulerConfig:
     num_lookahead_steps: int | None = None
     """Steps scheduled ahead of the newest known tokens: 0, 1 or 2. None: 1 where Triton's kernels run on a GPU, else
     0."""
-    admission_look_ahead: int = 8
-    """How many waiting requests may be looked past when the first does not fit."""
-    max_times_passed: int = 16
-    """After being passed this often, a waiting request is not passed any more."""
-    max_preemptions: int = 8
-    """After this many preemptions a request is resumed with all blocks it may ever need."""
     admission_watermark: float = 0.01
     """Share of the blocks kept free when a request joins a running batch."""
     governor: str = "off"
@@ -239,9 +233,6 @@ class EngineConfig:
         _range("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**24)
         _range("batch_wait_ms", scheduler.batch_wait_ms, 0, 3_600_000)
         _range("num_lookahead_steps", scheduler.num_lookahead_steps, 0, 2)
-        _range("admission_look_ahead", scheduler.admission_look_ahead, 0, 2**16)
-        _range("max_times_passed", scheduler.max_times_passed, 1, 2**31)
-        _range("max_preemptions", scheduler.max_preemptions, 1, 2**31)
         _range("admission_watermark", scheduler.admission_watermark, 0, 0.5)
         _range("governor_ttft_ms", scheduler.governor_ttft_ms, 0.001, 10**9)
         _range("governor_tpot_ms", scheduler.governor_tpot_ms, 0.001, 10**9)

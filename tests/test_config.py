@@ -48,9 +48,6 @@ RANGES: list[tuple[str, float, float]] = [
     ("max_num_batched_tokens", 1, 2**24),
     ("batch_wait_ms", 0, 3_600_000),
     ("num_lookahead_steps", 0, 2),
-    ("admission_look_ahead", 0, 2**16),
-    ("max_times_passed", 1, 2**31),
-    ("max_preemptions", 1, 2**31),
     ("admission_watermark", 0, 0.5),
     ("block_size", 1, 256),
 ]

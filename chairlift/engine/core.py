@@ -49,6 +49,12 @@ __all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Pro
 
 _log = logging.getLogger(__name__)
 _SHARES_SECONDS = 1.0
+_LOOK_AHEAD = 8
+"""Waiting requests that may be looked past when the first does not fit: each costs a look at its blocks."""
+_MAX_TIMES_PASSED = 16
+"""After that nobody passes a waiting request, so that large ones start."""
+_MAX_PREEMPTIONS = 8
+"""After that a request resumes only with all blocks it may ever need, so that it ends."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 _TOO_LATE = "the request could not be answered by its deadline"
 _NO_ERRORS: Mapping[str, str] = {}
@@ -186,9 +192,9 @@ class EngineCore(EngineClient):
             prefill_mode=prefill_mode_from_name(config.prefill_mode, self.costs, config.max_num_batched_tokens),
             membership=membership_from_name(config.batching, config.batch_wait_ms, config.batch_sizes),
             watermark=config.admission_watermark,
-            look_ahead=config.admission_look_ahead,
-            max_times_passed=config.max_times_passed,
-            max_preemptions=config.max_preemptions,
+            look_ahead=_LOOK_AHEAD,
+            max_times_passed=_MAX_TIMES_PASSED,
+            max_preemptions=_MAX_PREEMPTIONS,
             preemption=PreemptionMode(config.preemption_mode, self.costs),
             costs=self.costs,
             policy_share=config.policy_share,

@@ -186,6 +186,7 @@ class Simulation:
             kv=kv,
             seed=world.seed,
         )
+        self._set_bounds()
         self.share = None if policy else _share_watch(self.engine.scheduler, config)
         """None where nobody knows the order of the policy, or where a batch is closed."""
         self._watch_joins(kv)
@@ -210,6 +211,12 @@ class Simulation:
     @property
     def trace(self) -> str:
         return self._trace.hexdigest()
+
+    def _set_bounds(self) -> None:
+        scheduler, bounds = self.engine.scheduler, self.world.bounds
+        scheduler.waiting.look_ahead = bounds["look_ahead"]
+        scheduler.waiting.max_times_passed = bounds["max_times_passed"]
+        scheduler.max_preemptions = min(scheduler.max_preemptions, bounds["max_preemptions"])  # 0: nobody is preempted
 
     def _watch_joins(self, kv: _FaultyCache) -> None:
         """After each step is scheduled, check the bounds of the prompt share."""
@@ -248,7 +255,7 @@ class Simulation:
         self.faults.active.clear()
         # Each step computes at least one token of somebody, and each token is computed at most once per preemption.
         work = sum(len(s.args["prompt"]) + s.args["max_tokens"] for s in self.pending.values() for _ in s.expected)
-        bound = 50 + 2 * work * (self.world.scheduler["max_preemptions"] + 2)
+        bound = 50 + 2 * work * (self.world.bounds["max_preemptions"] + 2)
         while self.engine.has_unfinished and bound:
             self._step()
             bound -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Event", "World", "allowed_at", "make_world"]
@@ -39,6 +40,9 @@ class World:
     num_blocks: int
     max_model_len: int
     scheduler: dict[str, Any]
+    """Settings of the scheduler, by name."""
+    bounds: dict[str, int]
+    """``look_ahead``, ``max_times_passed`` and ``max_preemptions``, which are constants where traffic is served."""
     enable_prefix_caching: bool
     hash_bits: int | None
     """Bits of the prefix-cache hash; None is SHA-256 itself, few make collisions common."""
@@ -72,18 +76,7 @@ def make_world(seed: int) -> World:
     windows = maybe((None,), rng.choice([(window,), (None, window)]))
     roomy = -(-max_model_len // block_size) * rng.randint(2, 8)
     tight = max(1, -(-max_model_len // block_size) // rng.choice([1, 2])) + rng.randint(0, 6)
-    batching = maybe("continuous", rng.choice(["static", "dynamic", "continuous"]))
-    scheduler = {
-        "max_num_seqs": rng.choice([1, 2, 3, 5, 8, 16]),
-        "max_num_batched_tokens": rng.choice([1, 2, 5, 16, 64]),
-        "num_lookahead_steps": maybe(0, rng.choice([1, 2])),
-        "batching": batching,
-        "batch_wait_ms": maybe(0.0, rng.choice([1.0, 20.0])),
-        "admission_look_ahead": rng.choice([0, 1, 8]),
-        "max_times_passed": rng.choice([1, 4]),
-        "max_preemptions": rng.choice([1, 2, 8]),
-        "admission_watermark": maybe(0.0, 0.1),
-    }
+    scheduler, bounds = _scheduler(rng, maybe)
     with_text = maybe(True, False)
     # What was added later draws from a generator of its own, so that the worlds found before stay what they were.
     later = random.Random(seed ^ 0x5E12)
@@ -114,10 +107,8 @@ def make_world(seed: int) -> World:
         _come_again(later, [event for event in events if event.kind == "arrive"], block_size, max_model_len)
         windows, num_blocks = _cramped(later, scheduler, block_size, max_model_len)
     if seed % 10 == 3:
-        windows, num_blocks = (
-            (None,),
-            _crowded(random.Random(seed ^ 0x5A1E), scheduler, events, block_size, max_model_len),
-        )
+        crowded = random.Random(seed ^ 0x5A1E)
+        windows, num_blocks = (None,), _crowded(crowded, scheduler, events, block_size, max_model_len)
     scripted = seed % 10 == 7
     if scripted:
         _script(random.Random(seed ^ 0x3A5C), [event for event in events if event.kind == "arrive"])
@@ -128,6 +119,7 @@ def make_world(seed: int) -> World:
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         scheduler=scheduler,
+        bounds=bounds,
         enable_prefix_caching=enable_prefix_caching,
         hash_bits=hash_bits,
         with_text=with_text,
@@ -150,6 +142,24 @@ def _script(rng: random.Random, arrivals: list[Event]) -> None:
         event.args["sample_positions"] = rng.choice([1, 1, 2, 3, 9])
         some = [sorted(rng.sample(range(VOCAB_SIZE), rng.choice([1, 2, 5, 12]))) for _ in range(rng.choice([1, 2, 4]))]
         event.args["masks"] = rng.choice([None, some, [None, *some]])
+
+
+def _scheduler(rng: random.Random, maybe: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Settings of a scheduler, and its bounds."""
+    batching = maybe("continuous", rng.choice(["static", "dynamic", "continuous"]))
+    settings = {
+        "max_num_seqs": rng.choice([1, 2, 3, 5, 8, 16]),
+        "max_num_batched_tokens": rng.choice([1, 2, 5, 16, 64]),
+        "num_lookahead_steps": maybe(0, rng.choice([1, 2])),
+        "batching": batching,
+        "batch_wait_ms": maybe(0.0, rng.choice([1.0, 20.0])),
+    }
+    bounds = {
+        "look_ahead": rng.choice([0, 1, 8]),
+        "max_times_passed": rng.choice([1, 4]),
+        "max_preemptions": rng.choice([1, 2, 8]),
+    }
+    return settings | {"admission_watermark": maybe(0.0, 0.1)}, bounds
 
 
 def _cramped(
