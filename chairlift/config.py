@@ -35,30 +35,54 @@ __all__ = [
 BUNDLED_MODEL = "bundled"
 """Stands for the small model that comes with the package."""
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_BATCHING = ("continuous", "static", "dynamic")
-_LATE = ("downgrade", "drop")
-_PREEMPTION_MODES = ("auto", "recompute", "swap", "none")
-_PREFILL_MODES = ("mixed", "prefill_first", "decode_first", "separate", "auto")
-_KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton")
-_CUDA_GRAPHS = ("lazy", "start", "off")
-_QUANTIZATIONS = ("fp8",)
-_GENERATION_CONFIGS = ("auto", "vllm")
-_METRICS_PREFIXES = ("chairlift", "vllm")
-_LOG_FORMATS = ("text", "json")
 _CHOICES = {
-    "dtype": _DTYPES,
-    "kernels": _KERNELS,
-    "cuda_graphs": _CUDA_GRAPHS,
-    "quantization": _QUANTIZATIONS,
-    "generation_config": _GENERATION_CONFIGS,
-    "batching": _BATCHING,
-    "late_requests": _LATE,
-    "preemption_mode": _PREEMPTION_MODES,
-    "prefill_mode": _PREFILL_MODES,
-    "metrics_prefix": _METRICS_PREFIXES,
-    "log_format": _LOG_FORMATS,
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kernels": ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton"),
+    "cuda_graphs": ("lazy", "start", "off"),
+    "quantization": ("fp8",),
+    "generation_config": ("auto", "vllm"),
+    "batching": ("continuous", "static", "dynamic"),
+    "late_requests": ("downgrade", "drop"),
+    "preemption_mode": ("auto", "recompute", "swap", "none"),
+    "prefill_mode": ("mixed", "prefill_first", "decode_first", "separate", "auto"),
+    "metrics_prefix": ("chairlift", "vllm"),
+    "log_format": ("text", "json"),
 }
+_RANGES: dict[str, tuple[float, float]] = {
+    "threads": (1, 256),
+    "max_model_len": (2, 2**24),
+    "seed": (-(2**63), 2**63 - 1),
+    "block_size": (1, 256),
+    "kv_cache_memory_bytes": (1, 2**50),
+    "gpu_memory_utilization": (0.01, 1),
+    "num_kv_blocks": (2, 2**31),
+    "swap_space_bytes": (0, 2**50),
+    "max_num_seqs": (1, 2**16),
+    "max_num_batched_tokens": (1, 2**24),
+    "ageing_seconds": (0.001, 10**6),
+    "batch_wait_ms": (0, 3_600_000),
+    "num_lookahead_steps": (0, 2),
+    "admission_watermark": (0, 0.5),
+    "governor_ttft_ms": (0.001, 10**9),
+    "governor_tpot_ms": (0.001, 10**9),
+    "port": (0, 65535),
+    "max_num_queued_reqs": (0, 2**31),
+    "max_num_queued_tokens": (0, 2**40),
+    "queue_timeout": (0.001, 10**6),
+    "request_timeout": (0.001, 10**6),
+    "stall_timeout": (0.001, 10**6),
+    "health_timeout": (0.001, 10**6),
+    "shutdown_timeout": (0, 10**6),
+    "status_interval": (0, 10**6),
+    "max_body_bytes": (1024, 2**30),
+    "max_connections": (1, 2**20),
+}
+"""Least and most, inclusive."""
+_TEXTS = {
+    *("model", "revision", "tokenizer", "swap_directory"),
+    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint"),
+}
+"""Settings that are a text as it stands; the texts of others have a form of their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,42 +224,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         model, cache, scheduler = self.model, self.cache, self.scheduler
-        _one_of("dtype", model.dtype, _DTYPES)
-        _one_of("kernels", model.kernels, _KERNELS)
-        _one_of("cuda_graphs", model.cuda_graphs, _CUDA_GRAPHS)
-        _one_of("generation_config", model.generation_config, _GENERATION_CONFIGS)
-        if model.quantization is not None:
-            _one_of("quantization", model.quantization, _QUANTIZATIONS)
-        _one_of("batching", scheduler.batching, _BATCHING)
-        for name in ("late_requests", "preemption_mode", "prefill_mode"):
-            _one_of(name, getattr(scheduler, name), _CHOICES[name])
-        _range("ageing_seconds", scheduler.ageing_seconds, 0.001, 10**6)
-        texts = {name: getattr(model, name) for name in ("model", "revision", "tokenizer")}
-        for name, value in {**texts, "swap_directory": cache.swap_directory}.items():
-            _text(name, value, optional=name != "model")
-        _true_or_false("skip_tokenizer_init", model.skip_tokenizer_init)
-        _true_or_false("batch_invariant", model.batch_invariant)
-        _true_or_false("enable_prefix_caching", cache.enable_prefix_caching)
-        _true_or_false("prefix_offload", cache.prefix_offload)
+        for part in (model, cache, scheduler):
+            _check(part)
         if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,2}))?", model.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")
-        _range("block_size", cache.block_size, 1, 256)
         if cache.block_size & (cache.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {cache.block_size!r}")
-        _range("threads", model.threads, 1, 256)
-        _range("max_model_len", model.max_model_len, 2, 2**24)
-        _range("seed", model.seed, -(2**63), 2**63 - 1)
-        _range("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1, 2**50)
-        _range("gpu_memory_utilization", cache.gpu_memory_utilization, 0.01, 1)
-        _range("num_kv_blocks", cache.num_kv_blocks, 2, 2**31)
-        _range("swap_space_bytes", cache.swap_space_bytes, 0, 2**50)
-        _range("max_num_seqs", scheduler.max_num_seqs, 1, 2**16)
-        _range("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**24)
-        _range("batch_wait_ms", scheduler.batch_wait_ms, 0, 3_600_000)
-        _range("num_lookahead_steps", scheduler.num_lookahead_steps, 0, 2)
-        _range("admission_watermark", scheduler.admission_watermark, 0, 0.5)
-        _range("governor_ttft_ms", scheduler.governor_ttft_ms, 0.001, 10**9)
-        _range("governor_tpot_ms", scheduler.governor_tpot_ms, 0.001, 10**9)
         _known_or_class("governor", scheduler.governor, ("off", "shadow", "rules"))
         _policy(scheduler)
         if scheduler.batch_sizes and scheduler.batching == "continuous":
@@ -341,28 +335,10 @@ class ServerConfig:
     """Send OpenTelemetry traces to this URL (OTLP over HTTP), as http://127.0.0.1:4318/v1/traces; never a text."""
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key", "allowed_host"):
-            value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(item, str) and item for item in value):
-                raise ConfigError(f"{name} must be a list of names, got {value!r}")
-        for name in ("host", "api_key_file", "chat_template", "otlp_traces_endpoint"):
-            _text(name, getattr(self, name), optional=name != "host")
+        _check(self)
         for model_name in self.served_model_name:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}", model_name):
                 raise ConfigError(f"served_model_name must be of letters, digits and ._/:-, got {model_name!r}")
-        for name in ("insecure", "restart", "log_requests"):
-            _true_or_false(name, getattr(self, name))
-        _one_of("metrics_prefix", self.metrics_prefix, _METRICS_PREFIXES)
-        _one_of("log_format", self.log_format, _LOG_FORMATS)
-        _range("port", self.port, 0, 65535)
-        _range("max_num_queued_reqs", self.max_num_queued_reqs, 0, 2**31)
-        _range("max_num_queued_tokens", self.max_num_queued_tokens, 0, 2**40)
-        _range("max_body_bytes", self.max_body_bytes, 1024, 2**30)
-        _range("max_connections", self.max_connections, 1, 2**20)
-        for name in ("queue_timeout", "request_timeout", "stall_timeout", "health_timeout"):
-            _range(name, getattr(self, name), 0.001, 10**6)
-        for name in ("shutdown_timeout", "status_interval"):
-            _range(name, getattr(self, name), 0, 10**6)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -429,9 +405,22 @@ def _field_docs(owner: type) -> dict[str, str]:
     return docs
 
 
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+def _check(settings: Any) -> None:
+    """Raise ConfigError for a setting of the wrong type, out of its range or none of its choices."""
+    for field in dataclasses.fields(settings):
+        name, value = field.name, getattr(settings, field.name)
+        if value is None and field.default is None:
+            continue
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ConfigError(f"{name} must be one of {', '.join(_CHOICES[name])}; got {value!r}")
+        if isinstance(field.default, bool) and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true or false, got {value!r}")
+        if field.default == () and (isinstance(value, str) or not all(isinstance(x, str) and x for x in value)):
+            raise ConfigError(f"{name} must be a list of names, got {value!r}")
+        if name in _TEXTS:
+            _check_text(name, value)
+        if name in _RANGES:
+            _check_range(name, value, "int" in field.type)
 
 
 def _known_or_class(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -439,16 +428,17 @@ def _known_or_class(name: str, value: Any, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} must be {', '.join(known)} or module:Class; got {value!r}")
 
 
-def _text(name: str, value: Any, *, optional: bool) -> None:
-    if not isinstance(value, (str, os.PathLike)) and not (value is None and optional):
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(f"{name} must be text, got {value!r}")
     if re.search("[\0\ud800-\udfff]", str(value)):  # open() would say so, but not of what
         raise ConfigError(f"{name} must be UTF-8 text without NUL, got {str(value)!a}; rename what it names")
 
 
-def _true_or_false(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be true or false, got {value!r}")
+def _check_range(name: str, value: Any, whole: bool) -> None:
+    low, high = _RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a{' whole' if whole else ''} number from {low} to {high}, got {value!r}")
 
 
 def _policy(scheduler: SchedulerConfig) -> None:
@@ -470,21 +460,3 @@ def _policy(scheduler: SchedulerConfig) -> None:
             f"service classes reserve {tokens} tokens per step of max_num_batched_tokens"
             f" {scheduler.max_num_batched_tokens}; reserve less"
         )
-
-
-_MAY_BE_NONE = {"threads", "max_model_len", "seed", "kv_cache_memory_bytes", "num_kv_blocks", "swap_space_bytes"}
-_MAY_BE_NONE |= {"max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout"}
-_MAY_BE_NONE |= {"governor_ttft_ms", "governor_tpot_ms", "num_lookahead_steps"}
-
-
-def _range(name: str, value: Any, low: float, high: float) -> None:
-    if value is None and name in _MAY_BE_NONE:
-        return
-    whole = name not in (
-        "admission_watermark",
-        "gpu_memory_utilization",
-        "status_interval",
-        "ageing_seconds",
-    ) and not name.endswith(("_timeout", "_ms"))
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
-        raise ConfigError(f"{name} must be a{' whole' if whole else ''} number from {low} to {high}, got {value!r}")
