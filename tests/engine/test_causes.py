@@ -242,7 +242,7 @@ def test_a_step_without_decodes_stretches_all_who_decode(prefill_mode: str) -> N
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_whoever_gives_way_is_told_to_whom(mode: str, depth: int) -> None:
     line = Timeline(num_blocks=7, preemption_mode=mode, num_lookahead_steps=depth)
-    line.engine.scheduler.max_preemptions = 2
+    line.engine.scheduler.batch.max_preemptions = 2
     line.add("a", 8, 10)
     line.add("b", 8, 10)
     charged = line.run()
@@ -266,7 +266,7 @@ def test_only_the_last_three_it_gave_way_to_are_named() -> None:
 
 def test_the_last_eight_times_it_was_away_are_kept() -> None:
     line = Timeline(scheduling_policy="priority", max_num_seqs=1)
-    line.engine.scheduler.max_preemptions = 20
+    line.engine.scheduler.batch.max_preemptions = 20
     line.add("last", 4, 40)
     away = []
     for number in range(11):

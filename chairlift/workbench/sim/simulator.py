@@ -216,7 +216,9 @@ class Simulation:
         scheduler, bounds = self.engine.scheduler, self.world.bounds
         scheduler.waiting.look_ahead = bounds["look_ahead"]
         scheduler.waiting.max_times_passed = bounds["max_times_passed"]
-        scheduler.max_preemptions = min(scheduler.max_preemptions, bounds["max_preemptions"])  # 0: nobody is preempted
+        scheduler.batch.max_preemptions = min(
+            scheduler.batch.max_preemptions, bounds["max_preemptions"]
+        )  # 0: nobody is preempted
 
     def _watch_joins(self, kv: _FaultyCache) -> None:
         """After each step is scheduled, check the bounds of the prompt share."""
