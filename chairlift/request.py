@@ -191,8 +191,8 @@ class Request:
         self.limit = self.max_total_tokens - 1
         """KV positions after which this row stops computing (the last token sampled is never an input)."""
         self.num_sample_positions = 1
-        """The chunk that reaches its newest known token samples at this many of its last positions. The tokens of all
-        but the last are checked by whoever asked for them, and dropped."""
+        """How many of its last positions the chunk that reaches the newest known token samples; fewer where it is
+        shorter. The request takes the token of the last one; the others are dropped."""
         self._begin_books()
 
     def _begin_books(self) -> None:

@@ -14,8 +14,8 @@ __all__ = ["Masks", "PromptLogprobs", "SampledTokens", "StepBatch", "mask_bits"]
 _Int32 = npt.NDArray[np.int32]
 
 Masks = Mapping[int, npt.NDArray[np.uint32]]
-"""Index of a sample position -> token ids allowed there, uint32 [ceil(V / 32)]: bit i % 32 of word i // 32 is set where
-id i is allowed. Sample positions without an entry allow every id."""
+"""Index of a sample position -> token ids allowed there, contiguous uint32 [ceil(V / 32)]: bit i % 32 of word i // 32
+is set where id i is allowed. Sample positions without an entry allow every id."""
 
 
 def mask_bits(token_ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.uint32]:

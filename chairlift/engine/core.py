@@ -206,7 +206,8 @@ class EngineCore(EngineClient):
         self.events = Events("added", "scheduled", "landed", "ended")
         self.events.subscribe("the step log", self.step_log)
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
-        """Gives the masks of a step, while it is computed; None where no request has any."""
+        """Gives the masks of a step, while it is computed; None where no request has any. The tokens of the steps in
+        flight are not known then."""
         self.config = config
         self.executor = executor
         self.weight_version = 0
