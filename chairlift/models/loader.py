@@ -21,11 +21,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
+from chairlift.gguf.reader import GGUFModel, find_gguf
 from chairlift.kernels.cpu.library import Memory, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedWeight, by_slices, copy_rows, packed_bytes
 from chairlift.kernels.fp8 import Fp8Weight
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.gguf_tensors import gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_config, read_json
 from chairlift.models.layers.embedding import Embedding
 from chairlift.models.layers.linear import Linear, WeightLayout
@@ -58,12 +60,15 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """Return the directory of a model: a local one as it is, else the Hub snapshot of that id, downloaded if needed.
+    """Return the directory of a model, or its GGUF file: a local one as it is, else the Hub snapshot of that id,
+    downloaded if needed.
 
     Only safetensors, JSON and tokenizer files are fetched. Raises :class:`~chairlift.errors.ModelLoadError` when
     ``name_or_path`` is neither a directory nor a model the Hub (or its local cache) can give.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if name and path.exists() and (model := find_gguf(path)) is not None:
+        return model
     if name and path.is_dir():
         return path
     if path.exists() or not _HUB_ID.fullmatch(name):
@@ -120,7 +125,7 @@ def load_model(
     with torch.device("meta"):
         model = model_class(config.model_type)(config)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, stack)
+        tensors = _open_tensors(model_dir, config, stack)
         parts = _checked_parts(tensors, model, model_dir)
         _fill(model, parts, tensors, torch_dtype, device, progress, layout)
     return model.eval().requires_grad_(False)
@@ -132,7 +137,7 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
     with torch.device("meta"):
         model = model_class(config.model_type)(config)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, stack)
+        tensors = _open_tensors(model_dir, config, stack)
         _check_finite(tensors, _checked_parts(tensors, model, model_dir), dtype, model_dir, None, mapped=True)
 
 
@@ -164,9 +169,10 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
                 given = type(source).__name__
                 raise ModelLoadError(f"weights come from a directory or a mapping of tensors, got {given}") from None
             try:
-                if not where.is_dir():
+                where = find_gguf(where) or where
+                if not where.is_dir() and where.suffix != ".gguf":
                     raise ModelLoadError(f"{str(source)!r} is not a directory; give one that holds *.safetensors")
-                tensors = _open_tensors(where, stack)
+                tensors = _open_tensors(where, model.config, stack)
             except OSError as error:
                 message = f"cannot read {str(source)!r} ({error.strerror}); give a directory that this process may read"
                 raise ModelLoadError(message) from None
@@ -366,8 +372,10 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor:
     return tensor
 
 
-def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+def _open_tensors(model_dir: Path, config: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it."""
+    if model_dir.suffix == ".gguf":
+        return dict(gguf_tensors(GGUFModel(model_dir), config))
     index_path = model_dir / _INDEX_NAME
     if index_path.is_file() and (index := _read_index(index_path)):
         opened = {file: _open_file(model_dir / file, stack) for file in sorted(set(index.values()))}
