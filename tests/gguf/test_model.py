@@ -121,5 +121,7 @@ def test_a_real_model_answers_as_transformers_does() -> None:
     for chat, output in zip(chats, outputs, strict=True):
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         assert output.prompt_token_ids == prompt
-        ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
+        given = torch.tensor([prompt])
+        whole = torch.ones_like(given)  # else tokens that are also used to pad would not be seen
+        ids = theirs.generate(given, attention_mask=whole, max_new_tokens=32, do_sample=False, eos_token_id=None)
         assert output.outputs[0].token_ids == ids[0, len(prompt) :].tolist()
