@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import ModelLoadError
+from chairlift.gguf.reader import GGUFModel, is_gguf
 from chairlift.models.family import MAX_CONTEXT, Family, Fields
 from chairlift.models.registry import FAMILIES
 
@@ -123,6 +124,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
+    """What each frequency is divided by, [head_dim / 2], where a file says it outright; empty elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,10 +199,14 @@ class ModelConfig:
 
 
 def read_config(model_dir: Path) -> ModelConfig:
-    """Read ``config.json`` and, where present, ``generation_config.json`` from a model directory.
+    """Read ``config.json`` and, where present, ``generation_config.json`` from a model directory; or a GGUF file.
 
     Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing, damaged or asks for the unsupported.
     """
+    if is_gguf(model_dir):
+        from chairlift.models.gguf_config import gguf_config  # which reads by means of this module
+
+        return gguf_config(GGUFModel(model_dir))
     path = model_dir / "config.json"
     if not path.is_file():
         raise ModelLoadError(

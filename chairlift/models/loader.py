@@ -22,10 +22,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from chairlift.errors import EngineDeadError, ModelLoadError
+from chairlift.gguf.reader import GGUFModel, find_gguf, is_gguf
 from chairlift.kernels.cpu.packing import by_slices
 from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.gguf_tensors import GGUFTensor, gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_config, read_json
 from chairlift.models.layers.linear import Matrix
 from chairlift.models.registry import FAMILIES
@@ -57,12 +59,15 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """Return the directory of a model: a local one as it is, else the Hub snapshot of that id, downloaded if needed.
+    """Return the directory of a model, or its GGUF file: a local one as it is, else the Hub snapshot of that id,
+    downloaded if needed.
 
     Only safetensors, JSON and tokenizer files are fetched. Raises :class:`~chairlift.errors.ModelLoadError` when
     ``name_or_path`` is neither a directory nor a model the Hub (or its local cache) can give.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if name and path.exists() and (model := find_gguf(path)) is not None:
+        return model
     if name and path.is_dir():
         return path
     if path.exists() or not _HUB_ID.fullmatch(name):
@@ -116,11 +121,11 @@ def load_model(
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, stack)
+        tensors = _open_tensors(model_dir, config, stack)
         parts = _checked_parts(tensors, model, model_dir)
         model.lay_out(weight_format, torch_dtype, device)
         report = progress or _tell_nobody
-        _write(model, parts, tensors, lambda share: report("loading weights", share), mapped=True)
+        _write(model, parts, tensors, lambda share: report("loading weights", share), mapped=not is_gguf(model_dir))
     return model.eval().requires_grad_(False)
 
 
@@ -130,8 +135,9 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, stack)
-        _check_finite(tensors, _checked_parts(tensors, model, model_dir), dtype, model_dir, _tell_nobody, mapped=True)
+        tensors = _open_tensors(model_dir, config, stack)
+        parts, mapped = _checked_parts(tensors, model, model_dir), not is_gguf(model_dir)
+        _check_finite(tensors, parts, dtype, model_dir, _tell_nobody, mapped=mapped)
 
 
 def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], progress: Progress | None = None) -> None:
@@ -162,14 +168,15 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
                 given = type(source).__name__
                 raise ModelLoadError(f"weights come from a directory or a mapping of tensors, got {given}") from None
             try:
-                if not where.is_dir():
+                where = find_gguf(where) or where
+                if not where.is_dir() and not is_gguf(where):
                     raise ModelLoadError(f"{str(source)!r} is not a directory; give one that holds *.safetensors")
-                tensors = _open_tensors(where, stack)
+                tensors = _open_tensors(where, model.config, stack)
             except OSError as error:
                 message = f"cannot read {str(source)!r} ({error.strerror}); give a directory that this process may read"
                 raise ModelLoadError(message) from None
         parts = _checked_parts(tensors, blank, where)
-        mapped = not isinstance(source, Mapping)
+        mapped = not isinstance(source, Mapping) and not is_gguf(where)
         report = progress or _tell_nobody
         _check_finite(tensors, parts, model.model.norm.weight.dtype, where, report, mapped=mapped)
         try:
@@ -247,7 +254,8 @@ def _write(
 
 
 def _pieces(tensors: Mapping[str, Any], group: list[CheckpointPart]) -> Iterator[tuple[CheckpointPart, int, Tensor]]:
-    """Rows of parameters, and where each of these pieces begins: a slow disk reads a large one for minutes."""
+    """Rows of parameters, and where each of these pieces begins: a slow disk reads a large one for minutes. Those of a
+    GGUF file are dequantised as they are asked for."""
     for part in group:
         given = _read(tensors, part)
         count = max(_PIECE_BYTES // max(given[:1].nbytes, 1), 1)
@@ -274,9 +282,11 @@ class _InMemory:
         return _STORED_AS.get(self._tensor.dtype, str(self._tensor.dtype))
 
 
-def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor:
+def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | GGUFTensor:
     """A view of the tensor in its mapped file."""
     try:
+        if isinstance(tensors[part.name], GGUFTensor):
+            return tensors[part.name]  # type: ignore[no-any-return]
         tensor: Tensor = tensors[part.name].get_tensor(part.name)
         tensor = tensor.t() if part.transposed else tensor
     except (SafetensorError, OSError, RuntimeError) as error:
@@ -284,8 +294,10 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor:
     return tensor
 
 
-def _open_tensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+def _open_tensors(model_dir: Path, config: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it."""
+    if is_gguf(model_dir):
+        return dict(gguf_tensors(GGUFModel(model_dir), config))
     index_path = model_dir / _INDEX_NAME
     if index_path.is_file() and (index := _read_index(index_path)):
         opened = {file: _open_file(model_dir / file, stack) for file in sorted(set(index.values()))}

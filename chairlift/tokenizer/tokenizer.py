@@ -14,6 +14,8 @@ from typing import Any, Final
 import tokenizers
 
 from chairlift.errors import ModelLoadError, RequestError
+from chairlift.gguf.reader import GGUFModel, find_gguf
+from chairlift.tokenizer.gguf_tokenizer import gguf_tokenizer
 from chairlift.tokenizer.growth import check_growth, doubt_about, read_parts
 
 __all__ = ["ByteDecoding", "Tokenizer", "byte_level_alphabet"]
@@ -152,22 +154,14 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path, *, probe: bool = True) -> Tokenizer:
-        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` from a model directory.
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` from a model directory, or all
+        three from a GGUF file.
 
         Only ``tokenizer.json`` must be there. Raises :class:`~chairlift.errors.ModelLoadError`. With ``probe``, one of
         which nobody can tell how long it takes is tried in a process with limits first.
         """
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ModelLoadError(
-                f"{folder} has no tokenizer.json; save one with transformers "
-                "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)) or send token ids with skip_tokenizer_init"
-            )
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            raise ModelLoadError(f"{file} cannot be read ({error}); download or save the tokenizer again") from None
+        file, data, config = _contents(folder)
         # The library normalizes added tokens while it reads, so what must not run is refused before.
         parts = read_parts(data)
         check_growth(parts)
@@ -184,7 +178,6 @@ class Tokenizer:
         except BaseException as error:  # a panic in the native library is no Exception
             reason = " ".join(str(error).split())[:200]
             raise ModelLoadError(f"{file} cannot be read ({reason}); download or save the tokenizer again") from None
-        config = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
         named = _named_tokens(config)
         _add_tokens(backend, config, list(named.values()))
         backend.encode_special_tokens = config.get("split_special_tokens") is True
@@ -361,6 +354,24 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file} must hold a JSON object, got {type(value).__name__}; save the tokenizer again")
     return value
+
+
+def _contents(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
+    """The file that a tokenizer is read from, the content of ``tokenizer.json``, and what is said beside it."""
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise ModelLoadError(f"{file} cannot be read ({error}); download or save the tokenizer again") from None
+        beside = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
+        return file, data, beside
+    if (model := find_gguf(folder)) is not None:
+        return model, *gguf_tokenizer(GGUFModel(model))
+    raise ModelLoadError(
+        f"{folder} has no tokenizer.json; save one with transformers "
+        "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)) or send token ids with skip_tokenizer_init"
+    )
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -47,6 +47,8 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig, max_position_embeddings
             rope = dataclasses.replace(rope, theta=rope.theta * stretch ** (head_dim / (head_dim - 2)))
         periods = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
         plain = 1.0 / periods
+        if rope.divisors:
+            return plain / torch.tensor(rope.divisors, dtype=torch.float32), 1.0
         if rope.rope_type == "linear":
             return plain / rope.factor, 1.0
         if rope.rope_type == "llama3":

@@ -1,0 +1,260 @@
+"""Read the header of a GGUF file (llama.cpp's format, versions 2 and 3), and map its tensors.
+
+A GGUF file is data from a stranger. Every length and count is compared with the bytes that are left in the file before
+anything is allocated for it, so the header costs at most a small multiple of its own size, and a tensor never reaches
+beyond the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.errors import ModelLoadError
+from chairlift.gguf.blocks import BLOCK_TYPES, BlockType
+
+__all__ = ["GGUFFile", "GGUFModel", "TensorInfo", "find_gguf", "is_gguf"]
+
+_MAGIC: Final = b"GGUF"
+_MOST_HEADER: Final = 1 << 28
+"""Bytes of metadata and tensor descriptions. A vocabulary of 262,144 tokens takes 10 MB."""
+_MOST_KEYS: Final = 1 << 16
+_MOST_ITEMS: Final = 1 << 24
+"""Of one array."""
+_MOST_NAME: Final = 256
+_MOST_SIDE: Final = 1 << 32
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_NUMBERS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_SPLIT_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies in its file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Outermost first, as in torch; the file has it the other way round."""
+    type: BlockType
+    start: int
+    """Byte of the file at which it begins."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, which is always whole blocks."""
+        return self.shape[-1] // self.type.weights * self.type.bytes
+
+    @property
+    def rows(self) -> int:
+        """The product of all dimensions but the last."""
+        total = 1
+        for side in self.shape[:-1]:
+            total *= side
+        return total
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+class GGUFFile:
+    """One mapped file: ``metadata`` by key, ``tensors`` by name.
+
+    Arrays of numbers are numpy arrays, arrays of strings are lists. Text that is not UTF-8 has U+FFFD in its place.
+    Raises :class:`~chairlift.errors.ModelLoadError` that says what is wrong with the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # an empty file cannot be mapped
+            raise ModelLoadError(f"cannot read {path}: {error}") from None
+        self.data: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self._at = 0
+        self._end = min(len(self.data), _MOST_HEADER)
+        if self._take(4) != _MAGIC:
+            self.fail("it does not begin with 'GGUF', so it is not a GGUF file")
+        (version,) = struct.unpack("<I", self._take(4))
+        if version not in (2, 3):
+            big_endian = " (or it is big-endian)" if version & 0xFFFF == 0 else ""
+            self.fail(f"its version is {version}{big_endian}; versions 2 and 3, little-endian, are read", "convert")
+        num_tensors, num_keys = struct.unpack("<QQ", self._take(16))
+        self._room_for(num_keys, 13, _MOST_KEYS, "metadata keys")
+        self._room_for(num_tensors, 24, _MOST_KEYS, "tensors")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._string(_MOST_NAME)
+            (kind,) = struct.unpack("<I", self._take(4))
+            if key in self.metadata:
+                self.fail(f"metadata key {key!r} is there twice")
+            self.metadata[key] = self._value(kind, key)
+        self.tensors = {info.name: info for info in self._tensor_infos(num_tensors)}
+
+    def fail(self, problem: str, remedy: str = "download") -> NoReturn:
+        """Raise ModelLoadError for this file."""
+        raise ModelLoadError(f"{self.path}: {problem}; {remedy} the file again")
+
+    def release(self, info: TensorInfo, first_row: int, rows: int) -> None:
+        """Let go of the pages of some rows; they come back from the file when they are read again."""
+        begin = info.start + first_row * info.row_bytes
+        low = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (begin + rows * info.row_bytes - low) // mmap.PAGESIZE * mmap.PAGESIZE
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, low, length)
+
+    def _take(self, count: int) -> bytes:
+        if count > self._end - self._at:
+            self.fail("its header ends too early, or is too long")
+        taken = self._map[self._at : self._at + count]
+        self._at += count
+        return taken
+
+    def _room_for(self, count: int, least_bytes: int, most: int, what: str) -> None:
+        """Refuse a count of things, of at least so many bytes each, that the rest of the header cannot hold."""
+        if count > most or count * least_bytes > self._end - self._at:
+            self.fail(f"it claims to have {count} {what}, more than fit into it")
+
+    def _string(self, most: int = _MOST_HEADER) -> str:
+        (length,) = struct.unpack("<Q", self._take(8))
+        if length > most:
+            self.fail(f"a text in its header is said to be {length} bytes long")
+        return self._take(length).decode("utf-8", "replace")
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _NUMBERS:
+            return struct.unpack(_NUMBERS[kind], self._take(struct.calcsize(_NUMBERS[kind])))[0]
+        if kind != _ARRAY:
+            self.fail(f"metadata key {key!r} is of unknown type {kind}")
+        of, count = struct.unpack("<IQ", self._take(12))
+        if of == _STRING:
+            self._room_for(count, 8, _MOST_ITEMS, f"texts in {key!r}")
+            return [self._string() for _ in range(count)]
+        if of not in _NUMBERS:
+            self.fail(f"the array {key!r} has items of type {of}, which is not read")
+        kind_of = np.dtype(np.uint8 if of == _BOOL else _NUMBERS[of])
+        self._room_for(count, kind_of.itemsize, _MOST_ITEMS, f"numbers in {key!r}")
+        return np.frombuffer(self._take(count * kind_of.itemsize), dtype=kind_of)
+
+    def _tensor_infos(self, count: int) -> list[TensorInfo]:
+        found: list[tuple[str, tuple[int, ...], BlockType, int]] = []
+        for _ in range(count):
+            name = self._string(_MOST_NAME)
+            (dims,) = struct.unpack("<I", self._take(4))
+            if not 1 <= dims <= 4:
+                self.fail(f"tensor {name!r} has {dims} dimensions; 1 to 4 are allowed")
+            shape = struct.unpack(f"<{dims}Q", self._take(8 * dims))[::-1]
+            number, offset = struct.unpack("<IQ", self._take(12))
+            if number not in BLOCK_TYPES:
+                known = ", ".join(kind.name for kind in BLOCK_TYPES.values())
+                self.fail(f"tensor {name!r} is of type {number}, which is not read; known are {known}", "convert")
+            kind = BLOCK_TYPES[number]
+            if not all(1 <= side < _MOST_SIDE for side in shape) or shape[-1] % kind.weights:
+                self.fail(f"tensor {name!r} has shape {list(shape)}, which {kind.name} cannot have")
+            found.append((name, shape, kind, offset))
+        if len({name for name, *_ in found}) < len(found):
+            self.fail("it has two tensors of one name")
+        return self._placed(found)
+
+    def _placed(self, found: list[tuple[str, tuple[int, ...], BlockType, int]]) -> list[TensorInfo]:
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment % 8:
+            self.fail(f"its alignment is {alignment!r}; a multiple of 8 is allowed")
+        begin = -(-self._at // alignment) * alignment
+        infos, last = [], begin
+        for name, shape, kind, offset in sorted(found, key=lambda entry: entry[3]):
+            info = TensorInfo(name, shape, kind, begin + offset)
+            if offset % alignment or info.start < last or info.start + info.nbytes > len(self.data):
+                self.fail(f"tensor {name!r} lies outside of the file, or over another one")
+            last = info.start + info.nbytes
+            infos.append(info)
+        return infos
+
+
+class GGUFModel:
+    """A model's GGUF files, which are one, or several that were split: ``name-00001-of-00003.gguf`` and so on.
+
+    ``metadata`` is the first file's. Raises :class:`~chairlift.errors.ModelLoadError`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = [GGUFFile(part) for part in _parts(path)]
+        self.metadata: Mapping[str, Any] = self.files[0].metadata
+        self._file_of: dict[str, GGUFFile] = {}
+        for file in self.files:
+            for name in file.tensors:
+                if name in self._file_of:
+                    file.fail(f"tensor {name!r} is in {self._file_of[name].path.name} already")
+                self._file_of[name] = file
+        wanted = self.metadata.get("split.tensors.count", len(self._file_of))
+        if len(self._file_of) != wanted:
+            self.files[0].fail(f"the model was split with {wanted} tensors, but its files have {len(self._file_of)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, type and place of a tensor."""
+        return self._file_of[name].tensors[name]
+
+    def read(self, name: str, first: int, last: int, order: npt.NDArray[np.intp] | None = None) -> npt.NDArray[Any]:
+        """Rows ``first`` to ``last`` (excluded) as float32 [rows, columns]; those of ``order`` at these places where
+        the rows of the file are in another order. The pages that were read are let go of."""
+        file, info = self._file_of[name], self.info(name)
+        raw = file.data[info.start : info.start + info.nbytes].reshape(info.rows, info.row_bytes)
+        if order is None:
+            out = info.type.dequantize(raw[first:last])
+            file.release(info, first, last - first)
+            return out
+        return info.type.dequantize(raw[order[first:last]])
+
+
+def _parts(path: Path) -> list[Path]:
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match[1], int(match[3])
+    parts = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing or not parts:
+        raise ModelLoadError(
+            f"{path} is one of {count} parts, and {missing[:1]} is not beside it; download all of them"
+        )
+    return parts
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a model's path is that of a GGUF file, and not of a directory."""
+    return path.suffix == ".gguf" and not path.is_dir()
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF model that ``path`` names: a file, or the only one in a directory; None where there is none.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` for a directory with several: which one is meant must be said.
+    """
+    if path.is_file():
+        return path if is_gguf(path) else None
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    found = sorted(file for file in path.glob("*.gguf") if file.is_file() and not file.name.startswith("mmproj"))
+    whole = [file for file in found if not (match := _SPLIT_NAME.fullmatch(file.name)) or int(match[2]) == 1]
+    if len(whole) > 1:
+        names = ", ".join(file.name for file in whole[:8])
+        raise ModelLoadError(f"{path} has {len(whole)} GGUF models ({names}); give the path of one of these files")
+    return next(iter(whole or found), None)

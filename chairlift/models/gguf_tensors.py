@@ -1,0 +1,107 @@
+"""The tensors of a GGUF file under Hugging Face's names, dequantised as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.errors import ModelLoadError
+from chairlift.gguf.reader import GGUFModel
+from chairlift.models.gguf_config import FREQUENCY_DIVISORS
+from chairlift.models.hf_config import ModelConfig
+
+__all__ = ["GGUFTensor", "gguf_tensors"]
+
+_LAYER_NAMES: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OUTER_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+class GGUFTensor:
+    """One tensor, read as one in a safetensors file is: float32, piece by piece.
+
+    ``get_slice(name)[first:last]`` has rows ``first`` to ``last``, dequantised.
+    """
+
+    def __init__(self, model: GGUFModel, name: str, order: npt.NDArray[np.intp] | None) -> None:
+        self._model, self._name, self._order = model, name, order
+
+    def get_shape(self) -> list[int]:
+        """Outermost first."""
+        return list(self._model.info(self._name).shape)
+
+    def get_dtype(self) -> str:
+        """What it is once it is read."""
+        return "F32"
+
+    def get_slice(self, name: str) -> GGUFTensor:
+        """Itself: one of these is made for each tensor."""
+        return self
+
+    def get_tensor(self, name: str) -> Tensor:
+        """All of it, float32."""
+        return self[:]
+
+    def __len__(self) -> int:
+        return self.get_shape()[0]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        shape = self.get_shape()
+        if len(shape) == 1:  # one row in the file, and as many here as it has numbers
+            return self._read(0, 1)[0][self._order if self._order is not None else slice(None)][rows]
+        first, last, _ = rows.indices(shape[0])
+        return self._read(first, last, self._order)
+
+    def _read(self, first: int, last: int, order: npt.NDArray[np.intp] | None = None) -> Tensor:
+        return torch.from_numpy(self._model.read(self._name, first, last, order))
+
+
+def gguf_tensors(model: GGUFModel, config: ModelConfig) -> dict[str, GGUFTensor]:
+    """The tensors by the names of Hugging Face. Raises ModelLoadError for a name that nobody knows.
+
+    llama.cpp stores the q and k rows of ``llama`` models so that the two numbers which are rotated together are
+    neighbours; they get the order back that they had.
+    """
+    llama = model.metadata["general.architecture"] == "llama"
+    orders: dict[str, Callable[[], npt.NDArray[np.intp]]] = {}
+    if llama:
+        orders["attn_q"] = lambda: _half_by_half(config.num_attention_heads, config.head_dim)
+        orders["attn_k"] = lambda: _half_by_half(config.num_key_value_heads, config.head_dim)
+    found = {}
+    for name in model:
+        if name == FREQUENCY_DIVISORS:
+            continue
+        order = orders.get(name.split(".")[2]) if name.startswith("blk.") and name.count(".") == 3 else None
+        found[_hf_name(name, model)] = GGUFTensor(model, name, None if order is None else order())
+    return found
+
+
+def _half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.intp]:
+    """Where each row is in the file: pairs of neighbours there, first and second half of a head here."""
+    pairs = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
+
+
+def _hf_name(name: str, model: GGUFModel) -> str:
+    parts = name.split(".")
+    if len(parts) == 2 and parts[0] in _OUTER_NAMES:
+        return f"{_OUTER_NAMES[parts[0]]}.{parts[1]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    raise ModelLoadError(f"{model.path}: tensor {name!r} is not one of {model.metadata['general.architecture']!r}")

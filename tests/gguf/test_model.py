@@ -1,0 +1,128 @@
+"""A model in a GGUF file is the model that it was made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift import LLM, SamplingParams
+from chairlift.errors import ModelLoadError
+from chairlift.kernels.weights import PLAIN
+from chairlift.models.hf_config import read_config
+from chairlift.models.loader import load_model, resolve_model_dir
+from tests.gguf.make import real_gguf, to_gguf
+from tests.models.tiny import FAMILIES, tiny_hf_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def parameters(model_dir: Path) -> dict[str, torch.Tensor]:
+    config = read_config(model_dir)
+    return dict(load_model(model_dir, config, "float32", weight_format=PLAIN).named_parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_weights_equal_those_of_the_directory(tmp_path: Path, family: str) -> None:
+    model_dir = tiny_hf_model(tmp_path, family)
+    path = to_gguf(model_dir, tmp_path / "model.gguf")
+    ours, theirs = parameters(path), parameters(model_dir)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    found, wanted = read_config(path), read_config(model_dir)
+    assert found.layer_windows == wanted.layer_windows and found.eos_token_ids == wanted.eos_token_ids
+    assert (found.dtype, found.head_dim, found.rope.theta) == ("float32", wanted.head_dim, wanted.rope.theta)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_answers_equal_those_of_the_dequantised_weights(tmp_path: Path, kind: str, kernels: str) -> None:
+    """The plainest path: the same weights, dequantised by the public package into a directory."""
+    import gguf
+    from safetensors.numpy import load_file, save_file
+
+    model_dir = tiny_hf_model(tmp_path, "llama", tie_word_embeddings=True)
+    path = to_gguf(model_dir, tmp_path / "model.gguf", kind)
+    tensors = load_file(model_dir / "model.safetensors")
+    number = gguf.GGMLQuantizationType[kind]
+    for name, values in tensors.items():
+        if values.ndim > 1:
+            tensors[name] = gguf.quants.dequantize(gguf.quants.quantize(values, number), number)
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    prompts = [[5, 9, 100, 3], list(range(2, 40))]
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "kernels": kernels,
+        "num_kv_blocks": 64,
+    }
+    answers = []
+    for model in (path, model_dir):
+        outputs = LLM(str(model), **settings).generate(prompts, GREEDY)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+
+
+def test_frequency_divisors_of_llama_3(tmp_path: Path) -> None:
+    """llama.cpp stores the result of Llama 3.1's scaling, not its settings."""
+    from chairlift.models.layers.rotary import inverse_frequencies
+
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    model_dir = tiny_hf_model(tmp_path, "llama", rope_parameters=scaling)
+    wanted, _ = inverse_frequencies(16, read_config(model_dir).rope, 512)
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2).float() / 16)
+    path = to_gguf(model_dir, tmp_path / "model.gguf", divisors=(plain / wanted).numpy())
+    found, _ = inverse_frequencies(16, read_config(path).rope, 512)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert not torch.equal(found, plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported: llama, qwen2, qwen3"),
+        ({"llama.expert_count": 8}, "llama.expert_count says that the model has experts"),
+        ({"llama.rope.dimension_count": 8}, "is 8 of 16 dimensions"),
+        ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported"),
+        ({"llama.attention.value_length": 8, "llama.attention.key_length": 16}, "differs from key_length 16"),
+        ({"llama.attention.head_count": [4, 4, 2]}, "differs between layers"),
+        ({"llama.block_count": "three"}, "llama.block_count must be a number, got 'three'"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama")
+    path = to_gguf(model_dir, tmp_path / "model.gguf", **changes)
+    with pytest.raises(ModelLoadError, match=message):
+        read_config(resolve_model_dir(path))
+
+
+@pytest.mark.nightly
+def test_a_real_model_answers_as_transformers_does() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = real_gguf()
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    questions = ("What is the capital of France?", "Write a haiku about snow.", "Why is the sky blue?", "2 + 2 =")
+    questions += ("Name three rivers.", "Translate 'good morning' to Spanish.", "What is a GPU?", "Tell me a joke.")
+    questions += ("Who wrote Hamlet?", "Define entropy.", "List the planets.", "How do I boil an egg?")
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    llm = LLM(str(path), dtype="float32", max_model_len=256)
+    outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True))
+    for chat, output in zip(chats, outputs, strict=True):
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        assert output.prompt_token_ids == prompt
+        given = torch.tensor([prompt])
+        whole = torch.ones_like(given)  # else tokens that are also used to pad would not be seen
+        ids = theirs.generate(given, attention_mask=whole, max_new_tokens=32, do_sample=False, eos_token_id=None)
+        assert output.outputs[0].token_ids == ids[0, len(prompt) :].tolist()
