@@ -153,6 +153,17 @@ class EngineClient(Protocol):
         ...
 
 
+def _kv_cache(executor: Executor, config: SchedulerConfig, cache: CacheConfig, secret: bytes) -> KVCacheManager:
+    return KVCacheManager(
+        executor.cache_groups,
+        executor.block_size,
+        max_step_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        prefix_offload=cache.prefix_offload,
+        secret=secret,
+    )
+
+
 class EngineCore(EngineClient):
     """Requests in, tokens out, one step at a time. Not thread-safe: one thread owns it.
 
@@ -172,15 +183,7 @@ class EngineCore(EngineClient):
         kv: KVCacheManager | None = None,
     ) -> None:
         self.clock: Clock = clock or SystemClock()
-        cache = cache or CacheConfig()
-        self.kv = kv or KVCacheManager(
-            executor.cache_groups,
-            executor.block_size,
-            max_step_tokens=config.max_num_batched_tokens,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            prefix_offload=cache.prefix_offload,
-            secret=cache_secret,
-        )
+        self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
         self.answer_lengths = AnswerLengths()
         self.scheduler = Scheduler(

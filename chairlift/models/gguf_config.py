@@ -36,7 +36,7 @@ def gguf_config(model: GGUFModel) -> ModelConfig:
     turned = metadata.number("rope.dimension_count", config.head_dim)
     if turned != config.head_dim:
         metadata.fail("rope.dimension_count", f"is {turned} of {config.head_dim} dimensions, which is not supported")
-    if FREQUENCY_DIVISORS in model:
+    if FREQUENCY_DIVISORS in model and config.rope is not None:
         divisors = model.read(FREQUENCY_DIVISORS, 0, 1)[0]
         if len(divisors) != config.head_dim // 2 or not (np.isfinite(divisors) & (divisors > 0)).all():
             raise ModelLoadError(f"{model.path}: {FREQUENCY_DIVISORS} must be {config.head_dim // 2} positive numbers")

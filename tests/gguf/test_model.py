@@ -14,7 +14,7 @@ from chairlift.kernels.weights import PLAIN
 from chairlift.models.hf_config import read_config
 from chairlift.models.loader import load_model, resolve_model_dir
 from tests.gguf.make import real_gguf, to_gguf
-from tests.models.tiny import FAMILIES, tiny_hf_model
+from tests.models.tiny import tiny_hf_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -24,7 +24,7 @@ def parameters(model_dir: Path) -> dict[str, torch.Tensor]:
     return dict(load_model(model_dir, config, "float32", weight_format=PLAIN).named_parameters())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_float32_weights_equal_those_of_the_directory(tmp_path: Path, family: str) -> None:
     model_dir = tiny_hf_model(tmp_path, family)
     path = to_gguf(model_dir, tmp_path / "model.gguf")

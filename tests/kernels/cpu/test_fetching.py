@@ -85,14 +85,14 @@ static void fetch_kv(int rows, int window) {
   program.ops = ops, program.kv_layers = &layer;
   const StepPlan plan{spans.data(), int(spans.size()), 1, 16, THREADS, nullptr};
   std::vector<bf16> a(int64_t(tokens + MAX_ROW_BLOCK) * K), weight(PANELS * CL_PANEL * K);
-  static GemmScratch<bf16> scratch;
+  static GemmScratch<bf16, bf16> scratch;
   cl_pool pool(1, false);
   for (int thread = 0; thread < THREADS; thread++) {
     KVAhead<bf16> kv(program, batch, plan, thread);
     kv.look(0, 2);
     kv.begin(ops[0]);
     watching = true;
-    gemm(pool, 0, a.data(), K, tokens, Weight<bf16>{weight.data(), PANELS, K}, 2, scratch,
+    gemm(pool, 0, a.data(), K, tokens, Panels<bf16>{weight.data(), PANELS, K}, 2, scratch,
          Ignore{}, NOTHING, &kv);
     watching = false;
     pool.barrier(0);
@@ -121,15 +121,15 @@ static void first_items() {
         ops[1].n = panels * CL_PANEL, ops[1].k = K, ops[1].weight = memory.data();
         cl_program program{};
         program.ops = ops, program.num_ops = 2;
-        const Weight<bf16> weight = packed_weight<bf16>(memory.data(), ops[1].n, K);
-        const int chunk = chunk_of(ops[1], weight, m, threads);
-        const GemmItems<bf16> items(weight, chunk, m);
+        const Panels<bf16> weight = panels_of<bf16>(memory.data(), ops[1].n, K);
+        const int chunk = chunk_of<bf16>(ops[1], weight, m, threads);
+        const GemmItems<bf16, bf16> items(weight, chunk, m);
         for (int thread = 0; thread < threads; thread++) {
           const int64_t count = items.count();
           if (Turns::begin(count, thread, threads) == Turns::begin(count, thread + 1, threads)) continue;
           const int64_t first = Turns(pool, thread, count, Turns::CONTIGUOUS).take();
           looked++;
-          wrong += first_weights<bf16>(program, -1, 2, m, thread, threads).at !=
+          wrong += first_weights<bf16, bf16>(program, -1, 2, m, thread, threads).at !=
                    (const char*)weight.panel(first % items.chunks * chunk);
         }
       }
@@ -210,7 +210,7 @@ static void fetch_results(int rows) {
     batch.num_tokens = rows, batch.slot_mapping = slots.data();
     const StepPlan plan{};
     cl_pool pool(1, false);
-    static GemmScratch<bf16> scratch;
+    static GemmScratch<bf16, bf16> scratch;
     KVAhead<bf16> ahead(program, batch, plan, 0);
     begin = (const char*)out, outside = again = now = 0, latest.assign(size / 64, 0);
     watching = true;
@@ -237,7 +237,7 @@ int main(int argc, char** argv) {
   if (argc == 2) first_items();
   while (argc == 1 && scanf("%d %d %d %d", &m, &panels, &k, &unit) == 4) {
     cl_pool pool(1, false);
-    const int chunk = chunk_panels(Weight<bf16>{nullptr, panels, k}, unit, m, 1);
+    const int chunk = chunk_panels(Panels<bf16>{nullptr, panels, k}, unit, m, 1);
     const int64_t own = int64_t(panels) * k * 64, last = Blocking<bf16>::FLOAT32 ? 1 : (panels - 1) % chunk + 1;
     const bool streams = Blocking<bf16>::STREAMS && one_pass(m);
     // At most as much as the last item reads at a time, or as is fetched ahead.
@@ -247,8 +247,8 @@ int main(int argc, char** argv) {
     std::vector<bf16> a(int64_t(m + MAX_ROW_BLOCK) * k);
     memset((void*)weight, 0, size);
     begin = (const char*)weight, outside = again = now = 0, latest.assign(size / 64, 0);
-    static GemmScratch<bf16> scratch;
-    const Weight<bf16> packed{weight, panels, k};
+    static GemmScratch<bf16, bf16> scratch;
+    const Panels<bf16> packed{weight, panels, k};
     watching = true;
     gemm(pool, 0, a.data(), k, m, packed, chunk, scratch, Ignore{}, {begin + own, then}, no_kv);
     watching = false;
@@ -262,7 +262,7 @@ int main(int argc, char** argv) {
   // With one item for each of two threads, both get one: none takes the other's while it is busy with its own.
   struct Two {
     cl_pool pool{2, false};
-    GemmScratch<bf16> scratch[2];
+    GemmScratch<bf16, bf16> scratch[2];
     std::vector<bf16> a = std::vector<bf16>(160 * 64), weight = std::vector<bf16>(2 * CL_PANEL * 64);
     std::atomic<int> calls[2] = {};
   };
@@ -276,7 +276,7 @@ int main(int argc, char** argv) {
   };
   static Two two;
   two.pool.run([](void*, int thread) {
-    gemm(two.pool, thread, two.a.data(), 64, 80, Weight<bf16>{two.weight.data(), 2, 64}, 1, two.scratch[thread],
+    gemm(two.pool, thread, two.a.data(), 64, 80, Panels<bf16>{two.weight.data(), 2, 64}, 1, two.scratch[thread],
          Wait{{}, two.calls, thread}, NOTHING, no_kv);
   }, nullptr);
   printf("%d %d\n", two.calls[0].load(), two.calls[1].load());
