@@ -237,9 +237,9 @@ int main(int argc, char** argv) {
   if (argc == 2) first_items();
   while (argc == 1 && scanf("%d %d %d %d", &m, &panels, &k, &unit) == 4) {
     cl_pool pool(1, false);
-    const int chunk = chunk_panels(Panels<bf16>{nullptr, panels, k}, unit, m, 1);
-    const int64_t own = int64_t(panels) * k * 64, last = Blocking<bf16>::FLOAT32 ? 1 : (panels - 1) % chunk + 1;
-    const bool streams = Blocking<bf16>::STREAMS && one_pass(m);
+    const int chunk = chunk_panels<bf16>(Panels<bf16>{nullptr, panels, k}, unit, m, 1);
+    const int64_t own = int64_t(panels) * k * 64, last = Blocking<bf16, bf16>::FLOAT32 ? 1 : (panels - 1) % chunk + 1;
+    const bool streams = Blocking<bf16, bf16>::STREAMS && one_pass(m);
     // At most as much as the last item reads at a time, or as is fetched ahead.
     const int64_t then = streams ? int64_t(STREAM_AHEAD) : last * 256 * 64;
     size = own + then;
