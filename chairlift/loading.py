@@ -288,9 +288,10 @@ _PIECES_OF_WEIGHTS: Final = 256
 def _fingerprint(model_dir: str, *parts: str) -> str:
     """Changes when answers may: other weights, another precision, other kernels, another version."""
     digest = hashlib.sha256("\0".join((__version__, *parts)).encode())
-    for path in sorted(Path(model_dir).glob("*")) if model_dir else ():
+    files = [Path(model_dir)] if model_dir.endswith(".gguf") else Path(model_dir).glob("*") if model_dir else ()
+    for path in sorted(files):
         # A pipe or a device has no end, and a link may lead nowhere: what is no file says nothing.
-        if path.suffix in (".json", ".safetensors") and path.is_file():
+        if path.suffix in (".json", ".safetensors", ".gguf") and path.is_file():
             with path.open("rb") as file:  # reading all of the weights would take too long
                 size = file.seek(0, os.SEEK_END)
                 digest.update(f"{path.name}:{size}".encode())

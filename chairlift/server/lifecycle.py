@@ -236,13 +236,13 @@ def bind(config: ServerConfig, keys: Collection[str]) -> socket.socket:
 
 
 def served_names(config: ServerConfig, engine_config: EngineConfig) -> tuple[str, ...]:
-    """The names that clients may ask for: those of the settings, or the model's own (a directory's last part)."""
+    """The names that clients may ask for: those of the settings, or the model's own (the last part of its path)."""
     if config.served_model_name:
         return tuple(dict.fromkeys(config.served_model_name))
     model = str(engine_config.model.model)
     path = Path(model)
     name = os.fsencode(path.resolve().name).decode(errors="replace")  # a link may lead to what no answer can say
-    return (name or model,) if path.is_dir() else (model,)
+    return (name or model,) if path.exists() else (model,)
 
 
 def banner(state: ServerState, info: EngineInfo, url: str) -> str:
