@@ -86,7 +86,7 @@ def floor_of(model: Path, requests: Requests) -> tuple[float, dict[str, Any]]:
     """Seconds that the GPU's limits allow at best, and these limits."""
     import torch
 
-    from chairlift.models.hf_config import read_config
+    from chairlift.models.model_files import read_config
     from chairlift.workbench.bench.floor import GPU_BUDGETS, ModelCost, workload_floor
     from chairlift.workbench.bench.kernel_report import limits_record, limits_table
     from chairlift.workbench.bench.limits import GPU, measure_device

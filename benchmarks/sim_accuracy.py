@@ -32,7 +32,7 @@ import torch
 from chairlift import LLM, __version__
 from chairlift.engine.clock import SystemClock
 from chairlift.engine.input_processor import ModelLimits
-from chairlift.models.hf_config import read_config
+from chairlift.models.model_files import read_config
 from chairlift.replay.calibrate import StepTimes, calibrate, fit_steps
 from chairlift.replay.machines import Deployment, ModelShape
 from chairlift.replay.replay import ServedTrace, replay, serve_trace, simulated_core

@@ -114,8 +114,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     from chairlift.executor.kv_tensors import plan_kv_cache
     from chairlift.executor.local import LocalExecutor
     from chairlift.executor.select import choose_format, choose_kernels, make_runner
-    from chairlift.models.hf_config import read_config
     from chairlift.models.loader import load_model, resolve_dtype, resolve_model_dir
+    from chairlift.models.model_files import read_config
 
     name = config.model.model
     bundled = Path(__file__).parent / "assets"

@@ -1,15 +1,53 @@
-"""Print how many lines of Python each folder of the package has, and the largest files."""
+"""Print how many lines of Python each folder of the package has, the largest files, and circles of imports.
+
+A circle ends with exit code 1. Imports inside functions count, those for type checking do not.
+"""
 
 from __future__ import annotations
 
+import ast
+import graphlib
+import sys
 from collections import Counter
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "chairlift"
 
 
-def main() -> None:
-    """Write one line per folder, largest first, then the ten largest files and the total."""
+def circle() -> list[str]:
+    """Modules that import one another in a circle, the first of them again at the end; empty where there is none."""
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {}
+    for name, path in modules.items():
+        found = _imports(ast.parse(path.read_text(encoding="utf-8")), modules)
+        graph[name] = {other for other in found if other in modules and other != name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _imports(node: ast.AST, modules: Container[str]) -> Iterator[str]:
+    """Names of modules that the code below ``node`` imports, but for type checking."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom) and child.module:
+            for alias in child.names:
+                name = f"{child.module}.{alias.name}"
+                yield name if name in modules else child.module
+        yield from _imports(child, modules)
+
+
+def main() -> int:
+    """Write one line per folder, largest first, then the ten largest files, the total and a circle of imports."""
     files = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted(PACKAGE.rglob("*.py"))}
     folders: Counter[str] = Counter()
     for path, lines in files.items():
@@ -21,7 +59,10 @@ def main() -> None:
     for path, lines in Counter(files).most_common(10):
         print(f"{lines:7,}  {path.relative_to(PACKAGE)}")
     print(f"{sum(files.values()):7,}  lines of Python in the package")
+    found = circle()
+    print("imports in a circle: " + " -> ".join(found) if found else "no circle of imports")
+    return bool(found)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
 def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[str, str, ModelConfig | None]:
     """Its name, where it is, and its configuration; the fake model has none."""
     from chairlift.models.hashlm_served import parse_hashlm
-    from chairlift.models.hf_config import read_config
     from chairlift.models.loader import resolve_model_dir
+    from chairlift.models.model_files import read_config
 
     name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
     if parse_hashlm(name) is not None:

@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     settings, _ = read_settings(args, sampling=False)
     name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
     from chairlift.executor.local import LocalExecutor
-    from chairlift.models.hf_config import read_config  # takes torch along
     from chairlift.models.loader import check_weights, resolve_dtype, resolve_model_dir
+    from chairlift.models.model_files import read_config  # takes torch along
 
     bundled = Path(chairlift.__file__).parent / "assets"
     model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, settings.get("revision"))

@@ -238,8 +238,8 @@ def _deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
 
 def _fitted_here(args: argparse.Namespace) -> Deployment:
     from chairlift.engine.input_processor import ModelLimits
-    from chairlift.models.hf_config import read_config
     from chairlift.models.loader import resolve_dtype, resolve_model_dir
+    from chairlift.models.model_files import read_config
     from chairlift.replay.calibrate import fit_core
     from chairlift.replay.machines import ModelShape
     from chairlift.workbench.bench.machine import describe_machine

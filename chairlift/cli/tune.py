@@ -171,8 +171,8 @@ def _described(requests: Sequence[TracedRequest], users: int | None, what: str) 
 def _model(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
     """How to make an engine with this model in it, and the model's shape."""
     from chairlift import LLM
-    from chairlift.models.hf_config import read_config
     from chairlift.models.loader import resolve_dtype, resolve_model_dir
+    from chairlift.models.model_files import read_config
     from chairlift.replay.machines import ModelShape
 
     bundled = Path(chairlift.__file__).parent / "assets"

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import ModelLoadError
-from chairlift.gguf.reader import GGUFModel, is_gguf
 from chairlift.models.family import MAX_CONTEXT, Family, Fields
 from chairlift.models.registry import FAMILIES
 
-__all__ = ["ModelConfig", "RopeConfig", "parse_config", "read_config", "read_json"]
+__all__ = ["ModelConfig", "RopeConfig", "parse_config", "read_hf_config", "read_json"]
 
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
@@ -198,15 +197,11 @@ class ModelConfig:
         return self.max_position_embeddings
 
 
-def read_config(model_dir: Path) -> ModelConfig:
-    """Read ``config.json`` and, where present, ``generation_config.json`` from a model directory; or a GGUF file.
+def read_hf_config(model_dir: Path) -> ModelConfig:
+    """Read ``config.json`` and, where present, ``generation_config.json`` from a model directory.
 
     Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing, damaged or asks for the unsupported.
     """
-    if is_gguf(model_dir):
-        from chairlift.models.gguf_config import gguf_config  # which reads by means of this module
-
-        return gguf_config(GGUFModel(model_dir))
     path = model_dir / "config.json"
     if not path.is_file():
         raise ModelLoadError(

@@ -28,14 +28,13 @@ from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.gguf_tensors import GGUFTensor, gguf_tensors
-from chairlift.models.hf_config import ModelConfig, read_config, read_json
+from chairlift.models.hf_config import ModelConfig, read_json
 from chairlift.models.layers.linear import Matrix
 from chairlift.models.registry import FAMILIES
 
 __all__ = [
     "check_weights",
     "load_model",
-    "read_config",
     "replace_weights",
     "resolve_dtype",
     "resolve_model_dir",

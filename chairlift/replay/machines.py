@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from chairlift.errors import ConfigError
-from chairlift.models.hf_config import ModelConfig, read_config
+from chairlift.models.hf_config import ModelConfig
+from chairlift.models.model_files import read_config
 from chairlift.scheduler.cost_model import CostModel, Roofline
 from chairlift.writing import replacing
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 import string
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 from chairlift.errors import ModelLoadError, RequestError
 from chairlift.tokenizer.growth import MOST_ADDED, MOST_GROWTH
-from chairlift.tokenizer.template_worker import Answer, WorkerPool, environment, limit_resources, serve
+from chairlift.tokenizer.template_worker import Answer, WorkerPool, limit_resources, serve
 from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.tokenizer.trial import TRIAL_BYTES, TRIAL_BYTES_PER_BYTE, TRIAL_SECONDS
 
-__all__ = ["TextWorker", "try_out"]
+__all__ = ["TextWorker"]
 
 _MOST_TOKENS: Final = 1 << 22
 _BYTES_PER_TOKEN: Final = 12
@@ -31,35 +30,9 @@ _SECONDS_PER_CHAR: Final = 10e-6
 """Ten times what they take: a million take a second."""
 
 
-_TRIAL_SECONDS: Final = 20
-_TRIAL_BYTES: Final = 1 << 30
-_BYTES_PER_BYTE: Final = 32
-"""What a tokenizer takes of processor time and memory while it is read: the largest files, of 30 MB, a tenth of it."""
-
-
-def try_out(folder: Path, file_bytes: int, doubt: str) -> None:
-    """Raise ModelLoadError for a tokenizer that a process with limits cannot read, or use for short texts."""
-    command = [sys.executable, "-P", "-m", __name__, "try", str(folder), str(file_bytes)]
-    try:
-        trial = subprocess.run(
-            command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=10 * _TRIAL_SECONDS
-        )
-        code = trial.returncode
-    except subprocess.TimeoutExpired:
-        code = -1
-    if code == 0:
-        return
-    told = trial.stdout.decode(errors="replace").strip()[:400] if code == 1 else ""
-    raise ModelLoadError(
-        told
-        or f"{folder / 'tokenizer.json'} takes too much time or memory for a few characters, because {doubt}; use the "
-        "tokenizer of another release of this model, or send token ids with skip_tokenizer_init"
-    )
-
-
 def _try(folder: str, file_bytes: int) -> int:
     """In the process with limits: 0 when all is well, 1 when what is wrong was printed, else another code."""
-    limit_resources(_TRIAL_BYTES + _BYTES_PER_BYTE * file_bytes, _TRIAL_SECONDS)
+    limit_resources(TRIAL_BYTES + TRIAL_BYTES_PER_BYTE * file_bytes, TRIAL_SECONDS)
     try:
         tokenizer = Tokenizer.from_dir(folder, probe=False)
     except ModelLoadError as error:

@@ -17,6 +17,7 @@ from chairlift.errors import ModelLoadError, RequestError
 from chairlift.gguf.reader import GGUFModel, find_gguf
 from chairlift.tokenizer.gguf_tokenizer import gguf_tokenizer
 from chairlift.tokenizer.growth import check_growth, doubt_about, read_parts
+from chairlift.tokenizer.trial import try_out
 
 __all__ = ["ByteDecoding", "Tokenizer", "byte_level_alphabet"]
 
@@ -168,8 +169,6 @@ class Tokenizer:
         doubt = doubt_about(parts)
         del parts  # some times as large as the file
         if doubt and probe:
-            from chairlift.tokenizer.text_worker import try_out  # which reads tokenizers itself
-
             try_out(folder, len(data), doubt)
         try:
             backend = tokenizers.Tokenizer.from_buffer(data)

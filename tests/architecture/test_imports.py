@@ -54,7 +54,7 @@ ALLOWED: dict[str, list[str]] = {
     "engine_process": ["errors", "config", "engine", "loading", "parent"],
     "server": [*PLAIN, "version", "engine", "loading", "metrics", "parent", "replay", "tokenizer"],
     "writing": ["errors"],
-    "replay": [*PLAIN, "engine", "step_batch", "models.hf_config", "scheduler", "writing"],
+    "replay": [*PLAIN, "engine", "step_batch", "models.hf_config", "models.model_files", "scheduler", "writing"],
     "workbench.workload": ["errors", "replay.traced_request", "writing"],
     "workbench.bench": [
         *PLAIN,

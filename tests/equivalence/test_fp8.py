@@ -29,7 +29,7 @@ from chairlift.executor.local import LocalExecutor
 from chairlift.kernels.fp8 import quantize
 from chairlift.kernels.triton import program
 from chairlift.loading import load_executor
-from chairlift.models.hf_config import read_config
+from chairlift.models.model_files import read_config
 from tests.equivalence import cases
 from tests.equivalence.test_triton import (
     FAMILY_SETTINGS,

@@ -23,7 +23,8 @@ from chairlift.executor.sampling_rows import RowTemplates
 from chairlift.kernels.cpu.library import Pool, supported_isas
 from chairlift.kernels.weights import NATIVE, ONEDNN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.loader import load_model, read_config
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
 from chairlift.sampling.logprobs import TokenLogprobs
 from chairlift.sampling.row import SamplingRow
 from chairlift.sampling_params import SamplingParams

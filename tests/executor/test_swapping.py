@@ -25,7 +25,8 @@ from chairlift.kernels.cpu.library import Pool, supported_isas
 from chairlift.kernels.weights import NATIVE, ONEDNN
 from chairlift.models.context import LayerCache
 from chairlift.models.hashlm import HashLM, reference_tokens
-from chairlift.models.loader import load_model, read_config
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
 from tests.executor.swapping import TURN, Turns, sampling_row
 from tests.kernels.cpu.models import tiny_model
 from tests.native import needs_kernels

@@ -31,7 +31,7 @@ from chairlift.executor.step_graph import CudaGraphs, EagerSteps, Graph, graph_s
 from chairlift.kernels import ops, recording
 from chairlift.kernels.triton.launch import gemm_launch
 from chairlift.kernels.triton.program import PagedKV, TritonProgram
-from chairlift.models.loader import read_config
+from chairlift.models.model_files import read_config
 from chairlift.sampling.row import SamplingRow
 from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
 from chairlift.step_batch import StepBatch, mask_bits

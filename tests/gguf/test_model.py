@@ -11,8 +11,8 @@ import torch
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.weights import PLAIN
-from chairlift.models.hf_config import read_config
 from chairlift.models.loader import load_model, resolve_model_dir
+from chairlift.models.model_files import read_config
 from tests.gguf.make import real_gguf, to_gguf
 from tests.models.tiny import tiny_hf_model
 

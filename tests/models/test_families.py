@@ -13,7 +13,8 @@ from chairlift.kernels import ops
 from chairlift.kernels.weights import ONEDNN, PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext
-from chairlift.models.loader import load_model, read_config
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
 from tests.models.paged import PagedRunner, packed_logits
 from tests.models.tiny import FAMILIES, hf_logits, hf_model, tiny_hf_model
 

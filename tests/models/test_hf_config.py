@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ModelLoadError
-from chairlift.models.hf_config import ModelConfig, parse_config, read_config
+from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.model_files import read_config
 from tests.models.tiny import FAMILIES, tiny_hf_model
 
 LLAMA: dict[str, Any] = {

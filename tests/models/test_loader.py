@@ -208,7 +208,8 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from chairlift.kernels.weights import NATIVE
-from chairlift.models.loader import load_model, read_config
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
 
 def high_water() -> int:
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))

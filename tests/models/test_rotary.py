@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from chairlift.models.hf_config import ModelConfig, parse_config
 from chairlift.models.layers.rotary import RotaryEmbedding, inverse_frequencies
-from chairlift.models.loader import load_model, read_config
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
 from tests.models.paged import packed_logits
 from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
 

@@ -259,7 +259,8 @@ def test_what_was_trained_loads_in_transformers_with_equal_logits(
     )
     model = train(dataclasses.replace(again, training=config(steps=1, learning_rate=1e-30, weight_decay=0.0)))
     from chairlift.kernels.weights import PLAIN
-    from chairlift.models.loader import load_model, read_config
+    from chairlift.models.loader import load_model
+    from chairlift.models.model_files import read_config
 
     ours = load_model(model.directory, read_config(model.directory), "float32", weight_format=PLAIN)
     with torch.no_grad():

@@ -20,7 +20,8 @@ from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder, Value, expect, operation
 from chairlift.kernels.weights import NATIVE, ONEDNN
 from chairlift.models.layers.linear import Linear
-from chairlift.models.loader import load_model, read_config
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
 from chairlift.step_batch import StepBatch
 from tests.kernels.cpu.models import FAMILIES, tiny_model
 from tests.native import needs_kernels

@@ -8,7 +8,7 @@ import torch
 from chairlift import LLM
 from chairlift.errors import ConfigError, RequestError
 from chairlift.kernels.cpu.library import best_isa, default_threads
-from chairlift.models.hf_config import read_config
+from chairlift.models.model_files import read_config
 from chairlift.workbench.bench.floor import GPU_BUDGETS, ModelCost, workload_floor
 from chairlift.workbench.bench.limits import GPU, Limits, Peak, Rate, Roof
 from chairlift.workbench.bench.machine import describe_machine

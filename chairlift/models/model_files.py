@@ -1,0 +1,19 @@
+"""What network a model's files hold: those of a Hugging Face directory, or a GGUF file. Needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chairlift.gguf.reader import GGUFModel, is_gguf
+from chairlift.models.gguf_config import gguf_config
+from chairlift.models.hf_config import ModelConfig, read_hf_config
+
+__all__ = ["read_config"]
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read the shape of the model in a directory, or of a GGUF file.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing, damaged or asks for the unsupported.
+    """
+    return gguf_config(GGUFModel(path)) if is_gguf(path) else read_hf_config(path)

@@ -1,0 +1,39 @@
+"""Try a tokenizer in a process with limits before it is used where a hang would stop everybody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from chairlift.errors import ModelLoadError
+from chairlift.tokenizer.template_worker import environment
+
+__all__ = ["TRIAL_BYTES", "TRIAL_BYTES_PER_BYTE", "TRIAL_SECONDS", "try_out"]
+
+_PROGRAM: Final = "chairlift.tokenizer.text_worker"
+TRIAL_SECONDS: Final = 20
+TRIAL_BYTES: Final = 1 << 30
+TRIAL_BYTES_PER_BYTE: Final = 32
+"""What a tokenizer takes of processor time and memory while it is read: the largest files, of 30 MB, a tenth of it."""
+
+
+def try_out(folder: Path, file_bytes: int, doubt: str) -> None:
+    """Raise ModelLoadError for a tokenizer that a process with limits cannot read, or use for short texts."""
+    command = [sys.executable, "-P", "-m", _PROGRAM, "try", str(folder), str(file_bytes)]
+    try:
+        trial = subprocess.run(
+            command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=10 * TRIAL_SECONDS
+        )
+        code = trial.returncode
+    except subprocess.TimeoutExpired:
+        code = -1
+    if code == 0:
+        return
+    told = trial.stdout.decode(errors="replace").strip()[:400] if code == 1 else ""
+    raise ModelLoadError(
+        told
+        or f"{folder / 'tokenizer.json'} takes too much time or memory for a few characters, because {doubt}; use the "
+        "tokenizer of another release of this model, or send token ids with skip_tokenizer_init"
+    )
