@@ -9,9 +9,10 @@ import signal
 import sys
 from typing import Final
 
-__all__ = ["die_with_parent", "has_ended", "kill_child"]
+__all__ = ["child_environment", "die_with_parent", "has_ended", "kill_child"]
 
 _PR_SET_PDEATHSIG: Final = 1
+_KEPT_ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "TZ")
 
 
 def die_with_parent(parent: int) -> None:
@@ -36,3 +37,10 @@ def kill_child(pid: int) -> None:
     if not has_ended(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def child_environment() -> dict[str, str]:
+    """For a process with the same packages as here, wherever they were found; and none from the directory that the
+    server runs in."""
+    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from chairlift.errors import OverloadedError, RequestError, TemplateError, TemplateFailedError, WorkerLostError
-from chairlift.parent import die_with_parent, has_ended, kill_child
+from chairlift.parent import child_environment, die_with_parent, has_ended, kill_child
 from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables
 from chairlift.tokenizer.messages import normalize_messages
 from chairlift.tokenizer.turns import Turns
 
-__all__ = ["TemplateWorker", "WorkerPool", "environment", "limit_resources", "serve"]
+__all__ = ["TemplateWorker", "WorkerPool", "limit_resources", "serve"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,6 @@ _EXIT_SECONDS: Final = 1.0
 _OWN_SIGNALS: Final = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS})
 """How a worker ends that met its limits: processor time, or memory where a library needed it. Other signals come from
 outside: an operator, or the kernel when the machine has no memory left."""
-_KEPT_ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "TZ")
 
 
 class WorkerPool:
@@ -328,7 +327,7 @@ class _Process:
             *(sys.executable, "-P", "-m", module, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=environment(),
+            env=child_environment(),
             start_new_session=True,  # Ctrl-C reaches a terminal's whole group, and a worker that starts knows no better
         )
         if process.stdin is None or process.stdout is None:
@@ -378,13 +377,6 @@ class _Process:
         self._stdin.close()
         with contextlib.suppress(OSError):
             await self._stdin.wait_closed()
-
-
-def environment() -> dict[str, str]:
-    """For a process with the same packages as here, wherever they were found; and none from the directory that the
-    server runs in."""
-    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
-    return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 def _frame(fields: Mapping[str, Any]) -> bytes:

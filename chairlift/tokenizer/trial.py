@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from chairlift.errors import ModelLoadError
-from chairlift.tokenizer.template_worker import environment
+from chairlift.parent import child_environment
 
 __all__ = ["TRIAL_BYTES", "TRIAL_BYTES_PER_BYTE", "TRIAL_SECONDS", "try_out"]
 
@@ -24,7 +24,7 @@ def try_out(folder: Path, file_bytes: int, doubt: str) -> None:
     command = [sys.executable, "-P", "-m", _PROGRAM, "try", str(folder), str(file_bytes)]
     try:
         trial = subprocess.run(
-            command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=10 * TRIAL_SECONDS
+            command, env=child_environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=10 * TRIAL_SECONDS
         )
         code = trial.returncode
     except subprocess.TimeoutExpired:
