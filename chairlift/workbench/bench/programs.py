@@ -21,6 +21,7 @@ from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import OpKind
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, packed_bytes
 from chairlift.kernels.cpu.program import SPARE_ROWS
+from chairlift.step_batch import StepBatch
 from chairlift.workbench.bench.shapes import ModelShape
 
 __all__ = ["BLOCK_SIZE", "WEIGHT_STD", "Kernels", "Prepare", "kv_bytes"]
@@ -198,21 +199,18 @@ class _Batch:
     def __init__(
         self, new: Iterable[int], lengths: Iterable[int], block_table: npt.NDArray[np.int32] | None = None
     ) -> None:
-        cu_seqlens = np.cumsum([0, *new], dtype=np.int32)
-        seq_lens = np.array(list(lengths), dtype=np.int32)
-        table = np.zeros((len(seq_lens), 1), dtype=np.int32) if block_table is None else block_table
-        tables = np.array([table.ctypes.data], dtype=np.uintp)
-        strides = np.array([table.shape[1]], dtype=np.int64)
-        self._kept: Any = cu_seqlens, seq_lens, table, tables, strides
-        self.struct = lib.Batch(
-            cu_seqlens=cu_seqlens.ctypes.data,
-            seq_lens=seq_lens.ctypes.data,
-            block_tables=tables.ctypes.data,
-            table_strides=strides.ctypes.data,
-            num_tokens=int(cu_seqlens[-1]),
-            num_rows=len(seq_lens),
-            num_groups=1,
+        counts = list(new)
+        tokens = np.zeros(sum(counts), dtype=np.int32)
+        table = np.zeros((len(counts), 1), dtype=np.int32) if block_table is None else block_table
+        self._kept = StepBatch(
+            token_ids=tokens,
+            positions=tokens,
+            cu_seqlens=np.cumsum([0, *counts], dtype=np.int32),
+            seq_lens=np.array(list(lengths), dtype=np.int32),
+            block_tables=table[None],
+            slot_mapping=np.zeros((1, len(tokens)), dtype=np.int64),
         )
+        self.struct = lib.Batch.of(self._kept)
 
 
 @dataclasses.dataclass(slots=True)
