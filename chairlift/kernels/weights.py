@@ -23,6 +23,7 @@ from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedWeight, copy_rows, packed_bytes
 from chairlift.kernels.fp8 import Fp8Weight
+from chairlift.kernels.grouped import GroupedRows, GroupKind, dequantized
 
 __all__ = ["FP8", "NATIVE", "ONEDNN", "PLAIN", "QUANTIZED", "MatrixShape", "WeightFormat"]
 
@@ -34,6 +35,8 @@ class MatrixShape(NamedTuple):
     in_features: int
     interleaved: bool = False
     """The first half of the outputs are gates for the second half. A format may put each gate beside what it gates."""
+    kind: GroupKind | None = None
+    """How a quantised checkpoint writes the numbers; None where they are floats."""
 
 
 class WeightFormat(abc.ABC):
@@ -59,12 +62,12 @@ class WeightFormat(abc.ABC):
     def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[Any]:
         """Weights without numbers for a model of ``dtype``, in the order of ``shapes``."""
 
-    def write(self, weight: Any, start: int, rows: Tensor, *, mapped: bool) -> None:
+    def write(self, weight: Any, start: int, rows: Tensor | GroupedRows, *, mapped: bool) -> None:
         """Write ``rows`` [count, in], of any float dtype on any device, as outputs ``start`` and following.
 
         ``mapped`` says that they lie in an unwritten file mapping: its pages are released as they are read.
         """
-        weight.pack_rows(rows, start, mapped=mapped)
+        weight.pack_rows(dequantized(rows), start, mapped=mapped)
 
     def finish(self, weight: Any, bias: Tensor | None) -> None:  # noqa: B027 - most formats have nothing left to do
         """All rows and the layer's bias [out] have been written. Called again after they were replaced."""
@@ -87,8 +90,8 @@ class Plain(WeightFormat):
         tensors = [torch.empty(shape[:2], dtype=dtype, device=device) for shape in shapes]
         return [nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
 
-    def write(self, weight: Tensor, start: int, rows: Tensor, *, mapped: bool) -> None:
-        place = weight.detach()[start : start + len(rows)]
+    def write(self, weight: Tensor, start: int, rows: Tensor | GroupedRows, *, mapped: bool) -> None:
+        place, rows = weight.detach()[start : start + len(rows)], dequantized(rows)
         if mapped:
             copy_rows(place, rows)
         else:
@@ -160,7 +163,7 @@ class Native(WeightFormat):
         """All in one piece of memory, which begins on a huge page: with one piece for each, the ends would add up."""
         sizes = [self.nbytes(shape, dtype) for shape in shapes]
         memory, offset, weights = Memory(sum(sizes)), 0, []
-        for (n, k, interleaved), size in zip(shapes, sizes, strict=True):
+        for (n, k, interleaved, _), size in zip(shapes, sizes, strict=True):
             part = memory.part(offset, size)
             weights.append(PackedWeight(n, k, dtype, interleaved=interleaved, memory=part))
             offset += size

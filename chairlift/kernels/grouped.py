@@ -1,0 +1,129 @@
+"""Rows of a weight as small integers in groups: what quantised checkpoints hold, and what the kernels multiply with.
+
+Every format of 8 or 4 bits that checkpoints come in is a case of one: along the inputs, each group of codes has a scale,
+and a minimum or a fixed zero. A weight is ``scale * (code - zero)`` or ``scale * code + minimum``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["GROUP", "GroupKind", "GroupedRows", "dequantized"]
+
+GROUP: Final = 32
+"""Inputs of the smallest group; activations are always rounded in groups of so many."""
+
+
+class GroupKind(NamedTuple):
+    """How numbers are written down in a weight."""
+
+    bits: int
+    """8 or 4."""
+    group: int
+    """Inputs that share a scale: a multiple of 32. The last group of a row may be shorter."""
+    minimum: bool = False
+    """Whether each group has a minimum; else the code of zero is half the range."""
+
+    @property
+    def zero(self) -> int:
+        """The code of zero, where there is no minimum."""
+        return 0 if self.minimum else 1 << (self.bits - 1)
+
+    def __str__(self) -> str:
+        return f"int{self.bits} in groups of {self.group}" + (" with minimums" if self.minimum else "")
+
+    def __or__(self, other: object) -> GroupKind:
+        """The narrowest kind that holds the numbers of both as they are."""
+        if not isinstance(other, GroupKind):
+            return NotImplemented
+        small, large = sorted((self.group, other.group))
+        group = small if large % small == 0 else GROUP
+        return GroupKind(max(self.bits, other.bits), group, self.minimum or other.minimum)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """Rows [R, K] of a weight."""
+
+    kind: GroupKind
+    codes: Tensor
+    """uint8 [R, K], one code a byte, whatever the bits."""
+    scales: Tensor
+    """float32 [R, ceil(K / group)]."""
+    minimums: Tensor | None = None
+    """Like ``scales``, where the kind has minimums."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
+
+    def numel(self) -> int:
+        return self.codes.numel()
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, rows: slice) -> GroupedRows:
+        minimums = None if self.minimums is None else self.minimums[rows]
+        return GroupedRows(self.kind, self.codes[rows], self.scales[rows], minimums)
+
+    def dequantize(self) -> Tensor:
+        """float32 [R, K]."""
+        scales = self._spread(self.scales)
+        if self.minimums is None:
+            return scales * (self.codes.float() - self.kind.zero)
+        return scales * self.codes.float() + self._spread(self.minimums)
+
+    def to(self, kind: GroupKind) -> GroupedRows:
+        """The same numbers in a kind that holds them, for which see ``GroupKind.__or__``. ValueError for another."""
+        if kind == self.kind:
+            return self
+        if kind | self.kind != kind:
+            raise ValueError(f"{self.kind} does not fit into {kind}")
+        scales, minimums = (
+            None if each is None else self._regrouped(each, kind) for each in (self.scales, self.minimums)
+        )
+        if kind.minimum and minimums is None:
+            minimums = scales * -float(self.kind.zero)
+        shift = 0 if kind.minimum else kind.zero - self.kind.zero
+        return GroupedRows(kind, self.codes + shift if shift else self.codes, scales, minimums)
+
+    @classmethod
+    def quantize(cls, rows: Tensor, kind: GroupKind) -> GroupedRows:
+        """Round ``rows`` [R, K], of any float dtype, to the nearest of ``kind``; scales are numbers of float16."""
+        count, k = rows.shape
+        whole = -(-k // kind.group) * kind.group
+        wide = torch.nn.functional.pad(rows.float(), (0, whole - k)) if whole != k else rows.float()
+        groups = wide.view(count, -1, kind.group)
+        top = (1 << kind.bits) - 1
+        if kind.minimum:
+            low, high = torch.aminmax(groups, dim=-1)
+            minimums = low.clamp(max=0).half().float()
+            scales = ((high.clamp(min=0) - minimums) / top).half().float()
+        else:
+            minimums = None
+            scales = (groups.abs().amax(-1) / (top // 2)).half().float()
+        inverse = torch.where(scales > 0, 1 / scales, 0.0)[..., None]
+        shifted = groups if minimums is None else groups - minimums[..., None]
+        codes = (shifted * inverse).round_().add_(kind.zero).clamp_(kind.minimum ^ 1, top)
+        return cls(kind, codes.view(count, whole)[:, :k].to(torch.uint8), scales, minimums)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        return values.repeat_interleave(self.kind.group, dim=1)[:, : self.codes.shape[1]]
+
+    def _regrouped(self, values: Tensor, kind: GroupKind) -> Tensor:
+        times = self.kind.group // kind.group
+        return values.repeat_interleave(times, dim=1)[:, : -(-self.codes.shape[1] // kind.group)]
+
+
+def dequantized(rows: Tensor | GroupedRows) -> Tensor:
+    """The numbers themselves."""
+    return rows.dequantize() if isinstance(rows, GroupedRows) else rows
