@@ -1,7 +1,7 @@
 """Rows of a weight as small integers in groups: what quantised checkpoints hold, and what the kernels multiply with.
 
-Every format of 8 or 4 bits that checkpoints come in is a case of one: along the inputs, each group of codes has a scale,
-and a minimum or a fixed zero. A weight is ``scale * (code - zero)`` or ``scale * code + minimum``.
+Every format of 8 or 4 bits that checkpoints come in is a case of one: along the inputs, each group of codes has a
+scale, and a minimum or a fixed zero. A weight is ``scale * (code - zero)`` or ``scale * code + minimum``.
 """
 
 from __future__ import annotations
@@ -88,9 +88,8 @@ class GroupedRows:
             return self
         if kind | self.kind != kind:
             raise ValueError(f"{self.kind} does not fit into {kind}")
-        scales, minimums = (
-            None if each is None else self._regrouped(each, kind) for each in (self.scales, self.minimums)
-        )
+        scales = self._regrouped(self.scales, kind)
+        minimums = None if self.minimums is None else self._regrouped(self.minimums, kind)
         if kind.minimum and minimums is None:
             minimums = scales * -float(self.kind.zero)
         shift = 0 if kind.minimum else kind.zero - self.kind.zero
