@@ -42,7 +42,7 @@ MODES = {
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-AVX512_BF16 = [*AVX512, "-mavx512bf16"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 AMX = [*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 ISA_FLAGS = {
     "kernels_avx2": AVX2,

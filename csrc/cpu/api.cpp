@@ -134,21 +134,19 @@ int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, 
 }
 
 int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride, const int32_t* token_rows,
-                int32_t num_rows, const void* weight, const float* bias, int32_t vocab, int32_t k,
-                cl_sampling_row* rows, float* logits, int64_t logits_rows) {
+                int32_t num_rows, const cl_op* product, cl_sampling_row* rows, float* logits, int64_t logits_rows) {
   const Kernels* kernels = kernels_of(program->isa);
   if (!kernels || num_rows < 0) return -1;
   if (num_rows == 0) return 0;
   int64_t stored = 0;
   for (int32_t row = 0; row < num_rows; row++) stored += cl_needs_logits(&rows[row]);
   if (stored > logits_rows || (stored > 0 && !logits)) return -1;
-  const size_t bytes = kernels->head_shared_bytes(pool->num_threads(), num_rows, stride, program->dtype);
+  const size_t bytes = kernels->head_shared_bytes(pool->num_threads(), num_rows, stride, program->dtype, product->k);
   void* shared = pool->shared(bytes);
-  if (!shared || !reserve(*pool, *kernels, program->dtype, vocab)) return -1;
-  const int64_t logits_stride = (int64_t(vocab) + CL_PANEL - 1) / CL_PANEL * CL_PANEL;
+  if (!shared || !reserve(*pool, *kernels, program->dtype, product->n)) return -1;
+  const int64_t logits_stride = (int64_t(product->n) + CL_PANEL - 1) / CL_PANEL * CL_PANEL;
   Head head{*pool, kernels->head,
-            HeadCall{*program, hidden, stride, token_rows, num_rows, weight, bias, vocab, k, rows, logits,
-                     logits_stride, shared}};
+            HeadCall{*program, hidden, stride, token_rows, num_rows, product, product->n, rows, logits, logits_stride, shared}};
   pool->run(head_on_thread, &head);
   return 0;
 }
@@ -165,8 +163,8 @@ int32_t cl_sample(cl_pool* pool, const float* logits, int64_t stride, int32_t nu
   if (!kernels || num_rows < 0 || !reserve(*pool, *kernels, CL_F32, vocab)) return -1;
   static const cl_program no_program{};
   Head head{*pool, kernels->sample,
-            HeadCall{no_program, nullptr, 0, nullptr, num_rows, nullptr, nullptr, vocab, 0, rows,
-                     const_cast<float*>(logits), stride, nullptr}};
+            HeadCall{no_program, nullptr, 0, nullptr, num_rows, nullptr, vocab, rows, const_cast<float*>(logits), stride,
+                     nullptr}};
   pool->run(head_on_thread, &head);
   return 0;
 }

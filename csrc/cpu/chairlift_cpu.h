@@ -13,10 +13,14 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 1 };
+enum { CL_ABI_VERSION = 2 };
 
-// Weights, activations and KV of a program are of one dtype; sums are float32 in both.
+// Activations, KV and dense weights of a program are of one dtype; sums are float32 in both.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
+
+// How a weight is written down: in the program's dtype, or as codes of 8 or 4 bits in groups of k, each with a scale and
+// either a minimum or a fixed zero: scale * (code - 128), scale * (code - 8), scale * code + minimum.
+enum cl_format { CL_DENSE = 0, CL_Q8 = 1, CL_Q4 = 2, CL_Q8_MIN = 3, CL_Q4_MIN = 4 };
 
 // Instruction-set paths, weakest first. Each has its own rounding; within one, a row's result never depends on others.
 enum cl_isa { CL_AVX2 = 0, CL_AVX512 = 1, CL_AVX512_BF16 = 2, CL_AMX = 3, CL_NUM_ISAS = 4 };
@@ -24,6 +28,8 @@ enum cl_isa { CL_AVX2 = 0, CL_AVX512 = 1, CL_AVX512_BF16 = 2, CL_AMX = 3, CL_NUM
 enum {
   CL_PANEL = 32,     // columns of a packed weight panel
   CL_K_MULTIPLE = 32,  // packed weights and activation rows are padded with zeros to this many elements
+  CL_Q_BLOCK = 32,    // k that are rounded to 8 bits together in a row; groups of a weight are multiples of it
+  CL_SCALE_UNIT = 256,  // scales and minimums of groups are stored as so many times what they are, in float16: few are subnormal
   CL_KV_TOKENS = 16,  // tokens of a packed KV tile; block sizes are multiples of it
 };
 
@@ -45,6 +51,7 @@ typedef struct {
   int32_t kind, flags;
   int32_t in, out, aux;   // buffer indices
   int32_t n, k;           // output columns before any pairing; input columns
+  int32_t format, group;  // cl_format of the weight, and k of its groups
   int32_t layer;          // KV layer (QKV, ATTENTION)
   int32_t rotary;         // rotary table (ROTARY, QKV); -1: no rotation
   int32_t heads, kv_heads, head_dim;
@@ -75,6 +82,7 @@ typedef struct {
   int32_t dtype, isa;
   int32_t capacity;              // rows of every buffer
   int32_t reserved;
+  void* codes;                   // scratch [capacity, cl_code_bytes(largest k)], where weights are codes
 } cl_program;
 
 // One step: N rows, each the newest tokens of a sequence, T tokens in all.
@@ -147,14 +155,25 @@ CL_EXPORT void cl_pool_destroy(cl_pool* pool);
 CL_EXPORT void cl_pack(void* packed, int32_t dtype, int64_t k, int64_t first_row, int64_t rows, int64_t first_panel,
                        int64_t panel_step, const void* src, int64_t src_stride);
 
+// The same for a weight of codes. Per panel and group: 32 scales, 32 minimums where the format has them, in float16 and as
+// CL_SCALE_UNIT says; then the codes, of 8 bits as [group / 4][32][4], of 4 bits as [group / 8][32][4] with the first four of
+// eight k in the low halves. codes: one a byte, codes_stride a row; scales and minimums: as stored, scales_stride a row.
+CL_EXPORT void cl_pack_codes(void* packed, int32_t format, int32_t group, int64_t k, int64_t first_row, int64_t rows,
+                             int64_t first_panel, int64_t panel_step, const uint8_t* codes, int64_t codes_stride,
+                             const uint16_t* scales, const uint16_t* minimums, int64_t scales_stride);
+// Bytes of a packed weight of n columns; and of a row of k numbers in codes, on any path.
+CL_EXPORT int64_t cl_packed_code_bytes(int32_t format, int32_t group, int64_t n, int64_t k);
+CL_EXPORT int64_t cl_code_bytes(int64_t k);
+
 // Run ops from first_op to the next CL_OP_CALL or the end; returns the index of the op it stopped at. Negative: -1 a bad argument, or no memory.
 CL_EXPORT int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, int32_t first_op);
 
-// Output head: rows token_rows[R] of hidden (rows of `stride` elements) times weight [vocab, k], then one token per row.
+// Output head: rows token_rows[R] of hidden (rows of `stride` elements) times the weight [n, k] of `product`, then one token per
+// row, of n ids. Of `product` the fields n, k, format, group, weight and bias count.
 // logits: float32 scratch [rows that need stored logits, stride vocab rounded up to 32], or null to have none of them.
 CL_EXPORT int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride,
-                          const int32_t* token_rows, int32_t num_rows, const void* weight, const float* bias, int32_t vocab,
-                          int32_t k, cl_sampling_row* rows, float* logits, int64_t logits_rows);
+                          const int32_t* token_rows, int32_t num_rows, const cl_op* product, cl_sampling_row* rows,
+                          float* logits, int64_t logits_rows);
 // Whether a row's logits must be stored; the rest is fused with the product.
 CL_EXPORT int32_t cl_needs_logits(const cl_sampling_row* row);
 // The sampler alone, on given logits [num_rows, stride]: for tests and for logits computed elsewhere.

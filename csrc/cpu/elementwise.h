@@ -10,6 +10,31 @@ CL_INLINE void clear_pad(T* row, int64_t width) {
   memset(row + width, 0, sizeof(T) * (padded(width) - width));
 }
 
+// Row `id` of a packed weight.
+template <typename T>
+static void unpack_column(const Panels<T>& weight, int32_t id, int k, T* row) {
+  enum { P = Packed<T>::P };
+  const T* column = weight.panel(id / CL_PANEL) + id % CL_PANEL * P;
+  for (int i = 0; i < k; i += P, column += CL_PANEL * P) memcpy(row + i, column, sizeof(T) * P);
+}
+template <typename T, int B, bool M>
+static void unpack_column(const Panels<Code<B, M>>& weight, int32_t id, int k, T* row) {
+  typedef Code<B, M> W;
+  enum { STEP = 32 / B };  // k in four bytes
+  const int column = id % CL_PANEL;
+  for (int from = 0; from < k; from += weight.group) {
+    const uint8_t* at = &weight.panel(id / CL_PANEL, from)->byte;
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(at) + column;
+    const float unit = 1.0f / CL_SCALE_UNIT, scale = to_float32(scales[0]) * unit;
+    const float minimum = M ? to_float32(scales[CL_PANEL]) * unit : 0.0f;
+    at += W::HEADER + column * 4;
+    for (int i = 0; i < weight.group && from + i < k; i++) {
+      const int byte = at[i / STEP * CL_PANEL * 4 + i % 4], code = B == 8 ? byte : i % 8 < 4 ? byte & 15 : byte >> 4;
+      row[from + i] = from_float(scale * float(code - W::ZERO) + minimum, T());
+    }
+  }
+}
+
 template <typename T>
 static void embed(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   T* out = static_cast<T*>(program.buffers[op.out]);
@@ -23,9 +48,7 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
       memcpy(row, static_cast<const T*>(op.weight) + int64_t(id) * op.k, op.k * sizeof(T));
       continue;
     }
-    enum { P = Packed<T>::P };
-    const T* column = panels_of<T>(op.weight, op.n, op.k).panel(id / CL_PANEL) + id % CL_PANEL * P;
-    for (int k = 0; k < op.k; k += P, column += CL_PANEL * P) memcpy(row + k, column, sizeof(T) * P);
+    with_weight<T>(op, [&](const auto& weight) { unpack_column(weight, id, op.k, row); });
   }
 }
 

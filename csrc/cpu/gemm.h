@@ -1,5 +1,6 @@
 // Activations times a packed weight, with whatever is to be done with the result while it is still in the cache.
 #pragma once
+#include "grouped.h"
 #include "kv_ahead.h"
 #include "pool.h"
 #include "product.h"
@@ -48,11 +49,27 @@ struct Blocking<bf16, bf16> {
 };
 #endif
 
-// What one thread needs for a product.
-template <typename Row, typename Weight>
+// Codes: rows need no widening. Without AVX-512 so few rows fit into the registers that many of them pass over a piece of a
+// panel, which must stay in L1.
+template <typename Row, int BITS, bool M>
+struct Blocking<Row, Code<BITS, M>> {
+  static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = true;
+#if defined(__AVX512F__)
+  static constexpr int ROW_BLOCK = ROWS, K_BLOCK = 4096, SUPER = 384;
+#else
+  static constexpr int ROW_BLOCK = 24, K_BLOCK = 512, SUPER = 384;
+#endif
+  static int most_panels(int, int64_t) { return 1; }
+  static int fetching(int blocks) { return blocks < 2 ? 1 : blocks < 4 ? 2 : 4; }
+  static int first_row(int rows, int block, int blocks) { return rows * block / blocks; }
+};
+
+// What one thread needs for a product of such rows, whatever the weight.
+template <typename Row>
 struct GemmScratch {
-  typedef Blocking<Row, Weight> B;
-  alignas(64) float tile[(B::SUPER + MAX_ROW_BLOCK) * (TILE_COLUMNS + TILE_PAD)];
+  typedef Blocking<Row, Row> B;
+  enum { MOST = int(B::SUPER) > int(Blocking<Row, Code<8, false>>::SUPER) ? int(B::SUPER) : int(Blocking<Row, Code<8, false>>::SUPER) };
+  alignas(64) float tile[(MOST + MAX_ROW_BLOCK) * (TILE_COLUMNS + TILE_PAD)];
   alignas(64) float widened[B::WIDENED ? B::ROW_BLOCK * (B::K_BLOCK + LANES) : 1];
 };
 
@@ -65,6 +82,21 @@ struct Panels {
   // A panel, from element `from` of k on; and the bytes of so many elements of k in a panel.
   const Weight* panel(int64_t index, int64_t from = 0) const { return data + (index * k + from) * CL_PANEL; }
   static int64_t bytes(int64_t k) { return k * CL_PANEL * int64_t(sizeof(Weight)); }
+  // What k may be cut at.
+  static int64_t unit() { return CL_K_MULTIPLE; }
+};
+
+// Of codes each panel is its groups, one behind the other; k is cut between them.
+template <int B, bool M>
+struct Panels<Code<B, M>> {
+  typedef Code<B, M> Weight;
+  const Weight* data;
+  int count;
+  int64_t k;
+  int group;
+  const Weight* panel(int64_t index, int64_t from = 0) const { return data + index * bytes(k) + bytes(from); }
+  int64_t bytes(int64_t k) const { return (k + group - 1) / group * Weight::HEADER + k * (Weight::BLOCK / CL_Q_BLOCK); }
+  int64_t unit() const { return group; }
 };
 
 CL_INLINE int64_t padded(int64_t k) { return (k + CL_K_MULTIPLE - 1) / CL_K_MULTIPLE * CL_K_MULTIPLE; }
@@ -74,6 +106,30 @@ static Panels<Weight> panels_of(const void* data, int64_t n, int64_t k) {
   return Panels<Weight>{static_cast<const Weight*>(data), int((n + CL_PANEL - 1) / CL_PANEL), padded(k)};
 }
 
+template <int B, bool M>
+static Panels<Code<B, M>> code_panels_of(const cl_op& op) {
+  CL_ASSERT(op.group > 0 && op.group % CL_Q_BLOCK == 0);
+  return {static_cast<const Code<B, M>*>(op.weight), int((op.n + CL_PANEL - 1) / CL_PANEL), padded(op.k), op.group};
+}
+
+// Calls `then` with the panels of a product's weight, whatever its format.
+template <typename Row, typename Then>
+static void with_weight(const cl_op& op, const Then& then) {
+  switch (op.format) {
+    case CL_Q8: return then(code_panels_of<8, false>(op));
+    case CL_Q4: return then(code_panels_of<4, false>(op));
+    case CL_Q8_MIN: return then(code_panels_of<8, true>(op));
+    case CL_Q4_MIN: return then(code_panels_of<4, true>(op));
+    default: return then(panels_of<Row>(op.weight, op.n, op.k));
+  }
+}
+
+// The address of k `from` on in a row, or of a row that begins there.
+template <typename T>
+CL_INLINE const T* forward(const T* row, int64_t from) { return row + from; }
+template <typename Lane>
+CL_INLINE const RowBlock<Lane>* forward(const RowBlock<Lane>* row, int64_t from) { return row + from / CL_Q_BLOCK; }
+
 // Bytes that are used next, fetched evenly over the steps of a product.
 struct Ahead {
   const char* at;
@@ -82,8 +138,8 @@ struct Ahead {
 static const Ahead NOTHING = {nullptr, 0};
 
 template <typename Row, typename Weight>
-static void panel_product(int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel, int64_t k, float* out,
-                          int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
+static void panel_product(const Panels<Weight>&, int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel,
+                          int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
   enum { P = Packed<Weight>::P };
   const int steps = int(k / P), groups = groups_at_once(rows, CL_PANEL / LANES);
   const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups), calls = CL_PANEL / LANES / groups * blocks;
@@ -108,31 +164,62 @@ static void panel_product(int rows, const Left<Row, Weight>* a, int64_t a_stride
 }
 #if defined(CL_USE_AMX)
 template <>
-void panel_product<bf16, bf16>(int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k, float* out,
-                               int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<bf16>*) {
+void panel_product<bf16, bf16>(const Panels<bf16>&, int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k,
+                               float* out, int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<bf16>*) {
   tile_product(rows, a, a_stride, panel, k, out, out_stride, accumulate, fetched.at, fetched.bytes);
 }
 #endif
 
+
+// The same for codes. `a_stride` counts blocks of 32 k.
+template <typename Row, int B, bool M>
+static void panel_product(const Panels<Code<B, M>>& weight, int rows, const Left<Row, Code<B, M>>* a, int64_t a_stride,
+                          const Code<B, M>* panel, int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched,
+                          KVAhead<Row>*) {
+  const int groups = rows <= most_code_rows(2) ? 2 : 1, most = most_code_rows(groups), blocks = (rows + most - 1) / most;
+  const int q_blocks = int(k / CL_Q_BLOCK), steps = q_blocks * Dot<B>::STEPS, calls = CL_PANEL / LANES / groups * blocks;
+  const int64_t bytes = (fetched.bytes / steps + calls - 1) / calls;
+  const char* ahead = fetched.at;
+  for (int r = 0; r < rows && !accumulate; r++) memset(out + r * out_stride, 0, sizeof(float) * CL_PANEL);
+  for (int block = 0; block < blocks; block++) {
+    const int row = rows * block / blocks, here = rows * (block + 1) / blocks - row;
+    for (int v = 0; v < CL_PANEL / LANES; v += groups, ahead += steps * bytes) {
+      const Prefetch share{&ahead, bytes > 64 ? 2 : bytes > 0, bytes};
+      float* out_here = out + row * out_stride + v * LANES;
+      if (groups == 2)
+        code_product<Code<B, M>, 2>(here, a + row * a_stride, a_stride, panel, v, weight.group / CL_Q_BLOCK, q_blocks, out_here,
+                                    out_stride, share);
+      else
+        code_product<Code<B, M>, 1>(here, a + row * a_stride, a_stride, panel, v, weight.group / CL_Q_BLOCK, q_blocks, out_here,
+                                    out_stride, share);
+    }
+  }
+}
+
 // Whether so many rows are done with a line of the weight at once.
-CL_INLINE bool one_pass(int rows) {
+template <typename Weight>
+CL_INLINE bool one_pass(const Panels<Weight>&, int rows) {
   const int groups = groups_at_once(rows, CL_PANEL / LANES);
   return groups == CL_PANEL / LANES && rows <= most_rows(groups);
 }
+template <int B, bool M>
+CL_INLINE bool one_pass(const Panels<Code<B, M>>&, int rows) { return rows <= most_code_rows(2); }
 
 // The same for all rows there are, in one pass. Nothing is read twice, so what is fetched lies only a little ahead; at the end
 // of what this thread reads, that is the beginning of `then`.
 template <typename Row, typename Weight>
-static void stream_product(int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel, int64_t k, float* out,
-                           int64_t out_stride, bool accumulate, bool last, Ahead then, KVAhead<Row>* kv) {
-  typedef Panels<Weight> W;
-  const int64_t most = STREAM_AHEAD / W::bytes(1);
-  const int64_t tail = !last ? 0 : k < most ? k : most, body = k - tail, bytes = W::bytes(tail);
-  const Ahead own{(const char*)panel + STREAM_AHEAD, W::bytes(body)};
-  if (body > 0) panel_product(rows, a, a_stride, panel, body, out, out_stride, accumulate, own, kv);
+static void stream_product(const Panels<Weight>& weight, int rows, const Left<Row, Weight>* a, int64_t a_stride,
+                           const Weight* panel, int64_t k, float* out, int64_t out_stride, bool accumulate, bool last,
+                           Ahead then, KVAhead<Row>* kv) {
+  const int64_t unit = weight.unit(), ahead = STREAM_AHEAD * unit / weight.bytes(unit) / unit * unit;
+  const int64_t body = !last || k <= ahead ? (last ? 0 : k) : (k - ahead) / unit * unit, tail = k - body;
+  const int64_t bytes = weight.bytes(tail);
+  const Ahead own{(const char*)panel + STREAM_AHEAD, weight.bytes(body)};
+  if (body > 0) panel_product<Row>(weight, rows, a, a_stride, panel, body, out, out_stride, accumulate, own, kv);
   if (tail == 0) return;
-  panel_product(rows, a + body, a_stride, panel + body * CL_PANEL, tail, out, out_stride, accumulate || body > 0,
-                Ahead{then.at, then.bytes < bytes ? then.bytes : bytes}, kv);
+  const Weight* rest = weight.panel(0, body) - weight.panel(0) + panel;
+  panel_product<Row>(weight, rows, forward(a, body), a_stride, rest, tail, out, out_stride, accumulate || body > 0,
+                     Ahead{then.at, then.bytes < bytes ? then.bytes : bytes}, kv);
 }
 
 // Rows in float32, k and a line apart: a power of two apart they would meet in one set of L1.
@@ -166,27 +253,32 @@ struct GemmItems {
   int64_t count() const { return int64_t(chunks) * supers; }
 };
 
+template <typename Row, typename Weight>
+static GemmItems<Row, Weight> items_of(const Panels<Weight>& weight, int chunk_panels, int m) {
+  return GemmItems<Row, Weight>(weight, chunk_panels, m);
+}
+
 // Every thread of the pool calls this; chunks of `chunk_panels` panels go to whoever is free. `epilogue(first row, rows,
 // first panel, panels, tile, tile_stride)` gets each finished piece of a @ weight.T once, as float32; before that,
 // `epilogue.fetch(first row, rows, panel)` may fetch what it will write, while the product takes its time. k is never
 // divided among threads. `a` has readable memory for MAX_ROW_BLOCK rows behind row m. `then`: what this thread reads after that.
 // `kv`, or null: what to fetch where memory has time to spare; AMX leaves it none.
 template <typename Row, typename Weight, typename Epilogue>
-static void gemm(cl_pool& pool, int thread, const Row* a, int64_t a_stride, int m, const Panels<Weight>& weight,
-                 int chunk_panels, GemmScratch<Row, Weight>& scratch, const Epilogue& epilogue, Ahead then,
-                 KVAhead<Row>* kv) {
+static void gemm(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_t a_stride, int m, const Panels<Weight>& weight,
+                 int chunk_panels, GemmScratch<Row>& scratch, const Epilogue& epilogue, Ahead then, KVAhead<Row>* kv) {
   typedef Blocking<Row, Weight> B;
   const GemmItems<Row, Weight> all(weight, chunk_panels, m);
   const int chunks = all.chunks, supers = all.supers;
   // Rows of the tile are a line longer than they need be: 1 KiB apart they would meet in few sets of L1.
   const int64_t items = all.count(), tile_stride = int64_t(chunk_panels) * CL_PANEL + TILE_PAD;
   // Pieces of k are about equally long, because while one is used, as much of what comes next is fetched.
-  const int64_t pieces = (weight.k + B::K_BLOCK - 1) / B::K_BLOCK, units = weight.k / CL_K_MULTIPLE;
+  const int64_t unit = weight.unit(), units = (weight.k + unit - 1) / unit, wanted = (weight.k + B::K_BLOCK - 1) / B::K_BLOCK;
+  const int64_t pieces = wanted < units ? wanted : units;
   float* tile = scratch.tile;
 #if defined(CL_USE_AMX)
-  tiles_begin(TILE_K, m);
+  if (!B::STREAMS) tiles_begin(TILE_K, m);
 #endif
-  CL_ASSERT(chunk_panels * CL_PANEL <= TILE_COLUMNS && a_stride >= weight.k);
+  CL_ASSERT(chunk_panels * CL_PANEL <= TILE_COLUMNS && forward(a, weight.k) <= a + a_stride);
   Turns turns(pool, thread, items, Turns::CONTIGUOUS);
   for (int64_t item = turns.take(); item < items; item = turns.take()) {
     const int64_t following = turns.peek();  // so that its weights can be fetched meanwhile
@@ -199,12 +291,12 @@ static void gemm(cl_pool& pool, int thread, const Row* a, int64_t a_stride, int 
     const int fetched = following < items && next_panel != first_panel ? weight.count - next_panel : 0;
     const int blocks = (rows_here + B::ROW_BLOCK - 1) / B::ROW_BLOCK;
     const int fetching = B::fetching(blocks);
-    const bool streams = B::STREAMS && blocks == 1 && one_pass(rows_here);
+    const bool streams = B::STREAMS && blocks == 1 && one_pass(weight, rows_here);
     KVAhead<Row>* also = kv && kv->due(turns.left(item) * chunk_panels * weight.bytes(weight.k)) ? kv : nullptr;
     // A piece of k for all rows, then the next: what is multiplied with it stays in L2 meanwhile, and the sums wait there.
     for (int64_t piece = 0; piece < pieces; piece++) {
-      const int64_t k = units * piece / pieces * CL_K_MULTIPLE;
-      const int64_t k_here = units * (piece + 1) / pieces * CL_K_MULTIPLE - k;
+      const int64_t k = units * piece / pieces * unit, next_k = units * (piece + 1) / pieces * unit;
+      const int64_t k_here = (next_k < weight.k ? next_k : weight.k) - k;
       const bool last_piece = piece + 1 == pieces, last = last_piece && following >= items;
       // What is used next: the following piece of these panels, the first of the next item's, or what comes then, as much
       // of it as can be fetched meanwhile, by all panels alike or, with float32 products, by the last one.
@@ -223,7 +315,7 @@ static void gemm(cl_pool& pool, int thread, const Row* a, int64_t a_stride, int 
         if constexpr (B::WIDENED)
           left = widened(a + begin * a_stride + k, a_stride, rows, k_here, scratch.widened);
         else
-          left = a + begin * a_stride + k;
+          left = forward(a + begin * a_stride, k);
         for (int p = 0; p < panels; p++) {
           const Weight* here = weight.panel(first_panel + p, k);
           Ahead ahead = NOTHING;
@@ -239,9 +331,10 @@ static void gemm(cl_pool& pool, int thread, const Row* a, int64_t a_stride, int 
           float* out = sums + p * CL_PANEL;
           if (last_piece && !streams) epilogue.fetch(begin, rows, first_panel + p);
           if (streams)
-            stream_product(rows, left, left_stride, here, k_here, out, tile_stride, k > 0, last && p + 1 == panels, then, also);
+            stream_product<Row>(weight, rows, left, left_stride, here, k_here, out, tile_stride, k > 0, last && p + 1 == panels,
+                                then, also);
           else
-            panel_product(rows, left, left_stride, here, k_here, out, tile_stride, k > 0, ahead, also);
+            panel_product<Row>(weight, rows, left, left_stride, here, k_here, out, tile_stride, k > 0, ahead, also);
         }
         if (last_piece) epilogue(begin, rows, first_panel, panels, sums, tile_stride);
       }

@@ -7,43 +7,38 @@
 namespace CL_NS {
 
 // Shared by the threads of one call: the gathered rows, and per thread the best of every row so far.
-template <typename T>
 struct HeadShared {
-  T* rows;
-  int64_t stride;
+  void* rows;
   Best* best;       // [threads, R]
   int32_t* stored;  // [R]: row of the logits, or -1 where the choice is fused
 };
 
 CL_INLINE size_t aligned64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-template <typename T>
-CL_INLINE size_t rows_bytes(int num_rows, int64_t stride) {
-  return aligned64(size_t(num_rows + MAX_ROW_BLOCK) * stride * sizeof(T));
+// Of rows as they are, or as codes, whichever are larger.
+static size_t rows_bytes(int num_rows, int64_t stride, int dtype, int32_t k) {
+  const size_t dense = stride * (dtype == CL_BF16 ? sizeof(bf16) : sizeof(float)), codes = cl_code_bytes(k);
+  return aligned64(size_t(num_rows + MAX_ROW_BLOCK) * (dense > codes ? dense : codes));
 }
 
-template <typename T>
-static HeadShared<T> head_shared(const HeadCall& call, int threads) {
+static HeadShared head_shared(const HeadCall& call, int threads) {
   char* at = static_cast<char*>(call.shared);
-  HeadShared<T> shared;
-  shared.rows = reinterpret_cast<T*>(at);
-  shared.stride = call.stride;
-  at += rows_bytes<T>(call.num_rows, call.stride);
+  HeadShared shared;
+  shared.rows = at;
+  at += rows_bytes(call.num_rows, call.stride, call.program.dtype, call.product->k);
   shared.best = reinterpret_cast<Best*>(at);
   at += aligned64(sizeof(Best) * threads * call.num_rows);
   shared.stored = reinterpret_cast<int32_t*>(at);
   return shared;
 }
 
-static size_t head_shared_bytes(int num_threads, int num_rows, int64_t stride, int dtype) {
-  size_t rows = dtype == CL_BF16 ? rows_bytes<bf16>(num_rows, stride) : rows_bytes<float>(num_rows, stride);
-  return rows + aligned64(sizeof(Best) * num_threads * num_rows) + aligned64(sizeof(int32_t) * num_rows);
+static size_t head_shared_bytes(int num_threads, int num_rows, int64_t stride, int dtype, int32_t k) {
+  return rows_bytes(num_rows, stride, dtype, k) + aligned64(sizeof(Best) * num_threads * num_rows) + aligned64(sizeof(int32_t) * num_rows);
 }
 
-template <typename T>
 struct ChooseOrStore {
   const HeadCall& call;
-  const HeadShared<T>& shared;
+  const HeadShared& shared;
   Best* best;  // of this thread
 
   void fetch(int, int, int) const {}
@@ -54,9 +49,9 @@ struct ChooseOrStore {
     count = count < call.vocab - first_id ? count : call.vocab - first_id;
     for (int r = 0; r < rows; r++) {
       float* logits = tile + r * tile_stride;
-      if (call.bias)
+      if (const float* bias = call.product->bias)
         for (int c = 0; c < panels * CL_PANEL; c += LANES)
-          vstore(logits + c, vadd(vload(logits + c), vload(call.bias + first_id + c)));
+          vstore(logits + c, vadd(vload(logits + c), vload(bias + first_id + c)));
       const int row = row0 + r;
       if (shared.stored[row] < 0)
         consider(best[row], logits, first_id, count, call.rows[row]);
@@ -84,32 +79,45 @@ static void choose(cl_pool& pool, int thread, const HeadCall& call, const Best* 
 
 static const Best NO_BEST = {-INFINITY, INT32_MAX, 0};
 
+// A row of the head's product, and the distance to the next: as it is, or in codes.
 template <typename Row, typename Weight>
-static void head_of(cl_pool& pool, int thread, const HeadCall& call) {
+CL_INLINE int64_t put_row(const Panels<Weight>& weight, const Row* from, int64_t stride, int row, Row* rows) {
+  if (from) memcpy(rows + row * stride, from, weight.k * sizeof(Row));
+  return stride;
+}
+template <typename Row, int B, bool M>
+CL_INLINE int64_t put_row(const Panels<Code<B, M>>& weight, const Row* from, int64_t, int row, Source<Row, Code<B, M>>* rows) {
+  if (from) quantize(from, weight.k, rows + row * code_stride(weight.k));
+  return code_stride(weight.k);
+}
+
+template <typename Row, typename Weight>
+static void head_of(cl_pool& pool, int thread, const HeadCall& call, const Panels<Weight>& weight) {
   const int threads = pool.num_threads();
-  const HeadShared<Row> shared = head_shared<Row>(call, threads);
+  const HeadShared shared = head_shared(call, threads);
   const Share share = share_of(call.num_rows, thread, threads);
+  Source<Row, Weight>* rows = static_cast<Source<Row, Weight>*>(shared.rows);
   for (int row = share.begin; row < share.end; row++)
-    memcpy(shared.rows + row * shared.stride,
-           static_cast<const Row*>(call.hidden) + call.token_rows[row] * call.stride, padded(call.k) * sizeof(Row));
+    put_row<Row>(weight, static_cast<const Row*>(call.hidden) + call.token_rows[row] * call.stride, call.stride, row, rows);
   Best* best = shared.best + int64_t(thread) * call.num_rows;
   for (int row = 0; row < call.num_rows; row++) best[row] = NO_BEST;
   if (thread == 0)
     for (int row = 0, next = 0; row < call.num_rows; row++) shared.stored[row] = needs_logits(call.rows[row]) ? next++ : -1;
-  typedef GemmScratch<Row, Weight> Scratch;
+  typedef GemmScratch<Row> Scratch;
   Scratch& scratch = *static_cast<Scratch*>(pool.scratch(thread, sizeof(Scratch)));
   pool.barrier(thread);
-  gemm(pool, thread, shared.rows, shared.stride, call.num_rows, panels_of<Weight>(call.weight, call.vocab, call.k), 4, scratch,
-       ChooseOrStore<Row>{call, shared, best}, NOTHING, static_cast<KVAhead<Row>*>(nullptr));
+  const int64_t stride = put_row<Row>(weight, nullptr, call.stride, 0, rows);
+  gemm<Row>(pool, thread, rows, stride, call.num_rows, weight, 4, scratch, ChooseOrStore{call, shared, best}, NOTHING,
+            static_cast<KVAhead<Row>*>(nullptr));
   pool.barrier(thread);
   choose(pool, thread, call, shared.best, shared.stored, threads);
 }
 
 static void head(cl_pool& pool, int thread, const HeadCall& call) {
   if (call.program.dtype == CL_BF16)
-    head_of<bf16, bf16>(pool, thread, call);
+    with_weight<bf16>(*call.product, [&](const auto& weight) { head_of<bf16>(pool, thread, call, weight); });
   else
-    head_of<float, float>(pool, thread, call);
+    with_weight<float>(*call.product, [&](const auto& weight) { head_of<float>(pool, thread, call, weight); });
 }
 
 // Rows of given logits. What `head` fuses is done here in pieces of the same kind.

@@ -10,9 +10,8 @@ struct HeadCall {
   int64_t stride;
   const int32_t* token_rows;
   int32_t num_rows;
-  const void* weight;
-  const float* bias;
-  int32_t vocab, k;
+  const cl_op* product;
+  int32_t vocab;
   cl_sampling_row* rows;
   float* logits;
   int64_t logits_stride;
@@ -30,7 +29,7 @@ struct Kernels {
   // Sizes, worked out with this path's types.
   size_t (*split_state_bytes)();
   size_t (*scratch_bytes)(int dtype, int32_t vocab);  // of one thread; vocab 0: without sampling
-  size_t (*head_shared_bytes)(int num_threads, int num_rows, int64_t stride, int dtype);
+  size_t (*head_shared_bytes)(int num_threads, int num_rows, int64_t stride, int dtype, int32_t k);
 };
 
 // Null where this build or this processor lacks the path.

@@ -26,7 +26,7 @@ struct Tiles {
 
 template <typename T>
 struct Scratch {
-  GemmScratch<T, T> gemm;
+  GemmScratch<T> gemm;
   AttentionScratch<T> attention;
 };
 
@@ -49,8 +49,10 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
         kv.look(i + 1, end_op);
         break;
       default:
-        linear<T, T>(pool, thread, op, program, batch, scratch.gemm,
-                     first_weights<T, T>(program, i, end_op, batch.num_tokens, thread, pool.num_threads()), kv);
+        with_weight<T>(op, [&](const auto& weight) {
+          linear<T>(pool, thread, op, weight, program, batch, scratch.gemm,
+                    first_weights<T>(program, i, end_op, batch.num_tokens, thread, pool.num_threads()), kv);
+        });
     }
     pool.barrier(thread);
   }

@@ -75,7 +75,8 @@ class KVAhead {
 
   static int64_t weight_bytes(const cl_op& op) {
     const bool product = op.kind == CL_OP_LINEAR || op.kind == CL_OP_LINEAR_SILU || op.kind == CL_OP_QKV;
-    return product ? int64_t(op.n) * op.k * int64_t(sizeof(T)) : 0;
+    const int bits = op.format == CL_DENSE ? 8 * int(sizeof(T)) : op.format == CL_Q8 || op.format == CL_Q8_MIN ? 8 : 4;
+    return product ? int64_t(op.n) * op.k * bits / 8 : 0;
   }
 
   // What the first new token of this span's sequence sees, and where it is written: blocks from block_ to end_. One

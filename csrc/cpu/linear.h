@@ -175,41 +175,61 @@ static int chunk_of(const cl_op& op, const Panels<Weight>& weight, int m, int th
 }
 
 // What a thread begins with in the product behind operation `at`, where nothing that fills the cache comes before it.
-template <typename Row, typename Weight>
+template <typename Row>
 static Ahead first_weights(const cl_program& program, int at, int end, int m, int thread, int threads) {
   do at++;
   while (at < end && (program.ops[at].kind == CL_OP_RMS_NORM || program.ops[at].kind == CL_OP_ADD));
   if (at == end) return NOTHING;
   const cl_op& op = program.ops[at];
   if (op.kind != CL_OP_LINEAR && op.kind != CL_OP_LINEAR_SILU && op.kind != CL_OP_QKV) return NOTHING;
-  const Panels<Weight> weight = panels_of<Weight>(op.weight, op.n, op.k);
-  const int chunk = chunk_of<Row>(op, weight, m, threads);
-  const GemmItems<Row, Weight> items(weight, chunk, m);
-  const int first = int(Turns::begin(items.count(), thread, threads) % items.chunks) * chunk, left = weight.count - first;
-  return Ahead{(const char*)weight.panel(first), (chunk < left ? chunk : left) * weight.bytes(weight.k)};
+  Ahead found = NOTHING;
+  with_weight<Row>(op, [&](const auto& weight) {
+    const int chunk = chunk_of<Row>(op, weight, m, threads);
+    const auto items = items_of<Row>(weight, chunk, m);
+    const int first = int(Turns::begin(items.count(), thread, threads) % items.chunks) * chunk, left = weight.count - first;
+    found = Ahead{(const char*)weight.panel(first), (chunk < left ? chunk : left) * weight.bytes(weight.k)};
+  });
+  return found;
+}
+
+// The rows of a product as it takes them: as they are, or, where the weight is codes, in codes too, made by all threads.
+template <typename Row, typename Weight>
+static const Row* product_rows_of(cl_pool&, int, const Panels<Weight>&, const cl_program&, int, const Row* in, int64_t&) {
+  return in;
+}
+template <typename Row, int B, bool M>
+static const Source<Row, Code<B, M>>* product_rows_of(cl_pool& pool, int thread, const Panels<Code<B, M>>& weight,
+                                                      const cl_program& program, int m, const Row* in, int64_t& stride) {
+  typedef Source<Row, Code<B, M>> Block;
+  Block* rows = static_cast<Block*>(program.codes);
+  const Share share = share_of(m, thread, pool.num_threads());
+  for (int row = share.begin; row < share.end; row++) quantize(in + row * stride, weight.k, rows + row * code_stride(weight.k));
+  stride = code_stride(weight.k);
+  pool.barrier(thread);
+  return rows;
 }
 
 template <typename Row, typename Weight>
-static void linear(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
-                   GemmScratch<Row, Weight>& scratch, Ahead then, KVAhead<Row>& kv) {
+static void linear(cl_pool& pool, int thread, const cl_op& op, const Panels<Weight>& weight, const cl_program& program,
+                   const cl_batch& batch, GemmScratch<Row>& scratch, Ahead then, KVAhead<Row>& kv) {
   kv.begin(op);
-  const Row* in = static_cast<const Row*>(program.buffers[op.in]);
-  Row* out = static_cast<Row*>(program.buffers[op.out]);
-  const int64_t in_stride = program.strides[op.in], out_stride = program.strides[op.out];
-  const Panels<Weight> weight = panels_of<Weight>(op.weight, op.n, op.k);
   const int m = batch.num_tokens, chunk = chunk_of<Row>(op, weight, m, pool.num_threads());
+  int64_t in_stride = program.strides[op.in];
+  const auto* in = product_rows_of(pool, thread, weight, program, m, static_cast<const Row*>(program.buffers[op.in]), in_stride);
+  Row* out = static_cast<Row*>(program.buffers[op.out]);
+  const int64_t out_stride = program.strides[op.out];
   if (op.kind == CL_OP_LINEAR) {
     const Row* residual = op.aux >= 0 ? static_cast<const Row*>(program.buffers[op.aux]) : nullptr;
     StoreResult<Row> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n};
-    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
+    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
   } else if (op.kind == CL_OP_LINEAR_SILU) {
-    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row>{out, out_stride, op.bias}, then, &kv);
+    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row>{out, out_stride, op.bias}, then, &kv);
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
     const cl_kv_layer& layer = program.kv_layers[op.layer];
     const int64_t* slots = batch.slot_mapping + int64_t(layer.group) * m;
     StoreHeads<Row> store{op, layer, slots, m, rotary, out, out_stride};
-    gemm(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
+    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
   }
 }
 

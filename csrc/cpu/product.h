@@ -14,18 +14,19 @@ struct Packed {
 };
 enum { STEP_BYTES = 4 * LANES };  // of one step of sixteen columns
 
-// How rows of one type are multiplied with columns of another. A step of k takes PARTS products. Rows come as `Left`: as
-// they are, or widened to float32 beforehand on paths that multiply only float32. There is one specialisation for each pair
-// of types that the kernels multiply.
+// How rows of one type are multiplied with columns of another. A step of k takes PARTS products. Rows are stored as
+// `Source`, and come as `Left`: as they are, or widened to float32 beforehand on paths that multiply only float32. There is
+// one specialisation for each pair of types that the kernels multiply.
 template <typename Row, typename Weight>
 struct Pair;
 template <>
 struct Pair<float, float> {
-  typedef float Left;
+  typedef float Left, Source;
   enum { PARTS = 1 };
 };
 template <>
 struct Pair<bf16, bf16> {
+  typedef bf16 Source;
 // The AMX path multiplies bf16 by tiles, whatever its vectors could do.
 #if defined(__AVX512BF16__) || defined(CL_USE_AMX)
   typedef bf16 Left;
@@ -37,6 +38,8 @@ struct Pair<bf16, bf16> {
 };
 template <typename Row, typename Weight>
 using Left = typename Pair<Row, Weight>::Left;
+template <typename Row, typename Weight>
+using Source = typename Pair<Row, Weight>::Source;
 
 // Packed columns: `segments` pieces of `steps` steps each (the last may be shorter), consecutive steps `stride` elements apart.
 // column[v * segments + s] is where piece s of the v-th group of 16 columns starts. Attention's pieces are KV tiles.

@@ -47,7 +47,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """``CL_ABI_VERSION`` of the header this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
@@ -70,6 +70,8 @@ class Op(ctypes.Structure):
         ("aux", c_int32),
         ("n", c_int32),
         ("k", c_int32),
+        ("format", c_int32),
+        ("group", c_int32),
         ("layer", c_int32),
         ("rotary", c_int32),
         ("heads", c_int32),
@@ -115,6 +117,7 @@ class Program(ctypes.Structure):
         ("isa", c_int32),
         ("capacity", c_int32),
         ("reserved", c_int32),
+        ("codes", c_void_p),
     ]
 
 

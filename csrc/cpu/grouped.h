@@ -1,0 +1,277 @@
+// Weights as small integers in groups, times rows that were rounded to 8 bits in blocks of 32: integer products, and one
+// float32 sum per row and column over the blocks, in order. A row's sums never depend on how many rows are computed with it.
+#pragma once
+#include "chairlift_cpu.h"
+#include "product.h"
+
+namespace CL_NS {
+
+// One code of a weight [n, k]: unsigned, of B bits. With M a group has a minimum, else the code of zero is half the range.
+// The codes of a panel are bytes: their address is one of these, whatever B.
+template <int B, bool M>
+struct Code {
+  uint8_t byte;
+  enum { BITS = B, ZERO = M ? 0 : 1 << (B - 1), HEADER = (M ? 2 : 1) * CL_PANEL * 2, BLOCK = CL_Q_BLOCK * CL_PANEL * B / 8 };
+};
+
+// 32 elements of a row: code * scale, or, with what the weight's scales are stored as, CL_SCALE_UNIT times that.
+template <typename Lane>
+struct RowBlock {
+  Lane code[CL_Q_BLOCK];
+  float scale;
+  int32_t sum;       // of the codes
+  float scaled_sum;  // scale * sum
+  float reserved;
+};
+
+// Processors without VNNI multiply 16 bits where 8 might overflow; 4 bits times 8 never do.
+#if defined(__AVX512VNNI__)
+template <int B>
+struct LaneOf {
+  typedef int8_t Lane;
+};
+#else
+template <int B>
+struct LaneOf {
+  typedef int16_t Lane;
+};
+template <>
+struct LaneOf<4> {
+  typedef int8_t Lane;
+};
+#endif
+
+template <typename Row, int B, bool M>
+struct Pair<Row, Code<B, M>> {
+  typedef RowBlock<typename LaneOf<B>::Lane> Left, Source;
+  enum { PARTS = 1 };
+};
+
+// Sixteen 32-bit integers, or twice as many of 16 bits.
+#if defined(__AVX512F__)
+typedef __m512i vi;
+CL_INLINE vi iload(const void* p) { return _mm512_loadu_si512(p); }
+CL_INLINE vi iset(int32_t x) { return _mm512_set1_epi32(x); }
+CL_INLINE vi iand(vi a, vi b) { return _mm512_and_si512(a, b); }
+CL_INLINE vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }
+template <int N>
+CL_INLINE vi ishift16(vi a) { return _mm512_srli_epi16(a, N); }
+CL_INLINE vf ifloat(vi a) { return _mm512_cvtepi32_ps(a); }
+CL_INLINE vf load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+#if !defined(__AVX512VNNI__)
+CL_INLINE vi iadd16(vi a, vi b) { return _mm512_add_epi16(a, b); }
+CL_INLINE vi imadd(vi a, vi b) { return _mm512_madd_epi16(a, b); }
+CL_INLINE vi imaddubs(vi a, vi b) { return _mm512_maddubs_epi16(a, b); }
+#endif
+#else
+struct vi {
+  __m256i lo, hi;
+};
+CL_INLINE vi iload(const void* p) {
+  return vi{_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+CL_INLINE vi iset(int32_t x) { return vi{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+CL_INLINE vi iand(vi a, vi b) { return vi{_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+CL_INLINE vi iadd(vi a, vi b) { return vi{_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+CL_INLINE vi iadd16(vi a, vi b) { return vi{_mm256_add_epi16(a.lo, b.lo), _mm256_add_epi16(a.hi, b.hi)}; }
+CL_INLINE vi imadd(vi a, vi b) { return vi{_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)}; }
+CL_INLINE vi imaddubs(vi a, vi b) { return vi{_mm256_maddubs_epi16(a.lo, b.lo), _mm256_maddubs_epi16(a.hi, b.hi)}; }
+template <int N>
+CL_INLINE vi ishift16(vi a) { return vi{_mm256_srli_epi16(a.lo, N), _mm256_srli_epi16(a.hi, N)}; }
+CL_INLINE vf ifloat(vi a) { return vf{_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+CL_INLINE vf load_halves(const uint16_t* p) {
+  return vf{_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+}
+#endif
+
+CL_INLINE vi four_of(const int8_t* code) {
+  int32_t four;
+  memcpy(&four, code, 4);
+  return iset(four);
+}
+CL_INLINE vi two_of(const int16_t* code) {
+  int32_t two;
+  memcpy(&two, code, 4);
+  return iset(two);
+}
+
+CL_INLINE float to_float32(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
+
+// The products of one block of 32 k, of one row and sixteen columns, in integers, which are exact in any order. A step takes
+// four k of 8 bits, or eight of 4 bits. `split` makes of a step's codes what two products take, or one.
+template <int B>
+struct Dot {
+  enum { STEPS = CL_Q_BLOCK * B / 32, PARTS = 2 };
+  typedef typename LaneOf<B>::Lane Lane;
+#if defined(__AVX512VNNI__)
+  CL_INLINE vi start(int32_t offset) { return iset(offset); }
+  CL_INLINE vi finish(vi sum, int32_t) { return sum; }
+  CL_INLINE vi add(vi sum, vi codes, vi row) { return _mm512_dpbusd_epi32(sum, codes, row); }
+#else
+  // Pairs of 4 bits times 8 add up in 16 bits over a whole block: at most 8 * 2 * 15 * 127 = 30480.
+  CL_INLINE vi start(int32_t offset) { return iset(B == 8 ? offset : 0); }
+  CL_INLINE vi finish(vi sum, int32_t offset) {
+    return B == 8 ? sum : iadd(imadd(sum, iset(0x00010001)), iset(offset));
+  }
+  CL_INLINE vi add(vi sum, vi codes, vi row) {
+    return B == 8 ? iadd(sum, imadd(codes, row)) : iadd16(sum, imaddubs(codes, row));
+  }
+#endif
+  // Of 4 bits the low ones, then the high ones. Of 8 bits all at once, or as 16 bits the even ones, then the odd ones.
+  CL_INLINE vi part(const uint8_t* codes, int part) {
+    const vi all = iload(codes);
+    if (B == 4) return iand(part == 0 ? all : ishift16<4>(all), iset(0x0f0f0f0f));
+    return part == 0 ? iand(all, iset(0x00ff00ff)) : ishift16<8>(all);
+  }
+  // What they are multiplied with: 32 bits of the row for all columns.
+  CL_INLINE vi row(const Lane* code, int step, int part) {
+    int32_t bits;
+    memcpy(&bits, code + (step * PARTS + part) * int(4 / sizeof(Lane)), 4);
+    return iset(bits);
+  }
+};
+#if defined(__AVX512VNNI__)
+template <>
+struct Dot<8> {
+  enum { STEPS = 8, PARTS = 1 };
+  typedef int8_t Lane;
+  CL_INLINE vi start(int32_t offset) { return iset(offset); }
+  CL_INLINE vi finish(vi sum, int32_t) { return sum; }
+  CL_INLINE vi add(vi sum, vi codes, vi row) { return _mm512_dpbusd_epi32(sum, codes, row); }
+  CL_INLINE vi part(const uint8_t* codes, int) { return iload(codes); }
+  CL_INLINE vi row(const int8_t* code, int step, int) {
+    int32_t bits;
+    memcpy(&bits, code + 4 * step, 4);
+    return iset(bits);
+  }
+};
+#endif
+
+// The most rows that V times sixteen columns leave registers for.
+#if defined(__AVX512F__)
+CL_INLINE constexpr int most_code_rows(int) { return ROWS; }
+#else
+CL_INLINE constexpr int most_code_rows(int groups) { return groups == 2 ? 2 : 4; }
+#endif
+
+// out[R, 16 V] += a[R, k] @ codes, over `blocks` blocks of 32 k, `per_group` of which make a group. `at` is a panel, from the
+// beginning of a group on; its columns from 16 `first` on are computed.
+template <typename Weight, int R, int V>
+CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, int64_t a_stride, const Weight* panel, int first,
+                                 int per_group, int blocks, float* out, int64_t out_stride, Prefetch prefetch) {
+  typedef Dot<Weight::BITS> D;
+  typedef typename Pair<float, Weight>::Left Block;
+  const Block* rows[(R + 2) / 3];  // three rows are reached from one address
+#pragma GCC unroll 4
+  for (int i = 0; i < (R + 2) / 3; i++) {
+    rows[i] = a + 3 * i * a_stride;
+    __asm__("" : "+r"(rows[i]));
+  }
+  const uint8_t* at = &panel->byte;
+  const char* ahead = prefetch.lines > 0 ? prefetch.at[0] : nullptr;
+  for (int left = blocks; left > 0; left -= per_group) {
+    const uint16_t *scales = reinterpret_cast<const uint16_t*>(at) + first * LANES, *minimums = scales + CL_PANEL;
+    at += Weight::HEADER;
+    for (int block = left < per_group ? left : per_group; block > 0; block--) {
+      vi sum[R][V];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) sum[r][v] = D::start(-Weight::ZERO * rows[r / 3][r % 3 * a_stride].sum);
+#pragma GCC unroll 8
+      for (int step = 0; step < D::STEPS; step++) {
+        if (ahead) {
+          fetch_line<false>(ahead);
+          if (prefetch.lines > 1) fetch_line<false>(ahead + 64);
+          ahead += prefetch.stride;
+        }
+#pragma GCC unroll 2
+        for (int part = 0; part < D::PARTS; part++) {
+          vi codes[V];
+#pragma GCC unroll 2
+          for (int v = 0; v < V; v++) codes[v] = D::part(at + step * CL_PANEL * 4 + (first + v) * STEP_BYTES, part);
+#pragma GCC unroll 16
+          for (int r = 0; r < R; r++) {
+            const vi row = D::row(rows[r / 3][r % 3 * a_stride].code, step, part);
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) sum[r][v] = D::add(sum[r][v], codes[v], row);
+          }
+        }
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) {
+        const vf scale = load_halves(scales + v * LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+          const Block& row = rows[r / 3][r % 3 * a_stride];
+          float* to = out + r * out_stride + v * LANES;
+          const vf product = vmul(ifloat(D::finish(sum[r][v], -Weight::ZERO * row.sum)), scale);
+          vf total = vfma(product, vset(row.scale), vload(to));
+          if (Weight::HEADER > CL_PANEL * 2) total = vfma(load_halves(minimums + v * LANES), vset(row.scaled_sum), total);
+          vstore(to, total);
+        }
+      }
+      at += Weight::BLOCK;
+#pragma GCC unroll 4
+      for (int i = 0; i < (R + 2) / 3; i++) rows[i]++;
+    }
+  }
+}
+
+template <typename Weight, int V>
+static void code_product(int rows, const typename Pair<float, Weight>::Left* a, int64_t a_stride, const Weight* panel, int first,
+                         int per_group, int blocks, float* out, int64_t out_stride, Prefetch prefetch) {
+  CL_ASSERT(rows >= 1 && rows <= most_code_rows(V));
+#define CL_CASE(R)                                                            \
+  case R:                                                                     \
+    return code_product_of<Weight, (R <= most_code_rows(V) ? R : 1), V>(      \
+        a, a_stride, panel, first, per_group, blocks, out, out_stride, prefetch);
+  switch (rows) {
+    CL_CASE(1) CL_CASE(2) CL_CASE(3) CL_CASE(4) CL_CASE(5) CL_CASE(6)
+    CL_CASE(7) CL_CASE(8) CL_CASE(9) CL_CASE(10) CL_CASE(11) CL_CASE(12)
+  }
+#undef CL_CASE
+}
+
+// A row's numbers in 8 bits. Where one is not finite, the scale is NaN: so are the row's results, and no other's.
+CL_INLINE void store_codes(int16_t* to, vf x) {
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(lower_half(x)), _mm256_cvtps_epi32(upper_half(x)));
+  // As the two products take them: of every four the first and third, then the second and fourth.
+  const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  _mm256_storeu_si256((__m256i*)to, _mm256_shuffle_epi8(_mm256_permute4x64_epi64(words, 0xd8), order));
+}
+CL_INLINE void store_codes(int8_t* to, vf x) {
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(lower_half(x)), _mm256_cvtps_epi32(upper_half(x)));
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+  _mm_storeu_si128((__m128i*)to, bytes);
+}
+
+template <typename T, typename Lane>
+CL_INLINE void quantize_block(const T* x, RowBlock<Lane>& to) {
+  const vf a = vload(x), b = vload(x + LANES), zero = vset(0.0f);
+  const float highest = vhighest(vmax(vmax(a, vsub(zero, a)), vmax(b, vsub(zero, b))));
+  to.scale = to.scaled_sum = to.reserved = 0.0f;
+  to.sum = 0;
+  memset(to.code, 0, sizeof to.code);
+  if (vmask_nan(vadd(vmul(a, zero), vmul(b, zero)))) {
+    to.scale = to.scaled_sum = NAN;
+  } else if (highest > 0x1p-100f) {
+    const vf inverse = vset(127.0f / highest), first = vround(vmul(a, inverse)), second = vround(vmul(b, inverse));
+    store_codes(to.code, first);
+    store_codes(to.code + LANES, second);
+    to.scale = highest * float(1.0 / (127.0 * CL_SCALE_UNIT));
+    const float sum = vsum(vadd(first, second));
+    to.sum = int32_t(sum);
+    to.scaled_sum = to.scale * sum;
+  }
+}
+
+// A row of k numbers, k padded; and the blocks from one such row to the next.
+CL_INLINE int64_t code_stride(int64_t k) { return k / CL_Q_BLOCK; }
+template <typename T, typename Lane>
+CL_INLINE void quantize(const T* x, int64_t k, RowBlock<Lane>* to) {
+  for (int64_t i = 0; i < k; i += CL_Q_BLOCK) quantize_block(x + i, to[i / CL_Q_BLOCK]);
+}
+
+}  // namespace CL_NS
