@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,8 +19,9 @@ import numpy.typing as npt
 
 from chairlift.errors import ModelLoadError
 from chairlift.gguf.blocks import BLOCK_TYPES, BlockType
+from chairlift.gguf.files import parts_of
 
-__all__ = ["GGUFFile", "GGUFModel", "TensorInfo", "find_gguf", "is_gguf"]
+__all__ = ["GGUFFile", "GGUFModel", "TensorInfo"]
 
 _MAGIC: Final = b"GGUF"
 _MOST_HEADER: Final = 1 << 28
@@ -33,7 +33,6 @@ _MOST_NAME: Final = 256
 _MOST_SIDE: Final = 1 << 32
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_SPLIT_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,7 +189,7 @@ class GGUFModel:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files = [GGUFFile(part) for part in _parts(path)]
+        self.files = [GGUFFile(part) for part in parts_of(path)]
         self.metadata: Mapping[str, Any] = self.files[0].metadata
         self._file_of: dict[str, GGUFFile] = {}
         for file in self.files:
@@ -222,39 +221,3 @@ class GGUFModel:
             file.release(info, first, last - first)
             return out
         return info.type.dequantize(raw[order[first:last]])
-
-
-def _parts(path: Path) -> list[Path]:
-    match = _SPLIT_NAME.fullmatch(path.name)
-    if match is None:
-        return [path]
-    stem, count = match[1], int(match[3])
-    parts = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-    missing = [part.name for part in parts if not part.is_file()]
-    if missing or not parts:
-        raise ModelLoadError(
-            f"{path} is one of {count} parts, and {missing[:1]} is not beside it; download all of them"
-        )
-    return parts
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a model's path is that of a GGUF file, and not of a directory."""
-    return path.suffix == ".gguf" and not path.is_dir()
-
-
-def find_gguf(path: Path) -> Path | None:
-    """The GGUF model that ``path`` names: a file, or the only one in a directory; None where there is none.
-
-    Raises :class:`~chairlift.errors.ModelLoadError` for a directory with several: which one is meant must be said.
-    """
-    if path.is_file():
-        return path if is_gguf(path) else None
-    if not path.is_dir() or (path / "config.json").is_file():
-        return None
-    found = sorted(file for file in path.glob("*.gguf") if file.is_file() and not file.name.startswith("mmproj"))
-    whole = [file for file in found if not (match := _SPLIT_NAME.fullmatch(file.name)) or int(match[2]) == 1]
-    if len(whole) > 1:
-        names = ", ".join(file.name for file in whole[:8])
-        raise ModelLoadError(f"{path} has {len(whole)} GGUF models ({names}); give the path of one of these files")
-    return next(iter(whole or found), None)

@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from chairlift.errors import EngineDeadError, ModelLoadError
-from chairlift.gguf.reader import GGUFModel, find_gguf, is_gguf
+from chairlift.gguf.files import find_gguf, is_gguf
+from chairlift.gguf.reader import GGUFModel
 from chairlift.kernels.cpu.packing import by_slices
 from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chairlift.gguf.reader import GGUFModel, is_gguf
+from chairlift.gguf.files import is_gguf
+from chairlift.gguf.reader import GGUFModel
 from chairlift.models.gguf_config import gguf_config
 from chairlift.models.hf_config import ModelConfig, read_hf_config
 

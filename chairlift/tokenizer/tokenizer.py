@@ -14,8 +14,7 @@ from typing import Any, Final
 import tokenizers
 
 from chairlift.errors import ModelLoadError, RequestError
-from chairlift.gguf.reader import GGUFModel, find_gguf
-from chairlift.tokenizer.gguf_tokenizer import gguf_tokenizer
+from chairlift.gguf.files import find_gguf
 from chairlift.tokenizer.growth import check_growth, doubt_about, read_parts
 from chairlift.tokenizer.trial import try_out
 
@@ -366,6 +365,10 @@ def _contents(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
         beside = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
         return file, data, beside
     if (model := find_gguf(folder)) is not None:
+        # These need numpy, which takes a while to import, and most models come without.
+        from chairlift.gguf.reader import GGUFModel
+        from chairlift.tokenizer.gguf_tokenizer import gguf_tokenizer
+
         return model, *gguf_tokenizer(GGUFModel(model))
     raise ModelLoadError(
         f"{folder} has no tokenizer.json; save one with transformers "

@@ -65,6 +65,7 @@ ALLOWED: dict[str, list[str]] = {
         "models",
         "replay",
         "scheduler.cost_model",
+        "step_batch",
         "workbench.workload",
         "writing",
     ],

@@ -148,6 +148,6 @@ def test_an_update_of_weights_that_goes_on_is_healthy_and_one_that_stops_is_not(
             os.kill(pid, signal.SIGCONT)
             assert (await update).weight_version == 1
             assert client.silent_since is None
-            assert heard == ["replacing weights", "checking weights"], "the second is the engine's own"
+            assert heard[:2] == ["replacing weights", "checking weights"], "the second is the engine's own"
 
     run(test)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from chairlift.errors import ModelLoadError
-from chairlift.gguf.reader import GGUFFile, GGUFModel, find_gguf
+from chairlift.gguf.files import find_gguf
+from chairlift.gguf.reader import GGUFFile, GGUFModel
 from tests.gguf.make import write_gguf
 
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0

@@ -284,7 +284,7 @@ def test_a_body_counts_until_its_prompt_is_tokens() -> None:
 def test_of_several_prompts_none_is_left_when_one_is_refused(client: TestClient, engine: FakeEngine) -> None:
     reply = client.post(TEXT, json={"prompt": [[1], [2], [999]]})
     assert reply.status_code == 400
-    assert reply.json()["error"]["message"].startswith("prompt 2: token id 999")
+    assert reply.json()["error"]["message"].startswith("prompt 2: the prompt has token id 999")
     assert (engine.num_requests, engine.num_aborted) == (0, 2)
 
 

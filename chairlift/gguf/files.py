@@ -1,0 +1,50 @@
+"""Which file of a path is a GGUF model. Needs no numpy: processes that compute nothing import it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from chairlift.errors import ModelLoadError
+
+__all__ = ["find_gguf", "is_gguf", "parts_of"]
+
+_SPLIT_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of a GGUF model, of which ``path`` is one. Raises ModelLoadError where one is not there."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match[1], int(match[3])
+    parts = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing or not parts:
+        raise ModelLoadError(
+            f"{path} is one of {count} parts, and {missing[:1]} is not beside it; download all of them"
+        )
+    return parts
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a model's path is that of a GGUF file, and not of a directory."""
+    return path.suffix == ".gguf" and not path.is_dir()
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF model that ``path`` names: a file, or the only one in a directory; None where there is none.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` for a directory with several: which one is meant must be said.
+    """
+    if path.is_file():
+        return path if is_gguf(path) else None
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    found = sorted(file for file in path.glob("*.gguf") if file.is_file() and not file.name.startswith("mmproj"))
+    whole = [file for file in found if not (match := _SPLIT_NAME.fullmatch(file.name)) or int(match[2]) == 1]
+    if len(whole) > 1:
+        names = ", ".join(file.name for file in whole[:8])
+        raise ModelLoadError(f"{path} has {len(whole)} GGUF models ({names}); give the path of one of these files")
+    return next(iter(whole or found), None)
