@@ -16,7 +16,7 @@ from chairlift.executor.native_kv import NativeKV
 from chairlift.executor.sampling_rows import NativeRows, RowTemplates
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, Pool
-from chairlift.kernels.cpu.packing import PackedWeight
+from chairlift.kernels.cpu.packing import PackedMatrix
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder
 from chairlift.models.causal_lm import CausalLM
@@ -57,7 +57,7 @@ class NativeModelRunner:
                 f"compute_logits of {type(model).__name__} must be one linear layer in the native layout; "
                 "use kernels='torch' for this model"
             )
-        self._head_weight: PackedWeight = head[0].attributes["weight"]
+        self._head_weight: PackedMatrix = head[0].attributes["weight"]
         self._templates = RowTemplates(self._head_weight.n)
         self._max_tokens = max_tokens
         self._logits: Tensor | None = None

@@ -21,7 +21,7 @@ from chairlift.kernels.reference import apply_rotary, copy_blocks, write_kv
 from chairlift.kernels.sdpa import PagedRow, packed_attention, paged_attention, plan_rows
 
 if TYPE_CHECKING:
-    from chairlift.kernels.cpu.packing import PackedWeight
+    from chairlift.kernels.cpu.packing import PackedMatrix
 
 __all__ = [
     "PagedRow",
@@ -97,7 +97,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def _embedding_width(ids: Value, weight: Tensor | PackedWeight) -> int:
+def _embedding_width(ids: Value, weight: Tensor | PackedMatrix) -> int:
     if isinstance(weight, Tensor):
         expect(ids, "positions" if ids.role == "positions" else "token_ids")
         return weight.shape[1]
@@ -107,20 +107,20 @@ def _embedding_width(ids: Value, weight: Tensor | PackedWeight) -> int:
 
 
 @operation(_embedding_width)
-def embedding(ids: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor | PackedMatrix) -> Tensor:
     """Rows ``ids`` [T] of ``weight`` [V, D] -> [T, D]; a packed weight works in step programs only."""
     if not isinstance(weight, Tensor):
         raise InvariantError("the embedding is laid out for the native kernels; it works in a step program only")
     return torch.nn.functional.embedding(ids, weight)
 
 
-def _packed_product(x: Value, weight: PackedWeight) -> int:
+def _packed_product(x: Value, weight: PackedMatrix) -> int:
     expect(x, "rows", weight.k)
     return weight.out_features
 
 
 @operation(_packed_product)
-def native_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+def native_linear(x: Tensor, weight: PackedMatrix) -> Tensor:
     """``x @ weight.T + bias`` for a weight in the native kernels' layout, which works in step programs only."""
     raise InvariantError(
         "this linear layer is laid out for the native kernels, which run it in a step program only; "

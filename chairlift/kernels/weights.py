@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, why_unavailable
-from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedWeight, copy_rows, packed_bytes
+from chairlift.kernels.cpu.packed_codes import PackedCodes, packed_code_bytes
+from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PackedMatrix, PackedWeight, copy_rows, packed_bytes
 from chairlift.kernels.fp8 import Fp8Weight
-from chairlift.kernels.grouped import GroupedRows, GroupKind, dequantized
+from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind, dequantized
 
 __all__ = ["FP8", "NATIVE", "ONEDNN", "PLAIN", "QUANTIZED", "MatrixShape", "WeightFormat"]
 
@@ -145,9 +146,21 @@ class OneDnn(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class Native(WeightFormat):
-    """The packed panels of our CPU kernels: float32 and bfloat16, for step programs only."""
+    """The packed panels of our CPU kernels, for step programs only: float32 and bfloat16, or codes in groups.
+
+    Without a ``kind`` codes of a checkpoint stay what they are, and floats stay floats. With one all weights are
+    rounded to it, but the output head and the embedding never to fewer than 8 bits.
+    """
+
+    kind: GroupKind | None = None
+    floats: bool = False
+    """Make floats of all codes."""
 
     embeds = True
+
+    @property
+    def head(self) -> WeightFormat:
+        return self if self.kind is None else dataclasses.replace(self, kind=GroupKind(8, GROUP))
 
     def fitting(self, dtype: torch.dtype, device: torch.device) -> WeightFormat:
         if reason := why_unavailable():
@@ -157,24 +170,37 @@ class Native(WeightFormat):
         return self
 
     def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
-        return packed_bytes(shape.out_features, shape.in_features, dtype, interleaved=shape.interleaved)
+        sizes, kind = (shape.out_features, shape.in_features), self._kind_of(shape)
+        if kind is None:
+            return packed_bytes(*sizes, dtype, interleaved=shape.interleaved)
+        return packed_code_bytes(*sizes, kind, interleaved=shape.interleaved)
 
-    def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[PackedWeight]:
+    def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[PackedMatrix]:
         """All in one piece of memory, which begins on a huge page: with one piece for each, the ends would add up."""
         sizes = [self.nbytes(shape, dtype) for shape in shapes]
-        memory, offset, weights = Memory(sum(sizes)), 0, []
-        for (n, k, interleaved, _), size in zip(shapes, sizes, strict=True):
-            part = memory.part(offset, size)
-            weights.append(PackedWeight(n, k, dtype, interleaved=interleaved, memory=part))
+        memory, offset, weights = Memory(sum(sizes)), 0, list[PackedMatrix]()
+        for shape, size in zip(shapes, sizes, strict=True):
+            n, k, interleaved, _ = shape
+            part, kind = memory.part(offset, size), self._kind_of(shape)
+            if kind is None:
+                weights.append(PackedWeight(n, k, dtype, interleaved=interleaved, memory=part))
+            else:
+                weights.append(PackedCodes(n, k, kind, interleaved=interleaved, memory=part))
             offset += size
         return weights
 
-    def finish(self, weight: PackedWeight, bias: Tensor | None) -> None:
+    def write(self, weight: PackedMatrix, start: int, rows: Tensor | GroupedRows, *, mapped: bool) -> None:
+        weight.pack_rows(rows, start, mapped=mapped)
+
+    def finish(self, weight: PackedMatrix, bias: Tensor | None) -> None:
         if bias is not None:
             weight.set_bias(bias.detach())
 
-    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
         return ops.native_linear(x, weight)
+
+    def _kind_of(self, shape: MatrixShape) -> GroupKind | None:
+        return None if self.floats else self.kind or shape.kind
 
 
 @dataclasses.dataclass(frozen=True)

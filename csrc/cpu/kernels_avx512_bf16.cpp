@@ -2,5 +2,7 @@
 #include "kernels_impl.h"
 
 const Kernels* kernels_avx512_bf16() {
-  return kernels_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? &cl_avx512_bf16::table : nullptr;
+  // VNNI is older: every processor that has the one has the other.
+  const bool has = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  return kernels_avx512() && has ? &cl_avx512_bf16::table : nullptr;
 }

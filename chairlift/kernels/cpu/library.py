@@ -173,13 +173,21 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cl_pool_create": (c_void_p, [c_int32, c_int32]),
     "cl_pool_destroy": (None, [c_void_p]),
     "cl_pack": (None, [c_void_p, c_int32, *[c_int64] * 5, c_void_p, c_int64]),
+    "cl_pack_codes": (
+        None,
+        [
+            *(c_void_p, c_int32, c_int32, *[c_int64] * 5),  # packed, format, group, k ... panel_step
+            *(c_void_p, c_int64, c_void_p, c_void_p, c_int64),  # codes, codes_stride, scales, minimums, scales_stride
+        ],
+    ),
+    "cl_packed_code_bytes": (c_int64, [c_int32, c_int32, c_int64, c_int64]),
+    "cl_code_bytes": (c_int64, [c_int64]),
     "cl_run": (c_int32, [c_void_p, POINTER(Program), POINTER(Batch), c_int32]),
     "cl_head": (
         c_int32,
         [
             *(c_void_p, POINTER(Program), c_void_p, c_int64, c_void_p, c_int32),  # pool ... num_rows
-            *(c_void_p, c_void_p, c_int32, c_int32),  # weight, bias, vocab, k
-            *(c_void_p, c_void_p, c_int64),  # rows, logits, logits_rows
+            *(POINTER(Op), c_void_p, c_void_p, c_int64),  # product, rows, logits, logits_rows
         ],
     ),
     "cl_needs_logits": (c_int32, [c_void_p]),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
-from chairlift.kernels.cpu.packing import PackedWeight
+from chairlift.kernels.cpu.packing import PackedMatrix, PackedWeight
 from chairlift.kernels.recording import Node, Op, Value, add, attention
 
 __all__ = ["FusedOp", "OpKind", "Plan", "lower", "narrow_at"]
@@ -47,7 +47,7 @@ class FusedOp:
     inputs: tuple[Value, ...]
     """Activations it reads: ``in``, then ``aux``; for a call-out all arguments."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-    weight: Tensor | PackedWeight | None = None
+    weight: Tensor | PackedMatrix | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     rotary: Value | None = None
@@ -125,7 +125,7 @@ def _call(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 def _embedding(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     weight = node.attributes["weight"]
-    packed = isinstance(weight, PackedWeight)
+    packed = isinstance(weight, PackedMatrix)
     if node.inputs[0].role != "token_ids":
         yield from _call(fuser, node)
         return
@@ -208,7 +208,7 @@ _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
 
 
 def _product(kind: OpKind, product: Node, out: Value, *aux: Value) -> FusedOp:
-    weight: PackedWeight = product.attributes["weight"]
+    weight: PackedMatrix = product.attributes["weight"]
     return FusedOp(kind, out, (*product.inputs, *aux), {"n": weight.n, "k": weight.k}, weight)
 
 

@@ -7,6 +7,7 @@ streams memory once, front to back. Outputs are padded to whole panels and input
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -14,9 +15,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from chairlift.kernels.cpu.library import Memory, default_threads, load, require
+from chairlift.kernels.cpu.library import Memory, Op, default_threads, load, require
+from chairlift.kernels.grouped import GroupedRows, dequantized
 
-__all__ = ["NATIVE_DTYPES", "PANEL", "PackedWeight", "by_slices", "copy_rows", "packed_bytes"]
+__all__ = [
+    "NATIVE_DTYPES",
+    "PANEL",
+    "PackedMatrix",
+    "PackedWeight",
+    "by_slices",
+    "copy_rows",
+    "packed_bytes",
+    "padded_outputs",
+]
 
 NATIVE_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes of the C++ kernels, with their ``cl_dtype``."""
@@ -34,55 +45,50 @@ def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype, *, int
     """Bytes of a packed [out, in] weight, a multiple of 2,048. Raises ValueError for a dtype without kernels."""
     if dtype not in NATIVE_DTYPES:
         raise ValueError(f"the CPU kernels have no {dtype}; use one of {', '.join(map(str, NATIVE_DTYPES))}")
-    return _padded_outputs(out_features, interleaved) * _rounded(in_features) * dtype.itemsize
+    return padded_outputs(out_features, interleaved) * _rounded(in_features) * dtype.itemsize
 
 
-class PackedWeight:
-    """A linear layer's weight [out, in] in packed panels, and its bias. It begins as zeros; :meth:`pack_rows` fills it.
+class PackedMatrix(abc.ABC):
+    """A layer's weight [out, in] in packed panels, and its bias. It begins as zeros; :meth:`pack_rows` fills it.
 
     With ``interleaved`` the first half of the outputs are gates for the second half (SwiGLU): both halves are padded to
     whole panels, and their panels alternate, so that a product meets a gate and what it gates together. The panels lie
-    in ``memory``, of :func:`packed_bytes` zeros, or in memory of their own. Raises ValueError for a dtype without
-    kernels or an odd number of interleaved outputs, and what :class:`~chairlift.kernels.cpu.library.Memory` raises.
+    in ``memory``, of as many zeros as they take, or in memory of their own. Raises ValueError for an odd number of
+    interleaved outputs, and what :class:`~chairlift.kernels.cpu.library.Memory` raises.
     """
 
+    format = 0
+    """``cl_format``."""
+    group = 0
+    """Inputs of a group, where the format has groups."""
+
     def __init__(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: torch.dtype,
-        *,
-        interleaved: bool = False,
-        memory: Memory | None = None,
+        self, out_features: int, in_features: int, nbytes: int, *, interleaved: bool, memory: Memory | None
     ) -> None:
         if interleaved and out_features % 2:
             raise ValueError(f"interleaved outputs come in pairs, got {out_features}")
-        nbytes = packed_bytes(out_features, in_features, dtype, interleaved=interleaved)
-        padded = _padded_outputs(out_features, interleaved)
+        padded = padded_outputs(out_features, interleaved)
         self.out_features = out_features
         self.interleaved = interleaved
         self.n = padded if interleaved else out_features
         """Output columns as an operation counts them; interleaved halves count with their padding."""
         self.k = in_features
         """Input columns, without padding."""
-        self.dtype = dtype
         self.panels = padded // PANEL
         """How many panels there are."""
         self.memory = Memory(nbytes) if memory is None else memory
         """Where they lie: the first begins at its address."""
         self.bias: Tensor | None = None
         """float32 [panels * 32] in packed column order, or None."""
-        pair = 4 // dtype.itemsize
-        self._packed = self.memory.tensor(dtype, (self.panels, _rounded(in_features) // pair, PANEL, pair))
 
-    def pack_rows(self, source: Tensor, first_row: int = 0, *, mapped: bool = False) -> None:
+    def pack_rows(self, source: Tensor | GroupedRows, first_row: int = 0, *, mapped: bool = False) -> None:
         """Put ``source`` [rows, in], of any float dtype and device, into place as outputs ``first_row`` and following.
 
         ``mapped`` says that the source lies in a file mapping that nobody has written to: its pages are let go of as
         they are read. Raises ValueError when the source does not fit.
         """
         rows = source.shape[0]
-        if source.dim() != 2 or source.shape[1] != self.k or first_row < 0 or first_row + rows > self.out_features:
+        if len(source.shape) != 2 or source.shape[1] != self.k or not 0 <= first_row <= self.out_features - rows:
             raise ValueError(
                 f"rows {first_row} to {first_row + rows} of shape {list(source.shape)} do not fit into a weight of "
                 f"shape {[self.out_features, self.k]}"
@@ -103,10 +109,20 @@ class PackedWeight:
             self.bias = torch.zeros(self.panels * PANEL)
         self.bias[self._columns()] = bias.float()
 
+    def point(self, op: Op) -> None:
+        """Let an operation read this weight and its bias, which must outlive it."""
+        op.weight, op.format, op.group = self.memory.address, self.format, self.group
+        op.bias = None if self.bias is None else self.bias.data_ptr()
+
+    @abc.abstractmethod
     def unpack(self) -> Tensor:
-        """The weight as it was, [out, in]: a copy, for tests and for operations in plain torch."""
-        rows = self._packed.transpose(1, 2).reshape(self.panels * PANEL, -1)
-        return rows[self._columns(), : self.k].contiguous()
+        """The weight [out, in]: a copy, for tests and for operations in plain torch."""
+
+    @abc.abstractmethod
+    def _pack(
+        self, source: Tensor | GroupedRows, first_row: int, first_panel: int, panel_step: int, mapped: bool
+    ) -> None:
+        """Put rows into panels ``first_panel``, ``first_panel + panel_step`` and so on."""
 
     def _columns(self) -> Tensor:
         """int64 [out]: the packed column of each output."""
@@ -117,7 +133,32 @@ class PackedWeight:
         within = outputs % half
         return (within // PANEL * 2 + outputs // half) * PANEL + within % PANEL
 
-    def _pack(self, source: Tensor, first_row: int, first_panel: int, panel_step: int, mapped: bool) -> None:
+
+class PackedWeight(PackedMatrix):
+    """One in a dtype of floats. Raises ValueError for a dtype without kernels too; see :func:`packed_bytes`."""
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        *,
+        interleaved: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
+        nbytes = packed_bytes(out_features, in_features, dtype, interleaved=interleaved)
+        super().__init__(out_features, in_features, nbytes, interleaved=interleaved, memory=memory)
+        self.dtype = dtype
+        pair = 4 // dtype.itemsize
+        self._packed = self.memory.tensor(dtype, (self.panels, _rounded(in_features) // pair, PANEL, pair))
+
+    def unpack(self) -> Tensor:
+        rows = self._packed.transpose(1, 2).reshape(self.panels * PANEL, -1)
+        return rows[self._columns(), : self.k].contiguous()
+
+    def _pack(
+        self, source: Tensor | GroupedRows, first_row: int, first_panel: int, panel_step: int, mapped: bool
+    ) -> None:
         library, dtype = require(), NATIVE_DTYPES[self.dtype]
 
         def pack(start: int, rows: Tensor) -> None:
@@ -125,7 +166,7 @@ class PackedWeight:
             where = (first_row + start, len(values), first_panel, panel_step)
             library.cl_pack(self.memory.address, dtype, self.k, *where, values.data_ptr(), self.k)
 
-        by_slices(source, pack, mapped=mapped, first_row=first_row)
+        by_slices(dequantized(source), pack, mapped=mapped, first_row=first_row)
 
 
 def copy_rows(target: Tensor, source: Tensor) -> None:
@@ -160,7 +201,8 @@ def by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped: 
     release(source)  # reading a slice may have brought back the end of its neighbour, up to a huge page
 
 
-def _padded_outputs(out_features: int, interleaved: bool) -> int:
+def padded_outputs(out_features: int, interleaved: bool) -> int:
+    """Output columns in memory: whole panels, of each half where they are interleaved."""
     return 2 * _rounded(out_features // 2) if interleaved else _rounded(out_features)
 
 

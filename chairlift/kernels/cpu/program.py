@@ -19,7 +19,8 @@ from torch import Tensor
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower, narrow_at
-from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedWeight
+from chairlift.kernels.cpu.packed_codes import PackedCodes
+from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedMatrix
 from chairlift.kernels.recording import Recorder, Value
 from chairlift.step_batch import StepBatch
 
@@ -80,6 +81,7 @@ class StepProgram:
             dtype=NATIVE_DTYPES[recorder.dtype],
             isa=lib.ISA_NAMES.index(isa),
             capacity=capacity,
+            codes=self._codes(capacity),
         )
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
         self._num_rows, self._rows = -1, self._output
@@ -126,7 +128,7 @@ class StepProgram:
 
     def head(
         self,
-        weight: PackedWeight,
+        weight: PackedMatrix,
         hidden: Tensor,
         token_rows: npt.NDArray[np.int32],
         rows: npt.NDArray[np.void],
@@ -137,6 +139,8 @@ class StepProgram:
         ``rows`` [R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW` say how, and take the results. ``logits`` is
         float32 scratch [S, V rounded up to 32] for those of them that ``cl_needs_logits`` names.
         """
+        product = lib.Op(n=weight.n, k=weight.k)
+        weight.point(product)
         code = self._library.cl_head(
             self._pool.handle,
             self._program,
@@ -144,10 +148,7 @@ class StepProgram:
             hidden.stride(0),
             token_rows.ctypes.data,
             len(token_rows),
-            weight.memory.address,
-            weight.bias.data_ptr() if weight.bias is not None else None,
-            weight.n,
-            weight.k,
+            product,
             rows.ctypes.data,
             logits.data_ptr() if logits is not None else None,
             len(logits) if logits is not None else 0,
@@ -178,10 +179,9 @@ class StepProgram:
         )
         if op.kind == OpKind.ROTARY:
             struct.layer = self._rotary[op.out]
-        if isinstance(op.weight, PackedWeight):
+        if isinstance(op.weight, PackedMatrix):
             self._kept.append(op.weight)
-            struct.weight = op.weight.memory.address
-            struct.bias = None if op.weight.bias is None else op.weight.bias.data_ptr()
+            op.weight.point(struct)
         elif op.weight is not None:
             # An embedding table keeps its dtype; norms and frequencies are float32 to the kernels.
             dtype = self._recorder.dtype if op.kind == OpKind.EMBED else torch.float32
@@ -190,6 +190,15 @@ class StepProgram:
             None if norm is None else self._keep(norm, torch.float32) for norm in (op.q_norm, op.k_norm)
         )
         return struct
+
+    def _codes(self, capacity: int) -> int | None:
+        """Where the rows of products with codes are rounded to; None where there are none."""
+        widths = [op.weight.k for op in self.plan.ops if isinstance(op.weight, PackedCodes)]
+        if not widths:
+            return None
+        memory = lib.Memory(capacity * self._library.cl_code_bytes(max(widths)))
+        self._kept.append(memory)
+        return memory.address
 
     def _keep(self, tensor: Tensor, dtype: torch.dtype) -> int:
         """The address of a contiguous tensor with these numbers that lives as long as the program."""

@@ -134,9 +134,8 @@ class Kernels:
                 given = hidden.data_ptr(), hidden.stride(0), token_rows.ctypes.data, rows
                 results = records.ctypes.data, None, 0
                 for weight in weights:
-                    code = self._library.cl_head(
-                        self._pool.handle, program, *given, weight, None, vocab_size, k, *results
-                    )
+                    product = lib.Op(n=vocab_size, k=k, weight=weight)
+                    code = self._library.cl_head(self._pool.handle, program, *given, product, *results)
                     if code < 0:
                         raise InvariantError(f"the native output head refused {rows} rows ({code})")
 

@@ -300,6 +300,8 @@ def run(
     plain = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()}
     op = lib.Op(kind=kind, **{**numbers, **plain})
     struct, _kept = program(machine, [op], buffers, caches, tables, batch.num_tokens)
+    codes = torch.zeros(batch.num_tokens * lib.require().cl_code_bytes(op.k), dtype=torch.uint8)
+    struct.codes = codes.data_ptr()
     done = lib.require().cl_run(pool(machine.threads).handle, struct, batch.struct, 0)
     assert done == 1, f"the kernels refused {kind.name}: {done}"
     for buffer in buffers:

@@ -1,0 +1,120 @@
+"""Weights of small integers in groups, in the order in which the C++ products read them.
+
+A panel of 32 outputs is its groups one behind the other: their scales and minimums, then their codes. See
+``cl_pack_codes``. Activations are rounded to 8 bits in groups of 32 where they meet such a weight, so that products
+are of integers.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from chairlift.errors import ConfigError
+from chairlift.kernels.cpu.library import Memory, require
+from chairlift.kernels.cpu.packing import PANEL, PackedMatrix, by_slices, padded_outputs
+from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind
+
+__all__ = ["PackedCodes", "packed_code_bytes"]
+
+_FORMATS: Final = {(8, False): 1, (4, False): 2, (8, True): 3, (4, True): 4}
+"""``cl_format`` by bits and whether there are minimums."""
+_UNIT: Final = 256.0
+"""``CL_SCALE_UNIT``."""
+
+
+def packed_code_bytes(out_features: int, in_features: int, kind: GroupKind, *, interleaved: bool = False) -> int:
+    """Bytes of a packed [out, in] weight, rounded up to a cache line."""
+    k = -(-in_features // GROUP) * GROUP
+    header = -(-k // kind.group) * PANEL * (4 if kind.minimum else 2)
+    return padded_outputs(out_features, interleaved) // PANEL * (header + k * PANEL * kind.bits // 8)
+
+
+class PackedCodes(PackedMatrix):
+    """A weight of one :class:`~chairlift.kernels.grouped.GroupKind`.
+
+    Rows of floats are rounded to the nearest as they are packed. Scales and minimums are kept in float16, times 256:
+    those of GGUF, GPTQ and AWQ files are numbers of float16 and stay what they are.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        kind: GroupKind,
+        *,
+        interleaved: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
+        if (kind.bits, kind.minimum) not in _FORMATS or kind.group <= 0 or kind.group % GROUP:
+            raise ValueError(f"the CPU kernels have 8 and 4 bits in groups of a multiple of {GROUP}, not {kind}")
+        nbytes = packed_code_bytes(out_features, in_features, kind, interleaved=interleaved)
+        super().__init__(out_features, in_features, nbytes, interleaved=interleaved, memory=memory)
+        self.kind, self.format, self.group = kind, _FORMATS[kind.bits, kind.minimum], kind.group
+
+    def rows(self) -> GroupedRows:
+        """What is stored: a copy, for tests."""
+        k, group, bits = -(-self.k // GROUP) * GROUP, self.group, self.kind.bits
+        memory = self.memory.tensor(torch.uint8, (self.panels, self.memory.nbytes // self.panels))
+        tables, codes, at = [], [], 0
+        for start in range(0, k, group):
+            count = min(group, k - start)
+            header = PANEL * (4 if self.kind.minimum else 2)
+            tables.append(memory[:, at : at + header].clone().view(torch.float16).float() / _UNIT)
+            packed = memory[:, at + header : at + header + count * PANEL * bits // 8]
+            packed = packed.reshape(self.panels, -1, PANEL, 4)
+            if bits == 4:
+                packed = torch.stack((packed & 15, packed >> 4), dim=2).reshape(self.panels, -1, PANEL, 4)
+            codes.append(packed.transpose(1, 2).reshape(self.panels * PANEL, count))
+            at += header + count * PANEL * bits // 8
+        columns = self._columns()
+        scales = torch.stack([table[:, :PANEL].reshape(-1) for table in tables], dim=1)[columns]
+        minimums = torch.stack([table[:, -PANEL:].reshape(-1) for table in tables], dim=1)[columns]
+        all_codes = torch.cat(codes, dim=1)[columns, : self.k]
+        return GroupedRows(self.kind, all_codes, scales, minimums if self.kind.minimum else None)
+
+    def unpack(self) -> Tensor:
+        return self.rows().dequantize()
+
+    def _pack(
+        self, source: Tensor | GroupedRows, first_row: int, first_panel: int, panel_step: int, mapped: bool
+    ) -> None:
+        library = require()
+
+        def pack(start: int, rows: GroupedRows) -> None:
+            codes, tables = rows.codes.contiguous(), [_stored(rows.scales)]
+            if rows.minimums is not None:
+                tables.append(_stored(rows.minimums))
+            where = (first_row + start, len(codes), first_panel, panel_step)
+            library.cl_pack_codes(
+                *(self.memory.address, self.format, self.group, self.k, *where, codes.data_ptr(), self.k),
+                *(tables[0].data_ptr(), tables[1].data_ptr() if len(tables) == 2 else None, tables[0].shape[1]),
+            )
+
+        if isinstance(source, GroupedRows):
+            grouped = source.to(self.kind)
+            by_slices(
+                grouped.codes,
+                lambda start, rows: pack(start, grouped[start : start + len(rows)]),
+                mapped=False,
+                first_row=first_row,
+            )
+            return
+        by_slices(
+            source,
+            lambda start, rows: pack(start, GroupedRows.quantize(rows.cpu(), self.kind)),
+            mapped=mapped,
+            first_row=first_row,
+        )
+
+
+def _stored(values: Tensor) -> Tensor:
+    stored = (values.float() * _UNIT).half().contiguous()
+    if not bool(stored.isfinite().all()):
+        raise ConfigError(
+            f"a group of weights has a scale or minimum of {float(values.abs().max()):g}, and codes hold at most 255; "
+            "use the weights as floats: quantization='none'"
+        )
+    return stored
