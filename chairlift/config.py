@@ -39,7 +39,7 @@ _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kernels": ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton"),
     "cuda_graphs": ("lazy", "start", "off"),
-    "quantization": ("fp8",),
+    "quantization": ("int8", "int4", "fp8", "none"),
     "generation_config": ("auto", "vllm"),
     "batching": ("continuous", "static", "dynamic"),
     "late_requests": ("downgrade", "drop"),
@@ -100,8 +100,10 @@ class ModelConfig:
     dtype: str = "auto"
     """auto (what the model says), float32, bfloat16 or float16; for weights, activations and KV cache."""
     quantization: str | None = None
-    """fp8: weights of the layers in 8 bits, rounded as they are loaded, on a GPU of compute capability 8.9 or higher.
-    None: in dtype."""
+    """Round weights as they are loaded. int8: to 8 bits in groups of 32, by the native CPU kernels; int4: those of the
+    layers to 4 bits in groups of 32, which costs quality: better take a checkpoint that was calibrated. fp8: those of
+    the layers to 8 bits, on a GPU of compute capability 8.9 or higher. none: in dtype, also where the checkpoint is
+    quantised. None: as the checkpoint has them."""
     device: str = "cpu"
     """cpu or cuda (cuda:0, ...)."""
     threads: int | None = None

@@ -206,7 +206,7 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
     """Whose kernels to measure. Raises ConfigError where they cannot run."""
     import torch
 
-    from chairlift.executor.select import why_not_fp8, why_not_triton
+    from chairlift.executor.select import why_not_quantized, why_not_triton
     from chairlift.kernels.cpu.library import best_isa, why_unavailable
     from chairlift.loading import find_device
     from chairlift.workbench.bench.limits import GPU
@@ -216,7 +216,7 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
         if args.kernels != "auto" or args.threads:
             raise ConfigError(f"--kernels and --threads are for the CPU, and device is {args.device}; leave them out")
         device = find_device(args.device)
-        too_old = why_not_fp8("triton", torch.bfloat16, device) if args.dtype == "fp8" else ""
+        too_old = why_not_quantized("fp8", "triton", torch.bfloat16, device) if args.dtype == "fp8" else ""
         if reason := why_not_triton(None, dtype, device) or too_old:
             raise ConfigError(f"there are no kernels to measure: {reason}")
         return GPU

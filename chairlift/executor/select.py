@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import logging
@@ -27,8 +28,8 @@ __all__ = [
     "choose_isa",
     "choose_kernels",
     "make_runner",
-    "why_not_fp8",
     "why_not_native",
+    "why_not_quantized",
     "why_not_triton",
 ]
 
@@ -92,13 +93,18 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
     return ""
 
 
-def why_not_fp8(kernels: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Why ``kernels`` cannot run a model with weights in fp8, and what to do about it; empty when they can.
+def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Why ``kernels`` cannot run a model with weights rounded so, and what to do about it; empty when they can.
 
     Products in fp8 come in bfloat16 alone; in Triton's interpreter, which knows float32 alone, they are PyTorch's.
     """
+    if quantization == "none":
+        return ""
+    who = {"torch": "PyTorch's kernels", "triton": "Triton's kernels"}.get(kernels, f"the CPU's {kernels} kernels")
+    if quantization != "fp8":
+        can = kernels not in ("torch", "triton")
+        return "" if can else f"{who} would run this model, and the native CPU kernels alone know it; use device='cpu'"
     if kernels != "triton":
-        who = "PyTorch's kernels" if kernels == "torch" else f"the CPU's {kernels} kernels"
         return f"{who} would run this model, and Triton's alone know it; use device='cuda' and kernels='triton'"
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
@@ -126,16 +132,17 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
             "batch_invariant is on, but PyTorch would run this model, and promises no equal bits; leave it off"
         )
     quantization = config.model.quantization
-    if quantization is not None and (reason := why_not_fp8(chosen, dtype, device)):
+    if quantization is not None and (reason := why_not_quantized(quantization, chosen, dtype, device)):
         raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
     return chosen
 
 
 def choose_format(kernels: str, quantization: str | None) -> WeightFormat:
     """The weights that go with what :func:`choose_kernels` chose."""
-    if quantization is not None:
+    if quantization in QUANTIZED:
         return QUANTIZED[quantization]
-    return {"torch": ONEDNN, "triton": PLAIN}.get(kernels, NATIVE)
+    native = dataclasses.replace(NATIVE, floats=quantization == "none")
+    return {"torch": ONEDNN, "triton": PLAIN}.get(kernels, native)
 
 
 def choose_isa(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -101,7 +101,7 @@ class GroupedRows:
         count, k = rows.shape
         whole = -(-k // kind.group) * kind.group
         wide = torch.nn.functional.pad(rows.float(), (0, whole - k)) if whole != k else rows.float()
-        groups = wide.view(count, -1, kind.group)
+        groups = wide.view(count, whole // kind.group, kind.group)
         top = (1 << kind.bits) - 1
         if kind.minimum:
             low, high = torch.aminmax(groups, dim=-1)

@@ -229,5 +229,9 @@ ONEDNN: Final = OneDnn()
 NATIVE: Final = Native()
 FP8: Final = Fp8()
 
-QUANTIZED: Final[dict[str, WeightFormat]] = {"fp8": FP8}
+QUANTIZED: Final[dict[str, WeightFormat]] = {
+    "int8": Native(GroupKind(8, GROUP)),
+    "int4": Native(GroupKind(4, GROUP)),
+    "fp8": FP8,
+}
 """By the values of the setting ``quantization``."""

@@ -57,7 +57,7 @@ struct Blocking<Row, Code<BITS, M>> {
 #if defined(__AVX512F__)
   static constexpr int ROW_BLOCK = ROWS, K_BLOCK = 4096, SUPER = 384;
 #else
-  static constexpr int ROW_BLOCK = 24, K_BLOCK = 512, SUPER = 384;
+  static constexpr int ROW_BLOCK = 30, K_BLOCK = 512, SUPER = 384;
 #endif
   static int most_panels(int, int64_t) { return 1; }
   static int fetching(int blocks) { return blocks < 2 ? 1 : blocks < 4 ? 2 : 4; }

@@ -59,9 +59,7 @@ CL_INLINE vi ishift16(vi a) { return _mm512_srli_epi16(a, N); }
 CL_INLINE vf ifloat(vi a) { return _mm512_cvtepi32_ps(a); }
 CL_INLINE vf load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 #if !defined(__AVX512VNNI__)
-CL_INLINE vi iadd16(vi a, vi b) { return _mm512_add_epi16(a, b); }
 CL_INLINE vi imadd(vi a, vi b) { return _mm512_madd_epi16(a, b); }
-CL_INLINE vi imaddubs(vi a, vi b) { return _mm512_maddubs_epi16(a, b); }
 #endif
 #else
 struct vi {
@@ -73,9 +71,7 @@ CL_INLINE vi iload(const void* p) {
 CL_INLINE vi iset(int32_t x) { return vi{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 CL_INLINE vi iand(vi a, vi b) { return vi{_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 CL_INLINE vi iadd(vi a, vi b) { return vi{_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
-CL_INLINE vi iadd16(vi a, vi b) { return vi{_mm256_add_epi16(a.lo, b.lo), _mm256_add_epi16(a.hi, b.hi)}; }
 CL_INLINE vi imadd(vi a, vi b) { return vi{_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)}; }
-CL_INLINE vi imaddubs(vi a, vi b) { return vi{_mm256_maddubs_epi16(a.lo, b.lo), _mm256_maddubs_epi16(a.hi, b.hi)}; }
 template <int N>
 CL_INLINE vi ishift16(vi a) { return vi{_mm256_srli_epi16(a.lo, N), _mm256_srli_epi16(a.hi, N)}; }
 CL_INLINE vf ifloat(vi a) { return vf{_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
@@ -95,6 +91,19 @@ CL_INLINE vi two_of(const int16_t* code) {
   return iset(two);
 }
 
+#if defined(__AVX512VNNI__)
+CL_INLINE vi four_bytes(const void* at) {
+  int32_t bits;
+  memcpy(&bits, at, 4);
+  return iset(bits);
+}
+#else
+struct Four {
+  char bytes[4];
+};
+CL_INLINE const Four& four_bytes(const void* at) { return *static_cast<const Four*>(at); }
+#endif
+
 CL_INLINE float to_float32(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
 
 // The products of one block of 32 k, of one row and sixteen columns, in integers, which are exact in any order. A step takes
@@ -113,9 +122,30 @@ struct Dot {
   CL_INLINE vi finish(vi sum, int32_t offset) {
     return B == 8 ? sum : iadd(imadd(sum, iset(0x00010001)), iset(offset));
   }
-  CL_INLINE vi add(vi sum, vi codes, vi row) {
-    return B == 8 ? iadd(sum, imadd(codes, row)) : iadd16(sum, imaddubs(codes, row));
+  // Compilers reorder sums of integers, and then keep them in memory: what is to stay in registers is said here.
+#if defined(__AVX512F__)
+  CL_INLINE vi add(vi sum, vi codes, const Four& row) {
+    vi x;
+    if (B == 8)
+      __asm__("vpbroadcastd %2, %1\n\tvpmaddwd %1, %3, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(x) : "m"(row), "v"(codes));
+    else
+      __asm__("vpbroadcastd %2, %1\n\tvpmaddubsw %1, %3, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(x) : "m"(row), "v"(codes));
+    return sum;
   }
+#else
+  CL_INLINE vi add(vi sum, vi codes, const Four& row) {
+    __m256i x, y;
+    if (B == 8)
+      __asm__("vpbroadcastd %4, %2\n\tvpmaddwd %2, %5, %3\n\tvpmaddwd %2, %6, %2\n\tvpaddd %3, %0, %0\n\tvpaddd %2, %1, %1"
+              : "+x"(sum.lo), "+x"(sum.hi), "=&x"(x), "=&x"(y)
+              : "m"(row), "x"(codes.lo), "x"(codes.hi));
+    else
+      __asm__("vpbroadcastd %4, %2\n\tvpmaddubsw %2, %5, %3\n\tvpmaddubsw %2, %6, %2\n\tvpaddw %3, %0, %0\n\tvpaddw %2, %1, %1"
+              : "+x"(sum.lo), "+x"(sum.hi), "=&x"(x), "=&x"(y)
+              : "m"(row), "x"(codes.lo), "x"(codes.hi));
+    return sum;
+  }
+#endif
 #endif
   // Of 4 bits the low ones, then the high ones. Of 8 bits all at once, or as 16 bits the even ones, then the odd ones.
   CL_INLINE vi part(const uint8_t* codes, int part) {
@@ -123,11 +153,9 @@ struct Dot {
     if (B == 4) return iand(part == 0 ? all : ishift16<4>(all), iset(0x0f0f0f0f));
     return part == 0 ? iand(all, iset(0x00ff00ff)) : ishift16<8>(all);
   }
-  // What they are multiplied with: 32 bits of the row for all columns.
-  CL_INLINE vi row(const Lane* code, int step, int part) {
-    int32_t bits;
-    memcpy(&bits, code + (step * PARTS + part) * int(4 / sizeof(Lane)), 4);
-    return iset(bits);
+  // What they are multiplied with: four bytes of the row for all columns.
+  CL_INLINE decltype(auto) row(const Lane* code, int step, int part) {
+    return four_bytes(code + (step * PARTS + part) * int(4 / sizeof(Lane)));
   }
 };
 #if defined(__AVX512VNNI__)
@@ -139,11 +167,7 @@ struct Dot<8> {
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
   CL_INLINE vi add(vi sum, vi codes, vi row) { return _mm512_dpbusd_epi32(sum, codes, row); }
   CL_INLINE vi part(const uint8_t* codes, int) { return iload(codes); }
-  CL_INLINE vi row(const int8_t* code, int step, int) {
-    int32_t bits;
-    memcpy(&bits, code + 4 * step, 4);
-    return iset(bits);
-  }
+  CL_INLINE vi row(const int8_t* code, int step, int) { return four_bytes(code + 4 * step); }
 };
 #endif
 
@@ -151,7 +175,7 @@ struct Dot<8> {
 #if defined(__AVX512F__)
 CL_INLINE constexpr int most_code_rows(int) { return ROWS; }
 #else
-CL_INLINE constexpr int most_code_rows(int groups) { return groups == 2 ? 2 : 4; }
+CL_INLINE constexpr int most_code_rows(int groups) { return groups == 2 ? 2 : 5; }
 #endif
 
 // out[R, 16 V] += a[R, k] @ codes, over `blocks` blocks of 32 k, `per_group` of which make a group. `at` is a panel, from the
@@ -192,7 +216,7 @@ CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, in
           for (int v = 0; v < V; v++) codes[v] = D::part(at + step * CL_PANEL * 4 + (first + v) * STEP_BYTES, part);
 #pragma GCC unroll 16
           for (int r = 0; r < R; r++) {
-            const vi row = D::row(rows[r / 3][r % 3 * a_stride].code, step, part);
+            const auto& row = D::row(rows[r / 3][r % 3 * a_stride].code, step, part);
 #pragma GCC unroll 2
             for (int v = 0; v < V; v++) sum[r][v] = D::add(sum[r][v], codes[v], row);
           }
