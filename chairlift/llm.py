@@ -55,7 +55,8 @@ class LLM:
             cache_secret=os.urandom(16),
             seed=self.config.model.seed,
         )
-        info = loaded.info(self.config, self.engine.kv.capacity_tokens)
+        self.info = info = loaded.info(self.config, self.engine.kv.capacity_tokens)
+        """What was loaded, and how it is served."""
         self._sampling_defaults = info.sampling_defaults
         self.notes: tuple[str, ...] = info.notes
         """What to know about the model as it is served here, a line each; logged as warnings."""

@@ -53,13 +53,16 @@ class LoadedExecutor:
     """Names of the operations that the kernels lack, and PyTorch computes between them."""
     block_bytes: int = 0
     """Of a KV block, over its layers; the mean of the cache groups."""
+    quantization: str | None = None
+    """See :attr:`EngineInfo.quantization`."""
+    weight_bytes: int = 0
 
     def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
         """What others may know; ``capacity_tokens`` is the engine's, which knows how long a window holds its blocks."""
         groups, size = self.executor.cache_groups, self.executor.block_size
         native = self.kernels not in ("torch", "triton", "hashlm")
         how = ["batch_invariant"] if self.kernels == "triton" and config.model.batch_invariant else []
-        how += [config.model.quantization] if config.model.quantization else []
+        how += [self.quantization] if self.quantization else []
         return EngineInfo(
             model=config.model.model,
             model_dir=self.model_dir,
@@ -73,7 +76,8 @@ class LoadedExecutor:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             dtype=self.dtype,
-            quantization=config.model.quantization,
+            quantization=self.quantization,
+            weight_bytes=self.weight_bytes,
             device=self.device,
             kernels=self.kernels,
             threads=self.threads,
@@ -106,7 +110,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     delay = parse_hashlm(config.model.model)
     if delay is not None:
         if config.model.quantization is not None:
-            raise ConfigError("quantization is 'fp8', but HashLM has no weights; leave quantization out")
+            asked = config.model.quantization
+            raise ConfigError(f"quantization is {asked!r}, but HashLM has no weights; leave quantization out")
         return _load_hashlm(config, delay)
     # These import torch, which takes most of a second: only now is it needed.
     from torch import OutOfMemoryError
@@ -167,6 +172,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         notes=(*network.notes(asked_of_model), *_thread_notes(config), *_call_notes(executor.calls)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        weight_bytes=model.weight_bytes,
         kernels=kernels,
         threads=_threads(config, kernels),
         device=device_name(device),

@@ -253,7 +253,6 @@ def _floor(
     result: OfflineRun,
 ) -> dict[str, Any]:
     """Print, and return for the record, the limits of this machine and how near the engine came to them."""
-    from chairlift.workbench.bench.floor import ModelCost
     from chairlift.workbench.bench.kernel_report import limits_record, limits_table
     from chairlift.workbench.bench.offline import floor_of, limits_of
     from chairlift.workbench.bench.report import Facts, text
@@ -269,7 +268,7 @@ def _floor(
         "floor": f"{floor.seconds:.2f} s in {floor.steps:,} steps of up to {floor.token_budget} tokens",
         "of the floor": f"{share:.0%}",
     }
-    if path.isa and ModelCost.of(network, path.dtype).weight_bytes < machine.l3_bytes:
+    if path.isa and llm.info.weight_bytes < machine.l3_bytes:
         facts["of the floor"] += "\nThe weights fit into the L3 cache, so memory does not bound this model."
     _print(*text(Facts(facts), limits_table(record)))
     return {"limits": record, "floor": {**dataclasses.asdict(floor), "share": share}}

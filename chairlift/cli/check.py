@@ -73,7 +73,6 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     from chairlift.loading import device_name
     from chairlift.models.causal_lm import CausalLM
     from chairlift.models.loader import resolve_dtype
-    from chairlift.workbench.bench.floor import ModelCost
     from chairlift.workbench.bench.offline import native_path
 
     with torch.device("meta"):  # shapes only
@@ -91,11 +90,9 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     _tell(
         "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
     )
-    quantization = llm.config.model.quantization
-    cost = ModelCost.of(network, dtype, quantization)
-    nbytes = parameters * dtype.itemsize - cost.body_saved - cost.head_saved
+    quantization = llm.info.quantization
     kind = f"{name}, those of the layers in {quantization}" if quantization else name
-    _tell("parameters", f"{parameters:,} in {kind} ({nbytes / 2**20:,.0f} MiB)")
+    _tell("parameters", f"{parameters:,} in {kind} ({llm.info.weight_bytes / 2**20:,.0f} MiB)")
     _tell("device", device_name(torch.device(llm.config.model.device)))
     _tell("kernels", native_path(llm, network).describe())
     _tell("context", f"{llm.max_model_len:,} tokens")

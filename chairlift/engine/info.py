@@ -49,7 +49,9 @@ class EngineInfo:
     fingerprint: str
     """``fp_`` and ten hexadecimal digits of model, precision, kernels and version."""
     quantization: str | None = None
-    """Of the layers' weights."""
+    """What weights are rounded to, as ``int4+int8``, where not all are of the dtype."""
+    weight_bytes: int = 0
+    """Of all weights in memory."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Sampling parameters where a request gives none."""
     notes: tuple[str, ...] = ()

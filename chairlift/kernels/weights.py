@@ -73,6 +73,10 @@ class WeightFormat(abc.ABC):
     def finish(self, weight: Any, bias: Tensor | None) -> None:  # noqa: B027 - most formats have nothing left to do
         """All rows and the layer's bias [out] have been written. Called again after they were replaced."""
 
+    def name(self, weight: Any) -> str | None:
+        """What the numbers are, where they are not of the model's dtype: ``int4`` for example."""
+        return None
+
     @abc.abstractmethod
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         """``x[T, in] @ weight.T + bias``, [T, out]."""
@@ -196,6 +200,9 @@ class Native(WeightFormat):
         if bias is not None:
             weight.set_bias(bias.detach())
 
+    def name(self, weight: PackedMatrix) -> str | None:
+        return f"int{weight.kind.bits}" if isinstance(weight, PackedCodes) else None
+
     def linear(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
         return ops.native_linear(x, weight)
 
@@ -219,6 +226,9 @@ class Fp8(WeightFormat):
 
     def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[Fp8Weight]:
         return [Fp8Weight(shape.out_features, shape.in_features, device) for shape in shapes]
+
+    def name(self, weight: Fp8Weight) -> str | None:
+        return "fp8"
 
     def linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         return ops.fp8_linear(x, weight, bias)

@@ -81,6 +81,21 @@ class CausalLM(nn.Module):
                     empty = torch.empty(value.shape, dtype=dtype, device=device)
                     setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
+    @property
+    def quantization(self) -> str | None:
+        """What weights are rounded to, all kinds joined by ``+``; None where all are of the model's dtype."""
+        layers = [layer for layer in self.modules() if isinstance(layer, Matrix)]
+        names = {layer.format.name(layer.weight) for layer in layers} - {None}
+        return "+".join(sorted(str(name) for name in names)) or None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights where they lie now; a tied head counts once."""
+        layers = {id(layer.weight): layer for layer in self.modules() if isinstance(layer, Matrix)}
+        plain = sum(parameter.nbytes for parameter in self.parameters() if id(parameter) not in layers)
+        dtype = self.model.norm.weight.dtype
+        return plain + sum(layer.format.nbytes(layer.shape, dtype) for layer in layers.values())
+
     def finish_head(self) -> None:
         """The embedding has been written: a tied head whose format cannot share the embedding's weight packs a copy."""
         if self.config.tie_word_embeddings and not self.lm_head.format.embeds:

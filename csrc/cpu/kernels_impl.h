@@ -87,6 +87,27 @@ static double seconds() {
 
 enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };  // sums enough to hide the latency, few enough for the registers
 
+#if !defined(CL_USE_AMX)
+static void code_peak(int64_t rounds) {
+  alignas(64) const Dot<8>::Lane zeros[64] = {};
+  vi sum[PEAK_CHAINS];
+  for (vi& each : sum) each = iset(0);
+  const vi codes = Dot<8>::part(reinterpret_cast<const uint8_t*>(zeros), 0);
+  for (int64_t i = 0; i < rounds; i++) {
+    const auto& row = Dot<8>::row(zeros, 0, 0);
+#pragma GCC unroll 24
+    for (int j = 0; j < PEAK_CHAINS; j++) {
+      sum[j] = Dot<8>::add(sum[j], codes, row);
+#if defined(__AVX512F__)
+      __asm__ volatile("" : : "v"(sum[j]));
+#else
+      __asm__ volatile("" : : "x"(sum[j].lo), "x"(sum[j].hi));
+#endif
+    }
+  }
+}
+#endif
+
 static double peak(int64_t rounds, bool int8) {
   const double start = seconds();
 #if defined(CL_USE_AMX)
@@ -106,7 +127,10 @@ static double peak(int64_t rounds, bool int8) {
   }
   tiles_end();
 #else
-  (void)int8;
+  if (int8) {
+    code_peak(rounds);
+    return seconds() - start;
+  }
   const bf16 zeros[2 * LANES] = {};
   vf sum[PEAK_CHAINS];
   for (vf& each : sum) each = vset(0.0f);
@@ -138,7 +162,7 @@ static const Kernels table = {
 #if defined(CL_USE_AMX)
     {4 * 16384.0, 4 * 32768.0},
 #else
-    {PEAK_CHAINS * LANES * 4.0 / Pair<bf16, bf16>::PARTS, 0.0},
+    {PEAK_CHAINS * LANES * 4.0 / Pair<bf16, bf16>::PARTS, PEAK_CHAINS * LANES * 8.0 / Dot<8>::PARTS},
 #endif
     split_state_bytes, scratch_bytes, head_shared_bytes,
 };

@@ -54,12 +54,15 @@ class ModelCost:
         layer += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + 2 * dim * network.qk_norm
         layer += ((products - 1) * inner + hidden) * network.mlp_bias
         tail = layer - 2 * kv_width * (hidden + network.qkv_bias) - dim * network.qk_norm  # the final norm included
-        saved = tail_saved = 0
+        saved = tail_saved = head_saved = 0
         if quantization is not None:
             sizes = [(2 * kv_width, hidden), (q_width, hidden), (hidden, q_width)]
             sizes += [((products - 1) * inner, hidden), (hidden, inner)]
-            shapes, small = [MatrixShape(*size) for size in sizes], QUANTIZED[quantization]
+            # Where a checkpoint mixes kinds, most of it is of the first.
+            shapes, small = [MatrixShape(*size) for size in sizes], QUANTIZED[quantization.partition("+")[0]]
             each = [PLAIN.nbytes(shape, dtype) - small.nbytes(shape, dtype) for shape in shapes]
+            head = MatrixShape(network.vocab_size, hidden)
+            head_saved = PLAIN.nbytes(head, dtype) - small.head.nbytes(head, dtype)
             saved, tail_saved = sum(each), sum(each[1:])
         windows = collections.Counter(network.layer_windows)
         return cls(
@@ -68,7 +71,7 @@ class ModelCost:
             itemsize=dtype.itemsize,
             kv_bytes=tuple((window, 2 * kv_width * dtype.itemsize * layers) for window, layers in windows.items()),
             body_saved=saved * network.num_hidden_layers - tail_saved,
-            head_saved=tail_saved,
+            head_saved=tail_saved + head_saved,
         )
 
     @property

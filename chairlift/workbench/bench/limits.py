@@ -80,10 +80,11 @@ class Limits:
     """What ``read`` is the rate of."""
 
     def roof(self, isa: str, dtype: torch.dtype, threads: int) -> Roof:
-        """What bounds kernels of a path in a dtype. Raises ConfigError for what was not measured."""
-        wanted = product_isa(isa, dtype), threads
+        """What bounds kernels of a path in a dtype; int8 is that of weights in codes, whatever their bits. Raises
+        ConfigError for what was not measured."""
+        wanted = product_isa(isa, dtype), threads, dtype == torch.int8
         for peak in self.peaks:
-            if (peak.isa, peak.threads) == wanted and peak.product != "int8" and threads in self.read:
+            if (peak.isa, peak.threads, peak.product == "int8") == wanted and threads in self.read:
                 return Roof(self.read[threads].best, peak.operations.best)
         raise ConfigError(f"the limits of {isa} with {threads} threads were not measured; measure them first")
 
@@ -138,13 +139,16 @@ class LimitsNow:
 
     def __init__(self, pool: Pool, machine: Machine, isa: str, dtype: torch.dtype) -> None:
         self._pool, self._path = pool, ISA_NAMES.index(product_isa(isa, dtype))
+        self._int8 = int(dtype == torch.int8)
         self._memory = Memory(min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER // 4), beyond_cache(machine)))
         self._memory.tensor(torch.uint8, (self._memory.nbytes,)).fill_(1)
 
     def __call__(self) -> Roof:
         library, pool = require(), self._pool.handle
         read = partial(library.cl_measure_read, pool, self._memory.address, self._memory.nbytes)
-        return Roof(_rate(read, 2).best, _rate(partial(library.cl_measure_peak, pool, self._path, 0, _MOMENT), 2).best)
+        return Roof(
+            _rate(read, 2).best, _rate(partial(library.cl_measure_peak, pool, self._path, self._int8, _MOMENT), 2).best
+        )
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Limits:

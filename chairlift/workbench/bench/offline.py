@@ -90,8 +90,9 @@ class NativePath:
     def describe(self) -> str:
         """In a few words."""
         name = str(self.dtype).removeprefix("torch.")
+        name += f" with {self.quantization} weights" if self.quantization else ""
         if self.triton:
-            return f"triton in {name}" + (f" with {self.quantization} weights" if self.quantization else "")
+            return f"triton in {name}"
         if self.isa is None:
             return f"PyTorch in {name}: {self.reason}"
         return f"{self.isa} in {name}, {self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -157,11 +158,11 @@ def native_path(llm: LLM, network: ModelConfig) -> NativePath:
         return NativePath(None, dtype, threads, "kernels is 'torch'")
     if device.type != "cpu" or config.model.kernels == "triton":
         reason = why_not_triton(network, dtype, device)
-        why, quantization = reason or "the Triton kernels do", config.model.quantization
-        return NativePath(None, dtype, threads, why, triton=not reason, quantization=quantization)
+        why = reason or "the Triton kernels do"
+        return NativePath(None, dtype, threads, why, triton=not reason, quantization=llm.info.quantization)
     reason = why_not_native(network, dtype, device, config.cache.block_size)
     isa = None if reason else choose_isa(config, network, dtype, device)
-    return NativePath(isa, dtype, threads, reason)
+    return NativePath(isa, dtype, threads, reason, quantization=llm.info.quantization)
 
 
 def limits_of(llm: LLM, path: NativePath, machine: Machine) -> Limits:
@@ -177,7 +178,8 @@ def limits_of(llm: LLM, path: NativePath, machine: Machine) -> Limits:
 
 def floor_of(requests: Requests, llm: LLM, network: ModelConfig, path: NativePath, limits: Limits) -> Floor:
     """The least time for ``requests`` on the kernels' path, within :func:`limits_of` it."""
-    roof = limits.roof(path.isa, path.dtype, path.threads) if path.isa else limits.roof(GPU, path.dtype, 1)
+    dtype = torch.int8 if path.quantization else path.dtype
+    roof = limits.roof(path.isa, dtype, path.threads) if path.isa else limits.roof(GPU, path.dtype, 1)
     return workload_floor(
         [(len(prompt), count) for prompt, count in requests],
         ModelCost.of(network, path.dtype, path.quantization),
