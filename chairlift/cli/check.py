@@ -101,7 +101,7 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     _tell("memory", llm.memory_plan)
     for note in llm.notes:
         _tell("note", note)
-    return quantization or name
+    return "fp8" if quantization == "fp8" else name
 
 
 def _self_test(llm: LLM, vocab_size: int, tie: float) -> str:
