@@ -52,6 +52,8 @@ it takes requests, then the first token over HTTP). A first round, not counted, 
 engine go to both."""
 
 _print: Final = functools.partial(print, sep="\n", flush=True)
+_CODES: Final = {"int8": (8, 32), "int4": (4, 32), "int4-g128": (4, 128)}
+"""Bits and group of weights by the values of ``--dtype``."""
 _DEFAULT_SHAPES: Final = "qwen2.5-0.5b,smollm-135m"
 _QUICK: Final[dict[str, Any]] = {
     "shapes": "smollm-135m",
@@ -115,9 +117,10 @@ def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument(
         "--dtype",
-        choices=("bfloat16", "float32", "fp8"),
+        choices=("bfloat16", "float32", *_CODES, "fp8"),
         default="bfloat16",
-        help="fp8: products with weights in fp8, on a GPU (default: bfloat16)",
+        help="int8, int4, int4-g128: products and heads with weights in codes, activations in bfloat16; fp8: products "
+        "with weights in fp8, on a GPU (default: bfloat16)",
     )
     parser.add_argument(
         "--shapes",
@@ -183,13 +186,15 @@ def _run_kernels(args: argparse.Namespace) -> tuple[Report, int]:
 def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettings:
     import torch
 
+    from chairlift.kernels.grouped import GroupKind
     from chairlift.workbench.bench.kernels import KernelSettings
     from chairlift.workbench.bench.shapes import Shapes
 
     names = ("shapes", "rows", "contexts", "batches")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     asked = {"shapes": _DEFAULT_SHAPES} | (_QUICK if args.quick else {}) | given
-    dtype = torch.float8_e4m3fn if args.dtype == "fp8" else getattr(torch, args.dtype)
+    kind = None if args.dtype not in _CODES else GroupKind(*_CODES[args.dtype])
+    dtype = torch.bfloat16 if kind else torch.float8_e4m3fn if args.dtype == "fp8" else getattr(torch, args.dtype)
     shapes = Shapes.parse(asked["shapes"])
     if args.dtype == "fp8" and (odd := [each for each in shapes.products if each.k % 16 or each.n % 16]):
         raise ConfigError(f"{odd[0].k}x{odd[0].n}: the sizes of products in fp8 must be multiples of 16; give others")
@@ -198,6 +203,7 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
         isa=_path(args, machine, dtype),
         dtype=dtype,
         device=args.device,
+        kind=kind,
         **{**asked, "shapes": shapes},
     )
 
@@ -212,6 +218,8 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
     from chairlift.workbench.bench.limits import GPU
 
     EngineConfig.from_flat({"device": args.device})
+    if args.device != "cpu" and args.dtype in _CODES:
+        raise ConfigError(f"dtype is {args.dtype}, and weights in codes are for the CPU; leave --device out")
     if args.device != "cpu":
         if args.kernels != "auto" or args.threads:
             raise ConfigError(f"--kernels and --threads are for the CPU, and device is {args.device}; leave them out")

@@ -17,12 +17,19 @@ from chairlift.kernels.cpu.library import Memory, require
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix, by_slices, padded_outputs
 from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind
 
-__all__ = ["PackedCodes", "packed_code_bytes"]
+__all__ = ["PackedCodes", "code_format", "packed_code_bytes"]
 
 _FORMATS: Final = {(8, False): 1, (4, False): 2, (8, True): 3, (4, True): 4}
 """``cl_format`` by bits and whether there are minimums."""
 _UNIT: Final = 256.0
 """``CL_SCALE_UNIT``."""
+
+
+def code_format(kind: GroupKind) -> int:
+    """``cl_format``. Raises ValueError for a kind without kernels."""
+    if (kind.bits, kind.minimum) not in _FORMATS or kind.group <= 0 or kind.group % GROUP:
+        raise ValueError(f"the CPU kernels have 8 and 4 bits in groups of a multiple of {GROUP}, not {kind}")
+    return _FORMATS[kind.bits, kind.minimum]
 
 
 def packed_code_bytes(out_features: int, in_features: int, kind: GroupKind, *, interleaved: bool = False) -> int:
@@ -48,11 +55,10 @@ class PackedCodes(PackedMatrix):
         interleaved: bool = False,
         memory: Memory | None = None,
     ) -> None:
-        if (kind.bits, kind.minimum) not in _FORMATS or kind.group <= 0 or kind.group % GROUP:
-            raise ValueError(f"the CPU kernels have 8 and 4 bits in groups of a multiple of {GROUP}, not {kind}")
+        code = code_format(kind)
         nbytes = packed_code_bytes(out_features, in_features, kind, interleaved=interleaved)
         super().__init__(out_features, in_features, nbytes, interleaved=interleaved, memory=memory)
-        self.kind, self.format, self.group = kind, _FORMATS[kind.bits, kind.minimum], kind.group
+        self.kind, self.format, self.group = kind, code, kind.group
 
     def rows(self) -> GroupedRows:
         """What is stored: a copy, for tests."""

@@ -19,10 +19,10 @@ import torch
 from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
 from chairlift.kernels.cpu.library import Pool
-from chairlift.kernels.cpu.packing import packed_bytes
+from chairlift.kernels.grouped import GroupKind
 from chairlift.workbench.bench.limits import GPU, Limits, LimitsNow, Roof, beyond_cache
 from chairlift.workbench.bench.machine import Machine
-from chairlift.workbench.bench.programs import Kernels, Prepare, kv_bytes
+from chairlift.workbench.bench.programs import Kernels, Prepare, kv_bytes, weight_bytes
 from chairlift.workbench.bench.shapes import ModelShape, Shapes
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class KernelSettings:
     seconds: float = 0.02
     """What a run should take, if it was as fast as the limits allow: one operation, or as many as that."""
     device: str = "cpu"
+    kind: GroupKind | None = None
+    """Of weights that are codes: their products alone are measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,10 +123,13 @@ def measure_kernels(
     memory, and OSError without the compiled kernels, or when the system does not start so many threads; on a GPU that
     others have filled, torch.OutOfMemoryError.
     """
-    roof = limits.roof(settings.isa, settings.dtype, settings.threads)
+    products_of = torch.int8 if settings.kind else settings.dtype
+    roof = limits.roof(settings.isa, products_of, settings.threads)
     device = torch.device(settings.device)
     kinds = [list(_products(settings))]
-    if settings.dtype != torch.float8_e4m3fn:
+    if settings.kind is not None:
+        kinds += [list(_heads(settings))]
+    elif settings.dtype != torch.float8_e4m3fn:
         kinds += [list(cases) for cases in (_decodes(settings), _prefills(settings), _heads(settings))]
     largest = max((case for cases in kinds for case in cases), key=lambda case: case.taken)
     most = available_memory(device) // 4
@@ -144,8 +149,9 @@ def measure_kernels(
         else:
             pool = Pool(settings.threads)
             stack.callback(pool.close)
-            kernels = Kernels(pool, settings.isa, settings.dtype, max(beyond_cache(machine), largest.taken))
-            now = now or LimitsNow(pool, machine, settings.isa, settings.dtype)
+            region = max(beyond_cache(machine), largest.taken)
+            kernels = Kernels(pool, settings.isa, settings.dtype, region, settings.kind)
+            now = now or LimitsNow(pool, machine, settings.isa, products_of)
         for cases in kinds:
             yield _measure(cases, kernels, roof, settings, now)
 
@@ -159,8 +165,8 @@ def _products(settings: KernelSettings) -> Iterator[_Case]:
             return kernels.products(k, n, rows, count)
 
         labels: dict[str, int | str] = {"shape": shape.name, "k": k, "n": n, "rows": rows}
-        nbytes = k * n * itemsize
-        taken = nbytes if settings.isa == GPU else packed_bytes(n, k, settings.dtype)
+        nbytes = k * n * itemsize if settings.kind is None else weight_bytes(n, k, settings.dtype, settings.kind)
+        taken = nbytes if settings.isa == GPU else weight_bytes(n, k, settings.dtype, settings.kind)
         yield _Case("product", labels, nbytes, 2 * rows * k * n, taken, variants)
 
 
@@ -204,8 +210,9 @@ def _heads(settings: KernelSettings) -> Iterator[_Case]:
             }
 
         labels: dict[str, int | str] = {"shape": model.name, "k": k, "n": vocab, "rows": rows}
-        taken = packed_bytes(vocab, k, settings.dtype)
-        yield _Case("head", labels, k * vocab * settings.dtype.itemsize, 2 * rows * k * vocab, taken, variants)
+        taken = weight_bytes(vocab, k, settings.dtype, settings.kind)
+        nbytes = k * vocab * settings.dtype.itemsize if settings.kind is None else taken
+        yield _Case("head", labels, nbytes, 2 * rows * k * vocab, taken, variants)
 
 
 def _measure(

@@ -19,12 +19,14 @@ from torch import Tensor
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import OpKind
+from chairlift.kernels.cpu.packed_codes import code_format, packed_code_bytes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, packed_bytes
 from chairlift.kernels.cpu.program import SPARE_ROWS
+from chairlift.kernels.grouped import GroupKind
 from chairlift.step_batch import StepBatch
 from chairlift.workbench.bench.shapes import ModelShape
 
-__all__ = ["BLOCK_SIZE", "WEIGHT_STD", "Kernels", "Prepare", "kv_bytes"]
+__all__ = ["BLOCK_SIZE", "WEIGHT_STD", "Kernels", "Prepare", "kv_bytes", "weight_bytes"]
 
 BLOCK_SIZE: Final = 16
 """Tokens of a KV block: the engine's default."""
@@ -37,6 +39,11 @@ _PATTERN: Final = 1 << 20
 WEIGHT_STD: Final = 0.05
 
 
+def weight_bytes(n: int, k: int, dtype: torch.dtype, kind: GroupKind | None) -> int:
+    """Bytes of a packed weight [n, k]."""
+    return packed_bytes(n, k, dtype) if kind is None else packed_code_bytes(n, k, kind)
+
+
 def kv_bytes(model: ModelShape, batch: int, context: int, dtype: torch.dtype) -> int:
     """Bytes of K and V of ``batch`` sequences of ``context`` tokens, in one layer, in whole blocks."""
     return 2 * batch * -(-context // BLOCK_SIZE) * BLOCK_SIZE * model.kv_heads * model.head_dim * dtype.itemsize
@@ -45,11 +52,14 @@ def kv_bytes(model: ModelShape, batch: int, context: int, dtype: torch.dtype) ->
 class Kernels:
     """Single kernels of one instruction-set path and dtype, on a thread pool.
 
-    ``region_bytes`` of normal random numbers are cycled through; no single operation may read more. Raises OSError
-    without the compiled kernels.
+    ``region_bytes`` of normal random numbers are cycled through; no single operation may read more. Weights are of
+    ``dtype``, or codes of a ``kind``. Raises OSError without the compiled kernels.
     """
 
-    def __init__(self, pool: lib.Pool, isa: str, dtype: torch.dtype, region_bytes: int) -> None:
+    def __init__(
+        self, pool: lib.Pool, isa: str, dtype: torch.dtype, region_bytes: int, kind: GroupKind | None = None
+    ) -> None:
+        self._kind = kind
         self._library = lib.require()
         self._pool = pool
         self._isa, self._dtype = isa, dtype
@@ -65,15 +75,20 @@ class Kernels:
     def products(self, k: int, n: int, rows: int, count: int) -> dict[str, Prepare]:
         """``count`` products [rows, k] x [k, n], each with weights of its own."""
         buffers = [self._activations(rows, k), self._buffer(rows, n)]
-        nbytes = packed_bytes(n, k, self._dtype)
+        nbytes = weight_bytes(n, k, self._dtype, self._kind)
         batch = _Batch([rows], [rows])
 
         def prepare() -> Callable[[], None]:
             fields = {"kind": OpKind.LINEAR, "in_": 0, "out": 1, "aux": -1, "rotary": -1, "n": n, "k": k}
-            ops = [lib.Op(**fields, weight=self._take(nbytes)) for _ in range(count)]
+            ops = [lib.Op(**fields, **self._format, weight=self._take(nbytes)) for _ in range(count)]
             return self._program(ops, buffers, [], batch)
 
         return {"all": prepare}
+
+    @property
+    def _format(self) -> dict[str, int]:
+        """Fields of an operation."""
+        return {} if self._kind is None else {"format": code_format(self._kind), "group": self._kind.group}
 
     def attention(
         self, model: ModelShape, *, queries: int, context: int, batch: int, shuffled: bool, count: int
@@ -124,7 +139,7 @@ class Kernels:
         records["seed"], records["temperature"] = token_rows, temperature
         records["top_p"] = records["repetition"] = 1
         records["num_logprobs"] = records["target"] = -1
-        nbytes = packed_bytes(vocab_size, k, self._dtype)
+        nbytes = weight_bytes(vocab_size, k, self._dtype, self._kind)
         program = lib.Program(dtype=NATIVE_DTYPES[self._dtype], isa=lib.ISA_NAMES.index(self._isa))
 
         def prepare() -> Callable[[], None]:
@@ -134,7 +149,7 @@ class Kernels:
                 given = hidden.data_ptr(), hidden.stride(0), token_rows.ctypes.data, rows
                 results = records.ctypes.data, None, 0
                 for weight in weights:
-                    product = lib.Op(n=vocab_size, k=k, weight=weight)
+                    product = lib.Op(n=vocab_size, k=k, **self._format, weight=weight)
                     code = self._library.cl_head(self._pool.handle, program, *given, product, *results)
                     if code < 0:
                         raise InvariantError(f"the native output head refused {rows} rows ({code})")
@@ -164,7 +179,9 @@ class Kernels:
             isa=lib.ISA_NAMES.index(self._isa),
             capacity=len(buffers[0]),
         )
-        return _Run(self._library, self._pool, program, batch, (arrays, buffers))
+        codes = lib.Memory(len(buffers[0]) * self._library.cl_code_bytes(max((op.k for op in ops), default=1)))
+        program.codes = codes.address
+        return _Run(self._library, self._pool, program, batch, (arrays, buffers, codes))
 
     def _take(self, nbytes: int) -> int:
         """The address of the next ``nbytes`` of the region."""
