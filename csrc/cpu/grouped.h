@@ -171,6 +171,8 @@ struct Dot<8> {
 };
 #endif
 
+enum { FEW_CODE_ROWS = 3 };  // wait for memory
+
 // The most rows that V times sixteen columns leave registers for.
 #if defined(__AVX512F__)
 CL_INLINE constexpr int most_code_rows(int) { return ROWS; }
@@ -178,8 +180,9 @@ CL_INLINE constexpr int most_code_rows(int) { return ROWS; }
 CL_INLINE constexpr int most_code_rows(int groups) { return groups == 2 ? 2 : 5; }
 #endif
 
-// out[R, 16 V] += a[R, k] @ codes, over `blocks` blocks of 32 k, `per_group` of which make a group. `at` is a panel, from the
-// beginning of a group on; its columns from 16 `first` on are computed.
+// out[R, 16 V] += a[R, k] @ codes, over `blocks` blocks of 32 k, `per_group` of which make a group. `panel` begins with a group;
+// its columns from 16 `first` on are computed. A line is fetched at every step, two for few rows, whether there is anything to
+// fetch or not: with branches, many rows would take a tenth longer.
 template <typename Weight, int R, int V>
 CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, int64_t a_stride, const Weight* panel, int first,
                                  int per_group, int blocks, float* out, int64_t out_stride, Prefetch prefetch) {
@@ -192,7 +195,7 @@ CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, in
     __asm__("" : "+r"(rows[i]));
   }
   const uint8_t* at = &panel->byte;
-  const char* ahead = prefetch.lines > 0 ? prefetch.at[0] : nullptr;
+  const char* ahead = prefetch.lines > 0 ? prefetch.at[0] : reinterpret_cast<const char*>(at);
   for (int left = blocks; left > 0; left -= per_group) {
     const uint16_t *scales = reinterpret_cast<const uint16_t*>(at) + first * LANES, *minimums = scales + CL_PANEL;
     at += Weight::HEADER;
@@ -204,11 +207,9 @@ CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, in
         for (int v = 0; v < V; v++) sum[r][v] = D::start(-Weight::ZERO * rows[r / 3][r % 3 * a_stride].sum);
 #pragma GCC unroll 8
       for (int step = 0; step < D::STEPS; step++) {
-        if (ahead) {
-          fetch_line<false>(ahead);
-          if (prefetch.lines > 1) fetch_line<false>(ahead + 64);
-          ahead += prefetch.stride;
-        }
+        fetch_line<false>(ahead);
+        if (R <= FEW_CODE_ROWS) fetch_line<false>(ahead + 64);
+        ahead += prefetch.stride;
 #pragma GCC unroll 2
         for (int part = 0; part < D::PARTS; part++) {
           vi codes[V];
