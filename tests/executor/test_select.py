@@ -136,6 +136,22 @@ def test_pytorch_does_not_promise_equal_bits() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_codes_are_for_the_native_kernels(quantization: str) -> None:
+    assert pick("cpu", quantization=quantization) == best_isa()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({}, "Triton's kernels would run this model"),
+        ({"device": "cpu", "kernels": "torch"}, "PyTorch's kernels would run this model"),
+        ({"device": "cpu", "head_dim": 8}, "PyTorch's kernels would run this model"),
+    ]
+    for settings, words in refused:
+        with pytest.raises(ConfigError, match=f"quantization is '{quantization}', but {words}.*leave quantization out"):
+            pick(**{"quantization": quantization, **settings})
+    for device in ("cpu", "cuda"):
+        assert pick(device, quantization="none") == pick(device)
+
+
+@pytest.mark.usefixtures("hopper")
 def test_fp8_is_for_the_triton_kernels_on_a_gpu_that_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8: dict[str, Any] = {"quantization": "fp8", "dtype": torch.bfloat16}
     assert pick(**fp8) == pick("cuda:1", kernels="triton", batch_invariant=True, **fp8) == "triton"
@@ -156,8 +172,8 @@ def test_fp8_is_for_the_triton_kernels_on_a_gpu_that_knows_it(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ConfigError, match=r"capability 8.9 or higher, and H100 has 8.6; use another, or leave"):
         pick(**fp8)
-    with pytest.raises(ConfigError, match="quantization must be one of fp8; got 'int8'"):
-        pick(quantization="int8")
+    with pytest.raises(ConfigError, match="quantization must be one of int8, int4, fp8, none; got 'int9'"):
+        pick(quantization="int9")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert pick("cpu", kernels="triton", quantization="fp8") == "triton"
 

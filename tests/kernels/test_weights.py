@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import ConfigError
-from chairlift.kernels.weights import FP8, NATIVE, ONEDNN, PLAIN, MatrixShape, WeightFormat
+from chairlift.kernels.grouped import GroupedRows, GroupKind
+from chairlift.kernels.weights import FP8, NATIVE, ONEDNN, PLAIN, QUANTIZED, MatrixShape, Native, WeightFormat
 from tests.native import needs_kernels
 
 CPU = torch.device("cpu")
@@ -29,7 +30,11 @@ def held(weight: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight_format", [PLAIN, FP8, pytest.param(NATIVE, marks=needs_kernels)], ids=repr)
+@pytest.mark.parametrize(
+    "weight_format",
+    [PLAIN, FP8, *(pytest.param(each, marks=needs_kernels) for each in (NATIVE, QUANTIZED["int8"], QUANTIZED["int4"]))],
+    ids=repr,
+)
 def test_a_weight_takes_as_many_bytes_as_its_format_says(weight_format: WeightFormat, dtype: torch.dtype) -> None:
     weights = weight_format.empty(SHAPES, dtype, CPU)
     assert [held(weight) for weight in weights] == [weight_format.nbytes(shape, dtype) for shape in SHAPES]
@@ -65,3 +70,52 @@ def test_a_format_says_where_it_works() -> None:
     assert NATIVE.fitting(torch.bfloat16, CPU) == NATIVE
     with pytest.raises(ConfigError, match=r"not torch\.float16 on cpu"):
         NATIVE.fitting(torch.float16, CPU)
+
+
+@needs_kernels
+def test_codes_of_a_checkpoint_stay_what_they_are_unless_asked() -> None:
+    kind = GroupKind(4, 32, True)
+    shape = MatrixShape(40, 64, kind=kind)
+    rows = GroupedRows.quantize(rows_of(shape), kind)
+    for weight_format, stored, name in (
+        (NATIVE, rows.dequantize(), "int4"),
+        (Native(floats=True), rows.dequantize(), None),
+        (QUANTIZED["int8"], GroupedRows.quantize(rows.dequantize(), GroupKind(8, 32)).dequantize(), "int8"),
+    ):
+        (weight,) = weight_format.empty([shape], torch.float32, CPU)
+        weight_format.write(weight, 0, rows, mapped=False)
+        assert torch.equal(weight.unpack(), stored)
+        assert weight_format.name(weight) == name
+        assert weight.memory.nbytes == weight_format.nbytes(shape, torch.float32)
+
+
+@needs_kernels
+def test_a_head_has_at_least_8_bits() -> None:
+    assert QUANTIZED["int4"].head == QUANTIZED["int8"].head == QUANTIZED["int8"]
+    assert NATIVE.head == NATIVE
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("minimum", [False, True])
+def test_rounding_is_to_the_nearest_code(bits: int, minimum: bool) -> None:
+    kind = GroupKind(bits, 32, minimum)
+    rows = rows_of(MatrixShape(50, 70)) * 0.01
+    rows[3, 32:64] = 0
+    rows[4] = 1.5
+    found = GroupedRows.quantize(rows, kind)
+    step = found.scales.repeat_interleave(32, 1)[:, :70]
+    assert ((found.dequantize() - rows).abs() <= step * 0.502 + 1e-7).all()
+    assert not found.dequantize()[3, 32:64].any()
+    assert torch.equal(found.scales, found.scales.half().float())
+
+
+@pytest.mark.parametrize("kind", [GroupKind(8, 32), GroupKind(4, 128), GroupKind(4, 64, True)])
+def test_a_wider_kind_holds_the_same_numbers(kind: GroupKind) -> None:
+    rows = GroupedRows.quantize(rows_of(MatrixShape(20, 200)), kind)
+    wide = kind | GroupKind(8, 32)
+    torch.testing.assert_close(rows.to(wide).dequantize(), rows.dequantize(), rtol=0, atol=1e-6)
+    wider = kind | GroupKind(8, 32, True)
+    torch.testing.assert_close(rows.to(wider).dequantize(), rows.dequantize(), rtol=0, atol=1e-5)
+    if kind != GroupKind(8, 32):
+        with pytest.raises(ValueError, match="does not fit"):
+            rows.to(GroupKind(4, 32) if kind.minimum else GroupKind(4, 256))

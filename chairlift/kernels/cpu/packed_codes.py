@@ -99,6 +99,8 @@ class PackedCodes(PackedMatrix):
                 *(tables[0].data_ptr(), tables[1].data_ptr() if len(tables) == 2 else None, tables[0].shape[1]),
             )
 
+        if isinstance(source, GroupedRows) and source.kind | self.kind != self.kind:
+            source = source.dequantize()
         if isinstance(source, GroupedRows):
             grouped = source.to(self.kind)
             by_slices(

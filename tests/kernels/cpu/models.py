@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What each family has that others lack: biases everywhere, a tied head, norms on q and k, a window."""
 
 
-def tiny_model(folder: Path, family: str, *, dtype: str = "float32", **more: Any) -> Path:
+def tiny_model(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, **more: Any) -> Path:
     """Write a model of a family with weights large enough that every part of it changes the text."""
     config = {**_BASE, "model_type": family, **FAMILIES[family], **more}
-    return write_random_model(folder / family, config, dtype=dtype, std=0.25)
+    return write_random_model(folder / family, config, dtype=dtype, seed=seed, std=0.25)
