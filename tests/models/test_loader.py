@@ -27,11 +27,11 @@ from chairlift.models.hf_config import parse_config
 from chairlift.models.layers.linear import Linear
 from chairlift.models.loader import (
     load_model,
-    read_config,
     replace_weights,
     resolve_dtype,
     resolve_model_dir,
 )
+from chairlift.models.model_files import read_config
 from chairlift.models.random_weights import random_model, write_random_model
 from tests.models.paged import packed_logits
 from tests.models.tiny import FAMILIES, hf_logits, hf_model, tiny_hf_model
