@@ -33,6 +33,7 @@ from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.gguf_tensors import gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_json
 from chairlift.models.layers.linear import Matrix
+from chairlift.models.quantized_checkpoints import with_whole_weights
 from chairlift.models.registry import FAMILIES
 from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
 
@@ -352,9 +353,14 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRo
 
 
 def _open_tensors(model_dir: Path, config: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it."""
+    """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it, or to rows that are made
+    from several tensors of such files."""
     if is_gguf(model_dir):
         return dict(gguf_tensors(GGUFModel(model_dir), config))
+    return with_whole_weights(_open_files(model_dir, stack), model_dir)
+
+
+def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     index_path = model_dir / _INDEX_NAME
     if index_path.is_file() and (index := _read_index(index_path)):
         opened = {file: _open_file(model_dir / file, stack) for file in sorted(set(index.values()))}
@@ -419,7 +425,10 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
     unexpected = [
         name
         for name in tensors
-        if name not in wanted and name not in redundant and not re.search(family.ignored_tensors, name)
+        if name not in wanted
+        and name not in redundant
+        and not re.search(family.ignored_tensors, name)
+        and not _adds_nothing(tensors, name)
     ]
     if missing or unexpected:
         both = (("missing", missing), ("unexpected", unexpected))
@@ -456,6 +465,14 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
                 "set tie_word_embeddings to false if the head was trained by itself, else remove it from the file"
             )
     return parts
+
+
+def _adds_nothing(tensors: Mapping[str, Any], name: str) -> bool:
+    """Whether it is a bias of zeros beside a quantised weight: AutoGPTQ stores one for each, whatever the model has."""
+    layer, _, ending = name.rpartition(".")
+    if ending != "bias" or not isinstance(tensors.get(f"{layer}.weight"), StoredRows):
+        return False
+    return not tensors[name].get_tensor(name).any()
 
 
 def _few(names: list[str]) -> str:
