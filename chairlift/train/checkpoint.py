@@ -75,7 +75,8 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
     (directory / "model.safetensors").chmod(0o644)  # the library writes it for the owner only
     config = {"architectures": [FAMILIES[model.config.model_type].architecture], **files.config}
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(files.dtype).removeprefix("torch.")
-    config.pop("quantization_config", None)  # whatever the model began as, these weights are floats
+    for key in ("quantization_config", "compression_config"):
+        config.pop(key, None)  # whatever the model began as, these weights are floats
     _write_json(directory / "config.json", config)
     if files.generation_config:
         _write_json(directory / "generation_config.json", files.generation_config)

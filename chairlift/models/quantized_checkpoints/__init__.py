@@ -36,7 +36,8 @@ def with_whole_weights(tensors: dict[str, Any], model_dir: Path) -> dict[str, An
     not belong together. Only names, shapes and what is small are read.
     """
     path = model_dir / "config.json"
-    raw = read_json(path).get("quantization_config") if path.is_file() else None
+    config = read_json(path) if path.is_file() else {}
+    raw = config.get("quantization_config") or config.get("compression_config")  # as old compressed-tensors call it
     if not raw:
         return tensors
     if not isinstance(raw, Mapping):

@@ -159,7 +159,9 @@ _FORMATS: Final[Mapping[str, tuple[type[Any], str, tuple[int, ...], tuple[str, .
 
 def method(settings: Settings) -> Method:
     """Read the settings. Raises ModelLoadError for what would be computed wrongly."""
-    settings.absent("kv_cache_scheme", "sparsity_config", "transform_config")
+    settings.absent("kv_cache_scheme", "transform_config")
+    if (sparsity := settings.part("sparsity_config")) is not None:
+        sparsity.one_of("format", ("dense",), "dense")  # which older versions write for weights that are all there
     name = settings.one_of("format", tuple(_FORMATS))
     groups = settings.part("config_groups")
     names = list(settings.get("config_groups", ()))

@@ -88,7 +88,8 @@ class _Gptq:
 def method(settings: Settings) -> _Gptq:
     """Read the settings. Raises ModelLoadError for other widths and formats, and for settings by layer."""
     settings.absent("dynamic", "is_marlin_format")
-    stored_as = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    key = "checkpoint_format" if "checkpoint_format" in settings else "format"
+    stored_as = settings.one_of(key, ("gptq", "gptq_v2"), "gptq")
     return _Gptq(
         bits=settings.one_of("bits", (4, 8)),
         group=settings.group_size(),

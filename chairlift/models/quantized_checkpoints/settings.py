@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -59,10 +60,8 @@ class Settings:
         if value is None:
             return None
         sides = value.split("x") if isinstance(value, str) else value
-        if isinstance(sides, list) and len(sides) == 2 and all(str(side).isdecimal() for side in sides):
-            rows, columns = (int(str(side)[:8]) for side in sides)
-            if rows and columns:
-                return rows, columns
+        if isinstance(sides, list) and len(sides) == 2 and all(re.fullmatch("[1-9][0-9]{0,7}", str(s)) for s in sides):
+            return int(sides[0]), int(sides[1])
         self.refuse(key, "two numbers above 0, such as [128, 128]")
 
     def part(self, key: str) -> Settings | None:

@@ -23,9 +23,11 @@ Pack = Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]]
 """From a weight float32 [out, in] to what is stored instead of ``weight``, and what that is worth."""
 
 
-def model_pair(tmp_path: Path, settings: Mapping[str, Any], pack: Pack, **overrides: Any) -> tuple[Path, Path]:
-    """Directories of a llama with quantised projections, and of its twin in float32."""
-    twin = tiny_hf_model(tmp_path, "llama", **{"intermediate_size": 128, "num_hidden_layers": 2, **overrides})
+def model_pair(
+    tmp_path: Path, settings: Mapping[str, Any], pack: Pack, *, family: str = "llama", **overrides: Any
+) -> tuple[Path, Path]:
+    """Directories of a model with quantised projections, and of its twin in float32."""
+    twin = tiny_hf_model(tmp_path, family, **{"intermediate_size": 128, "num_hidden_layers": 2, **overrides})
     quantised = tmp_path / "quantised"
     shutil.copytree(twin, quantised)
     stored, worth = dict[str, Tensor](), dict[str, Tensor]()

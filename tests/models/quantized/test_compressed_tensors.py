@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,15 @@ def test_answers_are_those_of_the_twin(tmp_path: Path, case: str) -> None:
         outputs = llm.generate([[5, 9, 100, 3]], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
         answers.append(outputs[0].outputs[0].token_ids)
     assert answers[0] == answers[1]
+
+
+def test_the_old_name_of_the_settings_and_dense_weights(tmp_path: Path) -> None:
+    quantised, twin = model_pair(tmp_path, *settings_and_pack("int-quantized", int_weights(8, "channel"), INT8))
+    config = json.loads((quantised / "config.json").read_text())
+    settings = {**config.pop("quantization_config"), "sparsity_config": {"format": "dense", "global_sparsity": 0.1}}
+    (quantised / "config.json").write_text(json.dumps({**config, "compression_config": settings}))
+    found, wanted = parameters(quantised), parameters(twin)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_zero_points_of_zero_beside_symmetric_weights_are_passed_over(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ModelLoadError
@@ -75,6 +77,23 @@ def test_answers_are_those_of_the_twin(tmp_path: Path, case: str, kernels: str) 
         outputs = llm.generate([[5, 9, 100, 3], list(range(2, 40))], greedy)
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_other_families_have_biases_norms_and_tied_heads(tmp_path: Path, family: str, tied: bool) -> None:
+    """In several files, too."""
+    quantised, twin = model_pair(tmp_path, *packers.gptq(), family=family, tie_word_embeddings=tied)
+    tensors = load_file(quantised / "model.safetensors")
+    (quantised / "model.safetensors").unlink()
+    weight_map = {}
+    for i, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        save_file({name: tensors[name] for name in names}, quantised / f"part-{i}.safetensors")
+        weight_map |= dict.fromkeys(names, f"part-{i}.safetensors")
+    (quantised / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found, wanted = parameters(quantised), parameters(twin)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_weights_are_replaced_from_directories_of_either_sort(tmp_path: Path) -> None:
