@@ -164,7 +164,8 @@ class LLM:
         """Serve other weights for the same network from the next step on, as ``version``; a new model has version 0.
 
         ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float
-        dtype, on any device; all of the model's weights, in its shapes. They are copied, rounded to the model's dtype.
+        dtype, on any device, or to matrices as ``GroupedRows``; all of the model's weights, in its shapes. They are
+        copied, rounded to the model's dtype.
         ``version`` must not be lower than the last. Each token's is in ``CompletionOutput.weight_versions``.
 
         Nothing that was computed with other weights is read from the prefix cache afterwards. Requests that are

@@ -1,24 +1,35 @@
 """How GGUF stores weights: blocks of small integers with scales, and what they are worth in float32.
 
-Layouts and names are llama.cpp's (ggml). A row is a whole number of blocks. Every function takes raw blocks, uint8 [B,
-bytes], and returns float32 [B, weights], with the arithmetic of ggml's reference: one product and one sum in float32.
+Layouts and names are llama.cpp's (ggml). A row is a whole number of blocks. Every type of integers is a case of one:
+:class:`Groups`. The arithmetic is that of ggml's reference: one product and one sum in float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_TYPES", "BlockType"]
+__all__ = ["BLOCK_TYPES", "BlockType", "Groups"]
 
 _Raw = npt.NDArray[np.uint8]
 _Float = npt.NDArray[np.float32]
 _BYTES_AT_ONCE: Final = 1 << 22
-"""Raw bytes that are dequantised at a time, so that what lies between them and the result stays in the cache."""
+"""Raw bytes that are unpacked at a time, so that what lies between them and the result stays in the cache."""
+
+
+class Groups(NamedTuple):
+    """Numbers in groups of columns: ``scale * (code - zero)``, or ``scale * code + minimum``."""
+
+    codes: _Raw
+    """uint8 [rows, columns]."""
+    scales: _Float
+    """float32 [rows, groups]."""
+    minimums: _Float | None
+    """Like ``scales``, for a type that has them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,17 +39,49 @@ class BlockType:
     name: str
     weights: int
     bytes: int
-    values: Callable[[_Raw], _Float]
+    unpack: Callable[[_Raw], Any]
+    """Raw blocks, uint8 [B, bytes], to Groups of [B, weights]; to float32 [B, weights] where ``bits`` is 0."""
+    bits: int = 0
+    """8 or 4: bits of a code, whatever the file needs for it. 0 for a type of floats."""
+    group: int = 0
+    """Columns that share a scale."""
+    minimum: bool = False
+    """Whether groups have minimums. Without them the code of zero is half the range."""
 
     def dequantize(self, raw: _Raw) -> _Float:
         """Rows of blocks, uint8 [rows, row bytes] -> float32 [rows, columns]."""
-        rows, width = raw.shape
-        out = np.empty((rows, width // self.bytes * self.weights), dtype=np.float32)
-        at_once = max(1, _BYTES_AT_ONCE // max(width, 1))
-        for first in range(0, rows, at_once):
-            part = np.ascontiguousarray(raw[first : first + at_once]).reshape(-1, self.bytes)
-            out[first : first + at_once] = self.values(part).reshape(-1, out.shape[1])
+        out = np.empty((len(raw), raw.shape[1] // self.bytes * self.weights), dtype=np.float32)
+        for rows, found in self._pieces(raw):
+            out[rows] = (self._worth(found) if self.bits else found).reshape(-1, out.shape[1])
         return out
+
+    def groups(self, raw: _Raw) -> Groups:
+        """Rows of blocks, uint8 [rows, row bytes] -> the integers in them, of a type that has ``bits``."""
+        blocks = raw.shape[1] // self.bytes
+        shape, scales_shape = (len(raw), blocks * self.weights), (len(raw), blocks * self.weights // self.group)
+        codes, scales = np.empty(shape, dtype=np.uint8), np.empty(scales_shape, dtype=np.float32)
+        minimums = np.empty_like(scales) if self.minimum else None
+        for rows, found in self._pieces(raw):
+            codes[rows] = found.codes.reshape(-1, shape[1])
+            scales[rows] = found.scales.reshape(-1, scales_shape[1])
+            if minimums is not None:
+                minimums[rows] = found.minimums.reshape(-1, scales_shape[1])
+        return Groups(codes, scales, minimums)
+
+    def _pieces(self, raw: _Raw) -> Iterator[tuple[slice, Any]]:
+        at_once = max(1, _BYTES_AT_ONCE // max(raw.shape[1], 1))
+        for first in range(0, len(raw), at_once):
+            part = np.ascontiguousarray(raw[first : first + at_once]).reshape(-1, self.bytes)
+            yield slice(first, first + at_once), self.unpack(part)
+
+    def _worth(self, found: Groups) -> _Float:
+        values = found.codes.reshape(*found.scales.shape, self.group).astype(np.float32)
+        if found.minimums is None:
+            values -= np.float32(1 << (self.bits - 1))
+        values *= found.scales[:, :, None]
+        if found.minimums is not None:
+            values += found.minimums[:, :, None]
+        return values
 
 
 def _half(raw: _Raw) -> _Float:
@@ -68,26 +111,26 @@ def _bf16(raw: _Raw) -> _Float:
     return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def _q4_0(raw: _Raw) -> _Float:
-    return _half(raw) * (_nibbles(raw[:, 2:]).astype(np.int8) - np.int8(8)).astype(np.float32)
+def _q4_0(raw: _Raw) -> Groups:
+    return Groups(_nibbles(raw[:, 2:]), _half(raw), None)
 
 
-def _q4_1(raw: _Raw) -> _Float:
-    return _half(raw) * _nibbles(raw[:, 4:]).astype(np.float32) + _half(raw[:, 2:])
+def _q4_1(raw: _Raw) -> Groups:
+    return Groups(_nibbles(raw[:, 4:]), _half(raw), _half(raw[:, 2:]))
 
 
-def _q5_0(raw: _Raw) -> _Float:
-    quants = _nibbles(raw[:, 6:]) | (_bits(raw[:, 2:6]) << 4)
-    return _half(raw) * (quants.astype(np.int8) - np.int8(16)).astype(np.float32)
+def _q5_0(raw: _Raw) -> Groups:
+    quants = _nibbles(raw[:, 6:]) | (_bits(raw[:, 2:6]) << np.uint8(4))
+    return Groups(quants + np.uint8(128 - 16), _half(raw), None)
 
 
-def _q5_1(raw: _Raw) -> _Float:
-    quants = _nibbles(raw[:, 8:]) | (_bits(raw[:, 4:8]) << 4)
-    return _half(raw) * quants.astype(np.float32) + _half(raw[:, 2:])
+def _q5_1(raw: _Raw) -> Groups:
+    quants = _nibbles(raw[:, 8:]) | (_bits(raw[:, 4:8]) << np.uint8(4))
+    return Groups(quants, _half(raw), _half(raw[:, 2:]))
 
 
-def _q8_0(raw: _Raw) -> _Float:
-    return _half(raw) * raw[:, 2:].view(np.int8).astype(np.float32)
+def _q8_0(raw: _Raw) -> Groups:
+    return Groups(raw[:, 2:] ^ np.uint8(128), _half(raw), None)  # of a signed byte: 128 more
 
 
 def _by_shift(raw: _Raw, groups: int, shifts: list[int], mask: int) -> _Raw:
@@ -96,25 +139,20 @@ def _by_shift(raw: _Raw, groups: int, shifts: list[int], mask: int) -> _Raw:
     return ((runs >> np.array(shifts, dtype=np.uint8).reshape(1, 1, -1, 1)) & np.uint8(mask)).reshape(len(raw), -1)
 
 
-def _q2_k(raw: _Raw) -> _Float:
+def _q2_k(raw: _Raw) -> Groups:
     scales, quants = raw[:, :16], raw[:, 16:80]
     d, dmin = _half(raw[:, 80:]), _half(raw[:, 82:])
-    factors = (d * (scales & 15).astype(np.float32))[:, :, None]
-    offsets = (dmin * (scales >> 4).astype(np.float32))[:, :, None]
-    values = _by_shift(quants, 2, [0, 2, 4, 6], 3).reshape(-1, 16, 16).astype(np.float32)
-    return (factors * values - offsets).reshape(len(raw), 256)
+    factors, offsets = d * (scales & 15).astype(np.float32), dmin * (scales >> 4).astype(np.float32)
+    return Groups(_by_shift(quants, 2, [0, 2, 4, 6], 3), factors, -offsets)
 
 
-def _q3_k(raw: _Raw) -> _Float:
+def _q3_k(raw: _Raw) -> Groups:
     high, quants, packed, d = raw[:, :32], raw[:, 32:96], raw[:, 96:108], _half(raw[:, 108:])
     low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)
     top = _by_shift(packed[:, 8:], 1, [0, 2, 4, 6], 3)
     scales = (low | (top << 4)).astype(np.int8) - np.int8(32)
-    missing = (_by_shift(high, 1, list(range(8)), 1) ^ 1) << 2
-    values = _by_shift(quants, 2, [0, 2, 4, 6], 3).astype(np.int8) - missing.astype(np.int8)
-    factors = (d * scales.astype(np.float32))[:, :, None]
-    found: _Float = (factors * values.reshape(-1, 16, 16).astype(np.float32)).reshape(len(raw), 256)
-    return found
+    values = _by_shift(quants, 2, [0, 2, 4, 6], 3) | (_by_shift(high, 1, list(range(8)), 1) << np.uint8(2))
+    return Groups(values + np.uint8(128 - 4), d * scales.astype(np.float32), None)
 
 
 def _scales_of_k(packed: _Raw) -> tuple[_Raw, _Raw]:
@@ -125,66 +163,61 @@ def _scales_of_k(packed: _Raw) -> tuple[_Raw, _Raw]:
     return scales, minimums
 
 
-def _in_groups_of_32(raw: _Raw, values: _Raw) -> _Float:
+def _in_groups_of_32(raw: _Raw, values: _Raw) -> Groups:
     """What Q4_K and Q5_K share: two half numbers, twelve bytes of scales, and a value per weight [B, 256]."""
     scales, minimums = _scales_of_k(raw[:, 4:16])
-    factors = (_half(raw) * scales.astype(np.float32))[:, :, None]
-    offsets = (_half(raw[:, 2:]) * minimums.astype(np.float32))[:, :, None]
-    return (factors * values.reshape(-1, 8, 32).astype(np.float32) - offsets).reshape(len(raw), 256)
+    return Groups(values, _half(raw) * scales.astype(np.float32), -(_half(raw[:, 2:]) * minimums.astype(np.float32)))
 
 
-def _q4_k(raw: _Raw) -> _Float:
+def _q4_k(raw: _Raw) -> Groups:
     return _in_groups_of_32(raw, _by_shift(raw[:, 16:], 4, [0, 4], 15))
 
 
-def _q5_k(raw: _Raw) -> _Float:
+def _q5_k(raw: _Raw) -> Groups:
     high = _by_shift(raw[:, 16:48], 1, list(range(8)), 1)
     return _in_groups_of_32(raw, _by_shift(raw[:, 48:], 4, [0, 4], 15) | (high << np.uint8(4)))
 
 
-def _q6_k(raw: _Raw) -> _Float:
+def _q6_k(raw: _Raw) -> Groups:
     low, high, scales, d = raw[:, :128], raw[:, 128:192], raw[:, 192:208], _half(raw[:, 208:])
-    values = _by_shift(low, 2, [0, 4], 15) | (_by_shift(high, 2, [0, 2, 4, 6], 3) << 4)
-    signed = values.astype(np.int8) - np.int8(32)
-    factors = (d * scales.view(np.int8).astype(np.float32))[:, :, None]
-    return (factors * signed.reshape(-1, 16, 16).astype(np.float32)).reshape(len(raw), 256)
+    values = _by_shift(low, 2, [0, 4], 15) | (_by_shift(high, 2, [0, 2, 4, 6], 3) << np.uint8(4))
+    return Groups(values + np.uint8(128 - 32), d * scales.view(np.int8).astype(np.float32), None)
 
 
-_IQ4_NL_VALUES: Final = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
+_IQ4_NL_CODES: Final = np.array(
+    [128 + value for value in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)],
+    dtype=np.uint8,
 )
-_MXFP4_VALUES: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
+_MXFP4_CODES: Final = np.array(
+    [128 + sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12)], dtype=np.uint8
+)
 """Twice what e2m1 is worth, so that all are whole numbers; the exponent is one less for it."""
 
 
-def _iq4_nl(raw: _Raw) -> _Float:
-    return _half(raw) * _IQ4_NL_VALUES[_nibbles(raw[:, 2:])]
+def _iq4_nl(raw: _Raw) -> Groups:
+    return Groups(_IQ4_NL_CODES[_nibbles(raw[:, 2:])], _half(raw), None)
 
 
-def _mxfp4(raw: _Raw) -> _Float:
+def _mxfp4(raw: _Raw) -> Groups:
     scales = np.ldexp(np.float32(1), raw[:, :1].astype(np.int32) - 128).astype(np.float32)
-    return scales * _MXFP4_VALUES[_nibbles(raw[:, 1:])]
+    return Groups(_MXFP4_CODES[_nibbles(raw[:, 1:])], scales, None)
 
 
-def _types(*rows: tuple[int, str, int, int, Any]) -> dict[int, BlockType]:
-    return {number: BlockType(name, weights, size, values) for number, name, weights, size, values in rows}
-
-
-BLOCK_TYPES: Final = _types(
-    (0, "F32", 1, 4, _f32),
-    (1, "F16", 1, 2, _f16),
-    (2, "Q4_0", 32, 18, _q4_0),
-    (3, "Q4_1", 32, 20, _q4_1),
-    (6, "Q5_0", 32, 22, _q5_0),
-    (7, "Q5_1", 32, 24, _q5_1),
-    (8, "Q8_0", 32, 34, _q8_0),
-    (10, "Q2_K", 256, 84, _q2_k),
-    (11, "Q3_K", 256, 110, _q3_k),
-    (12, "Q4_K", 256, 144, _q4_k),
-    (13, "Q5_K", 256, 176, _q5_k),
-    (14, "Q6_K", 256, 210, _q6_k),
-    (20, "IQ4_NL", 32, 18, _iq4_nl),
-    (30, "BF16", 1, 2, _bf16),
-    (39, "MXFP4", 32, 17, _mxfp4),
-)
+BLOCK_TYPES: Final = {
+    0: BlockType("F32", 1, 4, _f32),
+    1: BlockType("F16", 1, 2, _f16),
+    2: BlockType("Q4_0", 32, 18, _q4_0, 4, 32),
+    3: BlockType("Q4_1", 32, 20, _q4_1, 4, 32, minimum=True),
+    6: BlockType("Q5_0", 32, 22, _q5_0, 8, 32),
+    7: BlockType("Q5_1", 32, 24, _q5_1, 8, 32, minimum=True),
+    8: BlockType("Q8_0", 32, 34, _q8_0, 8, 32),
+    10: BlockType("Q2_K", 256, 84, _q2_k, 8, 16, minimum=True),
+    11: BlockType("Q3_K", 256, 110, _q3_k, 8, 16),
+    12: BlockType("Q4_K", 256, 144, _q4_k, 4, 32, minimum=True),
+    13: BlockType("Q5_K", 256, 176, _q5_k, 8, 32, minimum=True),
+    14: BlockType("Q6_K", 256, 210, _q6_k, 8, 16),
+    20: BlockType("IQ4_NL", 32, 18, _iq4_nl, 8, 32),
+    30: BlockType("BF16", 1, 2, _bf16),
+    39: BlockType("MXFP4", 32, 17, _mxfp4, 8, 32),
+}
 """By the number that a file has for them."""

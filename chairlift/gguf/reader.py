@@ -10,18 +10,21 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from chairlift.errors import ModelLoadError
-from chairlift.gguf.blocks import BLOCK_TYPES, BlockType
+from chairlift.gguf.blocks import BLOCK_TYPES, BlockType, Groups
 from chairlift.gguf.files import parts_of
 
 __all__ = ["GGUFFile", "GGUFModel", "TensorInfo"]
+
+_Order = npt.NDArray[np.intp] | None
+_Found = TypeVar("_Found")
 
 _MAGIC: Final = b"GGUF"
 _MOST_HEADER: Final = 1 << 28
@@ -211,13 +214,20 @@ class GGUFModel:
         """Shape, type and place of a tensor."""
         return self._file_of[name].tensors[name]
 
-    def read(self, name: str, first: int, last: int, order: npt.NDArray[np.intp] | None = None) -> npt.NDArray[Any]:
+    def read(self, name: str, first: int, last: int, order: _Order = None) -> npt.NDArray[np.float32]:
         """Rows ``first`` to ``last`` (excluded) as float32 [rows, columns]; those of ``order`` at these places where
         the rows of the file are in another order. The pages that were read are let go of."""
+        return self._read(name, first, last, order, self.info(name).type.dequantize)
+
+    def read_groups(self, name: str, first: int, last: int, order: _Order = None) -> Groups:
+        """The same rows as the integers that the file has, for a type that has ``bits``."""
+        return self._read(name, first, last, order, self.info(name).type.groups)
+
+    def _read(self, name: str, first: int, last: int, order: _Order, unpack: Callable[..., _Found]) -> _Found:
         file, info = self._file_of[name], self.info(name)
         raw = file.data[info.start : info.start + info.nbytes].reshape(info.rows, info.row_bytes)
         if order is None:
-            out = info.type.dequantize(raw[first:last])
+            found = unpack(raw[first:last])
             file.release(info, first, last - first)
-            return out
-        return info.type.dequantize(raw[order[first:last]])
+            return found
+        return unpack(raw[order[first:last]])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
+from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.weights import PLAIN, WeightFormat
 from chairlift.models.context import AttentionContext, LayerCache
 from chairlift.models.hf_config import ModelConfig
@@ -57,14 +60,25 @@ class CausalLM(nn.Module):
         """Let the output head share the embedding's weight, where the config says so and the head's format can."""
         if self.config.tie_word_embeddings and self.lm_head.format.embeds:
             self.lm_head.take(self.model.embed_tokens.format, self.model.embed_tokens.weight)
+            self.lm_head.shape = self.model.embed_tokens.shape
 
-    def lay_out(self, weight_format: WeightFormat, dtype: torch.dtype, device: torch.device) -> None:
+    def lay_out(
+        self,
+        weight_format: WeightFormat,
+        dtype: torch.dtype,
+        device: torch.device,
+        kinds: Mapping[str, GroupKind] | None = None,
+    ) -> None:
         """Give every layer of a model on the meta device memory for its numbers, which are still to be written.
 
         Weights of linear layers are in ``weight_format``, that of the output head in the format's ``head``; the
-        embedding shares it where it is tied and can be. Everything else is plain.
+        embedding shares it where it is tied and can be. Everything else is plain. ``kinds`` says of parameters, by
+        name, that their numbers will be written as integers in groups, and of which kind.
         """
         head, embedding = self.lm_head, self.model.embed_tokens
+        for name, layer in self.named_modules():
+            if isinstance(layer, Matrix):
+                layer.shape = layer.shape._replace(kind=(kinds or {}).get(f"{name}.weight"))
         formats: dict[Matrix, WeightFormat] = {one: weight_format for one in self.modules() if isinstance(one, Linear)}
         formats |= {embedding: PLAIN, head: weight_format.head}
         if self.config.tie_word_embeddings and weight_format.head.embeds:

@@ -80,7 +80,6 @@ _FOREIGN_KEYS = (
     "no_rope_layers",
     "num_experts",
     "num_local_experts",
-    "quantization_config",
     "query_pre_attn_scalar",
     "use_mrope",
 )
@@ -308,7 +307,7 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
         if value and not (key in _FOREIGN_FACTORS and value == 1):
             raise ModelLoadError(
                 f"{where}: {key} = {value!r:.80} is not supported for model_type {raw['model_type']!r}; "
-                "use a model without it (quantized models: the original weights)"
+                "use a model without it"
             )
     architectures = raw.get("architectures") or [family.architecture]
     if not isinstance(architectures, list) or not any(str(name).endswith(_GENERATES) for name in architectures):

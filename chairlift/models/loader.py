@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,13 +27,16 @@ from chairlift.errors import EngineDeadError, ModelLoadError
 from chairlift.gguf.files import find_gguf, is_gguf
 from chairlift.gguf.reader import GGUFModel
 from chairlift.kernels.cpu.packing import by_slices
+from chairlift.kernels.grouped import GroupedRows, GroupKind
 from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
-from chairlift.models.gguf_tensors import GGUFTensor, gguf_tensors
+from chairlift.models.gguf_tensors import gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_json
 from chairlift.models.layers.linear import Matrix
+from chairlift.models.quantized_checkpoints import with_whole_weights
 from chairlift.models.registry import FAMILIES
+from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
 
 __all__ = [
     "check_weights",
@@ -48,7 +53,6 @@ Progress = Callable[[str, float], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 _STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_PIECE_BYTES = 64 << 20
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -123,9 +127,9 @@ def load_model(
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, config, stack)
         parts = _checked_parts(tensors, model, model_dir)
-        model.lay_out(weight_format, torch_dtype, device)
+        model.lay_out(weight_format, torch_dtype, device, _kinds(tensors, parts))
         report = progress or _tell_nobody
-        _write(model, parts, tensors, lambda share: report("loading weights", share), mapped=not is_gguf(model_dir))
+        _write(model, parts, tensors, lambda share: report("loading weights", share))
     return model.eval().requires_grad_(False)
 
 
@@ -136,15 +140,16 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(model_dir, config, stack)
-        parts, mapped = _checked_parts(tensors, model, model_dir), not is_gguf(model_dir)
-        _check_finite(tensors, parts, dtype, model_dir, _tell_nobody, mapped=mapped)
+        parts = _checked_parts(tensors, model, model_dir)
+        _check_finite(tensors, parts, dtype, model_dir, _tell_nobody)
 
 
 def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], progress: Progress | None = None) -> None:
     """Write other weights into a loaded model, in place, whatever the format of each.
 
-    ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float dtype on
-    any device; a tied output head may be among them or not. ``progress`` is as for :func:`load_model`.
+    ``source`` is a directory with safetensors, a GGUF file, or a mapping from Hugging Face's names to tensors of any
+    float dtype on any device, or to matrices as :class:`~chairlift.kernels.grouped.GroupedRows`; a tied output head may
+    be among them or not. ``progress`` is as for :func:`load_model`.
     Packed weights, those in fp8, their biases and plain parameters keep their addresses; what oneDNN packed is packed
     again. Names, shapes and dtypes are compared, and all numbers must be finite, before anything is written:
     :class:`~chairlift.errors.ModelLoadError` means that nothing was. An error after that, of reading a file, is
@@ -156,11 +161,7 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
     with contextlib.ExitStack() as stack:
         if isinstance(source, Mapping):
             where = Path("the given weights")
-            for name, value in source.items():
-                if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided:
-                    given = type(value).__name__ if not isinstance(value, Tensor) else "one without ordinary memory"
-                    raise ModelLoadError(f"{name!r} must be a dense torch tensor, got {given}; the model is unchanged")
-                tensors[name] = _InMemory(value.detach())
+            tensors = {name: _in_memory(name, value) for name, value in source.items()}
         else:
             try:
                 where = Path(source)
@@ -176,11 +177,10 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
                 message = f"cannot read {str(source)!r} ({error.strerror}); give a directory that this process may read"
                 raise ModelLoadError(message) from None
         parts = _checked_parts(tensors, blank, where)
-        mapped = not isinstance(source, Mapping) and not is_gguf(where)
         report = progress or _tell_nobody
-        _check_finite(tensors, parts, model.model.norm.weight.dtype, where, report, mapped=mapped)
+        _check_finite(tensors, parts, model.model.norm.weight.dtype, where, report)
         try:
-            _write(model, parts, tensors, lambda share: report("replacing weights", (1 + share) / 2), mapped=mapped)
+            _write(model, parts, tensors, lambda share: report("replacing weights", (1 + share) / 2))
         except Exception as error:
             raise EngineDeadError(
                 f"the weights of {where} could be read in part only ({type(error).__name__}: {error}), and the model "
@@ -192,20 +192,17 @@ def _tell_nobody(label: str, share: float) -> None:
     pass
 
 
-def _finite(rows: Tensor, dtype: torch.dtype) -> bool:
+def _finite(rows: Tensor | GroupedRows, dtype: torch.dtype) -> bool:
     """Whether all numbers are finite, also once they are rounded to ``dtype``. Not-a-number is the least and the most
-    of any that it is among."""
+    of any that it is among. Of integers in groups, the least and the most that a code can stand for are looked at."""
+    if isinstance(rows, GroupedRows):
+        lowest = rows.scales * -rows.kind.zero if rows.minimums is None else rows.minimums
+        rows = torch.stack([lowest, lowest + rows.scales * ((1 << rows.kind.bits) - 1)])
     return bool(torch.stack(torch.aminmax(rows)).to(dtype).isfinite().all())
 
 
 def _check_finite(
-    tensors: Mapping[str, Any],
-    parts: list[CheckpointPart],
-    dtype: torch.dtype,
-    where: Path,
-    report: Progress,
-    *,
-    mapped: bool,
+    tensors: Mapping[str, Any], parts: list[CheckpointPart], dtype: torch.dtype, where: Path, report: Progress
 ) -> None:
     groups = _by_layer(parts)
     for done, group in enumerate(groups.values()):
@@ -218,7 +215,8 @@ def _check_finite(
                     f" {str(dtype).removeprefix('torch.')}, in rows {first} to {first + len(rows) - 1}; nothing of"
                     " it is used: train, convert or download the weights again"
                 )
-            by_slices(rows, lambda *_: None, mapped=mapped)  # lets go of the file's pages
+            if isinstance(rows, Tensor):  # let go of the file's pages
+                by_slices(rows, lambda *_: None, mapped=_is_mapped(tensors, part))
 
 
 def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
@@ -229,13 +227,18 @@ def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
     return grouped
 
 
+def _kinds(tensors: Mapping[str, Any], parts: list[CheckpointPart]) -> dict[str, GroupKind]:
+    """Our parameters of which every part is stored as integers in groups, with the kind that holds all of them."""
+    found: dict[str, list[GroupKind | None]] = {}
+    for part in parts:
+        stored = tensors[part.name]
+        found.setdefault(part.parameter, []).append(stored.kind if isinstance(stored, StoredRows) else None)
+    whole = {name: [kind for kind in kinds if kind is not None] for name, kinds in found.items() if None not in kinds}
+    return {name: functools.reduce(operator.or_, kinds) for name, kinds in whole.items()}
+
+
 def _write(
-    model: CausalLM,
-    parts: list[CheckpointPart],
-    tensors: Mapping[str, Any],
-    report: Callable[[float], None],
-    *,
-    mapped: bool,
+    model: CausalLM, parts: list[CheckpointPart], tensors: Mapping[str, Any], report: Callable[[float], None]
 ) -> None:
     """Put every number in its place, piece by piece. Only pages of mapped files may be let go of: others are somebody's
     tensors."""
@@ -244,8 +247,11 @@ def _write(
         layer = model.get_submodule(name)
         for part, start, rows in _pieces(tensors, group):
             attribute = part.parameter.rpartition(".")[2]
-            used = layer.format if isinstance(layer, Matrix) and attribute == "weight" else PLAIN
-            used.write(getattr(layer, attribute), start, rows, mapped=mapped)
+            used: WeightFormat = PLAIN
+            kind: GroupKind | None = None
+            if isinstance(layer, Matrix) and attribute == "weight":
+                used, kind = layer.format, layer.shape.kind
+            used.write(getattr(layer, attribute), start, _of_kind(rows, kind), mapped=_is_mapped(tensors, part))
             done += rows.numel()
             report(done / total)
         if isinstance(layer, Matrix):
@@ -253,12 +259,21 @@ def _write(
     model.finish_head()
 
 
-def _pieces(tensors: Mapping[str, Any], group: list[CheckpointPart]) -> Iterator[tuple[CheckpointPart, int, Tensor]]:
-    """Rows of parameters, and where each of these pieces begins: a slow disk reads a large one for minutes. Those of a
-    GGUF file are dequantised as they are asked for."""
+def _of_kind(rows: Tensor | GroupedRows, kind: GroupKind | None) -> Tensor | GroupedRows:
+    """Rows for a layer of ``kind``: floats where the layer holds those, or cannot hold these as they are."""
+    if isinstance(rows, Tensor) or kind is None:
+        return rows
+    return rows.to(kind) if rows.kind | kind == kind else rows.dequantize()
+
+
+def _pieces(
+    tensors: Mapping[str, Any], group: list[CheckpointPart]
+) -> Iterator[tuple[CheckpointPart, int, Tensor | GroupedRows]]:
+    """Rows of parameters, and where each of these pieces begins: a slow disk reads a large one for minutes. Quantised
+    ones are unpacked as they are asked for."""
     for part in group:
         given = _read(tensors, part)
-        count = max(_PIECE_BYTES // max(given[:1].nbytes, 1), 1)
+        count = max(MOST_NUMBERS // max(math.prod(part.shape[1:]), 1), 1)
         for first in range(0, len(given), count):
             yield part, part.start + first, given[first : first + count]
 
@@ -282,11 +297,55 @@ class _InMemory:
         return _STORED_AS.get(self._tensor.dtype, str(self._tensor.dtype))
 
 
-def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | GGUFTensor:
+class _RowsInMemory(StoredRows):
+    """The same for integers in groups."""
+
+    def __init__(self, rows: GroupedRows) -> None:
+        self._rows, self.kind = rows, rows.kind
+
+    def get_shape(self) -> list[int]:
+        return list(self._rows.shape)
+
+    def __getitem__(self, rows: slice) -> GroupedRows:
+        return self._rows[rows]
+
+
+def _in_memory(name: str, value: Any) -> _InMemory | _RowsInMemory:
+    if isinstance(value, GroupedRows):
+        _check_grouped(name, value)
+        return _RowsInMemory(value)
+    if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided:
+        given = type(value).__name__ if not isinstance(value, Tensor) else "one without ordinary memory"
+        raise ModelLoadError(f"{name!r} must be a dense torch tensor, got {given}; the model is unchanged")
+    return _InMemory(value.detach())
+
+
+def _check_grouped(name: str, rows: GroupedRows) -> None:
+    kind, codes = rows.kind, rows.codes
+    fits = codes.dim() == 2 and codes.dtype == torch.uint8 and (rows.minimums is not None) == kind.minimum
+    if fits:
+        groups = (len(codes), -(-codes.shape[1] // kind.group))
+        values = [rows.scales] if rows.minimums is None else [rows.scales, rows.minimums]
+        fits = all(each.shape == groups and each.dtype == torch.float32 for each in values)
+        fits = fits and (not codes.numel() or int(codes.max()) < 1 << kind.bits)
+    if not fits:
+        raise ModelLoadError(
+            f"{name!r} is not what {kind} are: codes must be uint8 [rows, columns] below {1 << kind.bits}, scales"
+            f" (and minimums, where the kind has them) float32 [rows, columns / {kind.group}]; the model is unchanged"
+        )
+
+
+def _is_mapped(tensors: Mapping[str, Any], part: CheckpointPart) -> bool:
+    """Whether reading it gives a view of a file."""
+    return not isinstance(tensors[part.name], (StoredRows, _InMemory))
+
+
+def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRows:
     """A view of the tensor in its mapped file."""
     try:
-        if isinstance(tensors[part.name], GGUFTensor):
-            return tensors[part.name]  # type: ignore[no-any-return]
+        stored = tensors[part.name]
+        if isinstance(stored, StoredRows):
+            return stored
         tensor: Tensor = tensors[part.name].get_tensor(part.name)
         tensor = tensor.t() if part.transposed else tensor
     except (SafetensorError, OSError, RuntimeError) as error:
@@ -295,9 +354,14 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | GGUFTens
 
 
 def _open_tensors(model_dir: Path, config: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it."""
+    """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it, or to rows that are made
+    from several tensors of such files."""
     if is_gguf(model_dir):
         return dict(gguf_tensors(GGUFModel(model_dir), config))
+    return with_whole_weights(_open_files(model_dir, stack), model_dir)
+
+
+def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     index_path = model_dir / _INDEX_NAME
     if index_path.is_file() and (index := _read_index(index_path)):
         opened = {file: _open_file(model_dir / file, stack) for file in sorted(set(index.values()))}
@@ -362,7 +426,10 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
     unexpected = [
         name
         for name in tensors
-        if name not in wanted and name not in redundant and not re.search(family.ignored_tensors, name)
+        if name not in wanted
+        and name not in redundant
+        and not re.search(family.ignored_tensors, name)
+        and not _adds_nothing(tensors, name)
     ]
     if missing or unexpected:
         both = (("missing", missing), ("unexpected", unexpected))
@@ -382,8 +449,14 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
             )
         if dtype not in _STORED_DTYPES:
             raise ModelLoadError(
-                f"{model_dir}: tensor {name} is stored as {dtype}; quantized weights are not supported, "
-                "use the original model in bfloat16, float16 or float32"
+                f"{model_dir}: tensor {name} is stored as {dtype}, and quantization_config in config.json does not say"
+                " how to read it (docs/quantization.md lists what is read); use the original model in bfloat16,"
+                " float16 or float32"
+            )
+        if part.transposed and isinstance(tensors[name], StoredRows):
+            raise ModelLoadError(
+                f"{model_dir}: tensor {name} is quantised, which {model.config.model_type} models cannot be, for their"
+                " weights are stored transposed; use the original model in bfloat16, float16 or float32"
             )
     for name in filter(tensors.__contains__, redundant):
         head, embedding = (tensors[each].get_tensor(each) for each in (name, embedding_name))
@@ -393,6 +466,14 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
                 "set tie_word_embeddings to false if the head was trained by itself, else remove it from the file"
             )
     return parts
+
+
+def _adds_nothing(tensors: Mapping[str, Any], name: str) -> bool:
+    """Whether it is a bias of zeros beside a quantised weight: AutoGPTQ stores one for each, whatever the model has."""
+    layer, _, ending = name.rpartition(".")
+    if ending != "bias" or not isinstance(tensors.get(f"{layer}.weight"), StoredRows):
+        return False
+    return not tensors[name].get_tensor(name).any()
 
 
 def _few(names: list[str]) -> str:

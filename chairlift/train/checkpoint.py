@@ -59,7 +59,7 @@ class ModelFiles:
     """What turns weights into a directory that serves and that transformers loads."""
 
     config: Mapping[str, Any]
-    """Content of ``config.json``; the dtype in it is replaced."""
+    """Content of ``config.json``; the dtype in it is replaced, and what it says of quantised weights left out."""
     generation_config: Mapping[str, Any] | None = None
     tokenizer_dir: Path | None = None
     """Where its tokenizer is copied from."""
@@ -75,6 +75,8 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
     (directory / "model.safetensors").chmod(0o644)  # the library writes it for the owner only
     config = {"architectures": [FAMILIES[model.config.model_type].architecture], **files.config}
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(files.dtype).removeprefix("torch.")
+    for key in ("quantization_config", "compression_config"):
+        config.pop(key, None)  # whatever the model began as, these weights are floats
     _write_json(directory / "config.json", config)
     if files.generation_config:
         _write_json(directory / "generation_config.json", files.generation_config)

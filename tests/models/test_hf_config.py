@@ -189,7 +189,6 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
         ({"torch_dtype": "int8"}, ["int8", "bfloat16"]),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
         ({"eos_token_id": [1, -1]}, ["eos_token_id"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config", "original"]),
         ({"num_local_experts": 8}, ["num_local_experts"]),
         ({"use_mrope": True}, ["use_mrope"]),
         ({"logit_scale": 0.5}, ["logit_scale", "0.5"]),

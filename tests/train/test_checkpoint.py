@@ -75,6 +75,12 @@ def test_arrays_tensors_and_marked_keys_come_back(model: CausalLM, tmp_path: Pat
         roundtrip(model, tmp_path, {"source": {"x": {1, 2}}})
 
 
+def test_a_model_that_began_quantised_is_saved_as_floats(model: CausalLM, tmp_path: Path) -> None:
+    files = ModelFiles(config={**tiny_run.MODEL, "quantization_config": {"quant_method": "gptq"}}, dtype=torch.float32)
+    saved = CheckpointStore(tmp_path).save(1, {}, model, files)
+    assert "quantization_config" not in (saved / "config.json").read_text()
+
+
 def test_random_generators_go_on(model: CausalLM, tmp_path: Path) -> None:
     kept = roundtrip(model, tmp_path, random_state())
     first = random.random(), np.random.rand(), torch.rand(()).item()

@@ -1,0 +1,66 @@
+"""Directories with quantised weights: one file for each ``quant_method`` of config.json.
+
+A quantised layer is stored in several tensors. To the loader it is one, of the layer's name and shape, as it would be
+in the original model. Layers that are stored plainly stay as they are: the names in the files say which, so the lists
+and patterns of ``ignore`` and ``modules_to_not_convert`` are not needed. Activations are rounded by our kernels as they
+see fit, whatever the file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.errors import ModelLoadError
+from chairlift.models.hf_config import read_json
+from chairlift.models.quantized_checkpoints import awq, compressed_tensors, fp8, gptq
+from chairlift.models.quantized_checkpoints.layer import Method, StoredLayer
+from chairlift.models.quantized_checkpoints.settings import Settings
+
+__all__ = ["with_whole_weights"]
+
+_METHODS: Final[Mapping[str, Callable[[Settings], Method]]] = {
+    "awq": awq.method,
+    "compressed-tensors": compressed_tensors.method,
+    "fp8": fp8.method,
+    "gptq": gptq.method,
+}
+
+
+def with_whole_weights(tensors: dict[str, Any], model_dir: Path) -> dict[str, Any]:
+    """``tensors`` (name -> open file) of a directory, with every quantised layer as one tensor that is
+    :class:`~chairlift.models.stored_rows.StoredRows`.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` for a method or a variant that is not read, and for tensors that do
+    not belong together. Only names, shapes and what is small are read.
+    """
+    path = model_dir / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    raw = config.get("quantization_config") or config.get("compression_config")  # as old compressed-tensors call it
+    if not raw:
+        return tensors
+    if not isinstance(raw, Mapping):
+        given = type(raw).__name__
+        raise ModelLoadError(f"{path}: quantization_config must be an object, not a {given}; download it again")
+    settings = Settings(raw, f"{path}: quantization_config")
+    method = _METHODS[settings.one_of("quant_method", tuple(_METHODS))](settings)
+    layers: dict[str, dict[str, Any]] = {}
+    for name, file in tensors.items():
+        layer, _, ending = name.rpartition(".")
+        if ending in method.marks:
+            layers.setdefault(layer, {})[ending] = file
+    found = {}
+    for name, file in tensors.items():
+        layer, _, ending = name.rpartition(".")
+        if layer in layers and ending in method.marks | method.companions:
+            layers[layer][ending] = file
+        else:
+            found[name] = file
+    for layer, files in layers.items():
+        whole = f"{layer}.weight"
+        if whole in found:
+            both = f"{whole} and {layer}.{min(files)}"
+            raise ModelLoadError(f"{model_dir}: {both} are both stored; remove one, or download the model again")
+        found[whole] = method.rows(StoredLayer(layer, str(model_dir), files))
+    return found

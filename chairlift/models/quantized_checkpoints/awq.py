@@ -1,0 +1,65 @@
+"""``quant_method`` awq, version ``gemm``: 4 bits in groups with zero points, as AutoAWQ writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels.grouped import GroupKind
+from chairlift.models.quantized_checkpoints.layer import (
+    FLOATS,
+    IntegerRows,
+    StoredLayer,
+    StoredTensor,
+    group_of_rows,
+    unpacked,
+)
+from chairlift.models.quantized_checkpoints.settings import Settings
+
+__all__ = ["method"]
+
+_ORDER: Final = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+"""Where in a word each of its eight outputs is, in nibbles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Awq:
+    group: int
+    marks: frozenset[str] = frozenset({"qweight", "qzeros", "scales"})
+    companions: frozenset[str] = frozenset()
+
+    def rows(self, layer: StoredLayer) -> IntegerRows:
+        qweight = layer.take("qweight", ("I32",))
+        k, n = qweight.shape[0], qweight.shape[1] * 8
+        whole = self.group == -1
+        groups = 1 if whole else -(-k // self.group)
+        qzeros = layer.take("qzeros", ("I32",), (groups, n // 8))
+        scales = layer.take("scales", FLOATS, (groups, n))
+        return IntegerRows(
+            (n, k),
+            GroupKind(4, group_of_rows(k) if whole else self.group, minimum=True),
+            lambda first, last: _outputs(qweight, first, last),
+            scales.columns,
+            lambda first, last: _outputs(qzeros, first, last),
+        )
+
+
+def _outputs(words: StoredTensor, first: int, last: int) -> Tensor:
+    """Nibbles of [inputs, outputs / 8] words, for some outputs: uint8 [outputs, inputs]."""
+    begin, end = first // 8, -(-last // 8)
+    packed = words.columns(begin, end)  # [words, inputs]
+    nibbles = unpacked(packed.unsqueeze(-1).flatten(0, 1), 4)  # [words * inputs, 8]
+    outputs = nibbles[:, _ORDER].view(len(packed), -1, 8).transpose(1, 2).flatten(0, 1)
+    return outputs[first - 8 * begin : last - 8 * begin]
+
+
+def method(settings: Settings) -> _Awq:
+    """Read the settings. Raises ModelLoadError for other versions and widths."""
+    settings.one_of("bits", (4,), 4)
+    settings.one_of("zero_point", (True,), True)
+    for key in ("version", "format"):
+        settings.one_of(key, ("gemm", "GEMM"), "gemm")
+    return _Awq(settings.group_size())

@@ -1,0 +1,75 @@
+"""Checked access to what ``quantization_config`` says. What is not supported is refused by key, value and choice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from chairlift.errors import ModelLoadError
+
+__all__ = ["Settings"]
+
+
+class Settings:
+    """A JSON object; ``where`` names it in messages. Every failure is a ModelLoadError."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.where = where
+        self._raw = raw
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """What it says, unchecked; ``default`` where it says nothing or null."""
+        value = self._raw.get(key)
+        return default if value is None else value
+
+    def refuse(self, key: str, supported: str) -> NoReturn:
+        """Raise for the value of ``key``."""
+        raise ModelLoadError(
+            f"{self.where}: {key} = {self.get(key)!r:.80} is not supported; supported: {supported}; use a version of"
+            " the model with that, or the original weights"
+        )
+
+    def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+        """The value, which must be among ``allowed``."""
+        value = self.get(key, default)
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            self.refuse(key, ", ".join(map(str, allowed)))
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        return bool(self.one_of(key, (True, False), default))
+
+    def absent(self, *keys: str) -> None:
+        """Refuse each of ``keys`` that says anything but null, false, 0 or an empty value."""
+        for key in keys:
+            if self.get(key):
+                self.refuse(key, "none")
+
+    def group_size(self) -> int:
+        """Columns that share a scale: a multiple of 32, or -1 for all of them."""
+        value = self.get("group_size", -1)
+        if type(value) is not int or not (value == -1 or (0 < value <= 2**20 and value % 32 == 0)):
+            self.refuse("group_size", "-1 (a whole row) and multiples of 32")
+        return value
+
+    def block(self, key: str) -> tuple[int, int] | None:
+        """(rows, columns) that share a scale, as a list or as ``"128x128"``; None where it says nothing."""
+        value = self.get(key)
+        if value is None:
+            return None
+        sides = value.split("x") if isinstance(value, str) else value
+        if isinstance(sides, list) and len(sides) == 2 and all(re.fullmatch("[1-9][0-9]{0,7}", str(s)) for s in sides):
+            return int(sides[0]), int(sides[1])
+        self.refuse(key, "two numbers above 0, such as [128, 128]")
+
+    def part(self, key: str) -> Settings | None:
+        """An object in it; None where it says nothing."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            self.refuse(key, "an object, or null")
+        return None if value is None else Settings(value, f"{self.where}.{key}")
+
+    def __contains__(self, key: str) -> bool:
+        return self.get(key) is not None
