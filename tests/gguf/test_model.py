@@ -10,11 +10,13 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ModelLoadError
-from chairlift.kernels.weights import PLAIN
+from chairlift.kernels.weights import NATIVE, PLAIN
+from chairlift.models.layers.linear import Matrix
 from chairlift.models.loader import load_model, resolve_model_dir
 from chairlift.models.model_files import read_config
 from tests.gguf.make import real_gguf, to_gguf
 from tests.models.tiny import tiny_hf_model
+from tests.native import needs_kernels
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -37,6 +39,20 @@ def test_float32_weights_equal_those_of_the_directory(tmp_path: Path, family: st
     assert (found.dtype, found.head_dim, found.rope.theta) == ("float32", wanted.head_dim, wanted.rope.theta)
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_the_native_kernels_keep_the_codes_of_the_file(tmp_path: Path, kind: str) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama", tie_word_embeddings=True)
+    path = to_gguf(model_dir, tmp_path / "model.gguf", kind)
+    config = read_config(path)
+    plain, native = (load_model(path, config, "float32", weight_format=each) for each in (PLAIN, NATIVE))
+    assert native.quantization == ("int4" if kind.startswith("Q4") else "int8")
+    assert native.weight_bytes < 0.5 * plain.weight_bytes
+    for name, layer in native.named_modules():
+        if isinstance(layer, Matrix):
+            assert torch.equal(layer.weight.unpack(), plain.get_submodule(name).weight), name
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_answers_equal_those_of_the_dequantised_weights(tmp_path: Path, kind: str, kernels: str) -> None:
@@ -55,6 +71,7 @@ def test_answers_equal_those_of_the_dequantised_weights(tmp_path: Path, kind: st
     prompts = [[5, 9, 100, 3], list(range(2, 40))]
     settings: dict[str, Any] = {
         "dtype": "float32",
+        "quantization": "none",
         "skip_tokenizer_init": True,
         "kernels": kernels,
         "num_kv_blocks": 64,
@@ -117,7 +134,7 @@ def test_a_real_model_answers_as_transformers_does() -> None:
     questions += ("Name three rivers.", "Translate 'good morning' to Spanish.", "What is a GPU?", "Tell me a joke.")
     questions += ("Who wrote Hamlet?", "Define entropy.", "List the planets.", "How do I boil an egg?")
     chats = [[{"role": "user", "content": question}] for question in questions]
-    llm = LLM(str(path), dtype="float32", max_model_len=256)
+    llm = LLM(str(path), dtype="float32", quantization="none", max_model_len=256)
     outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True))
     for chat, output in zip(chats, outputs, strict=True):
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]

@@ -141,7 +141,7 @@ def test_answers_are_those_of_the_twin(tmp_path: Path, case: str) -> None:
     form, weights, activations, _ = CASES[case]
     answers = []
     for model_dir in model_pair(tmp_path, *settings_and_pack(form, weights, activations)):
-        llm = LLM(str(model_dir), dtype="float32", skip_tokenizer_init=True, num_kv_blocks=64)
+        llm = LLM(str(model_dir), dtype="float32", quantization="none", skip_tokenizer_init=True, num_kv_blocks=64)
         outputs = llm.generate([[5, 9, 100, 3]], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
         answers.append(outputs[0].outputs[0].token_ids)
     assert answers[0] == answers[1]

@@ -73,7 +73,14 @@ def test_answers_are_those_of_the_twin(tmp_path: Path, case: str, kernels: str) 
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     answers = []
     for model_dir in model_pair(tmp_path, settings, pack):
-        llm = LLM(str(model_dir), dtype="float32", skip_tokenizer_init=True, kernels=kernels, num_kv_blocks=64)
+        llm = LLM(
+            str(model_dir),
+            dtype="float32",
+            quantization="none",
+            skip_tokenizer_init=True,
+            kernels=kernels,
+            num_kv_blocks=64,
+        )
         outputs = llm.generate([[5, 9, 100, 3], list(range(2, 40))], greedy)
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
