@@ -123,8 +123,8 @@ def test_a_large_tensor_is_told_of_piece_by_piece(
 ) -> None:
     """Silence for as long as a slow disk takes for one would look like an engine that is stuck."""
     old, new = models
-    largest = max(value.numel() for value in weights(new).values())
-    monkeypatch.setattr(loader, "MOST_NUMBERS", largest // 7)
+    largest = max(value.nbytes for value in weights(new).values())
+    monkeypatch.setattr(loader, "_PIECE_BYTES", largest // 7, raising=False)
     for source in (new, weights(new)):
         llm, told = make(old, kernels=kernels), list[float]()
         llm.engine.core.update_weights(source, 1, "continue", lambda label, share, told=told: told.append(share))

@@ -53,6 +53,7 @@ Progress = Callable[[str, float], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 _STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_PIECE_BYTES = 64 << 20
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -273,7 +274,8 @@ def _pieces(
     ones are unpacked as they are asked for."""
     for part in group:
         given = _read(tensors, part)
-        count = max(MOST_NUMBERS // max(math.prod(part.shape[1:]), 1), 1)
+        most = MOST_NUMBERS if isinstance(given, StoredRows) else _PIECE_BYTES // given.element_size()
+        count = max(most // max(math.prod(part.shape[1:]), 1), 1)
         for first in range(0, len(given), count):
             yield part, part.start + first, given[first : first + count]
 

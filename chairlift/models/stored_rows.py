@@ -11,8 +11,8 @@ from chairlift.kernels.grouped import GroupedRows, GroupKind, dequantized
 
 __all__ = ["MOST_NUMBERS", "StoredRows"]
 
-MOST_NUMBERS: Final = 1 << 24
-"""How many numbers to ask for at a time: 64 MiB once they are float32."""
+MOST_NUMBERS: Final = 1 << 22
+"""How many numbers to ask for at a time: 16 MiB once they are float32."""
 
 
 class StoredRows(abc.ABC):
