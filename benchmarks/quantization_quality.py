@@ -1,11 +1,12 @@
 """What rounding weights and KV costs in quality: perplexity, divergence and agreement over texts.
 
-    python benchmarks/quantization_quality.py MODEL [--formats int8,int4,kv-int8] [--texts DIR]
+    python -m benchmarks.quantization_quality MODEL [--formats int8,int4] [--texts DIR]
 
 Every format answers the same prompts as the base does, weights as floats in float32 (``--base`` for another dtype):
 whole texts, of which each token's log-probability is asked for. Without ``--texts``, a directory of text files, they
-are forty topics of Python's own ``help()``, in English. The divergence is that of Kullback and Leibler from the base to
-the format, of the 20 likeliest ids at each position and all others together, so it is a lower bound.
+are forty topics of Python's own ``help()``, in English; for the bundled model they are the guide's chats. The
+divergence is that of Kullback and Leibler from the base to the format, of the 20 likeliest ids at each position and all
+others together, so it is a lower bound.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from chairlift import LLM, SamplingParams
+from chairlift.config import BUNDLED_MODEL
+from tools.guide import read_guide
+from tools.score_bundled_model import held_back_questions
 
 TOP = 20
 FORMATS: dict[str, dict[str, Any]] = {
@@ -63,11 +67,21 @@ def default_texts() -> list[str]:
     return [text for _, text in sorted(topics.items()) if len(text) > 1500][:40]
 
 
-def score(model: str, texts: Sequence[str], most_tokens: int, **settings: Any) -> Scores:
-    """Log-probabilities of the first ``most_tokens`` of each text."""
-    llm = LLM(model, max_model_len=most_tokens + 1, max_num_seqs=16, kv_cache_memory_bytes=1 << 30, **settings)
+def guide_chats(llm: LLM) -> list[list[int]]:
+    """What the bundled model knows: each answer of the guide behind a wording of its question that it never saw."""
     assert llm.tokenizer is not None
-    prompts = [llm.tokenizer.encode(text)[:most_tokens] for text in texts]
+    return [
+        llm.encode_chat([{"role": "user", "content": question}]) + llm.tokenizer.encode(answer)
+        for question, answer in held_back_questions(read_guide())
+    ]
+
+
+def score(model: str, texts: Sequence[str], most_tokens: int, **settings: Any) -> Scores:
+    """Log-probabilities of the first ``most_tokens`` of each text, or of the guide's chats for the bundled model."""
+    llm = LLM(model, max_num_seqs=16, kv_cache_memory_bytes=1 << 30, **settings)
+    assert llm.tokenizer is not None
+    tokenized = [llm.tokenizer.encode(text) for text in texts] if model != BUNDLED_MODEL else guide_chats(llm)
+    prompts = [ids[:most_tokens] for ids in tokenized]
     scores = Scores([], [])
     for prompt, output in zip(
         prompts, llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP)), strict=True

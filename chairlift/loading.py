@@ -118,8 +118,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
     from chairlift.executor.kv_tensors import plan_kv_cache
     from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.select import choose_format, choose_kernels, make_runner
-    from chairlift.models.loader import load_model, resolve_dtype, resolve_model_dir
+    from chairlift.executor.select import choose_dtype, choose_format, choose_kernels, make_runner
+    from chairlift.models.loader import load_model, resolve_model_dir
     from chairlift.models.model_files import read_config
 
     name = config.model.model
@@ -135,7 +135,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         raise ConfigError(f"{where}: {error}; correct it, or set generation_config to vllm") from None
     max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len)
     device = find_device(config.model.device)
-    dtype = resolve_dtype(network, config.model.dtype)
+    dtype = choose_dtype(network, config.model.dtype, device)
     kernels = choose_kernels(config, network, dtype, device)
     weight_format = choose_format(kernels, config.model.quantization)
     model = load_model(model_dir, network, dtype, device, progress, weight_format=weight_format)
@@ -169,7 +169,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         eos_token_ids=tuple(network.eos_token_ids),
         sampling_defaults=sampling,
         calls=executor.calls,
-        notes=(*network.notes(asked_of_model), *_thread_notes(config), *_call_notes(executor.calls)),
+        notes=(*network.notes(asked_of_model), *_notes(config, network, dtype, executor.calls)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
         quantization=model.quantization,
@@ -180,6 +180,22 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         graphs=executor.describe_graphs(),
         block_bytes=sum(plan.block_bytes) // len(plan.block_bytes),
     )
+
+
+def _notes(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, calls: Sequence[str]) -> list[str]:
+    """What a person should know about how this model is run, a line each."""
+    notes = []
+    if config.model.dtype == "auto" and network.dtype == "float16" and str(dtype) == "torch.bfloat16":
+        notes.append(
+            "the checkpoint says float16, and the CPU computes in bfloat16, which has the range and three bits less; "
+            "set dtype to float32 for all of its precision"
+        )
+    if config.model.quantization == "int4":
+        notes.append(
+            "weights are rounded to the nearest of 4 bits, which costs quality: a model of 135M parameters says another "
+            "likeliest token at one position in three; take a checkpoint that was calibrated, or int8"
+        )
+    return [*notes, *_thread_notes(config), *_call_notes(calls)]
 
 
 def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     network = read_config(model_dir)
     _tell("model", name)
     dtype = _describe(llm, network)
-    check_weights(model_dir, network, resolve_dtype(network, llm.config.model.dtype))
+    check_weights(model_dir, network, resolve_dtype(network, llm.info.dtype))
     _tell("weights", "all numbers are finite")
     _tell("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
     executor = llm.engine.core.executor
@@ -78,7 +78,7 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     with torch.device("meta"):  # shapes only
         model = CausalLM(network)
     model.tie_weights()
-    dtype = resolve_dtype(network, llm.config.model.dtype)
+    dtype = resolve_dtype(network, llm.info.dtype)
     name = str(dtype).removeprefix("torch.")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     kv_bytes = sum(layer.token_bytes(dtype) for layer in model.kv_cache_spec())

@@ -248,7 +248,7 @@ def _fitted_here(args: argparse.Namespace) -> Deployment:
     model_dir = Path(chairlift.__file__).parent / "assets" if args.fit == BUNDLED_MODEL else resolve_model_dir(args.fit)
     network = read_config(model_dir)
     llm = load_llm(settings | {"model": str(model_dir), "skip_tokenizer_init": True}, quiet=True)
-    shape = ModelShape.of(args.fit, network, resolve_dtype(network, llm.config.model.dtype).itemsize)
+    shape = ModelShape.of(args.fit, network, resolve_dtype(network, llm.info.dtype).itemsize)
     machine = describe_machine()
     if machine.busy > _BUSY:
         print(

@@ -22,8 +22,10 @@ from chairlift.kernels.triton.launch import MOST_GROUP
 from chairlift.kernels.weights import NATIVE, ONEDNN, PLAIN, QUANTIZED, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig
+from chairlift.models.loader import resolve_dtype
 
 __all__ = [
+    "choose_dtype",
     "choose_format",
     "choose_isa",
     "choose_kernels",
@@ -112,6 +114,13 @@ def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, devic
     if device.type == "cuda" and dtype != torch.bfloat16:
         return f"dtype is {str(dtype).removeprefix('torch.')}; use dtype='bfloat16'"
     return ""
+
+
+def choose_dtype(network: ModelConfig, asked: str, device: torch.device) -> torch.dtype:
+    """The dtype that a model is run in. Where the CPU may choose, bfloat16 takes the place of float16: the native
+    kernels do not know it, and PyTorch's are ten times slower."""
+    dtype = resolve_dtype(network, asked)
+    return torch.bfloat16 if asked == "auto" and dtype == torch.float16 and device.type == "cpu" else dtype
 
 
 def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:

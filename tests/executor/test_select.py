@@ -257,3 +257,15 @@ def test_an_llm_is_run_by_what_was_chosen(tmp_path: Path) -> None:
     assert runners == [*[NativeModelRunner] * (1 + len(supported_isas())), TorchModelRunner]
     assert all(answer == answers[0] for answer in answers)
     assert torch.get_num_threads() == 1
+
+
+def test_float16_checkpoints_run_in_bfloat16_where_the_cpu_may_choose(tmp_path: Path) -> None:
+    model_dir = tiny_model(tmp_path, "llama", dtype="float16", torch_dtype="float16")
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 20}
+    llm = LLM(model_dir, **settings)
+    assert (llm.info.dtype, llm.info.kernels) == ("bfloat16", best_isa())
+    assert sum("says float16" in note for note in llm.notes) == 1
+    exact = LLM(model_dir, dtype="float32", **settings)
+    assert exact.info.dtype == "float32" and not any("float16" in note for note in exact.notes)
+    with pytest.raises(ConfigError, match="dtype is float16"):
+        LLM(model_dir, dtype="float16", kernels=best_isa(), **settings)

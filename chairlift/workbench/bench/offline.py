@@ -151,7 +151,7 @@ def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
 def native_path(llm: LLM, network: ModelConfig) -> NativePath:
     """What runs the model of ``llm``, whose configuration is ``network``."""
     config = llm.config
-    dtype = resolve_dtype(network, config.model.dtype)
+    dtype = resolve_dtype(network, llm.info.dtype)
     device = torch.device(config.model.device)
     threads = config.model.threads or default_threads()
     if config.model.kernels == "torch":
