@@ -29,6 +29,7 @@ from chairlift.step_batch import StepBatch
 __all__ = [
     "ABI_VERSION",
     "ISA_NAMES",
+    "KV_KINDS",
     "LIBRARY_PATH",
     "MAX_THREADS",
     "SAMPLING_ROW",
@@ -47,7 +48,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """``CL_ABI_VERSION`` of the header this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
@@ -95,7 +96,13 @@ class KVLayer(ctypes.Structure):
         ("head_dim", c_int32),
         ("block_size", c_int32),
         ("num_blocks", c_int64),
+        ("kind", c_int32),
+        ("reserved", c_int32),
     ]
+
+
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 0, torch.int8: 1}
+"""``cl_kv_kind`` by what K and V are kept in."""
 
 
 class Program(ctypes.Structure):
