@@ -50,6 +50,8 @@ class EngineInfo:
     """``fp_`` and ten hexadecimal digits of model, precision, kernels and version."""
     quantization: str | None = None
     """Of the layers' weights."""
+    kv_cache_dtype: str | None = None
+    """Of K and V, where it is not ``dtype``."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Sampling parameters where a request gives none."""
     notes: tuple[str, ...] = ()

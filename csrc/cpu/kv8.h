@@ -186,7 +186,8 @@ static void product_of_codes(int rows, const int16_t* a, int64_t a_stride, const
   }
 }
 
-// x[size] as numbers of 16 bits. Returns what a one stands for: NaN where x is not finite, so that products with it are.
+// x[size] as numbers of 16 bits. Returns what a one stands for: NaN where x is not finite, so that products with it are. Where
+// nothing is above 1e-33 all are zeros: the factor would overflow.
 static float round_row(const float* x, int size, int16_t* to) {
   vf most = vset(0.0f), nothing = vset(0.0f);
   for (int i = 0; i < size; i += LANES) {
@@ -194,7 +195,7 @@ static float round_row(const float* x, int size, int16_t* to) {
     most = vmax(most, vabs(v));
     nothing = vfma(v, vset(0.0f), nothing);
   }
-  const float highest = vhighest(most), factor = highest > 1e-30f ? float(INT16_MOST) / highest : 0.0f;
+  const float highest = vhighest(most), factor = highest > 1e-33f ? float(INT16_MOST) / highest : 0.0f;
   for (int i = 0; i < size; i += LANES) store_int16(to + i, vmul(vload(x + i), vset(factor)));
   return vsum(nothing) == 0.0f ? highest / float(INT16_MOST) : NAN;
 }

@@ -31,7 +31,7 @@ def test_a_good_model_gets_a_report(chairlift: Run, model_dir: Path) -> None:
     attention = hidden * hidden * 2 + hidden * 32 * 2
     expected = 2 * vocab * hidden + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
     assert report["parameters"].startswith(f"{expected:,} in float32")
-    assert report["KV per token"] == f"{layers * 2 * 2 * 16 * 4:,} bytes"
+    assert report["KV per token"] == f"{layers * 2 * 2 * 16 * 4:,} bytes in float32"
     assert report["context"] == "256 tokens"
     assert report["kernels"].startswith(f"{best_isa() or 'PyTorch'} in float32")
     assert report["chat template"] == "yes"

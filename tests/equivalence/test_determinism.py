@@ -57,6 +57,7 @@ class Case:
 
     model: str
     dtype: str
+    kv_cache_dtype: str
     settings: dict[str, Any]
     tight: bool
     preempting: bool
@@ -99,6 +100,7 @@ def draw_case(seed: int) -> Case:
     return Case(
         model=rng.choice(list(MODELS)),
         dtype=rng.choice(("bfloat16", "float32")),
+        kv_cache_dtype=rng.choice(("auto", "int8")),
         settings=settings,
         tight=rng.random() < 0.4,
         preempting=rng.random() < 0.3,
@@ -119,14 +121,15 @@ class Alone:
         family, more = MODELS[model]
         return tiny_model(self.folder / model, family, max_position_embeddings=MOST_TOKENS, **more)
 
-    def _engine(self, model: str, dtype: str, isa: str) -> LLM:
-        return self.llm(model, dtype, isa, num_kv_blocks=200, enable_prefix_caching=False, threads=1)
+    def _engine(self, model: str, dtype: str, kv_cache_dtype: str, isa: str) -> LLM:
+        dtypes = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+        return self.llm(model, isa, num_kv_blocks=200, enable_prefix_caching=False, threads=1, **dtypes)
 
-    def llm(self, model: str, dtype: str, isa: str, **settings: Any) -> LLM:
-        return LLM(self.model_dir(model), dtype=dtype, kernels=isa, skip_tokenizer_init=True, **settings)
+    def llm(self, model: str, isa: str, **settings: Any) -> LLM:
+        return LLM(self.model_dir(model), kernels=isa, skip_tokenizer_init=True, **settings)
 
     def answer(self, case: Case, isa: str) -> list[RequestOutput]:
-        llm = self.engine(case.model, case.dtype, isa)
+        llm = self.engine(case.model, case.dtype, case.kv_cache_dtype, isa)
         return [run(llm, [job])[0] for job in case.jobs]
 
     def together(self, case: Case, isa: str) -> tuple[list[RequestOutput], collections.Counter[str]]:
@@ -135,7 +138,8 @@ class Alone:
         # Answers to one prompt run side by side; only what is theirs alone takes blocks of its own.
         most = -(-longest(case.jobs) // size) * max(job.params.n for job in case.jobs)
         blocks = most + 2 if case.tight else len(case.jobs) * most + 2
-        llm = self.llm(case.model, case.dtype, isa, num_kv_blocks=blocks, **case.settings)
+        dtypes = {"dtype": case.dtype, "kv_cache_dtype": case.kv_cache_dtype}
+        llm = self.llm(case.model, isa, num_kv_blocks=blocks, **dtypes, **case.settings)
         outputs = run(llm, case.jobs, case.arrival, preempting=case.preempting, seed=len(case.jobs))
         seen: collections.Counter[str] = collections.Counter()
         seen["preempted"] = llm.engine.scheduler.num_preemptions
@@ -158,7 +162,7 @@ def check(alone: Alone, isa: str, seed: int) -> collections.Counter[str]:
     expected = alone.answer(case, isa)
     outputs, seen = alone.together(case, isa)
     for i, (one, other) in enumerate(zip(expected, outputs, strict=True)):
-        what = f"{case.model}, {case.dtype}, {isa}, {case.settings}, {case.jobs[i].params}"
+        what = f"{case.model}, {case.dtype}, KV {case.kv_cache_dtype}, {isa}, {case.settings}, {case.jobs[i].params}"
         for (name, truth), (_, found) in zip(facts(one), facts(other), strict=True):
             assert found == truth, (
                 f"{name} of request {i} of {len(case.jobs)} differ between alone and together:"

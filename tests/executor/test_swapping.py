@@ -183,7 +183,7 @@ def test_every_block_goes_where_it_is_sent(
         else:
             space = make_swap_space(caches, plan)
     else:
-        native = NativeKV(SPEC, plan, dtype)
+        native = NativeKV(SPEC, plan)
         space, grouped = native.host, native._caches
     for cache in [cache for group in grouped for cache in group]:
         cache[:] = rng.integers(0, 256, cache.shape, dtype=np.uint8)
