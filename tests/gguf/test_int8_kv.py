@@ -1,4 +1,4 @@
-"""What it costs to keep K and V in 8 bits: the perplexity of a real model over texts in the public domain and our own."""
+"""What K and V in 8 bits cost: the perplexity of a real model over texts in the public domain and our own."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ MOST_LOSS: Final = 0.003
 """Of the perplexity."""
 GUIDE: Final = Path(__file__).parents[2] / "docs" / "guide"
 CLASSICS: Final = (
-    "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, and"
-    " dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing"
-    " whether that nation, or any nation so conceived and so dedicated, can long endure. We are met on a great"
-    " battle-field of that war. We have come to dedicate a portion of that field, as a final resting place for those who"
-    " here gave their lives that that nation might live. It is altogether fitting and proper that we should do this.",
-    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or"
-    " twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, and what"
-    " is the use of a book, thought Alice, without pictures or conversations? So she was considering in her own mind (as"
-    " well as she could, for the hot day made her feel very sleepy and stupid), whether the pleasure of making a"
-    " daisy-chain would be worth the trouble of getting up and picking the daisies, when suddenly a White Rabbit with"
-    " pink eyes ran close by her.",
-    "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and nothing"
-    " particular to interest me on shore, I thought I would sail about a little and see the watery part of the world. It"
-    " is a way I have of driving off the spleen and regulating the circulation.",
-    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a"
-    " wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, this"
-    " truth is so well fixed in the minds of the surrounding families, that he is considered as the rightful property of"
-    " some one or other of their daughters.",
+    "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in"
+    " Liberty, and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil"
+    " war, testing whether that nation, or any nation so conceived and so dedicated, can long endure. We are met on"
+    " a great battle-field of that war. We have come to dedicate a portion of that field, as a final resting place"
+    " for those who here gave their lives that that nation might live. It is altogether fitting and proper that we"
+    " should do this.",
+    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once"
+    " or twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it,"
+    " and what is the use of a book, thought Alice, without pictures or conversations? So she was considering in her"
+    " own mind (as well as she could, for the hot day made her feel very sleepy and stupid), whether the pleasure of"
+    " making a daisy-chain would be worth the trouble of getting up and picking the daisies, when suddenly a White"
+    " Rabbit with pink eyes ran close by her.",
+    "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and"
+    " nothing particular to interest me on shore, I thought I would sail about a little and see the watery part of"
+    " the world. It is a way I have of driving off the spleen and regulating the circulation.",
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"
+    " a wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood,"
+    " this truth is so well fixed in the minds of the surrounding families, that he is considered as the rightful"
+    " property of some one or other of their daughters.",
 )
 
 

@@ -34,6 +34,8 @@ struct Ignore {
   void fetch(int, int, int) const {}
   void operator()(int, int, int, int, float*, int64_t) const {}
 };
+static int kind = CL_KV_PLAIN;  // of caches; the last argument may be "int8"
+static int64_t kv_piece(int dim) { return kind == CL_KV_INT8 ? piece_bytes(dim, code8()) : piece_bytes(dim, bf16()); }
 static const char* begin;
 static int64_t size, outside, again, now;
 static bool watching;
@@ -57,7 +59,7 @@ static void fetched(const void* at) {
 static void fetch_kv(int rows, int window) {
   enum { BLOCK = 32, HEADS = 2, DIM = 64, K = 576, PANELS = 96, THREADS = 2, WIDTH = 24 };
   const int tokens = rows + 19, blocks = rows * WIDTH;
-  const int64_t block_lines = 2 * BLOCK * HEADS * DIM * sizeof(bf16) / 64;
+  const int64_t block_lines = 2 * BLOCK / CL_KV_TOKENS * HEADS * kv_piece(DIM) / 64;
   size = blocks * block_lines * 64;
   void* memory = aligned_alloc(64, size);
   begin = (const char*)memory, outside = again = now = 0, latest.assign(size / 64, 0);
@@ -80,7 +82,7 @@ static void fetch_kv(int rows, int window) {
   cl_op ops[2] = {};
   ops[0].kind = CL_OP_LINEAR, ops[0].n = PANELS * CL_PANEL, ops[0].k = K;
   ops[1].kind = CL_OP_ATTENTION, ops[1].window = window;
-  const cl_kv_layer layer{memory, 0, HEADS, DIM, BLOCK, blocks};
+  const cl_kv_layer layer{memory, 0, HEADS, DIM, BLOCK, blocks, kind, 0};
   cl_program program{};
   program.ops = ops, program.kv_layers = &layer;
   const StepPlan plan{spans.data(), int(spans.size()), 1, 16, THREADS, nullptr};
@@ -141,7 +143,7 @@ static void first_items() {
 static void fetch_attended(int most, int less, bool far) {
   enum { BLOCK = 32, KV_HEADS = 2, GROUP = 3, DIM = 64, ROWS_HERE = 9 };
   const int width = (most + 1) / 2, blocks = ROWS_HERE * width;
-  const int64_t piece_bytes = int64_t(CL_KV_TOKENS) * DIM * sizeof(bf16);
+  const int64_t piece_bytes = kv_piece(DIM);
   size = blocks * (BLOCK / CL_KV_TOKENS) * KV_HEADS * 2 * piece_bytes;
   const int64_t guard = 1 << 16;
   char* memory = (char*)aligned_alloc(64, size + 2 * guard);
@@ -163,7 +165,7 @@ static void fetch_attended(int most, int less, bool far) {
   cl_op op{};
   op.kind = CL_OP_ATTENTION, op.in = 0, op.out = 1, op.scale = 0.125f;
   op.heads = KV_HEADS * GROUP, op.kv_heads = KV_HEADS, op.head_dim = DIM;
-  const cl_kv_layer layer{(void*)begin, 0, KV_HEADS, DIM, BLOCK, blocks};
+  const cl_kv_layer layer{(void*)begin, 0, KV_HEADS, DIM, BLOCK, blocks, kind, 0};
   std::vector<bf16> q(64 * KV_HEADS * GROUP * DIM), out(64 * KV_HEADS * GROUP * DIM);
   void* buffers[] = {q.data(), out.data()};
   const int64_t strides[] = {KV_HEADS * GROUP * DIM, KV_HEADS * GROUP * DIM};
@@ -229,6 +231,7 @@ static void fetch_results(int rows) {
 // numbers, of KV by attention itself.
 int main(int argc, char** argv) {
   int m, panels, k, unit;
+  if (argc > 1 && !strcmp(argv[argc - 1], "int8")) kind = CL_KV_INT8, argc--;
   if (argc == 4) fetch_attended(atoi(argv[1]), atoi(argv[2]), atoi(argv[3]));
   if (argc == 3 && !strcmp(argv[1], "results"))
     fetch_results(atoi(argv[2]));
@@ -337,11 +340,15 @@ def test_a_product_begins_with_what_was_fetched_for_it(watched: list[str]) -> No
     assert wrong == 0
 
 
+KINDS = pytest.mark.parametrize("kind", [[], ["int8"]], ids=["plain", "int8"])
+
+
+@KINDS
 @pytest.mark.parametrize("window", [0, 64])
 @pytest.mark.parametrize("rows", [1, 4, 32, 48, 64])
-def test_kv_is_fetched_once_where_memory_has_time(rows: int, window: int, watched: list[str]) -> None:
+def test_kv_is_fetched_once_where_memory_has_time(rows: int, window: int, kind: list[str], watched: list[str]) -> None:
     program, *tiles = watched
-    done = subprocess.run([program, str(rows), str(window)], capture_output=True, text=True, check=True)
+    done = subprocess.run([program, str(rows), str(window), *kind], capture_output=True, text=True, check=True)
     found = Fetched(*map(int, done.stdout.split()))
     assert found.again == found.outside == 0
     assert found.never == (found.lines if tiles else 0)
@@ -361,8 +368,11 @@ def test_results_are_fetched_before_they_are_written(rows: int, watched: list[st
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("less", [0, 1])
 @pytest.mark.parametrize("sixteens", [4, 9, 16, 17, 40, 140])
-def test_attention_fetches_what_it_reads_once(sixteens: int, less: int, far: bool, watched: list[str]) -> None:
-    command = [watched[0], str(sixteens), str(less), str(int(far))]
+@KINDS
+def test_attention_fetches_what_it_reads_once(
+    kind: list[str], sixteens: int, less: int, far: bool, watched: list[str]
+) -> None:
+    command = [watched[0], str(sixteens), str(less), str(int(far)), *kind]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines, never, again, of_a_piece = map(int, done.stdout.split())
     assert lines > 0
