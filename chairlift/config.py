@@ -41,6 +41,7 @@ _CHOICES = {
     "cuda_graphs": ("lazy", "start", "off"),
     "quantization": ("int8", "int4", "fp8", "none"),
     "generation_config": ("auto", "vllm"),
+    "kv_cache_dtype": ("auto", "int8"),
     "batching": ("continuous", "static", "dynamic"),
     "late_requests": ("downgrade", "drop"),
     "preemption_mode": ("auto", "recompute", "swap", "none"),
@@ -132,6 +133,9 @@ class CacheConfig:
 
     block_size: int = 16
     """Tokens per block: a power of two from 1 to 256."""
+    kv_cache_dtype: str = "auto"
+    """What K and V are kept in: auto (the model's dtype), or int8, in which almost twice as many tokens fit as in
+    bfloat16 (the CPU's native kernels only)."""
     kv_cache_memory_bytes: int | None = None
     """Memory for the KV cache. None: 40 % of what the machine and its control group allow, or what
     gpu_memory_utilization leaves."""

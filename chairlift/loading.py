@@ -56,6 +56,8 @@ class LoadedExecutor:
     quantization: str | None = None
     """See :attr:`EngineInfo.quantization`."""
     weight_bytes: int = 0
+    kv_cache_dtype: str | None = None
+    """Of K and V, where it is not the model's."""
 
     def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
         """What others may know; ``capacity_tokens`` is the engine's, which knows how long a window holds its blocks."""
@@ -63,6 +65,7 @@ class LoadedExecutor:
         native = self.kernels not in ("torch", "triton", "hashlm")
         how = ["batch_invariant"] if self.kernels == "triton" and config.model.batch_invariant else []
         how += [self.quantization] if self.quantization else []
+        how += [f"kv {self.kv_cache_dtype}"] if self.kv_cache_dtype else []
         return EngineInfo(
             model=config.model.model,
             model_dir=self.model_dir,
@@ -78,6 +81,7 @@ class LoadedExecutor:
             dtype=self.dtype,
             quantization=self.quantization,
             weight_bytes=self.weight_bytes,
+            kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
             kernels=self.kernels,
             threads=self.threads,
@@ -112,9 +116,11 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         if config.model.quantization is not None:
             asked = config.model.quantization
             raise ConfigError(f"quantization is {asked!r}, but HashLM has no weights; leave quantization out")
+        if config.cache.kv_cache_dtype != "auto":
+            raise ConfigError("kv_cache_dtype is 'int8', but HashLM's cache holds no K and V; leave kv_cache_dtype out")
         return _load_hashlm(config, delay)
     # These import torch, which takes most of a second: only now is it needed.
-    from torch import OutOfMemoryError
+    import torch
 
     from chairlift.executor.kv_tensors import plan_kv_cache
     from chairlift.executor.local import LocalExecutor
@@ -143,6 +149,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     plan = plan_kv_cache(
         model.kv_cache_spec(),
         dtype=dtype,
+        kv_dtype=torch.int8 if config.cache.kv_cache_dtype == "int8" else None,
         block_size=config.cache.block_size,
         memory_bytes=_cache_memory(config, network, dtype, device) if memory is None else memory,
         num_blocks=config.cache.num_kv_blocks,
@@ -153,7 +160,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     try:
         runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len)
-    except (MemoryError, OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError):
         message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
         raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
     try:
@@ -179,6 +186,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         device=device_name(device),
         graphs=executor.describe_graphs(),
         block_bytes=sum(plan.block_bytes) // len(plan.block_bytes),
+        kv_cache_dtype=None if plan.dtype == dtype else str(plan.dtype).removeprefix("torch."),
     )
 
 

@@ -81,7 +81,11 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     dtype = resolve_dtype(network, llm.info.dtype)
     name = str(dtype).removeprefix("torch.")
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    kv_bytes = sum(layer.token_bytes(dtype) for layer in model.kv_cache_spec())
+    kv_name = llm.config.cache.kv_cache_dtype.replace("auto", name)
+    plain, kept = (
+        sum(layer.token_bytes(each) for layer in model.kv_cache_spec()) for each in (dtype, getattr(torch, kv_name))
+    )
+    instead = f" instead of {plain:,} in {name}" if kept != plain else ""
     tokenizer = llm.tokenizer
     template = "no"
     if tokenizer is not None and tokenizer.chat_template is not None:
@@ -97,7 +101,7 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     _tell("kernels", native_path(llm, network).describe())
     _tell("context", f"{llm.max_model_len:,} tokens")
     _tell("chat template", template)
-    _tell("KV per token", f"{kv_bytes:,} bytes")
+    _tell("KV per token", f"{kept:,} bytes in {kv_name}{instead}")
     _tell("memory", llm.memory_plan)
     for note in llm.notes:
         _tell("note", note)

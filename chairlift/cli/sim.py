@@ -49,6 +49,7 @@ _NOT_SIMULATED: Final = {
     "skip_tokenizer_init",
     "dtype",
     "quantization",
+    "kv_cache_dtype",
     "generation_config",
     "device",
     "threads",

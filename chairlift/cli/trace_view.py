@@ -50,7 +50,7 @@ The machine is known by the recorded steps, the settings are those of the record
 _MOST_BYTES: Final = 1 << 28
 _NOT_CHANGED: Final = {
     *("model", "revision", "tokenizer", "skip_tokenizer_init", "dtype", "device", "threads", "kernels", "seed"),
-    *("quantization", "generation_config", "swap_directory", "max_model_len"),
+    *("quantization", "kv_cache_dtype", "generation_config", "swap_directory", "max_model_len"),
 }
 
 

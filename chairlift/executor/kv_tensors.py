@@ -38,6 +38,8 @@ class KVPlan:
     layer_groups: list[int]
     """Layer -> group."""
     block_size: int
+    dtype: torch.dtype
+    """Of K and V as they are kept; int8 stands for codes with a scale and a minimum of each token and head."""
     bytes_per_token: int
     """Of all layers together, for K and V."""
     total_bytes: int
@@ -45,6 +47,8 @@ class KVPlan:
     """Per group, bytes of one block in all its layers, K and V."""
     swap_directory: str | None = None
     """Where the file is that holds the host blocks; None: they are in memory."""
+    gain: str = ""
+    """How many more tokens fit than in the model's dtype, in words; empty where they are kept in it."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +66,8 @@ class KVPlan:
         chats = self.num_tokens // length
         size = self.total_bytes / 2**30
         room = f"room for about {chats:,} chats of {length:,} tokens at once"
-        plan = f"KV cache: {size:.2f} GiB, {self.num_tokens:,} tokens in blocks of {self.block_size}; {room}"
+        kept = f"KV cache: {size:.2f} GiB{' of int8' if self.gain else ''}"
+        plan = f"{kept}, {self.num_tokens:,} tokens in blocks of {self.block_size}{self.gain}; {room}"
         hosts = min(group.num_host_blocks for group in self.groups)
         if not hosts:
             return f"{plan}; no swap space"
@@ -103,6 +108,7 @@ def plan_kv_cache(
     spec: list[LayerCache],
     *,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
     block_size: int,
     memory_bytes: int,
     num_blocks: int | None,
@@ -113,13 +119,15 @@ def plan_kv_cache(
     """Divide ``memory_bytes`` into blocks; ``num_blocks`` overrides the count. Never more than ``most_tokens`` need.
 
     Layers with the same window share a group; every group gets the same number of blocks, and as many host blocks as
-    fit into ``swap_bytes``. None: a tenth of the number of blocks, rounded up. Raises ConfigError when not even two
-    blocks fit.
+    fit into ``swap_bytes``. None: a tenth of the number of blocks, rounded up. ``dtype`` is the model's; K and V are
+    kept in ``kv_dtype`` where it is given. Raises ConfigError when not even two blocks fit.
     """
+    kept = dtype if kv_dtype is None else kv_dtype
     windows = list(dict.fromkeys(layer.window for layer in spec))
     layer_groups = [windows.index(layer.window) for layer in spec]
-    by_window = [sum(layer.token_bytes(dtype) for layer in spec if layer.window == window) for window in windows]
+    by_window = [sum(layer.token_bytes(kept) for layer in spec if layer.window == window) for window in windows]
     bytes_per_token = sum(by_window)
+    more = sum(layer.token_bytes(dtype) for layer in spec) / bytes_per_token
     if num_blocks is None:
         num_blocks = min(memory_bytes // (bytes_per_token * block_size), -(-most_tokens // block_size) + 1)
     if num_blocks < 2:
@@ -133,10 +141,12 @@ def plan_kv_cache(
         groups=[CacheGroup(num_blocks, window, num_host) for window in windows],
         layer_groups=layer_groups,
         block_size=block_size,
+        dtype=kept,
         bytes_per_token=bytes_per_token,
         total_bytes=num_blocks * bytes_per_token * block_size,
         block_bytes=[block_size * token_bytes for token_bytes in by_window],
         swap_directory=swap_directory,
+        gain="" if kept == dtype else f", {more:.1f} times as many per GiB as in {str(dtype).removeprefix('torch.')}",
     )
 
 

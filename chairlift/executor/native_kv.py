@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from chairlift.executor.host_memory import HostBlocks
 from chairlift.executor.kv_tensors import KVPlan, make_host_blocks
-from chairlift.kernels.cpu.library import KVLayer, Memory
+from chairlift.kernels.cpu.library import KV_KINDS, KVLayer, Memory
 from chairlift.models.context import LayerCache
 
 __all__ = ["NativeKV"]
@@ -22,9 +21,9 @@ class NativeKV:
     ``cl_kv_layer`` defines what is inside a block; a block is contiguous, so copying one is copying bytes.
     """
 
-    def __init__(self, spec: Sequence[LayerCache], plan: KVPlan, dtype: torch.dtype) -> None:
+    def __init__(self, spec: Sequence[LayerCache], plan: KVPlan) -> None:
         blocks = [plan.groups[group].num_blocks for group in plan.layer_groups]
-        sizes = [plan.block_size * layer.token_bytes(dtype) for layer in spec]
+        sizes = [plan.block_size * layer.token_bytes(plan.dtype) for layer in spec]
         memory = Memory(sum(count * size for count, size in zip(blocks, sizes, strict=True)))
         self.layers: list[KVLayer] = []
         self._caches: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
@@ -42,6 +41,7 @@ class NativeKV:
                     head_dim=layer.head_dim,
                     block_size=plan.block_size,
                     num_blocks=count,
+                    kind=KV_KINDS[plan.dtype],
                 )
             )
         self.host = HostBlocks(self._caches, make_host_blocks(plan))

@@ -43,7 +43,7 @@ class NativeModelRunner:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
         self._model = model
-        self._kv = NativeKV(model.kv_cache_spec(), plan, dtype)
+        self._kv = NativeKV(model.kv_cache_spec(), plan)
         recorder = Recorder(dtype)
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
         self.program = StepProgram(recorder, hidden, self._kv.layers, pool, isa=isa, max_tokens=max_tokens)

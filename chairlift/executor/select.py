@@ -30,6 +30,7 @@ __all__ = [
     "choose_isa",
     "choose_kernels",
     "make_runner",
+    "why_not_int8_kv",
     "why_not_native",
     "why_not_quantized",
     "why_not_triton",
@@ -123,6 +124,19 @@ def choose_dtype(network: ModelConfig, asked: str, device: torch.device) -> torc
     return torch.bfloat16 if asked == "auto" and dtype == torch.float16 and device.type == "cpu" else dtype
 
 
+def why_not_int8_kv(
+    kernels: str, config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Why ``kernels`` cannot keep K and V in 8 bits, and what to do about it; empty when they can."""
+    if kernels not in ("torch", "triton"):
+        return ""
+    who = "PyTorch's" if kernels == "torch" else "Triton's"
+    refused = f"{who} kernels would run this model, and only the CPU's native ones read K and V in 8 bits"
+    if config.model.kernels in ("torch", "triton"):
+        return f"{refused}; use kernels='auto' on device='cpu'"
+    return f"{refused}: {why_not_native(network, dtype, device, config.cache.block_size)}"
+
+
 def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Who will run the model: ``triton``, ``torch``, or an instruction-set path of the native kernels.
 
@@ -143,6 +157,9 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
     quantization = config.model.quantization
     if quantization is not None and (reason := why_not_quantized(quantization, chosen, dtype, device)):
         raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
+    kept = config.cache.kv_cache_dtype
+    if kept != "auto" and (reason := why_not_int8_kv(chosen, config, network, dtype, device)):
+        raise ConfigError(f"kv_cache_dtype is {kept!r}, but {reason}, or leave kv_cache_dtype out")
     return chosen
 
 

@@ -87,6 +87,8 @@ class CacheInfo(Protocol):
     @property
     def dtype(self) -> str: ...
     @property
+    def kv_cache_dtype(self) -> str | None: ...
+    @property
     def block_bytes(self) -> int: ...
 
 
@@ -208,7 +210,8 @@ def _gauges(
     yield names.gauge("kv_cache_usage_perc", "Share of the KV cache that requests hold, 0 to 1.", usage)
     if info is not None:
         # The names of the labels are those that routers look for, on any device.
-        shape = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks), "cache_dtype": info.dtype}
+        shape = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
+        shape["cache_dtype"] = info.kv_cache_dtype or info.dtype
         yield names.constants("cache_config_info", "The KV cache.", shape)
 
 

@@ -30,8 +30,8 @@ class LayerCache:
     """Tokens a query sees, itself included (sliding window); None sees all. Blocks behind it may be reused."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Of K and V of one token."""
-        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """Of K and V of one token, kept in ``dtype``. In int8, each head has a float32 scale and minimum of its own."""
+        return 2 * self.num_kv_heads * (self.head_dim * dtype.itemsize + (8 if dtype == torch.int8 else 0))
 
 
 class AttentionContext(Protocol):

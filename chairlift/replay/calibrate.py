@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Final
@@ -97,8 +98,11 @@ def describe_fit(model: CostModel, steps: list[tuple[StepFeatures, float]]) -> s
 def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelShape) -> tuple[Deployment, StepTimes]:
     """Time steps of a real, idle engine (:func:`calibrate`) and fit a deployment with its KV cache on them."""
     times = calibrate(core, limits, min(core.scheduler.batch.max_running, _MOST_FITTED_ROWS))
-    memory = core.executor.cache_groups[0].num_blocks * core.executor.block_size * shape.kv_bytes
-    return fit_deployment(machine, shape, times.steps, memory, limits.max_model_len), times
+    size = core.executor.block_size
+    kv_bytes = sum(core.executor.block_bytes) // size  # of what K and V are kept in, which may not be the model's dtype
+    memory = core.executor.cache_groups[0].num_blocks * size * kv_bytes
+    deployment = fit_deployment(machine, shape, times.steps, memory, limits.max_model_len)
+    return dataclasses.replace(deployment, kv_bytes_per_token=kv_bytes), times
 
 
 def fit_deployment(

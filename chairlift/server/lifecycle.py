@@ -259,6 +259,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     )
     graphs = f", CUDA graphs: {info.graphs}" if info.graphs else ""
     numbers = info.dtype if info.quantization is None else f"{info.dtype} with {info.quantization} weights"
+    numbers += f", KV cache in {info.kv_cache_dtype}" if info.kv_cache_dtype else ""
     defaults = ", ".join(f"{name} {value}" for name, value in info.sampling_defaults.items())
     lines = (
         ("model", f"{', '.join(state.model_names)}, up to {info.max_model_len:,} tokens per request"),

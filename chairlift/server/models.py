@@ -40,6 +40,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """Prompt and answer together, in tokens; null while the model loads."""
     quantization: str | None = None
     """fp8: the layers' weights have 8 bits; null: they are in the dtype."""
+    kv_cache_dtype: str | None = None
+    """int8: K and V have 8 bits; null: they are in the dtype."""
     deterministic: bool | None = None
     determinism: str | None = None
     """What is promised, in words."""
@@ -73,7 +75,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
     info = state.engine.info
     if info is not None:
         card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
-        card.quantization = info.quantization
+        card.quantization, card.kv_cache_dtype = info.quantization, info.kv_cache_dtype
         card.determinism = _BITS if info.deterministic else _NOISE
     return card
 

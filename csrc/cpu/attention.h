@@ -6,6 +6,7 @@
 // them. So it makes no difference which queries share a task, and decode equals prefill bit for bit.
 #pragma once
 #include "elementwise.h"
+#include "kv8.h"
 #include "plan.h"
 
 namespace CL_NS {
@@ -20,12 +21,29 @@ struct SoftmaxState {
   float values[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];  // [rows, head_dim]
 };
 
+// What attention over a cache in 8 bits needs, by what its path multiplies (see kv8.h): what is widened at a time, keys or
+// some columns of the values of a tile; or rows of 16 bits and what a one of them stands for, sums of queries, and what the
+// minima of values add to a row.
+template <typename Multiplied>
+struct CodeScratch {
+  alignas(64) Multiplied widened[MAX_GROUPS * CL_KV_TOKENS * MAX_HEAD_DIM];
+  static_assert(KV_TILE <= MAX_HEAD_DIM, "the values of a tile fit in, too");
+};
+template <>
+struct CodeScratch<float> {
+  int16_t q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
+  alignas(64) int16_t weights[MAX_ATTENTION_ROWS * SCORES_STRIDE];
+  float q_unit[MAX_ATTENTION_ROWS], q_sum[MAX_ATTENTION_ROWS];
+  float weight_unit[MAX_ATTENTION_ROWS], shift[MAX_ATTENTION_ROWS];
+};
+
 template <typename T>
 struct AttentionScratch {
   Left<T, T> q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
   alignas(64) float scores[MAX_ATTENTION_ROWS * SCORES_STRIDE];
   alignas(64) Left<T, T> weights[MAX_ATTENTION_ROWS * SCORES_STRIDE];
   alignas(64) SoftmaxState all, split;
+  CodeScratch<Left<T, T>> codes;
   float factor[MAX_ATTENTION_ROWS];
   int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // the positions each row sees: low <= position < high
 };
@@ -33,7 +51,6 @@ struct AttentionScratch {
 // Scores below every real one, but finite: differences of two never are NaN.
 static const float NO_SCORE = -1e30f;
 
-template <typename T>
 struct AttentionTask {
   const cl_op& op;
   const cl_kv_layer& kv;
@@ -50,24 +67,24 @@ struct AttentionTask {
 static bool fetches_far() { return __builtin_cpu_is("amdfam19h"); }
 
 // Where the sixteens of tokens of one KV tile lie: `count` of them from number `first` on. K of sixteen tokens of one KV head
-// lies together, and V behind it.
-template <typename T>
+// lies together, and V behind it. `Stored`: an element of the cache.
+template <typename Stored>
 struct Sixteens {
   enum { MOST = KV_TILE / CL_KV_TOKENS };
-  const T *keys[MOST], *values[MOST];
+  const Stored *keys[MOST], *values[MOST];
   int first, count;
 
-  void locate(const AttentionTask<T>& task, int first_one, int end) {
+  void locate(const AttentionTask& task, int first_one, int end) {
     const cl_kv_layer& kv = task.kv;
     const int per_block = kv.block_size / CL_KV_TOKENS;
-    const int64_t size = int64_t(CL_KV_TOKENS) * kv.head_dim;
+    const int64_t size = piece_bytes(kv.head_dim, Stored()) / int64_t(sizeof(Stored));
     first = first_one;
     count = end - first_one < MOST ? end - first_one : int(MOST);
     int index = first / per_block, inside = first % per_block;
     for (int i = 0; i < count; i++) {
       const int64_t block = task.block_table[index];
       CL_ASSERT(block >= 0 && block < kv.num_blocks);
-      keys[i] = static_cast<const T*>(kv.kv) + ((block * kv.kv_heads + task.kv_head) * per_block + inside) * 2 * size;
+      keys[i] = static_cast<const Stored*>(kv.kv) + ((block * kv.kv_heads + task.kv_head) * per_block + inside) * 2 * size;
       values[i] = keys[i] + size;
       if (++inside == per_block) inside = 0, index++;
     }
@@ -76,14 +93,14 @@ struct Sixteens {
 
 // Sixteens that are read one after the other: those at hand, those that come next, and those after them. Of each, pieces
 // are read in order: all keys, then all values.
-template <typename T>
+template <typename Stored>
 struct Reading {
-  const Sixteens<T>&at, &next, &after;
+  const Sixteens<Stored>&at, &next, &after;
 
   // The piece so many places behind the first one at hand, or null. Each is fetched once, when the one fetch_ahead() places
   // before it is used; or never, where less than that lies between: behind a short sequence, or a split's short rest.
-  const T* piece(int place) const {
-    for (const Sixteens<T>* here : {&at, &next, &after}) {
+  const Stored* piece(int place) const {
+    for (const Sixteens<Stored>* here : {&at, &next, &after}) {
       if (place < here->count) return here->keys[place];
       if ((place -= here->count) < here->count) return here->values[place];
       place -= here->count;
@@ -94,7 +111,7 @@ struct Reading {
 
 // Scores of all rows with the tokens at hand, from column `column0` of the scratch on.
 template <typename T>
-static void score(const AttentionTask<T>& task, AttentionScratch<T>& s, const Reading<T>& reading, int column0) {
+static void score(const AttentionTask& task, AttentionScratch<T>& s, const Reading<T>& reading, int column0) {
   const Sixteens<T>& at = reading.at;
   const int dim = task.kv.head_dim, steps = dim / Packed<T>::P;
   for (int i = 0, groups; i < at.count; i += groups) {
@@ -108,6 +125,54 @@ static void score(const AttentionTask<T>& task, AttentionScratch<T>& s, const Re
     product_rows<KEYS>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, SCORES_STRIDE, false,
                        Prefetch{ahead, groups, 64, task.far});
   }
+}
+// Keys in 8 bits, widened to bf16.
+template <bool NEAR, typename T>
+static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<bf16>& codes,
+                        const Reading<code8>& reading, int column0) {
+  const Sixteens<code8>& at = reading.at;
+  const int dim = task.kv.head_dim, steps = dim / Packed<bf16>::P;
+  for (int i = 0, groups; i < at.count; i += groups) {
+    groups = groups_at_once(task.rows, at.count - i);
+    const bf16* column[MAX_GROUPS];
+    for (int g = 0; g < groups; g++) {
+      const code8* piece = reading.piece(i + task.fetch_ahead() + g);
+      bf16* to = codes.widened + g * CL_KV_TOKENS * dim;
+      widen_keys<NEAR>(at.keys[i + g], dim, to, piece ? (const char*)piece : (const char*)s.q);
+      column[g] = to;
+    }
+    const Columns<bf16> keys{column, 1, steps, steps, CL_KV_TOKENS * Packed<bf16>::P};
+    product_rows<KEYS>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, SCORES_STRIDE, false,
+                       Prefetch{nullptr, 0, 0, task.far});
+  }
+}
+
+// The same by integers: q * key = unit * (scale * sum of products with codes + minimum * sum of q).
+template <bool NEAR, typename T>
+static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<float>& codes,
+                        const Reading<code8>& reading, int column0) {
+  const Sixteens<code8>& at = reading.at;
+  const int dim = task.kv.head_dim;
+  for (int i = 0; i < at.count; i++) {
+    const code8* piece = reading.piece(i + task.fetch_ahead());
+    const char* ahead = piece ? (const char*)piece : (const char*)s.q;  // nothing is left; these are at hand
+    fetch_line<NEAR>(ahead + dim * CL_KV_TOKENS);
+    fetch_line<NEAR>(ahead + dim * CL_KV_TOKENS + 64);
+    const float* scales = scales_of(at.keys[i], dim);
+    const vf scale = vload(scales), minimum = vload(scales + LANES);
+    float* out = s.scores + column0 + i * CL_KV_TOKENS;
+    product_of_codes<NEAR>(task.rows, codes.q, dim, at.keys + i, &ahead, 1, dim / 2, [&](int row, vf sums) {
+      const vf score = vfma(sums, scale, vmul(minimum, vset(codes.q_sum[row])));
+      vstore(out + row * SCORES_STRIDE, vmul(score, vset(codes.q_unit[row])));
+    });
+  }
+}
+template <typename T>
+static void score(const AttentionTask& task, AttentionScratch<T>& s, const Reading<code8>& reading, int column0) {
+  if (task.far)
+    score_codes<false>(task, s, s.codes, reading, column0);
+  else
+    score_codes<true>(task, s, s.codes, reading, column0);
 }
 
 // Turn the scores of columns [from, to) (multiples of 16) into weights, and bring the state to the new maximum. `scale`
@@ -140,18 +205,24 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
   state.highest[row] = highest;
 }
 
-// state.values = state.values * factor + weights @ values at hand.
 template <typename T>
-static void add_values(const AttentionTask<T>& task, AttentionScratch<T>& s, SoftmaxState& state,
-                       const Reading<T>& reading, int last_tokens, int column0) {
-  enum { P = Packed<T>::P, MOST = Sixteens<T>::MOST };
-  const Sixteens<T>& at = reading.at;
+static void apply_factors(const AttentionTask& task, const AttentionScratch<T>& s, SoftmaxState& state) {
   const int dim = task.kv.head_dim;
   for (int row = 0; row < task.rows; row++) {
     if (s.factor[row] == 1.0f) continue;
     float* values = state.values + row * dim;
     for (int d = 0; d < dim; d += LANES) vstore(values + d, vmul(vload(values + d), vset(s.factor[row])));
   }
+}
+
+// state.values += weights @ values at hand, of tokens [from, to).
+template <typename T>
+static void add_values(const AttentionTask& task, AttentionScratch<T>& s, SoftmaxState& state,
+                       const Reading<T>& reading, int, int to, int column0) {
+  enum { P = Packed<T>::P, MOST = Sixteens<T>::MOST };
+  const Sixteens<T>& at = reading.at;
+  const int dim = task.kv.head_dim, end = at.first + at.count;
+  const int last_tokens = to < end * CL_KV_TOKENS ? to - (end - 1) * CL_KV_TOKENS : int(CL_KV_TOKENS);
   for (int d = 0, groups; d < dim; d += groups * LANES) {
     groups = groups_at_once(task.rows, (dim - d) / LANES);
     const T* column[MAX_GROUPS * MOST];
@@ -170,6 +241,89 @@ static void add_values(const AttentionTask<T>& task, AttentionScratch<T>& s, Sof
   }
 }
 
+// Scales and minima of the values of tokens [first, first + 16), those outside [low, high) as zeros: what lies there may be NaN.
+static void seen_scales(const float* scales, float* into, int first, int low, int high) {
+  for (int t = 0; t < CL_KV_TOKENS; t++) {
+    const bool seen = low <= first + t && first + t < high;
+    into[t] = seen ? scales[t] : 0.0f;
+    into[CL_KV_TOKENS + t] = seen ? scales[CL_KV_TOKENS + t] : 0.0f;
+  }
+}
+
+// Values in 8 bits, widened to bf16. `scales`: of each sixteen at hand, see seen_scales.
+template <bool NEAR, typename T>
+static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<bf16>& codes, SoftmaxState& state,
+                      const Sixteens<code8>& at, const float* scales, const char* const* ahead, int column0) {
+  enum { P = Packed<bf16>::P, MOST = Sixteens<code8>::MOST };
+  const int dim = task.kv.head_dim;
+  for (int d = 0, groups; d < dim; d += groups * LANES) {
+    groups = groups_at_once(task.rows, (dim - d) / LANES);
+    const bf16* column[MAX_GROUPS * MOST];
+    for (int i = 0; i < at.count; i++) {
+      bf16* wide = codes.widened + i * groups * CL_KV_TOKENS * LANES;
+      widen_values<NEAR>(at.values[i] + d * CL_KV_TOKENS, groups, scales + i * 2 * CL_KV_TOKENS, wide,
+                         ahead[i] + d * CL_KV_TOKENS);
+      for (int g = 0; g < groups; g++) column[g * at.count + i] = wide + g * LANES * P;
+    }
+    const Columns<bf16> values{column, at.count, CL_KV_TOKENS / P, CL_KV_TOKENS / P, int64_t(groups) * LANES * P};
+    product_rows<VALUES>(task.rows, groups, s.weights + column0, SCORES_STRIDE, values, state.values + d, dim, true,
+                         Prefetch{nullptr, 0, 0, task.far});
+  }
+}
+
+// The same by integers: a value's scale is part of its weight, and its minimum adds weight * minimum to the whole row.
+template <bool NEAR, typename T>
+static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<float>& codes, SoftmaxState& state,
+                      const Sixteens<code8>& at, const float* scales, const char* const* ahead, int column0) {
+  enum { MOST = Sixteens<code8>::MOST };
+  const int dim = task.kv.head_dim, size = at.count * CL_KV_TOKENS;
+  for (int row = 0; row < task.rows; row++) {
+    float* weights = s.weights + row * SCORES_STRIDE + column0;
+    vf shift = vset(0.0f);
+    for (int j = 0; j < size; j += CL_KV_TOKENS) {
+      const vf weight = vload(weights + j);
+      shift = vfma(weight, vload(scales + 2 * j + CL_KV_TOKENS), shift);
+      vstore(weights + j, vmul(weight, vload(scales + 2 * j)));
+    }
+    codes.shift[row] = vsum(shift);
+    codes.weight_unit[row] = round_row(weights, size, codes.weights + row * SCORES_STRIDE);
+  }
+  for (int d = 0; d < dim; d += LANES) {
+    const code8* column[MOST];
+    const char* there[MOST];
+    for (int i = 0; i < at.count; i++) {
+      column[i] = at.values[i] + d * CL_KV_TOKENS;
+      there[i] = ahead[i] + d * CL_KV_TOKENS;
+    }
+    product_of_codes<NEAR>(task.rows, codes.weights, SCORES_STRIDE, column, there, at.count, CL_KV_TOKENS / 2,
+                           [&](int row, vf sums) {
+                             float* out = state.values + row * dim + d;
+                             const vf before = vadd(vload(out), vset(codes.shift[row]));
+                             vstore(out, vfma(sums, vset(codes.weight_unit[row]), before));
+                           });
+  }
+}
+
+template <typename T>
+static void add_values(const AttentionTask& task, AttentionScratch<T>& s, SoftmaxState& state,
+                       const Reading<code8>& reading, int from, int to, int column0) {
+  enum { MOST = Sixteens<code8>::MOST, SCALES = 2 * CL_KV_TOKENS };
+  const Sixteens<code8>& at = reading.at;
+  const int dim = task.kv.head_dim;
+  float scales[MOST * SCALES];
+  const char* ahead[MOST];
+  for (int i = 0; i < at.count; i++) {
+    const code8* piece = reading.piece(at.count + i + task.fetch_ahead());
+    ahead[i] = piece ? (const char*)piece : (const char*)s.q;
+    for (int line = 0; line < 2; line++) fetch_line<false>(ahead[i] + dim * CL_KV_TOKENS + 64 * line);
+    seen_scales(scales_of(at.values[i], dim), scales + i * SCALES, (at.first + i) * CL_KV_TOKENS, from, to);
+  }
+  if (task.far)
+    add_codes<false>(task, s, s.codes, state, at, scales, ahead, column0);
+  else
+    add_codes<true>(task, s, s.codes, state, at, scales, ahead, column0);
+}
+
 static void clear(SoftmaxState& state, int rows, int dim) {
   for (int row = 0; row < rows; row++) state.highest[row] = NO_SCORE, state.sum[row] = 0.0f;
   memset(state.values, 0, sizeof(float) * rows * dim);
@@ -186,33 +340,41 @@ static const T* seen_values(const T* values, T* into, int dim, int first, int lo
   return into;
 }
 
+// Leaves out the values of tokens outside [from, to), which lie in the first and the last sixteen at hand; `edges` has room for
+// both.
+template <typename T>
+static void leave_out_unseen(Sixteens<T>& at, T* edges, int dim, int from, int to) {
+  for (int i = 0; i < at.count; i += at.count > 1 ? at.count - 1 : 1)
+    at.values[i] = seen_values(at.values[i], edges + (i > 0) * CL_KV_TOKENS * MAX_HEAD_DIM, dim,
+                               (at.first + i) * CL_KV_TOKENS, from, to);
+}
+static void leave_out_unseen(Sixteens<code8>&, code8*, int, int, int) {}  // add_values does, always
+
 // The state over tokens [from, to) of one split; rows see low <= position < high of them. `after`: what comes next.
 // With `edges`, room for two sixteens of values, those of others in the same sixteens are not even multiplied by zero.
 // One copy of it, so that what it calls, which nobody else does, is compiled into it.
-template <typename T>
-__attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask<T>& task, AttentionScratch<T>& s,
+template <typename T, typename Stored>
+__attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask& task, AttentionScratch<T>& s,
                                                              SoftmaxState& state, int from, int to,
-                                                             const Sixteens<T>& after, T* edges) {
+                                                             const Sixteens<Stored>& after, Stored* edges) {
   const float scale = task.op.scale * 1.44269504f;
-  const int limit = (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS, per_tile = Sixteens<T>::MOST;
+  const int limit = (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS, per_tile = Sixteens<Stored>::MOST;
   clear(state, task.rows, task.kv.head_dim);
-  Sixteens<T> tiles[2];
+  Sixteens<Stored> tiles[2];
   const int first = from / CL_KV_TOKENS;
   tiles[0].locate(task, first, (first / per_tile + 1) * per_tile < limit ? (first / per_tile + 1) * per_tile : limit);
   for (int i = 0; tiles[i].count > 0; i ^= 1) {
-    Sixteens<T>&at = tiles[i], &next = tiles[i ^ 1];
+    Sixteens<Stored>&at = tiles[i], &next = tiles[i ^ 1];
     const int end = at.first + at.count, start = at.first / per_tile * KV_TILE;
     next.locate(task, end, limit);
-    const Reading<T> reading{at, next, after};
+    const Reading<Stored> reading{at, next, after};
     const int begin_column = at.first * CL_KV_TOKENS - start, end_column = end * CL_KV_TOKENS - start;
     score(task, s, reading, begin_column);
     for (int row = 0; row < task.rows; row++)
       weigh_row(s, state, row, begin_column, end_column, start, scale);
-    const int last_tokens = to < end * CL_KV_TOKENS ? to - (end - 1) * CL_KV_TOKENS : int(CL_KV_TOKENS);
-    for (int i = 0; edges && i < at.count; i += at.count > 1 ? at.count - 1 : 1)
-      at.values[i] = seen_values(at.values[i], edges + (i > 0) * CL_KV_TOKENS * MAX_HEAD_DIM, task.kv.head_dim,
-                                 (at.first + i) * CL_KV_TOKENS, from, to);
-    add_values(task, s, state, reading, last_tokens, begin_column);
+    if (edges) leave_out_unseen(at, edges, task.kv.head_dim, from, to);
+    apply_factors(task, s, state);
+    add_values(task, s, state, reading, from, to, begin_column);
   }
 }
 
@@ -229,7 +391,6 @@ static void merge_states(SoftmaxState& into, const SoftmaxState& from, int rows,
 }
 
 // Rows of one piece of work: query r is token r / group, head r % group of the KV head's group.
-template <typename T>
 struct AttentionPiece {
   const cl_op& op;
   const cl_batch& batch;
@@ -245,19 +406,30 @@ struct AttentionPiece {
 };
 
 // As many of the first keys that a piece looks at as are fetched ahead, of tokens [begin, end).
-template <typename T>
-static Sixteens<T> first_keys(const AttentionPiece<T>& piece, const AttentionTask<T>& task, int begin, int end) {
+template <typename Stored>
+static Sixteens<Stored> first_keys(const AttentionPiece& piece, const AttentionTask& task, int begin, int end) {
   const int high = piece.position(0) + 1, window = piece.op.window;
   const int low = window > 0 && high > window ? high - window : 0;
   const int from = begin > low ? begin : low, to = end < high ? end : high;
   const int first = from / CL_KV_TOKENS, limit = from < to ? (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS : first;
-  Sixteens<T> found;
+  Sixteens<Stored> found;
   found.locate(task, first, limit < first + task.fetch_ahead() ? limit : first + task.fetch_ahead());
   return found;
 }
 
+template <typename Scratch, typename Stored>
+static void round_queries(Scratch&, int, int, Stored) {}
 template <typename T>
-static void load_queries(const AttentionPiece<T>& piece, const T* q, int64_t stride, AttentionScratch<T>& s) {
+static void round_queries(AttentionScratch<T>& s, int rows, int dim, code8) {
+  if constexpr (sizeof(Left<T, T>) == sizeof(float))
+    for (int row = 0; row < rows; row++) {
+      s.codes.q_unit[row] = round_row(s.q + row * dim, dim, s.codes.q + row * dim);
+      s.codes.q_sum[row] = sum_of(s.codes.q + row * dim, dim);
+    }
+}
+
+template <typename Stored, typename T>
+static void load_queries(const AttentionPiece& piece, const T* q, int64_t stride, AttentionScratch<T>& s) {
   const int dim = piece.op.head_dim, window = piece.op.window;
   for (int row = 0; row < piece.rows; row++) {
     const T* from = q + piece.token(row) * stride + piece.head(row) * dim;
@@ -265,22 +437,24 @@ static void load_queries(const AttentionPiece<T>& piece, const T* q, int64_t str
     s.high[row] = piece.position(row) + 1;
     s.low[row] = window > 0 && s.high[row] > window ? s.high[row] - window : 0;
   }
+  round_queries(s, piece.rows, dim, Stored());
 }
 
 // Compute each row again over the tokens that it sees, and no others. Leaves the scratch without the queries.
-template <typename T>
-__attribute__((noinline, cold)) static void attend_alone(AttentionTask<T> task, AttentionScratch<T>& s, SoftmaxState& state,
+template <typename Stored, typename T>
+__attribute__((noinline, cold)) static void attend_alone(AttentionTask task, AttentionScratch<T>& s, SoftmaxState& state,
                                                          int from, int to) {
   const int rows = task.rows, dim = task.kv.head_dim;
   SoftmaxState alone;
-  alignas(64) T edges[2 * CL_KV_TOKENS * MAX_HEAD_DIM];
+  alignas(64) Stored edges[2 * CL_KV_TOKENS * MAX_HEAD_DIM];
   task.rows = 1;
   for (int row = 0; row < rows; row++) {
     const int low = s.low[row] > from ? s.low[row] : from, high = s.high[row] < to ? s.high[row] : to;
     memmove(s.q, s.q + row * dim, sizeof(s.q[0]) * dim);
+    round_queries(s, 1, dim, Stored());
     s.low[0] = low, s.high[0] = high;
     clear(alone, 1, dim);
-    if (low < high) attend_tokens(task, s, alone, low, high, Sixteens<T>{}, edges);
+    if (low < high) attend_tokens(task, s, alone, low, high, Sixteens<Stored>{}, edges);
     state.highest[row] = alone.highest[0], state.sum[row] = alone.sum[0];
     memcpy(state.values + row * dim, alone.values, sizeof(float) * dim);
   }
@@ -288,19 +462,20 @@ __attribute__((noinline, cold)) static void attend_alone(AttentionTask<T> task, 
 
 // The state over tokens [from, to) of one split. A weight of zero does not silence a value that is NaN or infinite: where
 // a result is not finite, the fault may lie where its row must not look. To the bit the same then: only zeros are left out.
-template <typename T>
-static void attend_split(const AttentionPiece<T>& piece, const AttentionTask<T>& task, AttentionScratch<T>& s,
-                         SoftmaxState& state, int from, int to, const Sixteens<T>& after, const T* q, int64_t stride) {
-  attend_tokens(task, s, state, from, to, after, static_cast<T*>(nullptr));
+template <typename T, typename Stored>
+static void attend_split(const AttentionPiece& piece, const AttentionTask& task, AttentionScratch<T>& s,
+                         SoftmaxState& state, int from, int to, const Sixteens<Stored>& after, const T* q,
+                         int64_t stride) {
+  attend_tokens(task, s, state, from, to, after, static_cast<Stored*>(nullptr));
   vf nothing = vset(0.0f);  // NaN after a value that is not finite
   for (int i = 0; i < task.rows * task.kv.head_dim; i += LANES) nothing = vfma(vload(state.values + i), vset(0.0f), nothing);
   if (vsum(nothing) == 0.0f) return;
-  attend_alone(task, s, state, from, to);
-  load_queries(piece, q, stride, s);
+  attend_alone<Stored>(task, s, state, from, to);
+  load_queries<Stored>(piece, q, stride, s);
 }
 
 template <typename T>
-static void store_outputs(const AttentionPiece<T>& piece, const SoftmaxState& state, T* out, int64_t stride) {
+static void store_outputs(const AttentionPiece& piece, const SoftmaxState& state, T* out, int64_t stride) {
   const int dim = piece.op.head_dim;
   for (int row = 0; row < piece.rows; row++) {
     T* to = out + piece.token(row) * stride + piece.head(row) * dim;
@@ -310,9 +485,9 @@ static void store_outputs(const AttentionPiece<T>& piece, const SoftmaxState& st
   }
 }
 
-template <typename T>
-static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
-                      const StepPlan& plan, AttentionScratch<T>& s, bool far) {
+template <typename T, typename Stored>
+static void attention_over(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
+                           const StepPlan& plan, AttentionScratch<T>& s, bool far) {
   const cl_kv_layer& kv = program.kv_layers[op.layer];
   const T* q = static_cast<const T*>(program.buffers[op.in]);
   T* out = static_cast<T*>(program.buffers[op.out]);
@@ -332,19 +507,19 @@ static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_progr
     const AttentionSpan& span = span_of(item);
     const int kv_head = int(item / splits % op.kv_heads), split = int(item % splits);
     const int32_t* table = table_of(span);
-    Sixteens<T> after = {};
+    Sixteens<Stored> after = {};
     if (following < items) {
       const AttentionSpan& then = span_of(following);
       const int head = int(following / splits % op.kv_heads), begin = int(following % splits) * KV_SPLIT;
-      after = first_keys(AttentionPiece<T>{op, batch, then, head, 0, 1}, AttentionTask<T>{op, kv, table_of(then), head, 1, far},
+      after = first_keys<Stored>(AttentionPiece{op, batch, then, head, 0, 1}, AttentionTask{op, kv, table_of(then), head, 1, far},
                          begin, splits > 1 ? begin + KV_SPLIT : INT32_MAX);
     }
     for (int first = 0; first < span.num_tokens * group; first += MAX_ATTENTION_ROWS) {
       int rows = span.num_tokens * group - first;
       rows = rows < MAX_ATTENTION_ROWS ? rows : MAX_ATTENTION_ROWS;
-      AttentionPiece<T> piece{op, batch, span, kv_head, first, rows};
-      AttentionTask<T> task{op, kv, table, kv_head, rows, far};
-      load_queries(piece, q, q_stride, s);
+      AttentionPiece piece{op, batch, span, kv_head, first, rows};
+      AttentionTask task{op, kv, table, kv_head, rows, far};
+      load_queries<Stored>(piece, q, q_stride, s);
       const int from = s.low[0], to = s.high[rows - 1];  // rows are in order of position
       if (splits > 1) {
         const int begin = split * KV_SPLIT, end = begin + KV_SPLIT;
@@ -356,7 +531,7 @@ static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_progr
       for (int begin = from / KV_SPLIT * KV_SPLIT; begin < to; begin += KV_SPLIT) {
         const bool is_first = begin <= from;
         const int end = begin + KV_SPLIT;
-        const Sixteens<T> next_split = end < to ? first_keys(piece, task, end, INT32_MAX) : after;
+        const Sixteens<Stored> next_split = end < to ? first_keys<Stored>(piece, task, end, INT32_MAX) : after;
         attend_split(piece, task, s, is_first ? s.all : s.split, is_first ? from : begin, end < to ? end : to, next_split,
                      q, q_stride);
         if (!is_first) merge_states(s.all, s.split, rows, op.head_dim);
@@ -370,14 +545,23 @@ static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_progr
   Turns merges(pool, thread, tasks, Turns::SPREAD);
   for (int64_t item = merges.take(); item < tasks; item = merges.take()) {
     const AttentionSpan& span = plan.spans[item / op.kv_heads];
-    AttentionPiece<T> piece{op, batch, span, int(item % op.kv_heads), 0, span.num_tokens * group};
-    load_queries(piece, q, q_stride, s);
+    AttentionPiece piece{op, batch, span, int(item % op.kv_heads), 0, span.num_tokens * group};
+    load_queries<Stored>(piece, q, q_stride, s);
     const int from = s.low[0], to = s.high[piece.rows - 1];
     SoftmaxState& all = shared[item * splits + from / KV_SPLIT];
     for (int split = from / KV_SPLIT + 1; split * KV_SPLIT < to; split++)
       merge_states(all, shared[item * splits + split], piece.rows, op.head_dim);
     store_outputs(piece, all, out, out_stride);
   }
+}
+
+template <typename T>
+static void attention(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
+                      const StepPlan& plan, AttentionScratch<T>& s, bool far) {
+  if (program.kv_layers[op.layer].kind == CL_KV_INT8)
+    attention_over<T, code8>(pool, thread, op, program, batch, plan, s, far);
+  else
+    attention_over<T, T>(pool, thread, op, program, batch, plan, s, far);
 }
 
 }  // namespace CL_NS

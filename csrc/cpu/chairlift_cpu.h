@@ -15,7 +15,7 @@ extern "C" {
 
 enum { CL_ABI_VERSION = 2 };
 
-// Activations, KV and dense weights of a program are of one dtype; sums are float32 in both.
+// Activations, KV and dense weights of a program are of one dtype, unless a KV layer is of another kind; sums are float32 in all.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
 
 // How a weight is written down: in the program's dtype, or as codes of 8 or 4 bits in groups of k, each with a scale and
@@ -65,11 +65,19 @@ typedef struct {
 
 // K and V of one layer. Per block, KV head and 16 tokens: K as [head_dim / P][16][P] elements, then V as [16 / P][head_dim][P],
 // with P = 2 in bf16 and 1 in float32, so that products need no transposition, and what processors fetch behind K is used.
+//
+// In 8 bits there are four parts instead: codes of K as uint8 [head_dim / 2][16][2]; float32 scales [16] and minima [16] of K;
+// codes of V as uint8 [head_dim / 16][16 tokens / 2][16][2]; float32 scales [16] and minima [16] of V. A number is minimum +
+// scale * code. Each token and head has a scale and a minimum of its own, so that what is written for a token depends on that
+// token alone. A scale that is NaN stands for numbers that are not all finite.
+enum cl_kv_kind { CL_KV_PLAIN = 0, CL_KV_INT8 = 1 };
 typedef struct {
   void* kv;
   int32_t group;          // cache group: which block table and slot mapping
   int32_t kv_heads, head_dim, block_size;
   int64_t num_blocks;
+  int32_t kind;           // cl_kv_kind
+  int32_t reserved;
 } cl_kv_layer;
 
 typedef struct {

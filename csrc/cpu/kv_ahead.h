@@ -2,8 +2,8 @@
 // wait for arithmetic and attention for memory, so each can do without what the other needs. (PRESERVE, Yüzügüler et al.,
 // 2025, hides the same reads behind a network.)
 #pragma once
+#include "kv8.h"
 #include "plan.h"
-#include "product.h"
 
 namespace CL_NS {
 
@@ -70,7 +70,9 @@ class KVAhead {
 
  private:
   // K or V of sixteen tokens and one head.
-  int64_t piece_bytes() const { return int64_t(CL_KV_TOKENS) * kv_->head_dim * int64_t(sizeof(T)); }
+  int64_t piece_bytes() const {
+    return kv_->kind == CL_KV_INT8 ? CL_NS::piece_bytes(kv_->head_dim, code8()) : CL_NS::piece_bytes(kv_->head_dim, T());
+  }
   int pieces_per_block() const { return 2 * kv_->kv_heads * (kv_->block_size / CL_KV_TOKENS); }
 
   static int64_t weight_bytes(const cl_op& op) {

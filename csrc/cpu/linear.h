@@ -2,6 +2,7 @@
 #pragma once
 #include "elementwise.h"
 #include "gemm.h"
+#include "kv8.h"
 
 namespace CL_NS {
 
@@ -82,6 +83,17 @@ struct StoreHeads {
   }
 
   void operator()(int row0, int rows, int panel0, int panels, float* tile, int64_t tile_stride) const {
+    if (kv.kind == CL_KV_INT8)
+      store_heads<code8>(row0, rows, panel0, panels, tile, tile_stride);
+    else
+      store_heads<T>(row0, rows, panel0, panels, tile, tile_stride);
+  }
+
+ private:
+  enum { P = Packed<T>::P };
+
+  template <typename Stored>
+  void store_heads(int row0, int rows, int panel0, int panels, float* tile, int64_t tile_stride) const {
     const int dim = op.head_dim, first_head = panel0 * CL_PANEL / dim;
     int last_head = (panel0 + panels) * CL_PANEL / dim;
     last_head = last_head < op.heads + 2 * op.kv_heads ? last_head : op.heads + 2 * op.kv_heads;
@@ -95,15 +107,12 @@ struct StoreHeads {
         if (h < op.heads) {
           for (int d = 0; d < dim; d += LANES) vstore(q + t * q_stride + h * dim + d, vload(x + d));
         } else if (h < op.heads + op.kv_heads) {
-          store_key(x, h - op.heads, t);
+          store_key(x, keys_of<Stored>(slots[t], h - op.heads), t);
         } else {
-          store_value(x, h - op.heads - op.kv_heads, t);
+          store_value(x, keys_of<Stored>(slots[t], h - op.heads - op.kv_heads), t);
         }
       }
   }
-
- private:
-  enum { P = Packed<T>::P };
 
   void shape(float* x, const float* norm, int t) const {
     const int dim = op.head_dim, half = dim / 2;
@@ -128,16 +137,17 @@ struct StoreHeads {
   }
 
   // K of the 16 tokens around this one, for one KV head; V of them lies behind it.
-  T* keys_of(int64_t slot, int head) const {
+  template <typename Stored>
+  Stored* keys_of(int64_t slot, int head) const {
     const int64_t block = slot / kv.block_size;
     CL_ASSERT(block >= 0 && block < kv.num_blocks);
     const int per_block = kv.block_size / CL_KV_TOKENS, inside = int(slot % kv.block_size) / CL_KV_TOKENS;
-    return static_cast<T*>(kv.kv) + ((block * kv.kv_heads + head) * per_block + inside) * 2 * CL_KV_TOKENS * op.head_dim;
+    const int64_t piece = ((block * kv.kv_heads + head) * per_block + inside) * 2;
+    return reinterpret_cast<Stored*>(static_cast<char*>(kv.kv) + piece * piece_bytes(op.head_dim, Stored()));
   }
 
-  void store_key(const float* x, int head, int t) const {
-    const int64_t slot = slots[t];
-    T* to = keys_of(slot, head) + slot % CL_KV_TOKENS * P;
+  void store_key(const float* x, T* keys, int t) const {
+    T* to = keys + slots[t] % CL_KV_TOKENS * P;
     T rounded[512];
     for (int d = 0; d < op.head_dim; d += LANES) vstore(rounded + d, vload(x + d));
     for (int d = 0; d < op.head_dim; d += P) memcpy(to + d * CL_KV_TOKENS, rounded + d, sizeof(T) * P);
@@ -145,10 +155,10 @@ struct StoreHeads {
 
   // The place after an even token is cleared unless this step fills it: a product reads both, and what lies there may be
   // another request's NaN.
-  void store_value(const float* x, int head, int t) const {
+  void store_value(const float* x, T* keys, int t) const {
     const int64_t slot = slots[t];
     const int token = int(slot % CL_KV_TOKENS);
-    T* to = keys_of(slot, head) + (CL_KV_TOKENS + token / P * P) * op.head_dim + token % P;
+    T* to = keys + (CL_KV_TOKENS + token / P * P) * op.head_dim + token % P;
     const bool last = t + 1 == num_tokens || slots[t + 1] != slot + 1;
     const bool clear_next = P == 2 && token % 2 == 0 && last;
     T rounded[512];
@@ -157,6 +167,32 @@ struct StoreHeads {
       to[d * P] = rounded[d];
       if (clear_next) to[d * P + 1] = T{0};
     }
+  }
+
+  // In 8 bits nothing is cleared: attention leaves out what lies behind a sequence's end.
+  void store_key(const float* x, code8* keys, int t) const {
+    code8 codes[512];
+    const int token = store_scales(x, keys, t, codes);
+    for (int d = 0; d < op.head_dim; d += 2) memcpy(keys + d * CL_KV_TOKENS + 2 * token, codes + d, 2);
+  }
+
+  void store_value(const float* x, code8* keys, int t) const {
+    code8* values = keys + piece_bytes(op.head_dim, code8());
+    code8 codes[512];
+    const int token = store_scales(x, values, t, codes);
+    code8* to = values + token / 2 * 2 * LANES + token % 2;
+    for (int d = 0; d < op.head_dim; d += LANES, to += CL_KV_TOKENS * LANES)
+      for (int i = 0; i < LANES; i++) to[2 * i] = codes[d + i];
+  }
+
+  // Rounds one head to codes; their scale and minimum go to the piece. Returns which of its sixteen tokens this is.
+  int store_scales(const float* x, code8* piece, int t, code8* codes) const {
+    const int token = int(slots[t] % CL_KV_TOKENS);
+    float scale, minimum;
+    round_head(x, op.head_dim, codes, scale, minimum);
+    float* to = const_cast<float*>(scales_of(piece, op.head_dim)) + token;
+    to[0] = scale, to[CL_KV_TOKENS] = minimum;
+    return token;
   }
 };
 

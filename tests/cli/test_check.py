@@ -31,12 +31,23 @@ def test_a_good_model_gets_a_report(chairlift: Run, model_dir: Path) -> None:
     attention = hidden * hidden * 2 + hidden * 32 * 2
     expected = 2 * vocab * hidden + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
     assert report["parameters"].startswith(f"{expected:,} in float32")
-    assert report["KV per token"] == f"{layers * 2 * 2 * 16 * 4:,} bytes"
+    assert report["KV per token"] == f"{layers * 2 * 2 * 16 * 4:,} bytes in float32"
     assert report["context"] == "256 tokens"
     assert report["kernels"].startswith(f"{best_isa() or 'PyTorch'} in float32")
     assert report["chat template"] == "yes"
     assert "room for about 42 chats of 256 tokens at once" in report["memory"]
     assert report["weights"] == "all numbers are finite"
+    assert "same 8 greedy tokens alone and in a batch" in report["self-test"]
+
+
+@needs_kernels
+def test_it_says_what_8_bits_are_worth(chairlift: Run, model_dir: Path) -> None:
+    code, out, _ = chairlift("check", model_dir, "--num-kv-blocks", "673", "--kv-cache-dtype", "int8")
+    report = dict(line.split(maxsplit=1) for line in out)
+    heads = 3 * 2 * 2  # layers, heads, K and V
+    assert code == 0
+    assert report["KV"] == f"per token   {heads * 24:,} bytes in int8 instead of {heads * 64:,} in float32"
+    assert "10,752 tokens in blocks of 16, 2.7 times as many per GiB as in float32" in report["memory"]
     assert "same 8 greedy tokens alone and in a batch" in report["self-test"]
 
 

@@ -58,6 +58,7 @@ class Case:
     model: str
     dtype: str
     quantization: str | None
+    kv_cache_dtype: str
     settings: dict[str, Any]
     tight: bool
     preempting: bool
@@ -67,7 +68,11 @@ class Case:
     @property
     def how(self) -> dict[str, str | None]:
         """What the model is run in."""
-        return {"dtype": self.dtype, "quantization": self.quantization}
+        return {
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache_dtype,
+        }
 
 
 def draw_jobs(rng: random.Random) -> list[Job]:
@@ -106,6 +111,7 @@ def draw_case(seed: int) -> Case:
         model=rng.choice(list(MODELS)),
         dtype=rng.choice(("bfloat16", "float32")),
         quantization=rng.choice((None, None, "int8", "int4")),
+        kv_cache_dtype=rng.choice(("auto", "int8")),
         settings=settings,
         tight=rng.random() < 0.4,
         preempting=rng.random() < 0.3,

@@ -64,6 +64,20 @@ def test_what_comes_back_is_what_went(
             assert facts(one) == facts(other)
 
 
+@needs_kernels
+@pytest.mark.parametrize("place", ["memory", "file"])
+def test_codes_that_come_back_are_those_that_went(place: str, tmp_path: Path, truth: Callable[[str], Truth]) -> None:
+    model, every = truth("qwen2"), [job for jobs in turns() for job in jobs]
+    settings: dict[str, Any] = {"swap_directory": str(tmp_path)} if place == "file" else {}
+    settings |= {"tight": True, "prefix_offload": True, "swap_space_bytes": SWAP_BYTES}
+    llm = make_llm(model.model_dir, every, kv_cache_dtype="int8", **settings)
+    outputs = serve(llm)
+    assert llm.engine.core.stats().num_brought_back_blocks > 4
+    plain = make_llm(model.model_dir, every, kv_cache_dtype="int8", enable_prefix_caching=False)
+    for one, other in zip(serve(plain, one_by_one=True), outputs, strict=True):
+        assert facts(one) == facts(other)
+
+
 def test_new_weights_leave_nothing_behind(truth: Callable[[str], Truth]) -> None:
     model, jobs = truth("llama"), turns()[0]
     llm = make_llm(model.model_dir, jobs, tight=True, prefix_offload=True, swap_space_bytes=SWAP_BYTES)

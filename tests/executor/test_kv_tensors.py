@@ -81,6 +81,20 @@ def test_the_plan_in_plain_words(max_model_len: int, words: str) -> None:
     assert "8,192 tokens in blocks of 16" in text
 
 
+def test_in_8_bits_more_tokens_fit_and_the_plan_says_so() -> None:
+    layers = [LayerCache(num_kv_heads=2, head_dim=64, window=None)]
+    plain, codes = (plan(layers, dtype=torch.bfloat16, kv_dtype=kept) for kept in (None, torch.int8))
+    assert (plain.bytes_per_token, codes.bytes_per_token) == (2 * 2 * 64 * 2, 2 * 2 * (64 + 8))
+    assert (plain.dtype, codes.dtype) == (torch.bfloat16, torch.int8)
+    assert codes.num_tokens / plain.num_tokens == pytest.approx(1.78, abs=0.02)
+    assert codes.block_bytes == [16 * codes.bytes_per_token]
+    text = codes.describe(2048)
+    assert "GiB of int8, " in text and "in blocks of 16, 1.8 times as many per GiB as in bfloat16; room" in text
+    assert "int8" not in plain.describe(2048)
+    more = plan(layers, dtype=torch.float32, kv_dtype=torch.int8)
+    assert ", 3.6 times as many per GiB as in float32" in more.describe(2048)
+
+
 def test_the_tensors_are_as_planned_and_zero() -> None:
     layers = spec(None, 8)
     made = plan(layers, num_blocks=3)

@@ -152,6 +152,31 @@ def test_codes_are_for_the_native_kernels(quantization: str) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+def test_k_and_v_in_8_bits_are_for_the_native_kernels() -> None:
+    int8: dict[str, Any] = {"kv_cache_dtype": "int8"}
+    assert pick("cpu", **int8) == best_isa()
+    refused = (
+        "kv_cache_dtype is 'int8', but {} kernels would run this model, and only the CPU's native ones read K and V"
+    )
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        (
+            {},
+            "Triton's",
+            "in 8 bits: they run on the CPU, and device is cuda; use device='cpu', or leave kv_cache_dtype",
+        ),
+        ({"device": "cpu", "kernels": "torch"}, "PyTorch's", "in 8 bits; use kernels='auto' on device='cpu', or leave"),
+        ({"device": "cpu", "block_size": 8}, "PyTorch's", "in 8 bits: they need block_size to be a multiple of 16"),
+        ({"device": "cpu", "head_dim": 8}, "PyTorch's", "in 8 bits: they need a head size"),
+        ({"device": "cpu", "dtype": torch.float16}, "PyTorch's", "in 8 bits: they compute in bfloat16 and float32"),
+    ]
+    for settings, who, why in cases:
+        with pytest.raises(ConfigError, match=re.escape(f"{refused.format(who)} {why}")):
+            pick(**{**int8, **settings})
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, int8; got 'fp8'"):
+        pick("cpu", kv_cache_dtype="fp8")
+
+
+@pytest.mark.usefixtures("hopper")
 def test_fp8_is_for_the_triton_kernels_on_a_gpu_that_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8: dict[str, Any] = {"quantization": "fp8", "dtype": torch.bfloat16}
     assert pick(**fp8) == pick("cuda:1", kernels="triton", batch_invariant=True, **fp8) == "triton"

@@ -77,10 +77,12 @@ def test_a_copy_left_out_changes_the_answer(part: str, monkeypatch: pytest.Monke
 
 def make_executor(kind: str, model_dir: Path, blocks: int, directory: str | None) -> Executor:
     weight_format = ONEDNN if kind == "torch" else NATIVE
+    kv_dtype = torch.int8 if kind == "int8" else None
     model = load_model(model_dir, read_config(model_dir), "float32", weight_format=weight_format)
     plan = plan_kv_cache(
         model.kv_cache_spec(),
         dtype=torch.float32,
+        kv_dtype=kv_dtype,
         block_size=BLOCK,
         memory_bytes=0,
         num_blocks=blocks,
@@ -99,7 +101,7 @@ def make_executor(kind: str, model_dir: Path, blocks: int, directory: str | None
 
 @pytest.mark.parametrize("place", ["memory", "file"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("kind", ["torch", pytest.param("native", marks=needs_kernels)])
+@pytest.mark.parametrize("kind", ["torch", *(pytest.param(kind, marks=needs_kernels) for kind in ("native", "int8"))])
 def test_real_models_answer_bit_for_bit_as_if_nothing_had_moved(
     kind: str, family: str, place: str, tmp_path: Path
 ) -> None:
@@ -183,7 +185,7 @@ def test_every_block_goes_where_it_is_sent(
         else:
             space = make_swap_space(caches, plan)
     else:
-        native = NativeKV(SPEC, plan, dtype)
+        native = NativeKV(SPEC, plan)
         space, grouped = native.host, native._caches
     for cache in [cache for group in grouped for cache in group]:
         cache[:] = rng.integers(0, 256, cache.shape, dtype=np.uint8)

@@ -20,6 +20,7 @@ class Info:
     block_size: int = 16
     num_blocks: int = 99
     dtype: str = "bfloat16"
+    kv_cache_dtype: str | None = None
     block_bytes: int = 1000
 
 

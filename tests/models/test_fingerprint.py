@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from chairlift.loading import _fingerprint
+from chairlift.config import EngineConfig
+from chairlift.loading import _fingerprint, load_executor
 from tests.models.tiny import tiny_hf_model
+from tests.native import needs_kernels
 
 
 @pytest.fixture
@@ -28,6 +30,19 @@ def test_other_weights_of_the_same_size_have_another(model_dir: Path, tmp_path: 
     save_file({name: weight + 0.5 for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
     assert file.stat().st_size == size
     assert _fingerprint(str(model_dir), "m", "float32") != before
+
+
+@needs_kernels
+def test_keys_and_values_in_8_bits_have_another(model_dir: Path) -> None:
+    infos = []
+    for settings in ({}, {"kv_cache_dtype": "int8"}):
+        given = {"model": str(model_dir), "num_kv_blocks": 20, "skip_tokenizer_init": True, **settings}
+        config = EngineConfig.from_flat(given)
+        infos.append(load_executor(config).info(config, 1))
+    plain, int8 = infos
+    assert (plain.kv_cache_dtype, int8.kv_cache_dtype) == (None, "int8") and plain.fingerprint != int8.fingerprint
+    assert plain.dtype == int8.dtype and plain.deterministic and int8.deterministic
+    assert int8.block_bytes < plain.block_bytes / 2
 
 
 def test_it_does_not_read_all_of_a_large_file(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from chairlift.step_batch import StepBatch
 __all__ = [
     "ABI_VERSION",
     "ISA_NAMES",
+    "KV_KINDS",
     "LIBRARY_PATH",
     "MAX_THREADS",
     "SAMPLING_ROW",
@@ -97,7 +98,13 @@ class KVLayer(ctypes.Structure):
         ("head_dim", c_int32),
         ("block_size", c_int32),
         ("num_blocks", c_int64),
+        ("kind", c_int32),
+        ("reserved", c_int32),
     ]
+
+
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 0, torch.int8: 1}
+"""``cl_kv_kind`` by what K and V are kept in."""
 
 
 class Program(ctypes.Structure):

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 from chairlift.kernels.weights import PLAIN, QUANTIZED, MatrixShape
+from chairlift.models.context import LayerCache
 from chairlift.models.hf_config import ModelConfig
 from chairlift.workbench.bench.limits import Roof
 
@@ -44,8 +45,15 @@ class ModelCost:
     """The same of the others."""
 
     @classmethod
-    def of(cls, network: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> ModelCost:
-        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers quantized."""
+    def of(
+        cls,
+        network: ModelConfig,
+        dtype: torch.dtype,
+        quantization: str | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> ModelCost:
+        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers quantized, or K
+        and V kept in ``kv_dtype``."""
         hidden, inner, dim = network.hidden_size, network.intermediate_size, network.head_dim
         q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
         products = 3 if network.mlp == "swiglu" else 2
@@ -65,11 +73,12 @@ class ModelCost:
             head_saved = PLAIN.nbytes(head, dtype) - small.head.nbytes(head, dtype)
             saved, tail_saved = sum(each), sum(each[1:])
         windows = collections.Counter(network.layer_windows)
+        cached = LayerCache(network.num_key_value_heads, dim, None).token_bytes(kv_dtype or dtype)
         return cls(
             body_params=layer * network.num_hidden_layers + norm - tail,
             head_params=hidden * network.vocab_size + tail,
             itemsize=dtype.itemsize,
-            kv_bytes=tuple((window, 2 * kv_width * dtype.itemsize * layers) for window, layers in windows.items()),
+            kv_bytes=tuple((window, cached * layers) for window, layers in windows.items()),
             body_saved=saved * network.num_hidden_layers - tail_saved,
             head_saved=tail_saved + head_saved,
         )

@@ -180,9 +180,10 @@ def floor_of(requests: Requests, llm: LLM, network: ModelConfig, path: NativePat
     """The least time for ``requests`` on the kernels' path, within :func:`limits_of` it."""
     dtype = torch.int8 if path.quantization else path.dtype
     roof = limits.roof(path.isa, dtype, path.threads) if path.isa else limits.roof(GPU, path.dtype, 1)
+    kept = torch.int8 if llm.config.cache.kv_cache_dtype == "int8" else None
     return workload_floor(
         [(len(prompt), count) for prompt, count in requests],
-        ModelCost.of(network, path.dtype, path.quantization),
+        ModelCost.of(network, path.dtype, path.quantization, kept),
         roof,
         max_num_seqs=llm.config.scheduler.max_num_seqs,
         budgets=BUDGETS if path.isa else GPU_BUDGETS,

@@ -28,7 +28,7 @@ and workload."""
 _MOST_BUSY: Final = 0.1
 _SETTINGS: Final = {
     "scheduler": ("batching", "max_num_seqs", "max_num_batched_tokens", "prefill_mode", "preemption_mode"),
-    "cache": ("block_size", "kv_cache_memory_bytes", "enable_prefix_caching"),
+    "cache": ("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "enable_prefix_caching"),
     "model": ("dtype", "threads", "device"),
 }
 """Those that decide how fast it is."""

@@ -27,10 +27,13 @@ __all__ = [
     "Batch",
     "Buffer",
     "Cache",
+    "Cache8",
+    "Codes",
     "Machine",
     "bits",
     "counts",
     "equal_bits",
+    "make_cache",
     "normal",
     "packed",
     "packed_bias",
@@ -50,6 +53,8 @@ class Machine(NamedTuple):
     isa: str
     dtype: torch.dtype
     threads: int
+    int8_kv: bool = False
+    """Whether K and V are kept in 8 bits."""
 
     @property
     def pair(self) -> int:
@@ -89,6 +94,30 @@ def bits(x: Tensor) -> Tensor:
 def equal_bits(a: Tensor, b: Tensor) -> bool:
     """Stricter than ``torch.equal``: zeros have signs, and NaNs are equal to themselves."""
     return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+class Codes(NamedTuple):
+    """Numbers [..., size] in 8 bits: uint8 codes of them, float32 scale and minimum [...] of each row."""
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> Codes:
+        x, tiny = x.float(), torch.finfo(torch.float32).tiny
+        x = x.where(x.abs() >= tiny, x * 0)  # subnormals are zero everywhere in the kernels
+        minimum, highest = x.amin(-1), x.amax(-1)
+        scale = (highest - minimum) / 255
+        scale[scale < tiny] = 0
+        scale[~(x.isfinite().all(-1) & (highest - minimum).isfinite())] = NAN
+        steps = (x - minimum[..., None]) / scale.where(scale > 0, 1)[..., None]
+        return cls(steps.round().nan_to_num(0).clamp(0, 255).to(torch.uint8), scale, minimum)
+
+    @property
+    def numbers(self) -> Tensor:
+        """float64, what they stand for."""
+        return self.minimum.double()[..., None] + self.scale.double()[..., None] * self.codes
 
 
 # -- what programs consist of ------------------------------------------------------------------------------------------
@@ -189,12 +218,7 @@ class Cache:
         for i, count in enumerate(counts):
             for index in range((first[i] if first else 0) // block_size, count):
                 self.table[i, index] = free.pop()
-        p = machine.pair
-        self.kv = torch.full((num_blocks, kv_heads, block_size // 16, 2, 16 * head_dim), NAN, dtype=machine.dtype)
-        keys, values = self.kv.unbind(3)
-        self._keys = keys.unflatten(3, (head_dim // p, 16, p)).permute(0, 2, 4, 1, 3, 5)
-        self._values = values.unflatten(3, (16 // p, head_dim, p)).permute(0, 2, 3, 5, 1, 4)
-        """Indexed by block, sixteen, token (V: pair and place in it)."""
+        self._lay_out(num_blocks)
         self.struct = lib.KVLayer(
             kv=self.kv.data_ptr(),
             group=group,
@@ -202,7 +226,16 @@ class Cache:
             head_dim=head_dim,
             block_size=block_size,
             num_blocks=num_blocks,
+            kind=lib.KV_KINDS[torch.int8 if machine.int8_kv else machine.dtype],
         )
+
+    def _lay_out(self, num_blocks: int) -> None:
+        p, dim, size = self.machine.pair, self.head_dim, self.block_size
+        self.kv = torch.full((num_blocks, self.kv_heads, size // 16, 2, 16 * dim), NAN, dtype=self.machine.dtype)
+        keys, values = self.kv.unbind(3)
+        self._keys = keys.unflatten(3, (dim // p, 16, p)).permute(0, 2, 4, 1, 3, 5)
+        self._values = values.unflatten(3, (16 // p, dim, p)).permute(0, 2, 3, 5, 1, 4)
+        """Indexed by block, sixteen, token (V: pair and place in it)."""
 
     def slots(self, row: int, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         positions = np.arange(start, end, dtype=np.int64)
@@ -241,6 +274,62 @@ class Cache:
         block, inside = self._index(row, start, end)
         keys = self._keys[block, inside // 16, inside % 16].flatten(2)
         return keys, self._values[block, inside // 16, inside % 16 // p, inside % p]
+
+
+class Cache8(Cache):
+    """The same in 8 bits. Bytes are 255: a scale of them is NaN."""
+
+    def _lay_out(self, num_blocks: int) -> None:
+        dim, size = self.head_dim, self.block_size
+        self.kv = torch.full((num_blocks, self.kv_heads, size // 16, 2, 16 * dim + 128), 255, dtype=torch.uint8)
+        codes, scales = self.kv[..., : 16 * dim], self.kv[..., 16 * dim :].view(torch.float32)
+        keys, values = codes.unbind(3)
+        # Indexed by block, sixteen and token: [kv_heads, head_dim].
+        self._keys = keys.unflatten(3, (dim // 2, 16, 2)).permute(0, 2, 4, 1, 3, 5)
+        self._values = values.unflatten(3, (dim // 16, 8, 16, 2)).permute(0, 2, 4, 6, 1, 3, 5)
+        self._scales = scales.unflatten(4, (2, 16)).permute(3, 4, 0, 2, 5, 1)
+        """Of keys and of values, scales and minima."""
+
+    def write(self, row: int, start: int, keys: Tensor, values: Tensor) -> None:
+        block, inside = self._index(row, start, start + len(keys))
+        for which, x in enumerate((keys, values)):
+            rounded = Codes.of(x)
+            if which == 0:
+                self._keys[block, inside // 16, inside % 16] = rounded.codes.view(*x.shape[:2], -1, 2)
+            else:
+                view = rounded.codes.view(*x.shape[:2], -1, 16)
+                self._values[block, inside // 16, inside % 16 // 2, inside % 2] = view
+            for part, numbers in enumerate((rounded.scale, rounded.minimum)):
+                self._scales[which, part][block, inside // 16, inside % 16] = numbers
+
+    def after(self, row: int, end: int) -> Tensor | None:
+        """Nothing is read behind a sequence."""
+        return None
+
+    def erase(self, row: int, start: int, end: int) -> None:
+        """Make it what it was before anything was written."""
+        block, inside = self._index(row, start, end)
+        self._keys[block, inside // 16, inside % 16] = 255
+        self._values[block, inside // 16, inside % 16 // 2, inside % 2] = 255
+        self._scales.view(torch.int32)[:, :, block, inside // 16, inside % 16] = -1
+
+    def codes(self, row: int, start: int, end: int) -> tuple[Codes, Codes]:
+        """Of K and V, [n, kv_heads, head_dim]."""
+        block, inside = self._index(row, start, end)
+        place = block, inside // 16, inside % 16
+        keys = self._keys[place].flatten(2)
+        values = self._values[block, inside // 16, inside % 16 // 2, inside % 2].flatten(2)
+        parts = [[self._scales[which, part][place] for part in (0, 1)] for which in (0, 1)]
+        return Codes(keys, *parts[0]), Codes(values, *parts[1])
+
+    def read(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.codes(row, start, end)
+        return keys.numbers, values.numbers
+
+
+def make_cache(rng: random.Random, machine: Machine, lengths: Sequence[int], **sizes: Any) -> Cache:
+    """Of the kind that the machine keeps."""
+    return (Cache8 if machine.int8_kv else Cache)(rng, machine, lengths, **sizes)
 
 
 # -- running them ------------------------------------------------------------------------------------------------------

@@ -15,13 +15,36 @@ from torch import Tensor
 
 from chairlift.kernels.cpu.lowering import OpKind
 from tests.kernels.cpu.approximate import Approximate, U, assert_near, unit_roundoff
-from tests.kernels.cpu.one_op import Batch, Buffer, Cache, Machine, counts, equal_bits, normal, run, size_in
+from tests.kernels.cpu.one_op import (
+    Batch,
+    Buffer,
+    Codes,
+    Machine,
+    counts,
+    equal_bits,
+    make_cache,
+    normal,
+    run,
+    size_in,
+)
 from tests.sweep import sweep
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
 MOST_PAIRS = 700_000
 """Of queries (of any head) and keys, in one case."""
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "int8"])
+def int8_kv(request: pytest.FixtureRequest) -> bool:
+    """Each kind of cache."""
+    return bool(request.param)
+
+
+@pytest.fixture
+def machine(machine: Machine, int8_kv: bool) -> Machine:
+    """Each path, dtype, number of threads and kind of cache."""
+    return machine._replace(int8_kv=int8_kv)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,26 +131,23 @@ class Case:
         kv_heads = self.keys[0].shape[1]
         kept = [self.first_seen(piece.start) // self.block_size * self.block_size for piece in pieces]
         lengths = [rng.randint(piece.end, len(self.keys[piece.row])) for piece in pieces]
-        cache = Cache(rng, machine, lengths, block_size=self.block_size, kv_heads=kv_heads, head_dim=dim, first=kept)
+        sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": dim}
+        cache = make_cache(rng, machine, lengths, block_size=self.block_size, first=kept, **sizes)
         for i, (piece, first, length) in enumerate(zip(pieces, kept, lengths, strict=True)):
             cache.write(i, first, self.keys[piece.row][first:length], self.values[piece.row][first:length])
         queries = torch.cat([self.queries_of(piece) for piece in pieces])
         q = Buffer(rng, machine, len(queries), heads * dim, queries.flatten(1))
         out = Buffer(rng, machine, len(queries), heads * dim)
         batch = Batch([(piece.end - piece.start, piece.end) for piece in pieces], [cache])
-        sizes: dict[str, Any] = {
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": dim,
-            "window": self.window,
-            "scale": self.scale,
-        }
+        sizes |= {"heads": heads, "window": self.window, "scale": self.scale}
         run(machine, OpKind.ATTENTION, batch, [q, out], [cache], in_=0, out=1, **sizes)
         return list(torch.split(out.rows.view(-1, heads, dim), [piece.end - piece.start for piece in pieces]))
 
-    def expected(self, row: int) -> Approximate:
+    def expected(self, row: int, machine: Machine) -> Approximate:
         """The definition, for all queries of a sequence."""
         keys, values, queries = (x[row].double() for x in (self.keys, self.values, self.queries))
+        if machine.int8_kv:
+            keys, values = Codes.of(keys).numbers, Codes.of(values).numbers
         group = queries.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (keys, values))
         queries = queries.transpose(0, 1)
@@ -144,6 +164,8 @@ class Case:
         # sums of weights and of weighted values round like any sum.
         off = 2 * (4 * math.sqrt(dim) + 4) * U * magnitude + 8 * math.sqrt(context) * U
         error = off * (weights @ values.abs())
+        if machine.int8_kv:
+            error = error + of_codes(machine, queries * self.scale, keys, values, weights)
         # Each weight is rounded to the dtype before it is multiplied. These errors are independent.
         error = error + 4 * unit_roundoff(self.keys[0].dtype) * (weights.square() @ values.square()).sqrt()
         return Approximate(value.transpose(0, 1), error.transpose(0, 1)).rounded(self.keys[0].dtype)
@@ -155,6 +177,22 @@ class Case:
             f"rows {rows}, {heads} heads on {kv_heads} of {self.keys[0].shape[2]}, block_size {self.block_size},"
             f" window {self.window}"
         )
+
+
+def of_codes(machine: Machine, queries: Tensor, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+    """How far results [heads, new, head_dim] may be off because K and V are read as codes."""
+    context, dim = keys.shape[1:]
+    if machine.dtype == torch.bfloat16 and machine.isa in ("avx512_bf16", "amx"):
+        # What they stand for is rounded, independently.
+        u = unit_roundoff(torch.bfloat16)
+        off = 4 * u * (queries.square() @ keys.square().mT).sqrt().amax(-1, keepdim=True)
+        return 2 * off * (weights @ values.abs()) + 4 * u * (weights.square() @ values.square()).sqrt()
+    # Queries, and weights times the scales of values, are rounded to 16 bits of the largest.
+    most = queries.abs().amax(-1, keepdim=True) * keys.abs().max()
+    off = (U * dim + 2 * 2**-16) * math.sqrt(dim) * most
+    largest = weights.amax(-1, keepdim=True) * (values.amax(-1) - values.amin(-1)).max()
+    error = 2 * off * (weights @ values.abs()) + 2 * 2**-16 * math.sqrt(context) * largest
+    return error + 8 * U * values.abs().max()
 
 
 def pieces_of(rng: random.Random, piece: Piece) -> list[Piece]:
@@ -169,7 +207,7 @@ def pieces_of(rng: random.Random, piece: Piece) -> list[Piece]:
 def check(machine: Machine, case: Case, rng: random.Random) -> None:
     found = case.attend(machine, rng, case.whole)
     for row, out in enumerate(found):
-        assert_near(out, case.expected(row), f"row {row} of {case}")
+        assert_near(out, case.expected(row, machine), f"row {row} of {case}")
     together = [piece for whole in case.whole for piece in pieces_of(rng, whole)]
     for whole, out in zip(case.whole, found, strict=True):
         pieces = pieces_of(rng, whole)
@@ -191,22 +229,22 @@ def test_random_batches(machine: Machine, count: int, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize("context", [1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 2048, 4096])
-def test_edges_of_tiles_and_splits(context: int, isa: str, dtype: torch.dtype) -> None:
-    machine, rng = Machine(isa, dtype, 2), random.Random(context)
+def test_edges_of_tiles_and_splits(context: int, isa: str, dtype: torch.dtype, int8_kv: bool) -> None:
+    machine, rng = Machine(isa, dtype, 2, int8_kv), random.Random(context)
     for window in (0, 1, 16, 256, 1024, 1025):
         rows = [(1, context), (min(context, 17), context)]
         check(machine, Case.make(rng, dtype, rows, 1, 2, 32, window=window), rng)
 
 
 @pytest.mark.parametrize("head_dim", range(32, 257, 16))
-def test_every_head_size(head_dim: int, isa: str, dtype: torch.dtype) -> None:
-    machine, rng = Machine(isa, dtype, 2), random.Random(head_dim)
+def test_every_head_size(head_dim: int, isa: str, dtype: torch.dtype, int8_kv: bool) -> None:
+    machine, rng = Machine(isa, dtype, 2, int8_kv), random.Random(head_dim)
     check(machine, Case.make(rng, dtype, [(1, 40), (30, 77)], 2, 3, head_dim), rng)
 
 
 @pytest.mark.parametrize("group", [*range(1, 17), 63, 64, 65, 128])
-def test_every_number_of_heads_that_share_keys(group: int, isa: str, dtype: torch.dtype) -> None:
-    machine, rng = Machine(isa, dtype, 2), random.Random(group)
+def test_every_number_of_heads_that_share_keys(group: int, isa: str, dtype: torch.dtype, int8_kv: bool) -> None:
+    machine, rng = Machine(isa, dtype, 2, int8_kv), random.Random(group)
     check(machine, Case.make(rng, dtype, [(1, 40), (19, 60), (1, 1100)], 2, group, 32), rng)
 
 
@@ -226,14 +264,14 @@ def test_the_bound_notices_a_key_left_out(machine: Machine) -> None:
     """What the tests above rest on."""
     rng = random.Random(0)
     case = Case.make(rng, machine.dtype, [(1, 700)], 2, 4, 64)
-    expected = case.expected(0)
+    expected = case.expected(0, machine)
     noticed = 0
     for left_out in rng.sample(range(700), 60):
         keep = [i for i in range(700) if i != left_out]
         less = dataclasses.replace(case, keys=[case.keys[0][keep]], values=[case.values[0][keep]])
-        wrong = less.expected(0).value.to(machine.dtype).double()
+        wrong = less.expected(0, machine).value.to(machine.dtype).double()
         noticed += bool(((wrong - expected.value).abs() > expected.error).any())
-    assert noticed >= (60 if machine.dtype == torch.float32 else 20)
+    assert noticed >= (60 if machine.dtype == torch.float32 and not machine.int8_kv else 20)
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
@@ -272,3 +310,53 @@ def test_a_broken_token_reaches_only_those_that_see_it(
                     assert not b.isfinite().all(), (position, broken)
                 else:
                     assert equal_bits(a, b), (position, broken)
+
+
+def extremes(rng: random.Random, dim: int, size: float) -> tuple[Tensor, Tensor]:
+    """Keys and values of 300 tokens and two heads that use the whole range of codes, or none of it."""
+    keys, values = (normal(rng, 300, 2, dim, scale=size) for _ in "kv")
+    for x in (keys, values):
+        x[::5] = x[::5, :, :1]  # all numbers of a head are equal
+        x[1::5] = x[1::5].abs().amax(-1, keepdim=True)
+        x[1::5, :, 3] *= -1  # all codes are 255 but one
+        x[2::5, :, 7] *= 100  # an outlier
+        x[3::5] = 0
+    return keys, values
+
+
+@pytest.mark.parametrize("size", [1e-26, 1e-10, 1.0, 1e30], ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 256])
+def test_heads_of_equal_and_of_extreme_numbers(dim: int, size: float, isa: str, dtype: torch.dtype) -> None:
+    machine, rng = Machine(isa, dtype, 1, int8_kv=True), random.Random(dim)
+    keys, values = extremes(rng, dim, size)
+    case = Case.make(rng, dtype, [(20, 300)], 2, 2, dim)
+    queries = [(case.queries[0].float() / max(size, 1e-20)).to(dtype)]
+    check(machine, dataclasses.replace(case, keys=[keys.to(dtype)], values=[values.to(dtype)], queries=queries), rng)
+
+
+def test_the_largest_sums_fit(isa: str, dtype: torch.dtype) -> None:
+    """256 products of the largest number of 16 bits and the largest code, for scores and for values."""
+    machine, rng = Machine(isa, dtype, 1, int8_kv=True), random.Random(0)
+    x = torch.ones(512, 1, 256, dtype=dtype)
+    x[:, :, 0] = -1
+    case = Case.make(rng, dtype, [(3, 512)], 1, 2, 256)
+    for sign in (1.0, -1.0):
+        queries = [torch.full_like(case.queries[0], 0.01 * sign)]
+        check(machine, dataclasses.replace(case, keys=[x], values=[x], queries=queries), rng)
+
+
+def test_numbers_further_apart_than_float32_reaches_fail_alone(isa: str) -> None:
+    machine, rng = Machine(isa, torch.float32, 1, int8_kv=True), random.Random(0)
+    case = Case.make(rng, torch.float32, [(40, 40)], 1, 1, 32)
+    (before,) = case.attend(machine, rng, case.whole)
+    case.values[0][20, 0, :2] = torch.tensor([3e38, -3e38])
+    (after,) = case.attend(machine, rng, case.whole)
+    assert equal_bits(before[:20], after[:20]) and after[20:].isnan().all()
+
+
+def test_what_torch_rounds_is_near(dtype: torch.dtype) -> None:
+    """Half a step of 255, and what float32 adds."""
+    x = normal(random.Random(0), 50, 2, 64, dtype=dtype)
+    codes = Codes.of(x)
+    off = (codes.numbers - x.double()).abs()
+    assert (off <= 0.501 * codes.scale.double()[..., None]).all() and codes.codes.amax() == 255

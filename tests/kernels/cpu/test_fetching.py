@@ -34,6 +34,8 @@ struct Ignore {
   void fetch(int, int, int) const {}
   void operator()(int, int, int, int, float*, int64_t) const {}
 };
+static int kind = CL_KV_PLAIN;  // of caches; the last argument may be "int8"
+static int64_t kv_piece(int dim) { return kind == CL_KV_INT8 ? piece_bytes(dim, code8()) : piece_bytes(dim, bf16()); }
 static const char* begin;
 static int64_t size, outside, again, now;
 static bool watching;
@@ -57,7 +59,7 @@ static void fetched(const void* at) {
 static void fetch_kv(int rows, int window) {
   enum { BLOCK = 32, HEADS = 2, DIM = 64, K = 576, PANELS = 96, THREADS = 2, WIDTH = 24 };
   const int tokens = rows + 19, blocks = rows * WIDTH;
-  const int64_t block_lines = 2 * BLOCK * HEADS * DIM * sizeof(bf16) / 64;
+  const int64_t block_lines = 2 * BLOCK / CL_KV_TOKENS * HEADS * kv_piece(DIM) / 64;
   size = blocks * block_lines * 64;
   void* memory = aligned_alloc(64, size);
   begin = (const char*)memory, outside = again = now = 0, latest.assign(size / 64, 0);
@@ -80,19 +82,19 @@ static void fetch_kv(int rows, int window) {
   cl_op ops[2] = {};
   ops[0].kind = CL_OP_LINEAR, ops[0].n = PANELS * CL_PANEL, ops[0].k = K;
   ops[1].kind = CL_OP_ATTENTION, ops[1].window = window;
-  const cl_kv_layer layer{memory, 0, HEADS, DIM, BLOCK, blocks};
+  const cl_kv_layer layer{memory, 0, HEADS, DIM, BLOCK, blocks, kind, 0};
   cl_program program{};
   program.ops = ops, program.kv_layers = &layer;
   const StepPlan plan{spans.data(), int(spans.size()), 1, 16, THREADS, nullptr};
   std::vector<bf16> a(int64_t(tokens + MAX_ROW_BLOCK) * K), weight(PANELS * CL_PANEL * K);
-  static GemmScratch<bf16, bf16> scratch;
+  static GemmScratch<bf16> scratch;
   cl_pool pool(1, false);
   for (int thread = 0; thread < THREADS; thread++) {
     KVAhead<bf16> kv(program, batch, plan, thread);
     kv.look(0, 2);
     kv.begin(ops[0]);
     watching = true;
-    gemm(pool, 0, a.data(), K, tokens, Panels<bf16>{weight.data(), PANELS, K}, 2, scratch,
+    gemm<bf16>(pool, 0, a.data(), K, tokens, Panels<bf16>{weight.data(), PANELS, K}, 2, scratch,
          Ignore{}, NOTHING, &kv);
     watching = false;
     pool.barrier(0);
@@ -129,7 +131,7 @@ static void first_items() {
           if (Turns::begin(count, thread, threads) == Turns::begin(count, thread + 1, threads)) continue;
           const int64_t first = Turns(pool, thread, count, Turns::CONTIGUOUS).take();
           looked++;
-          wrong += first_weights<bf16, bf16>(program, -1, 2, m, thread, threads).at !=
+          wrong += first_weights<bf16>(program, -1, 2, m, thread, threads).at !=
                    (const char*)weight.panel(first % items.chunks * chunk);
         }
       }
@@ -141,7 +143,7 @@ static void first_items() {
 static void fetch_attended(int most, int less, bool far) {
   enum { BLOCK = 32, KV_HEADS = 2, GROUP = 3, DIM = 64, ROWS_HERE = 9 };
   const int width = (most + 1) / 2, blocks = ROWS_HERE * width;
-  const int64_t piece_bytes = int64_t(CL_KV_TOKENS) * DIM * sizeof(bf16);
+  const int64_t piece_bytes = kv_piece(DIM);
   size = blocks * (BLOCK / CL_KV_TOKENS) * KV_HEADS * 2 * piece_bytes;
   const int64_t guard = 1 << 16;
   char* memory = (char*)aligned_alloc(64, size + 2 * guard);
@@ -163,7 +165,7 @@ static void fetch_attended(int most, int less, bool far) {
   cl_op op{};
   op.kind = CL_OP_ATTENTION, op.in = 0, op.out = 1, op.scale = 0.125f;
   op.heads = KV_HEADS * GROUP, op.kv_heads = KV_HEADS, op.head_dim = DIM;
-  const cl_kv_layer layer{(void*)begin, 0, KV_HEADS, DIM, BLOCK, blocks};
+  const cl_kv_layer layer{(void*)begin, 0, KV_HEADS, DIM, BLOCK, blocks, kind, 0};
   std::vector<bf16> q(64 * KV_HEADS * GROUP * DIM), out(64 * KV_HEADS * GROUP * DIM);
   void* buffers[] = {q.data(), out.data()};
   const int64_t strides[] = {KV_HEADS * GROUP * DIM, KV_HEADS * GROUP * DIM};
@@ -210,11 +212,11 @@ static void fetch_results(int rows) {
     batch.num_tokens = rows, batch.slot_mapping = slots.data();
     const StepPlan plan{};
     cl_pool pool(1, false);
-    static GemmScratch<bf16, bf16> scratch;
+    static GemmScratch<bf16> scratch;
     KVAhead<bf16> ahead(program, batch, plan, 0);
     begin = (const char*)out, outside = again = now = 0, latest.assign(size / 64, 0);
     watching = true;
-    linear(pool, 0, op, program, batch, scratch, NOTHING, ahead);
+    linear(pool, 0, op, panels_of<bf16>(op.weight, op.n, op.k), program, batch, scratch, NOTHING, ahead);
     watching = false;
     int64_t never = 0;
     for (int64_t line = 0; line < size / 64; line++) never += latest[line] == 0;
@@ -229,6 +231,7 @@ static void fetch_results(int rows) {
 // numbers, of KV by attention itself.
 int main(int argc, char** argv) {
   int m, panels, k, unit;
+  if (argc > 1 && !strcmp(argv[argc - 1], "int8")) kind = CL_KV_INT8, argc--;
   if (argc == 4) fetch_attended(atoi(argv[1]), atoi(argv[2]), atoi(argv[3]));
   if (argc == 3 && !strcmp(argv[1], "results"))
     fetch_results(atoi(argv[2]));
@@ -239,7 +242,7 @@ int main(int argc, char** argv) {
     cl_pool pool(1, false);
     const int chunk = chunk_panels<bf16>(Panels<bf16>{nullptr, panels, k}, unit, m, 1);
     const int64_t own = int64_t(panels) * k * 64, last = Blocking<bf16, bf16>::FLOAT32 ? 1 : (panels - 1) % chunk + 1;
-    const bool streams = Blocking<bf16, bf16>::STREAMS && one_pass(m);
+    const bool streams = Blocking<bf16, bf16>::STREAMS && one_pass(packed, m);
     // At most as much as the last item reads at a time, or as is fetched ahead.
     const int64_t then = streams ? int64_t(STREAM_AHEAD) : last * 256 * 64;
     size = own + then;
@@ -247,10 +250,10 @@ int main(int argc, char** argv) {
     std::vector<bf16> a(int64_t(m + MAX_ROW_BLOCK) * k);
     memset((void*)weight, 0, size);
     begin = (const char*)weight, outside = again = now = 0, latest.assign(size / 64, 0);
-    static GemmScratch<bf16, bf16> scratch;
+    static GemmScratch<bf16> scratch;
     const Panels<bf16> packed{weight, panels, k};
     watching = true;
-    gemm(pool, 0, a.data(), k, m, packed, chunk, scratch, Ignore{}, {begin + own, then}, no_kv);
+    gemm<bf16>(pool, 0, a.data(), k, m, packed, chunk, scratch, Ignore{}, {begin + own, then}, no_kv);
     watching = false;
     int64_t never = 0;
     const int64_t first = streams ? STREAM_AHEAD / 64 : int64_t(chunk) * k;
@@ -262,7 +265,7 @@ int main(int argc, char** argv) {
   // With one item for each of two threads, both get one: none takes the other's while it is busy with its own.
   struct Two {
     cl_pool pool{2, false};
-    GemmScratch<bf16, bf16> scratch[2];
+    GemmScratch<bf16> scratch[2];
     std::vector<bf16> a = std::vector<bf16>(160 * 64), weight = std::vector<bf16>(2 * CL_PANEL * 64);
     std::atomic<int> calls[2] = {};
   };
@@ -276,7 +279,7 @@ int main(int argc, char** argv) {
   };
   static Two two;
   two.pool.run([](void*, int thread) {
-    gemm(two.pool, thread, two.a.data(), 64, 80, Panels<bf16>{two.weight.data(), 2, 64}, 1, two.scratch[thread],
+    gemm<bf16>(two.pool, thread, two.a.data(), 64, 80, Panels<bf16>{two.weight.data(), 2, 64}, 1, two.scratch[thread],
          Wait{{}, two.calls, thread}, NOTHING, no_kv);
   }, nullptr);
   printf("%d %d\n", two.calls[0].load(), two.calls[1].load());
@@ -337,11 +340,15 @@ def test_a_product_begins_with_what_was_fetched_for_it(watched: list[str]) -> No
     assert wrong == 0
 
 
+KINDS = pytest.mark.parametrize("kind", [[], ["int8"]], ids=["plain", "int8"])
+
+
+@KINDS
 @pytest.mark.parametrize("window", [0, 64])
 @pytest.mark.parametrize("rows", [1, 4, 32, 48, 64])
-def test_kv_is_fetched_once_where_memory_has_time(rows: int, window: int, watched: list[str]) -> None:
+def test_kv_is_fetched_once_where_memory_has_time(rows: int, window: int, kind: list[str], watched: list[str]) -> None:
     program, *tiles = watched
-    done = subprocess.run([program, str(rows), str(window)], capture_output=True, text=True, check=True)
+    done = subprocess.run([program, str(rows), str(window), *kind], capture_output=True, text=True, check=True)
     found = Fetched(*map(int, done.stdout.split()))
     assert found.again == found.outside == 0
     assert found.never == (found.lines if tiles else 0)
@@ -361,8 +368,11 @@ def test_results_are_fetched_before_they_are_written(rows: int, watched: list[st
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("less", [0, 1])
 @pytest.mark.parametrize("sixteens", [4, 9, 16, 17, 40, 140])
-def test_attention_fetches_what_it_reads_once(sixteens: int, less: int, far: bool, watched: list[str]) -> None:
-    command = [watched[0], str(sixteens), str(less), str(int(far))]
+@KINDS
+def test_attention_fetches_what_it_reads_once(
+    kind: list[str], sixteens: int, less: int, far: bool, watched: list[str]
+) -> None:
+    command = [watched[0], str(sixteens), str(less), str(int(far)), *kind]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines, never, again, of_a_piece = map(int, done.stdout.split())
     assert lines > 0

@@ -16,9 +16,12 @@ from tests.kernels.cpu.one_op import (
     Batch,
     Buffer,
     Cache,
+    Cache8,
+    Codes,
     Machine,
     counts,
     equal_bits,
+    make_cache,
     normal,
     packed,
     packed_bias,
@@ -287,7 +290,7 @@ class Heads:
             ends.append(ends[-1] + new)
         tokens = torch.cat([torch.arange(ends[i], ends[i + 1]) for i in rows])
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        cache = Cache(
+        cache = make_cache(
             rng,
             machine,
             [self.rows[i][1] for i in rows],
@@ -357,31 +360,70 @@ def check_heads(machine: Machine, seed: int) -> None:
     assert_near(torch.cat(queries), q, f"q of {what}")
     start = 0
     for i, (new, end) in enumerate(case.rows):
-        keys, values = cache.read(i, end - new, end)
-        assert_near(keys, k[start : start + new], f"k of row {i} of {what}")
-        assert_near(values, v[start : start + new], f"v of row {i} of {what}")
+        expected = k[start : start + new], v[start : start + new]
+        if isinstance(cache, Cache8):
+            pairs = zip(expected, cache.codes(i, end - new, end), strict=True)
+            expected = tuple(Approximate(x.value, x.error + 0.501 * c.scale[..., None]) for x, c in pairs)
+        for which, found, near in zip("kv", cache.read(i, end - new, end), expected, strict=True):
+            assert_near(found, near, f"{which} of row {i} of {what}")
         start += new
     for i in everyone:
         mine, (query,) = case.compute(machine._replace(threads=rng.choice((1, 2))), rng, [i])
         assert equal_bits(query, queries[i]), f"row {i} of {what} depends on its batch"
         new, end = case.rows[i]
         for here, there in zip(mine.read(0, end - new, end), cache.read(i, end - new, end), strict=True):
-            assert equal_bits(here, there), f"row {i} of {what} depends on its batch"
+            assert torch.equal(here, there), f"row {i} of {what} depends on its batch"
     only_what_was_asked(cache, case.rows)
 
 
 def only_what_was_asked(cache: Cache, rows: list[tuple[int, int]]) -> None:
     """Nothing was written but the new tokens, and zeros where the last pair of values is not full."""
     for i, (new, end) in enumerate(rows):
+        if isinstance(cache, Cache8):
+            cache.erase(i, end - new, end)
+            continue
         nothing = torch.full((new, cache.kv_heads, cache.head_dim), NAN, dtype=cache.machine.dtype)
         after = cache.after(i, end)
         assert after is None or (after == 0).all(), "the place after an even last token must be cleared"
         cache.write(i, end - new, nothing, nothing)
         if after is not None:
             after.fill_(NAN)
-    assert cache.kv.isnan().all(), "the cache was written to where no token lies"
+    untouched = cache.kv == 255 if isinstance(cache, Cache8) else cache.kv.isnan()
+    assert untouched.all(), "the cache was written to where no token lies"
 
 
 @counts(40)
 def test_heads(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, lambda seed: check_heads(machine, seed))
+
+
+@counts(20)
+def test_heads_in_8_bits(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
+    sweep(request, count, lambda seed: check_heads(machine._replace(int8_kv=True), seed))
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 112, 128, 256])
+def test_codes_equal_those_of_torch(head_dim: int, machine: Machine) -> None:
+    """Of whole numbers, whose sums are exact, with what is far from them here and there."""
+    rng, machine = random.Random(head_dim), machine._replace(int8_kv=True)
+    n, k, count = 4 * head_dim, 40, 70
+    x = whole_numbers(rng, count, k, dtype=machine.dtype)
+    weight = whole_numbers(rng, n, k, dtype=machine.dtype)
+    weight[2 * head_dim : 2 * head_dim + 5] *= 64  # outliers of K
+    x[3] = 0  # all equal
+    x[4] *= 2.0**100
+    x[5] *= 2.0**-140 if machine.dtype == torch.float32 else 2.0**-120
+    x[6, 0], x[7, 0], x[8, 0] = NAN, float("inf"), 3e38
+    rows, sizes = [(count, count + 9)], {"heads": 2, "kv_heads": 1, "head_dim": head_dim}
+    case = Heads(x, weight, None, **sizes, norms=None, rotary=None, rows=rows, block_size=16)
+    cache, _ = case.compute(machine, rng, [0])
+    assert isinstance(cache, Cache8)
+    products_of = (x.float() @ weight.float().T).view(count, 4, head_dim)
+    for found, exact in zip(cache.codes(0, 9, 9 + count), (products_of[:, 2:3], products_of[:, 3:]), strict=True):
+        true, sound = Codes.of(exact), exact.isfinite().all(-1)
+        sound &= ~(found.scale.isnan() & (exact.amax(-1) - exact.amin(-1)).isinf())
+        assert found.scale[~sound].isnan().all() and not sound[6:8].any() and sound[9:].all()
+        assert torch.equal(found.scale[sound], true.scale[sound])
+        assert torch.equal(found.minimum[sound], true.minimum[sound])
+        assert torch.equal(found.codes[sound], true.codes[sound])
+        assert (found.codes[3] == 0).all() and (found.scale[3] == 0).all()

@@ -102,11 +102,12 @@ def test_output_head(count: int, request: pytest.FixtureRequest) -> None:
     sweep(request, count, check)
 
 
+@pytest.mark.parametrize("int8_kv", [False, True], ids=["plain", "int8"])
 @counts(10)
-def test_attention(count: int, request: pytest.FixtureRequest) -> None:
+def test_attention(count: int, int8_kv: bool, request: pytest.FixtureRequest) -> None:
     def check(seed: int) -> None:
-        rng = random.Random(seed)
-        attention_tests.check(few_and_many(seed), attention_tests.Case.draw(rng, torch.bfloat16), rng)
+        rng, machine = random.Random(seed), few_and_many(seed)._replace(int8_kv=int8_kv)
+        attention_tests.check(machine, attention_tests.Case.draw(rng, torch.bfloat16), rng)
 
     sweep(request, count, check)
 
@@ -116,7 +117,8 @@ def test_attention(count: int, request: pytest.FixtureRequest) -> None:
 def test_edges_of_attention_tiles(head_dim: int, group: int) -> None:
     rng = random.Random(head_dim * 100 + group)
     case = attention_tests.Case.make(rng, torch.bfloat16, [(1, 300), (4, 37), (1, 16), (1, 1)], 2, group, head_dim)
-    attention_tests.check(MANY, case, rng)
+    for int8_kv in (False, True):
+        attention_tests.check(MANY._replace(int8_kv=int8_kv), case, rng)
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 49, 65, 255, 256, 257, 511, 512, 513, 600])
@@ -140,7 +142,8 @@ def test_edges_of_k_blocks(k: int) -> None:
 def test_broken_rows_stay_among_themselves() -> None:
     test_gemm.test_broken_rows_stay_among_themselves(MANY)
     for row in range(3):
-        attention_tests.test_a_broken_sequence_stays_alone(row, MANY)
+        for int8_kv in (False, True):
+            attention_tests.test_a_broken_sequence_stays_alone(row, MANY._replace(int8_kv=int8_kv))
 
 
 @counts(8)
