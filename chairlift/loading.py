@@ -113,11 +113,6 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
     delay = parse_hashlm(config.model.model)
     if delay is not None:
-        if config.model.quantization is not None:
-            asked = config.model.quantization
-            raise ConfigError(f"quantization is {asked!r}, but HashLM has no weights; leave quantization out")
-        if config.cache.kv_cache_dtype != "auto":
-            raise ConfigError("kv_cache_dtype is 'int8', but HashLM's cache holds no K and V; leave kv_cache_dtype out")
         return _load_hashlm(config, delay)
     # These import torch, which takes most of a second: only now is it needed.
     import torch
@@ -207,6 +202,11 @@ def _notes(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, calls
 
 
 def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
+    if config.model.quantization is not None:
+        asked = config.model.quantization
+        raise ConfigError(f"quantization is {asked!r}, but HashLM has no weights; leave quantization out")
+    if config.cache.kv_cache_dtype != "auto":
+        raise ConfigError("kv_cache_dtype is 'int8', but HashLM's cache holds no K and V; leave kv_cache_dtype out")
     from chairlift.executor.host_memory import host_memory
     from chairlift.executor.local import LocalExecutor
     from chairlift.models.hashlm_served import hashlm_runner

@@ -2,6 +2,7 @@
 // float32 sum per row and column over the blocks, in order. A row's sums never depend on how many rows are computed with it.
 #pragma once
 #include "chairlift_cpu.h"
+#include "ints.h"
 #include "product.h"
 
 namespace CL_NS {
@@ -47,67 +48,10 @@ struct Pair<Row, Code<B, M>> {
   enum { PARTS = 1 };
 };
 
-// Sixteen 32-bit integers, or twice as many of 16 bits.
-#if defined(__AVX512F__)
-typedef __m512i vi;
-CL_INLINE vi iload(const void* p) { return _mm512_loadu_si512(p); }
-CL_INLINE vi iset(int32_t x) { return _mm512_set1_epi32(x); }
-CL_INLINE vi iand(vi a, vi b) { return _mm512_and_si512(a, b); }
-CL_INLINE vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }
-template <int N>
-CL_INLINE vi ishift16(vi a) { return _mm512_srli_epi16(a, N); }
-CL_INLINE vf ifloat(vi a) { return _mm512_cvtepi32_ps(a); }
-CL_INLINE vf load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-#if !defined(__AVX512VNNI__)
-CL_INLINE vi imadd(vi a, vi b) { return _mm512_madd_epi16(a, b); }
-#endif
-#else
-struct vi {
-  __m256i lo, hi;
-};
-CL_INLINE vi iload(const void* p) {
-  return vi{_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
-}
-CL_INLINE vi iset(int32_t x) { return vi{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-CL_INLINE vi iand(vi a, vi b) { return vi{_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
-CL_INLINE vi iadd(vi a, vi b) { return vi{_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
-CL_INLINE vi imadd(vi a, vi b) { return vi{_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)}; }
-template <int N>
-CL_INLINE vi ishift16(vi a) { return vi{_mm256_srli_epi16(a.lo, N), _mm256_srli_epi16(a.hi, N)}; }
-CL_INLINE vf ifloat(vi a) { return vf{_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
-CL_INLINE vf load_halves(const uint16_t* p) {
-  return vf{_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
-}
-#endif
-
-CL_INLINE vi four_of(const int8_t* code) {
-  int32_t four;
-  memcpy(&four, code, 4);
-  return iset(four);
-}
-CL_INLINE vi two_of(const int16_t* code) {
-  int32_t two;
-  memcpy(&two, code, 4);
-  return iset(two);
-}
-
-#if defined(__AVX512VNNI__)
-CL_INLINE vi four_bytes(const void* at) {
-  int32_t bits;
-  memcpy(&bits, at, 4);
-  return iset(bits);
-}
-#else
-struct Four {
-  char bytes[4];
-};
-CL_INLINE const Four& four_bytes(const void* at) { return *static_cast<const Four*>(at); }
-#endif
-
 CL_INLINE float to_float32(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
 
 // The products of one block of 32 k, of one row and sixteen columns, in integers, which are exact in any order. A step takes
-// four k of 8 bits, or eight of 4 bits. `split` makes of a step's codes what two products take, or one.
+// four k of 8 bits, or eight of 4 bits.
 template <int B>
 struct Dot {
   enum { STEPS = CL_Q_BLOCK * B / 32, PARTS = 2 };
@@ -115,37 +59,16 @@ struct Dot {
 #if defined(__AVX512VNNI__)
   CL_INLINE vi start(int32_t offset) { return iset(offset); }
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
-  CL_INLINE vi add(vi sum, vi codes, vi row) { return _mm512_dpbusd_epi32(sum, codes, row); }
+  CL_INLINE vi add(vi sum, vi codes, const Four& row) { return _mm512_dpbusd_epi32(sum, codes, ispread(row)); }
 #else
   // Pairs of 4 bits times 8 add up in 16 bits over a whole block: at most 8 * 2 * 15 * 127 = 30480.
   CL_INLINE vi start(int32_t offset) { return iset(B == 8 ? offset : 0); }
   CL_INLINE vi finish(vi sum, int32_t offset) {
     return B == 8 ? sum : iadd(imadd(sum, iset(0x00010001)), iset(offset));
   }
-  // Compilers reorder sums of integers, and then keep them in memory: what is to stay in registers is said here.
-#if defined(__AVX512F__)
   CL_INLINE vi add(vi sum, vi codes, const Four& row) {
-    vi x;
-    if (B == 8)
-      __asm__("vpbroadcastd %2, %1\n\tvpmaddwd %1, %3, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(x) : "m"(row), "v"(codes));
-    else
-      __asm__("vpbroadcastd %2, %1\n\tvpmaddubsw %1, %3, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(x) : "m"(row), "v"(codes));
-    return sum;
+    return B == 8 ? add_pairs(sum, row, codes) : add_bytes(sum, row, codes);
   }
-#else
-  CL_INLINE vi add(vi sum, vi codes, const Four& row) {
-    __m256i x, y;
-    if (B == 8)
-      __asm__("vpbroadcastd %4, %2\n\tvpmaddwd %2, %5, %3\n\tvpmaddwd %2, %6, %2\n\tvpaddd %3, %0, %0\n\tvpaddd %2, %1, %1"
-              : "+x"(sum.lo), "+x"(sum.hi), "=&x"(x), "=&x"(y)
-              : "m"(row), "x"(codes.lo), "x"(codes.hi));
-    else
-      __asm__("vpbroadcastd %4, %2\n\tvpmaddubsw %2, %5, %3\n\tvpmaddubsw %2, %6, %2\n\tvpaddw %3, %0, %0\n\tvpaddw %2, %1, %1"
-              : "+x"(sum.lo), "+x"(sum.hi), "=&x"(x), "=&x"(y)
-              : "m"(row), "x"(codes.lo), "x"(codes.hi));
-    return sum;
-  }
-#endif
 #endif
   // Of 4 bits the low ones, then the high ones. Of 8 bits all at once, or as 16 bits the even ones, then the odd ones.
   CL_INLINE vi part(const uint8_t* codes, int part) {
@@ -154,8 +77,8 @@ struct Dot {
     return part == 0 ? iand(all, iset(0x00ff00ff)) : ishift16<8>(all);
   }
   // What they are multiplied with: four bytes of the row for all columns.
-  CL_INLINE decltype(auto) row(const Lane* code, int step, int part) {
-    return four_bytes(code + (step * PARTS + part) * int(4 / sizeof(Lane)));
+  CL_INLINE const Four& row(const Lane* code, int step, int part) {
+    return four_at(code + (step * PARTS + part) * int(4 / sizeof(Lane)));
   }
 };
 #if defined(__AVX512VNNI__)
@@ -165,9 +88,9 @@ struct Dot<8> {
   typedef int8_t Lane;
   CL_INLINE vi start(int32_t offset) { return iset(offset); }
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
-  CL_INLINE vi add(vi sum, vi codes, vi row) { return _mm512_dpbusd_epi32(sum, codes, row); }
+  CL_INLINE vi add(vi sum, vi codes, const Four& row) { return _mm512_dpbusd_epi32(sum, codes, ispread(row)); }
   CL_INLINE vi part(const uint8_t* codes, int) { return iload(codes); }
-  CL_INLINE vi row(const int8_t* code, int step, int) { return four_bytes(code + 4 * step); }
+  CL_INLINE const Four& row(const int8_t* code, int step, int) { return four_at(code + 4 * step); }
 };
 #endif
 
@@ -217,7 +140,7 @@ CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, in
           for (int v = 0; v < V; v++) codes[v] = D::part(at + step * CL_PANEL * 4 + (first + v) * STEP_BYTES, part);
 #pragma GCC unroll 16
           for (int r = 0; r < R; r++) {
-            const auto& row = D::row(rows[r / 3][r % 3 * a_stride].code, step, part);
+            const Four& row = D::row(rows[r / 3][r % 3 * a_stride].code, step, part);
 #pragma GCC unroll 2
             for (int v = 0; v < V; v++) sum[r][v] = D::add(sum[r][v], codes[v], row);
           }

@@ -94,7 +94,7 @@ static void code_peak(int64_t rounds) {
   for (vi& each : sum) each = iset(0);
   const vi codes = Dot<8>::part(reinterpret_cast<const uint8_t*>(zeros), 0);
   for (int64_t i = 0; i < rounds; i++) {
-    const auto& row = Dot<8>::row(zeros, 0, 0);
+    const Four& row = Dot<8>::row(zeros, 0, 0);
 #pragma GCC unroll 24
     for (int j = 0; j < PEAK_CHAINS; j++) {
       sum[j] = Dot<8>::add(sum[j], codes, row);

@@ -7,6 +7,7 @@
 #pragma once
 #include <float.h>
 
+#include "ints.h"
 #include "product.h"
 
 namespace CL_NS {
@@ -28,42 +29,17 @@ CL_INLINE const float* scales_of(const code8* piece, int head_dim) {
   return (const float*)(piece + int64_t(CL_KV_TOKENS) * head_dim);
 }
 
-// Sixteen sums of 32 bits. The products that are added to them are of pairs: two numbers of each of sixteen columns. Left to
-// themselves, compilers add products up before they add them to sums, and keep sums in memory for want of registers.
-typedef int32_t __attribute__((may_alias)) Pair16;
 #if defined(__AVX512F__)
-typedef __m512i vi;
-CL_INLINE vi vi_zero() { return _mm512_setzero_si512(); }
 CL_INLINE vi load_pairs(const code8* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
-CL_INLINE vi add_pairs(vi sum, const int16_t* pair, vi columns) {
-  __m512i x;
-  __asm__("vpbroadcastd %2, %1\n\tvpmaddwd %3, %1, %1\n\tvpaddd %1, %0, %0"
-          : "+v"(sum), "=&v"(x)
-          : "m"(*(const Pair16*)pair), "v"(columns));
-  return sum;
-}
-CL_INLINE vf to_floats(vi x) { return _mm512_cvtepi32_ps(x); }
 CL_INLINE vf numbers_of(__m128i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(codes)); }
 CL_INLINE __m128i codes_of(vf x) { return _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x)); }
 CL_INLINE void store_int16(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x))); }
 CL_INLINE vf vabs(vf x) { return _mm512_abs_ps(x); }
 #else
-struct vi {
-  __m256i lo, hi;
-};
-CL_INLINE vi vi_zero() { return vi{_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 CL_INLINE vi load_pairs(const code8* p) {
   return vi{_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)),
             _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(p + LANES)))};
 }
-CL_INLINE vi add_pairs(vi sum, const int16_t* pair, vi columns) {
-  __m256i x, y;
-  __asm__("vpbroadcastd %4, %2\n\tvpmaddwd %5, %2, %3\n\tvpmaddwd %6, %2, %2\n\tvpaddd %3, %0, %0\n\tvpaddd %2, %1, %1"
-          : "+x"(sum.lo), "+x"(sum.hi), "=&x"(x), "=&x"(y)
-          : "m"(*(const Pair16*)pair), "x"(columns.lo), "x"(columns.hi));
-  return sum;
-}
-CL_INLINE vf to_floats(vi x) { return vf{_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
 CL_INLINE vf numbers_of(__m128i codes) {
   return vf{_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes)),
             _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(codes, codes)))};
@@ -150,7 +126,7 @@ CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code
                                   int count, int steps, const Finish& finish) {
   vi sum[R];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++) sum[r] = vi_zero();
+  for (int r = 0; r < R; r++) sum[r] = iset(0);
   for (int piece = 0; piece < count; piece++) {
     const code8* column = pieces[piece];
     const char* next = ahead ? ahead[piece] : (const char*)column;  // what is at hand costs little
@@ -160,12 +136,12 @@ CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code
       for (int i = 0; i < 2; i++, column += 2 * LANES, a += 2) {
         const vi y = load_pairs(column);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) sum[r] = add_pairs(sum[r], a + r * a_stride, y);
+        for (int r = 0; r < R; r++) sum[r] = add_pairs(sum[r], four_at(a + r * a_stride), y);
       }
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++) finish(r, to_floats(sum[r]));
+  for (int r = 0; r < R; r++) finish(r, ifloat(sum[r]));
 }
 
 // All rows, in blocks of nearly equal size.

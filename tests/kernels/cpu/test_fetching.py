@@ -242,7 +242,7 @@ int main(int argc, char** argv) {
     cl_pool pool(1, false);
     const int chunk = chunk_panels<bf16>(Panels<bf16>{nullptr, panels, k}, unit, m, 1);
     const int64_t own = int64_t(panels) * k * 64, last = Blocking<bf16, bf16>::FLOAT32 ? 1 : (panels - 1) % chunk + 1;
-    const bool streams = Blocking<bf16, bf16>::STREAMS && one_pass(packed, m);
+    const bool streams = Blocking<bf16, bf16>::STREAMS && one_pass(Panels<bf16>{nullptr, panels, k}, m);
     // At most as much as the last item reads at a time, or as is fetched ahead.
     const int64_t then = streams ? int64_t(STREAM_AHEAD) : last * 256 * 64;
     size = own + then;
@@ -251,9 +251,8 @@ int main(int argc, char** argv) {
     memset((void*)weight, 0, size);
     begin = (const char*)weight, outside = again = now = 0, latest.assign(size / 64, 0);
     static GemmScratch<bf16> scratch;
-    const Panels<bf16> packed{weight, panels, k};
     watching = true;
-    gemm<bf16>(pool, 0, a.data(), k, m, packed, chunk, scratch, Ignore{}, {begin + own, then}, no_kv);
+    gemm<bf16>(pool, 0, a.data(), k, m, Panels<bf16>{weight, panels, k}, chunk, scratch, Ignore{}, {begin + own, then}, no_kv);
     watching = false;
     int64_t never = 0;
     const int64_t first = streams ? STREAM_AHEAD / 64 : int64_t(chunk) * k;
