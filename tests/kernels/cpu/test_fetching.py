@@ -252,7 +252,8 @@ int main(int argc, char** argv) {
     begin = (const char*)weight, outside = again = now = 0, latest.assign(size / 64, 0);
     static GemmScratch<bf16> scratch;
     watching = true;
-    gemm<bf16>(pool, 0, a.data(), k, m, Panels<bf16>{weight, panels, k}, chunk, scratch, Ignore{}, {begin + own, then}, no_kv);
+    const Panels<bf16> packed{weight, panels, k};
+    gemm<bf16>(pool, 0, a.data(), k, m, packed, chunk, scratch, Ignore{}, {begin + own, then}, no_kv);
     watching = false;
     int64_t never = 0;
     const int64_t first = streams ? STREAM_AHEAD / 64 : int64_t(chunk) * k;
