@@ -26,7 +26,7 @@ class _Lane:
         self.keys: list[_Key] = []
         self.requests: list[Request] = []
         self.by_size: list[tuple[_Key, Request]] = []
-        """The same requests: of equal standing, the smallest first."""
+        """The same requests: of equal standing, the smallest first, and then those that gave way."""
         self.served_at = 0.0
         """When somebody of this lane was last let in."""
 
@@ -75,7 +75,10 @@ class WaitingQueue:
         at = bisect.bisect_right(lane.keys, key)
         lane.keys.insert(at, key)
         lane.requests.insert(at, request)
-        size_key = self.size_order(request)
+        # Whoever gave way goes first in policy order. By size it goes last: it may need many blocks for few tokens, and
+        # those behind it would wait until it fits.
+        gave_way = float(request.status is not RequestStatus.WAITING)
+        size_key = (*self.policy.standing(request), gave_way, request.size, request.sequence)
         bisect.insort(lane.by_size, (size_key, request), key=_first)
         self._places[request.request_id] = (name, key, size_key)
 

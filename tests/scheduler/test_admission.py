@@ -9,7 +9,7 @@ from chairlift.errors import ConfigError
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.kv_cache.prefix_cache import PrefixCache
 from chairlift.kv_cache.prefix_node import PrefixNode
-from chairlift.request import Request, Service
+from chairlift.request import Request, RequestStatus, Service
 from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.membership import membership_from_name
 from chairlift.scheduler.policy import FCFS
@@ -33,6 +33,23 @@ def test_the_queue_keeps_policy_order_and_finds_what_it_removes() -> None:
     queue.remove(requests[0])
     assert ids(list(queue)) == ["b", "d", "c", "e"]
     assert ids(list(queue.line(0.0))) == ["b", "d", "c", "e"]
+
+
+@pytest.mark.parametrize("status", [RequestStatus.PREEMPTED, RequestStatus.SWAPPED])
+def test_those_that_gave_way_come_last_by_size(status: RequestStatus) -> None:
+    """One may need many blocks for few tokens; the smallest of the others must not wait until it fits."""
+    queue = WaitingQueue(FCFS)
+    gave_way, large, small = (request(name, 2) for name in ("gave way", "large", "small"))
+    gave_way.move_to(RequestStatus.RUNNING)
+    gave_way.move_to(status)
+    for size, one in ((1, gave_way), (9, large), (5, small)):
+        one.size = one.sequence = size
+        queue.add(one)
+    assert ids(list(queue.line(0.0)))[0] == "gave way"
+    for expected in ("small", "large", "gave way"):
+        (smallest,) = queue.smallest(0.0)
+        assert smallest.request_id == expected
+        queue.remove(smallest)
 
 
 @pytest.mark.parametrize(("look_ahead", "admitted"), [(0, []), (1, []), (2, ["s"]), (8, ["s"])])
