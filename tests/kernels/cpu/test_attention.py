@@ -261,13 +261,13 @@ def test_many_rows_and_few_long_ones(machine: Machine) -> None:
 
 
 def test_the_bound_notices_a_key_left_out(machine: Machine) -> None:
-    """What the tests above rest on."""
-    rng = random.Random(0)
-    case = Case.make(rng, machine.dtype, [(1, 700)], 2, 4, 64)
+    """What the tests above rest on. Of few keys each matters more, which rounding to 8 bits must not hide."""
+    rng, count = random.Random(0), 150 if machine.int8_kv else 700
+    case = Case.make(rng, machine.dtype, [(1, count)], 2, 4, 64)
     expected = case.expected(0, machine)
     noticed = 0
-    for left_out in rng.sample(range(700), 60):
-        keep = [i for i in range(700) if i != left_out]
+    for left_out in rng.sample(range(count), 60):
+        keep = [i for i in range(count) if i != left_out]
         less = dataclasses.replace(case, keys=[case.keys[0][keep]], values=[case.values[0][keep]])
         wrong = less.expected(0, machine).value.to(machine.dtype).double()
         noticed += bool(((wrong - expected.value).abs() > expected.error).any())
