@@ -179,9 +179,11 @@ class Kernels:
             isa=lib.ISA_NAMES.index(self._isa),
             capacity=len(buffers[0]),
         )
-        codes = lib.Memory(len(buffers[0]) * self._library.cl_code_bytes(max((op.k for op in ops), default=1)))
-        program.codes = codes.address
-        return _Run(self._library, self._pool, program, batch, (arrays, buffers, codes))
+        kept: list[Any] = [arrays, buffers]
+        if self._kind is not None:
+            kept.append(lib.Memory(len(buffers[0]) * self._library.cl_code_bytes(max(op.k for op in ops))))
+            program.codes = kept[-1].address
+        return _Run(self._library, self._pool, program, batch, kept)
 
     def _take(self, nbytes: int) -> int:
         """The address of the next ``nbytes`` of the region."""
