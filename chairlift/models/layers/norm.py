@@ -24,12 +24,14 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm with a bias (Ba et al., 2016)."""
+    """Layer norm (Ba et al., 2016), with a bias or without."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, size: int, eps: float, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(size)) if bias else None)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,5 +40,6 @@ class LayerNorm(nn.Module):
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """The norm of activations [T, D] that ``config.norm`` names."""
-    kind = RMSNorm if config.norm == "rms" else LayerNorm
-    return kind(config.hidden_size, config.norm_eps)
+    if config.norm == "rms":
+        return RMSNorm(config.hidden_size, config.norm_eps)
+    return LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm == "layer")
