@@ -1,0 +1,184 @@
+"""Families that differ from Llama in a few places compute what transformers computes, and each place is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from chairlift.cli.main import main
+from chairlift.errors import ModelLoadError
+from chairlift.kernels.weights import PLAIN
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
+from tests.models.logprobs import check_logprobs
+from tests.models.paged import PagedRunner, packed_logits
+from tests.models.test_families import close, load, prompt
+from tests.models.tiny import MORE_FAMILIES, hf_logits, hf_model, tiny_hf_model
+from tests.native import needs_kernels
+
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in MORE_FAMILIES},
+    "arcee-biases": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "ernie4_5-biases": ("ernie4_5", {"use_bias": True}),
+    "helium-biases": ("helium", {"attention_bias": True, "mlp_bias": True}),
+    "hunyuan_v1_dense-alpha": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+    ),
+    "internlm3-biases": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
+    "ministral-mixed": ("ministral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    "ministral3-scaled": ("ministral3", {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5}}),
+    "seed_oss-biases": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_greedy_answers_equal_transformers(variant: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    model_dir = tiny_hf_model(tmp_path, family, **overrides)
+    theirs, ours = hf_model(model_dir), load(model_dir)
+    prompts = [prompt(40, 1), prompt(3, 2), prompt(61, 3)]
+    expected = [hf_logits(theirs, tokens) for tokens in prompts]
+    for logits, reference in zip(packed_logits(ours, prompts), expected, strict=True):
+        assert close(logits, reference)
+    runner = PagedRunner(ours, 8, num_blocks=256)
+    chunks = [runner.step([("chunked", prompts[2][a:b])])[0] for a, b in ((0, 5), (5, 6), (6, 32), (32, 61))]
+    assert close(torch.cat(chunks), expected[2])
+    for kernels in ("auto", "torch"):
+        check_logprobs(model_dir, theirs, 1e-3, dtype="float32", kernels=kernels)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_saved_is_what_was_loaded(variant: str, tmp_path: Path) -> None:
+    """In the checkpoint's names and order of rows."""
+    family, overrides = VARIANTS[variant]
+    model_dir = tiny_hf_model(tmp_path, family, **overrides)
+    saved, stored = hf_state_dict(load(model_dir, weight_format=PLAIN)), load_file(model_dir / "model.safetensors")
+    assert saved.keys() == stored.keys()
+    assert all(torch.equal(saved[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    """What a config.json with nothing but sizes means."""
+    whole = json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    sizes = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    assert parse_config({key: whole[key] for key in sizes}) == parse_config({**whole, "dtype": None})
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_check_accepts_it(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = str(tiny_hf_model(tmp_path, family))
+    assert main(["check", where, "--num-kv-blocks", "60", "--skip-tokenizer-init"]) == 0
+    assert "greedy tokens alone and in a batch" in capsys.readouterr().out
+
+
+# -- each way of getting it wrong is noticed ---------------------------------------------------------------------------
+
+
+def drop_biases(kind: str) -> Callable[[CausalLM], None]:
+    def wrong(model: CausalLM) -> None:
+        biases = [bias for name, bias in model.named_parameters() if name.endswith(f"{kind}.bias")]
+        assert biases
+        for bias in biases:
+            bias.zero_()
+
+    return wrong
+
+
+def other_rope(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
+    def wrong(config: ModelConfig) -> ModelConfig:
+        assert config.rope is not None
+        return dataclasses.replace(config, rope=dataclasses.replace(config.rope, **change))
+
+    return wrong
+
+
+def other(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: dataclasses.replace(config, **change)
+
+
+CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
+    ("arcee", "another activation", other(mlp="gelu_tanh")),
+    ("cwm", "no windows", other(layer_windows=(None,) * 3)),
+    ("cwm", "windows in all layers", other(layer_windows=(9,) * 3)),
+    ("cwm", "plain frequencies", other_rope(rope_type="default")),
+    ("ernie4_5", "halves for pairs", other_rope(interleaved=False)),
+    ("ernie4_5", "another base", other_rope(theta=1e4)),
+    ("helium", "halves for pairs", other_rope(interleaved=False)),
+    ("hunyuan_v1_dense", "norm before rotation", other(qk_norm="head")),
+    ("hunyuan_v1_dense-alpha", "alpha", other_rope(theta=1e4)),
+    ("ministral-mixed", "windows in all layers", other(layer_windows=(9,) * 3)),
+    ("ministral3-scaled", "queries as they are", other(query_scaling=None)),
+]
+MODEL_MISTAKES: list[tuple[str, str, Callable[[CausalLM], None]]] = [
+    ("arcee-biases", "biases of the MLP", drop_biases("mlp.up_proj")),
+    ("ernie4_5-biases", "biases of q, k and v", drop_biases("qkv_proj")),
+    ("helium-biases", "biases of q, k and v", drop_biases("qkv_proj")),
+    ("internlm3-biases", "bias of the output", drop_biases("o_proj")),
+    ("seed_oss", "biases of q, k and v", drop_biases("qkv_proj")),
+    ("seed_oss-biases", "bias of the output", drop_biases("o_proj")),
+]
+
+
+def check(variant: str, tmp_path: Path, spoil: Callable[[ModelConfig], ModelConfig]) -> tuple[CausalLM, torch.Tensor]:
+    """The spoilt model, after the sound one was compared, and what transformers computes."""
+    family, overrides = VARIANTS[variant]
+    model_dir = tiny_hf_model(tmp_path, family, **overrides)
+    expected = hf_logits(hf_model(model_dir), prompt(40))
+    assert close(packed_logits(load(model_dir), [prompt(40)])[0], expected)
+    return load_model(model_dir, spoil(read_config(model_dir)), weight_format=PLAIN), expected
+
+
+@pytest.mark.parametrize(("variant", "what", "spoil"), CONFIG_MISTAKES, ids=lambda each: str(each)[:30])
+def test_a_feature_that_is_left_out_is_noticed(
+    variant: str, what: str, spoil: Callable[[ModelConfig], ModelConfig], tmp_path: Path
+) -> None:
+    model, expected = check(variant, tmp_path, spoil)
+    assert not close(packed_logits(model, [prompt(40)])[0], expected, 0.01), what
+
+
+@pytest.mark.parametrize(("variant", "what", "spoil"), MODEL_MISTAKES, ids=lambda each: str(each)[:30])
+def test_a_part_that_is_left_out_is_noticed(
+    variant: str, what: str, spoil: Callable[[CausalLM], None], tmp_path: Path
+) -> None:
+    model, expected = check(variant, tmp_path, lambda config: config)
+    spoil(model)
+    assert not close(packed_logits(model, [prompt(40)])[0], expected, 0.01), what
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "internlm3", "qkv_bias": True, "bias": False}, "qkv_bias True must equal bias False"),
+        ({"model_type": "internlm3", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map"),
+        ({"model_type": "cwm", "sliding_window": None}, "sliding_window is not set"),
+        ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not supported; supported: relu2"),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "alpha": 2.0}}, "alpha"),
+        ({"model_type": "helium", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"model_type": "seed_oss", "logit_scale": 0.5}, "logit_scale = 0.5 is not supported"),
+    ],
+)
+def test_what_would_change_the_result_is_refused_by_name(config: dict[str, Any], words: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    with pytest.raises(ModelLoadError, match=words):
+        parse_config({**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **config})
+
+
+def test_code_that_says_what_transformers_says_is_not_needed() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_internlm3.InternLM3ForCausalLM"}}
+    parse_config({**sizes, "num_attention_heads": 4, "model_type": "internlm3", **code})
