@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chairlift.models.family import MAX_CONTEXT, Family, Fields, layer_types
+from chairlift.models.family import MAX_CONTEXT, Family, Fields, pattern_windows
 
 __all__ = ["CWM"]
 
@@ -12,10 +12,7 @@ __all__ = ["CWM"]
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
     window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT) if fields.get("sliding_window") else None
     pattern = ["sliding_attention" if layer % 4 else "full_attention" for layer in range(layers)]
-    kinds = layer_types(fields, layers) or pattern
-    if window is None and "sliding_attention" in kinds:
-        fields.fail("sliding_window is not set, but layer_types (by default three of four) has sliding_attention")
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    windows = pattern_windows(fields, layers, window, pattern)
     return {"mlp_bias": fields.boolean("mlp_bias", False), "layer_windows": windows}
 
 

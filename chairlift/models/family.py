@@ -12,7 +12,17 @@ from typing import Any, NoReturn
 
 from chairlift.errors import ModelLoadError
 
-__all__ = ["MAX_CONTEXT", "ROPE_TYPES", "SPLIT_NAMES", "Family", "Fields", "every_nth", "layer_types", "layer_windows"]
+__all__ = [
+    "MAX_CONTEXT",
+    "ROPE_TYPES",
+    "SPLIT_NAMES",
+    "Family",
+    "Fields",
+    "every_nth",
+    "layer_types",
+    "layer_windows",
+    "pattern_windows",
+]
 
 MAX_CONTEXT = 2**27
 
@@ -134,9 +144,10 @@ class Family:
     """Tensors that are computed and not weights, though old checkpoints hold them: a regular expression."""
 
 
-def every_nth(layers: int, interval: int, kind: str, others: str) -> list[str]:
-    """``kind`` for each ``interval``-th of the layers, ``others`` for the rest."""
-    return [others if (layer + 1) % interval else kind for layer in range(layers)]
+def every_nth(fields: Fields, layers: int) -> list[str]:
+    """Layer types in which each ``sliding_window_pattern``-th layer sees everything, and the others have a window."""
+    interval = fields.integer("sliding_window_pattern", 1, 1_024, default=4)
+    return ["sliding_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
 
 
 def layer_types(fields: Fields, layers: int) -> list[str] | None:
@@ -157,4 +168,12 @@ def layer_windows(fields: Fields, layers: int, window: int | None, first: int) -
         return tuple(window if layer >= first else None for layer in range(layers))
     if window is None and "sliding_attention" in kinds:
         fields.fail("layer_types has sliding_attention, but use_sliding_window or sliding_window is not set")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def pattern_windows(fields: Fields, layers: int, window: int | None, pattern: list[str]) -> tuple[int | None, ...]:
+    """``window`` where ``layer_types`` says sliding; ``pattern`` stands in for it where the file has none."""
+    kinds = layer_types(fields, layers) or pattern
+    if window is None and "sliding_attention" in kinds:
+        fields.fail("sliding_window is not set, but layer_types, or what stands in for it, has sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

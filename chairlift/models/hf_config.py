@@ -74,6 +74,7 @@ _FOREIGN_KEYS = (
     "alibi",
     "attention_chunk_size",
     "attn_logit_softcapping",
+    "clip_qkv",
     "final_logit_softcapping",
     "kv_lora_rank",
     "n_routed_experts",
@@ -359,7 +360,7 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
         raise ModelLoadError(f"{where}: is_causal is false, so tokens see later ones; use a text-generation model")
     auto_map = raw.get("auto_map")
     code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, Mapping) else None
-    if code is not None and code not in family.known_code:
+    if code is not None and str(code).rpartition("--")[2] not in family.known_code:
         raise ModelLoadError(
             f"{where}: the model needs code from its own directory (auto_map), which Chairlift never runs; "
             "use a version of the model in a standard format"

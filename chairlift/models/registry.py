@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from chairlift.models.arcee import ARCEE
+from chairlift.models.cohere2 import COHERE2
 from chairlift.models.cwm import CWM
 from chairlift.models.ernie4_5 import ERNIE4_5
+from chairlift.models.exaone4 import EXAONE4
 from chairlift.models.family import Family
+from chairlift.models.glm4 import GLM4
 from chairlift.models.gpt2 import GPT2
+from chairlift.models.granite import GRANITE
 from chairlift.models.helium import HELIUM
 from chairlift.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from chairlift.models.internlm3 import INTERNLM3
@@ -14,9 +18,13 @@ from chairlift.models.llama import LLAMA
 from chairlift.models.ministral import MINISTRAL
 from chairlift.models.ministral3 import MINISTRAL3
 from chairlift.models.mistral import MISTRAL
+from chairlift.models.olmo2 import OLMO2
+from chairlift.models.olmo3 import OLMO3
+from chairlift.models.phi3 import PHI3
 from chairlift.models.qwen2 import QWEN2
 from chairlift.models.qwen3 import QWEN3
 from chairlift.models.seed_oss import SEED_OSS
+from chairlift.models.smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES"]
 
@@ -24,9 +32,13 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         ARCEE,
+        COHERE2,
         CWM,
         ERNIE4_5,
+        EXAONE4,
+        GLM4,
         GPT2,
+        GRANITE,
         HELIUM,
         HUNYUAN_V1_DENSE,
         INTERNLM3,
@@ -34,8 +46,12 @@ FAMILIES: dict[str, Family] = {
         MINISTRAL,
         MINISTRAL3,
         MISTRAL,
+        OLMO2,
+        OLMO3,
+        PHI3,
         QWEN2,
         QWEN3,
         SEED_OSS,
+        SMOLLM3,
     )
 }

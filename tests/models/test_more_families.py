@@ -27,11 +27,32 @@ from tests.models.test_families import close, load, prompt
 from tests.models.tiny import MORE_FAMILIES, hf_logits, hf_model, tiny_hf_model
 from tests.native import needs_kernels
 
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+
+
+def _longrope(pairs: int) -> dict[str, Any]:
+    factors = {"short_factor": [1 + i / 10 for i in range(pairs)], "long_factor": [2 + i for i in range(pairs)]}
+    return {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in MORE_FAMILIES},
     "arcee-biases": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "cohere2-biases": ("cohere2", {"attention_bias": True, "logit_scale": 0.7, "tie_word_embeddings": False}),
     "ernie4_5-biases": ("ernie4_5", {"use_bias": True}),
+    "exaone4-no-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "glm4-no-biases": ("glm4", {"attention_bias": False, "partial_rotary_factor": 0.75}),
+    "granite-factors": (
+        "granite",
+        {
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+        },
+    ),
     "helium-biases": ("helium", {"attention_bias": True, "mlp_bias": True}),
     "hunyuan_v1_dense-alpha": (
         "hunyuan_v1_dense",
@@ -40,7 +61,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3-biases": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
     "ministral-mixed": ("ministral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
     "ministral3-scaled": ("ministral3", {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5}}),
+    "olmo2-biases": ("olmo2", {"attention_bias": True}),
+    "olmo3-yarn": ("olmo3", {"rope_parameters": {"full_attention": _YARN, "sliding_attention": _PLAIN}}),
+    "phi3-window": ("phi3", {"sliding_window": 9, "tie_word_embeddings": True}),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "phi3-longrope": ("phi3", {"rope_parameters": _longrope(8), "original_max_position_embeddings": 2}),
+    "phi3-short": ("phi3", {"rope_parameters": _longrope(8), "original_max_position_embeddings": 512}),
+    "phi3-partial-longrope": (
+        "phi3",
+        {"rope_parameters": {**_longrope(6), "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 2},
+    ),
     "seed_oss-biases": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "smollm3-windows": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [1, 0, 0, 1], "attention_bias": True},
+    ),
 }
 
 
@@ -99,6 +134,35 @@ def drop_biases(kind: str) -> Callable[[CausalLM], None]:
     return wrong
 
 
+def drop_norms(which: str) -> Callable[[CausalLM], None]:
+    def wrong(model: CausalLM) -> None:
+        for layer in model.model.layers:
+            assert getattr(layer, which) is not None
+            setattr(layer, which, None)
+
+    return wrong
+
+
+def drop_head_norms(model: CausalLM) -> None:
+    for layer in model.model.layers:
+        assert layer.self_attn.q_norm is not None
+        layer.self_attn.q_norm = layer.self_attn.k_norm = None
+
+
+def norm_each_head(model: CausalLM) -> None:
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.qk_norm = "head"
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.weight = torch.nn.Parameter(norm.weight[: attention.head_dim])
+
+
+def one_after_the_other(model: CausalLM) -> None:
+    """The MLP reads what attention added to."""
+    for layer in model.model.layers:
+        layer.parallel, layer.post_attention_layernorm = False, layer.input_layernorm
+
+
 def other_rope(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
     def wrong(config: ModelConfig) -> ModelConfig:
         assert config.rope is not None
@@ -113,25 +177,68 @@ def other(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
 
 CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("arcee", "another activation", other(mlp="gelu_tanh")),
+    ("cohere2", "rotation in all layers", other(rope_layers=())),
+    ("cohere2", "halves for pairs", other_rope(interleaved=False)),
+    ("cohere2", "logits as they are", other(logit_scale=1.0)),
+    ("cohere2", "no windows", other(layer_windows=(None,) * 4)),
+    ("cohere2", "RMSNorm", other(norm="rms")),
     ("cwm", "no windows", other(layer_windows=(None,) * 3)),
     ("cwm", "windows in all layers", other(layer_windows=(9,) * 3)),
     ("cwm", "plain frequencies", other_rope(rope_type="default")),
     ("ernie4_5", "halves for pairs", other_rope(interleaved=False)),
     ("ernie4_5", "another base", other_rope(theta=1e4)),
+    ("exaone4", "rotation in all layers", other(rope_layers=())),
+    ("exaone4", "no windows", other(layer_windows=(None,) * 4)),
+    ("exaone4", "norms behind the rotation", other(qk_norm="rotated")),
+    ("exaone4-no-window", "no rotation", other(rope_layers=(False,) * 4)),
+    ("glm4", "halves for pairs", other_rope(interleaved=False)),
+    ("glm4", "whole heads rotated", other_rope(dim=None)),
+    ("granite-factors", "usual scores", other(layer_scales=(0.25,) * 3)),
+    ("granite-factors", "embeddings as they are", other(embedding_scale=1.0)),
+    ("granite-factors", "branches as they are", other(residual_scale=1.0)),
+    ("granite-factors", "logits as they are", other(logit_scale=1.0)),
     ("helium", "halves for pairs", other_rope(interleaved=False)),
     ("hunyuan_v1_dense", "norm before rotation", other(qk_norm="head")),
     ("hunyuan_v1_dense-alpha", "alpha", other_rope(theta=1e4)),
     ("ministral-mixed", "windows in all layers", other(layer_windows=(9,) * 3)),
     ("ministral3-scaled", "queries as they are", other(query_scaling=None)),
+    ("olmo3", "no windows", other(layer_windows=(None,) * 4)),
+    ("olmo3-yarn", "one rotation for all layers", other(window_rope=None)),
+    ("phi3-window", "no window", other(layer_windows=(None,) * 3)),
+    ("phi3-partial", "whole heads rotated", other_rope(dim=None)),
+    ("phi3-longrope", "plain frequencies", other_rope(divisors=())),
+    ("phi3-longrope", "no factor of attention", other_rope(attention_factor=1.0)),
+    ("phi3-partial-longrope", "no factor of attention", other_rope(attention_factor=1.0)),
+    ("phi3-short", "long factors", other_rope(divisors=tuple(2.0 + i for i in range(8)))),
+    ("smollm3", "rotation in all layers", other(rope_layers=())),
+    ("smollm3-windows", "no windows", other(layer_windows=(None,) * 4)),
 ]
 MODEL_MISTAKES: list[tuple[str, str, Callable[[CausalLM], None]]] = [
     ("arcee-biases", "biases of the MLP", drop_biases("mlp.up_proj")),
     ("ernie4_5-biases", "biases of q, k and v", drop_biases("qkv_proj")),
+    ("cohere2-biases", "bias of the output", drop_biases("o_proj")),
+    ("exaone4", "norms of heads", drop_head_norms),
+    ("exaone4", "norms behind attention", drop_norms("attention_out_norm")),
+    ("exaone4", "norms behind the MLP", drop_norms("mlp_out_norm")),
+    ("glm4", "biases of q, k and v", drop_biases("qkv_proj")),
+    ("glm4", "norms behind attention", drop_norms("attention_out_norm")),
+    ("glm4", "norms behind the MLP", drop_norms("mlp_out_norm")),
+    ("glm4", "norms before attention", drop_norms("input_layernorm")),
+    ("olmo2", "norms behind attention", drop_norms("attention_out_norm")),
+    ("olmo2", "norms behind the MLP", drop_norms("mlp_out_norm")),
+    ("olmo2", "norms of all heads", drop_head_norms),
+    ("olmo2", "norms of each head", norm_each_head),
+    ("olmo2-biases", "bias of the output", drop_biases("o_proj")),
+    ("cohere2", "MLP behind attention", one_after_the_other),
     ("helium-biases", "biases of q, k and v", drop_biases("qkv_proj")),
     ("internlm3-biases", "bias of the output", drop_biases("o_proj")),
     ("seed_oss", "biases of q, k and v", drop_biases("qkv_proj")),
     ("seed_oss-biases", "bias of the output", drop_biases("o_proj")),
 ]
+
+
+def names(mistakes: list[Any]) -> list[str]:
+    return [f"{variant}: {what}" for variant, what, _ in mistakes]
 
 
 def check(variant: str, tmp_path: Path, spoil: Callable[[ModelConfig], ModelConfig]) -> tuple[CausalLM, torch.Tensor]:
@@ -143,7 +250,7 @@ def check(variant: str, tmp_path: Path, spoil: Callable[[ModelConfig], ModelConf
     return load_model(model_dir, spoil(read_config(model_dir)), weight_format=PLAIN), expected
 
 
-@pytest.mark.parametrize(("variant", "what", "spoil"), CONFIG_MISTAKES, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(("variant", "what", "spoil"), CONFIG_MISTAKES, ids=names(CONFIG_MISTAKES))
 def test_a_feature_that_is_left_out_is_noticed(
     variant: str, what: str, spoil: Callable[[ModelConfig], ModelConfig], tmp_path: Path
 ) -> None:
@@ -151,7 +258,7 @@ def test_a_feature_that_is_left_out_is_noticed(
     assert not close(packed_logits(model, [prompt(40)])[0], expected, 0.01), what
 
 
-@pytest.mark.parametrize(("variant", "what", "spoil"), MODEL_MISTAKES, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(("variant", "what", "spoil"), MODEL_MISTAKES, ids=names(MODEL_MISTAKES))
 def test_a_part_that_is_left_out_is_noticed(
     variant: str, what: str, spoil: Callable[[CausalLM], None], tmp_path: Path
 ) -> None:
@@ -169,6 +276,20 @@ def test_a_part_that_is_left_out_is_noticed(
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not supported; supported: relu2"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "alpha": 2.0}}, "alpha"),
         ({"model_type": "helium", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must have 0 or 1"),
+        ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 3}, "sliding_window is not set"),
+        ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier must be a number above 0"),
+        ({"model_type": "granite", "logit_scale": 0.5}, "logit_scale = 0.5 is not supported"),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be a whole number"),
+        ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "must have full_attention and sliding"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope", "long_factor": [1.0]}},
+            "factor must be 8 numbers",
+        ),
+        ({"model_type": "phi3", "rope_scaling": {"type": "llama3"}}, "supported: default, longrope, su, yarn"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.2}, "is 3 dimensions, which are no pairs"),
+        ({"model_type": "cohere2", "head_dim": 32}, "head_dim 32 must be hidden_size / num_attention_heads, 16"),
         ({"model_type": "seed_oss", "logit_scale": 0.5}, "logit_scale = 0.5 is not supported"),
     ],
 )
@@ -180,5 +301,11 @@ def test_what_would_change_the_result_is_refused_by_name(config: dict[str, Any],
 
 def test_code_that_says_what_transformers_says_is_not_needed() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-    code = {"auto_map": {"AutoModelForCausalLM": "modeling_internlm3.InternLM3ForCausalLM"}}
-    parse_config({**sizes, "num_attention_heads": 4, "model_type": "internlm3", **code})
+    for family, code in (
+        ("internlm3", "modeling_internlm3.InternLM3ForCausalLM"),
+        ("phi3", "modeling_phi3.Phi3ForCausalLM"),
+        ("phi3", "microsoft/Phi-3-mini-4k-instruct--modeling_phi3.Phi3ForCausalLM"),
+    ):
+        parse_config(
+            {**sizes, "num_attention_heads": 4, "model_type": family, "auto_map": {"AutoModelForCausalLM": code}}
+        )

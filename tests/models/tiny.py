@@ -32,14 +32,22 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 """Those that all sweeps go over: between them they have what kernels and caches care for."""
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
+    "cohere2": {"sliding_window": 9, "num_hidden_layers": 4},
     "cwm": {"head_dim": 24, "sliding_window": 9},
     "ernie4_5": {"head_dim": 24},
+    "exaone4": {"sliding_window": 9, "num_hidden_layers": 4},
+    "glm4": {"head_dim": 24, "pad_token_id": None, "partial_rotary_factor": 0.5},
+    "granite": {},
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 24},
     "internlm3": {"head_dim": 24},
     "ministral": {"head_dim": 24, "sliding_window": 9},
     "ministral3": {"head_dim": 24},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 9, "num_hidden_layers": 4},
+    "phi3": {"pad_token_id": None},
     "seed_oss": {"head_dim": 24},
+    "smollm3": {"num_hidden_layers": 4, "pad_token_id": None},
 }
 """The others, which test_more_families.py compares with transformers, and fields of their tiny configs."""
 
