@@ -31,7 +31,9 @@ __all__ = [
     "copy_blocks",
     "embedding",
     "fp8_linear",
+    "gelu",
     "gelu_tanh",
+    "gelu_tanh_and_mul",
     "layer_norm",
     "linear",
     "native_linear",
@@ -43,6 +45,7 @@ __all__ = [
     "plan_rows",
     "relu_squared",
     "rms_norm",
+    "rms_norm_offset",
     "rotary_heads",
     "rotary_table",
     "rotate_and_norm",
@@ -83,6 +86,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
+@operation(lambda x, weight, eps, offset: expect(x, "rows", len(weight)))
+def rms_norm_offset(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Root mean square norm over the last dimension, times ``offset + weight`` and only then rounded (Gemma: 1)."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * (offset + weight.float())).to(x.dtype)
+
+
 @operation(lambda x, weight, bias, eps: expect(x, "rows", len(weight)))
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Layer norm over the last dimension (Ba et al., 2016), with a bias or without."""
@@ -93,6 +104,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU by its approximation with tanh (Hendrycks and Gimpel, 2016)."""
     return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@operation(lambda x: expect(x))
+def gelu(x: Tensor) -> Tensor:
+    """GELU (Hendrycks and Gimpel, 2016)."""
+    return torch.nn.functional.gelu(x)
+
+
+@operation(lambda gate_up: expect(gate_up) // 2)
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """GEGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> gelu_tanh(gate) * up, [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 @operation(lambda x: expect(x))
@@ -176,11 +200,12 @@ def rotary_heads(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a product [T, (Hq + 2 Hkv) Dh] into q [T, Hq, Dh], k and v [T, Hkv, Dh].
 
-    q and k are normalised per head where there are ``q_norm`` and ``k_norm`` [Dh] (Qwen3), then rotated where there is
-    a ``rotary``; v is left as it is.
+    q and k are normalised per head where there are ``q_norm`` and ``k_norm`` [Dh] (Qwen3; plus ``norm_offset``, Gemma),
+    then rotated where there is a ``rotary``; v is left as it is.
     """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     split = num_heads + num_kv_heads
@@ -190,9 +215,9 @@ def rotary_heads(
         return both[:, :num_heads], both[:, num_heads:], v
     q, k = heads[:, :num_heads], heads[:, num_heads:split]
     if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
+        q = rms_norm_offset(q, q_norm, eps, norm_offset) if norm_offset else rms_norm(q, q_norm, eps)
     if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)
+        k = rms_norm_offset(k, k_norm, eps, norm_offset) if norm_offset else rms_norm(k, k_norm, eps)
     if rotary is not None:
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
     return q, k, v

@@ -35,13 +35,15 @@ class _Decoder(nn.Module):
         self.layer_tables = [None if rope is None else ropes.index(rope) for rope in layer_ropes]
         self.embed_positions = Embedding(context, config.hidden_size) if config.learned_positions else None
         self.embedding_scale, self.logit_scale = config.embedding_scale, config.logit_scale
+        self.rounds_scale = config.rounds_embedding_scale
 
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         hidden: Tensor = self.embed_tokens(token_ids)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
         if self.embedding_scale != 1.0:
-            hidden = ops.scale(hidden, self.embedding_scale)
+            factor = self.embedding_scale
+            hidden = ops.scale(hidden, float(torch.tensor(factor).to(hidden.dtype)) if self.rounds_scale else factor)
         tables = [rotary(positions, hidden.dtype) for rotary in self.rotary]
         for layer, table in zip(self.layers, self.layer_tables, strict=True):
             hidden = layer(hidden, None if table is None else tables[table], positions, ctx)
@@ -61,7 +63,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = _Decoder(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.tie_weights()
 
     def tie_weights(self) -> None:

@@ -57,6 +57,7 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
     width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     rows = {"qkv_proj": (width, kv_width, kv_width), "gate_up_proj": (config.intermediate_size,) * 2}
     order = _head_order(config)
+    by_head = _by_head(order or tuple(range(config.head_dim)), config.num_attention_heads)
     turned = {"qkv_proj": width + kv_width, "q_norm": width, "k_norm": kv_width} if order else {}
     parts: list[CheckpointPart] = []
     for parameter, tensor in model.named_parameters():
@@ -70,6 +71,8 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
             whole = f"{name.replace('*', number.group() if number else '')}.{attribute}"
             shape, ordered = (count, *tensor.shape[1:]), min(count, max(turned.get(last, 0) - start, 0))
             how = (order, ordered) if ordered else ((), 0)
+            if last == "qkv_proj" and family.qkv_by_head:
+                how = (by_head, len(by_head))
             parts.append(CheckpointPart(whole, parameter, start, shape, transposed, *how))
             start += count
     return parts
@@ -96,6 +99,18 @@ def _head_order(config: ModelConfig) -> tuple[int, ...]:
     else:
         order = (*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :])
     return () if order == tuple(range(config.head_dim)) else order
+
+
+def _by_head(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """For q, k and v of all heads, which row of a tensor that has them head by head is which of ours.
+
+    ``order`` is that of a head's rows of q and k.
+    """
+    size = len(order)
+    kinds = (order, order, tuple(range(size)))
+    return tuple(
+        3 * size * head + size * i + row for i, rows in enumerate(kinds) for head in range(heads) for row in rows
+    )
 
 
 def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:

@@ -136,6 +136,8 @@ class Family:
     """Whether ``rope_parameters`` are given by layer type, and ``rope_scaling`` is for full attention only."""
     tensors: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: SPLIT_NAMES)
     """Our layers (``*`` is a number) -> their names in a checkpoint, where they differ; several share our rows."""
+    qkv_by_head: bool = False
+    """Whether q, k and v are one tensor that has the rows of q, k and v of the first head, then of the second, ..."""
     transposed: tuple[str, ...] = ()
     """Last names of our layers whose weights are stored as [in, out]."""
     optional_prefix: str = ""

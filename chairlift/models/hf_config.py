@@ -82,6 +82,8 @@ _FOREIGN_KEYS = (
     "num_experts",
     "num_local_experts",
     "query_pre_attn_scalar",
+    "qk_layernorm",
+    "use_bidirectional_attention",
     "use_mrope",
 )
 _FOREIGN_FACTORS = (
@@ -166,17 +168,20 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     qk_norm: str | None = None
     """RMSNorm of q and k: ``head`` (each head by itself), ``rotated`` (the same, but after the rotation) or ``all``
     (all heads at once)."""
     norm: str = "rms"
-    """``rms`` (RMSNorm), ``layer`` (LayerNorm with a bias) or ``layer_no_bias``."""
+    """``rms`` (RMSNorm), ``rms_offset`` (times 1 + weight), ``layer`` (LayerNorm with a bias) or ``layer_no_bias``."""
     block: str = "pre"
-    """Where norms are: ``pre`` (before attention and MLP), ``post`` (after them, before they are added), ``both``, or
-    ``parallel`` (one norm, which attention and MLP both read)."""
+    """Where norms are: ``pre`` (before attention and MLP), ``post`` (after them, before they are added), ``both``,
+    ``parallel`` (one norm, which attention and MLP both read) or ``parallel_two`` (each has its own)."""
     mlp: str = "swiglu"
-    """``swiglu`` (gated); ``gelu_tanh`` or ``relu2`` between two products."""
+    """``swiglu`` or ``geglu_tanh`` (gated); ``gelu``, ``gelu_tanh`` or ``relu2`` between two products."""
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
+    """Whether that factor is rounded to the model's dtype."""
     residual_scale: float = 1.0
     """What attention and MLP are multiplied by before they are added."""
     logit_scale: float = 1.0
@@ -186,6 +191,16 @@ class ModelConfig:
     """A vector per position is added to the embedding."""
     layer_scales: tuple[float, ...]
     """Per layer, what scores are multiplied by."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.mlp in ("swiglu", "geglu_tanh")
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the weights of an RMSNorm."""
+        return 1.0 if self.norm == "rms_offset" else 0.0
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
@@ -417,8 +432,9 @@ def _ropes(fields: Fields, family: Family, context: int, head_dim: int) -> dict[
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(nested, Mapping) or not set(kinds).issuperset(nested):
         fields.fail(f"rope_parameters {nested!r:.160} must have {' and '.join(kinds)}, and nothing else")
-    # Only full attention has the file's rope_theta: as in transformers.
-    plain = Fields({}, fields.where, family.defaults)
+    # Only full attention has the file's rope_theta: as in transformers, where Gemma 3 has a key for the others.
+    local = fields.get("rope_local_base_freq")
+    plain = Fields({} if local is None else {"rope_theta": local}, fields.where, family.defaults)
     whole, window = (
         _rope(each, family, nested.get(kind) or {}, context, head_dim)
         for each, kind in zip((fields, plain), kinds, strict=True)

@@ -42,6 +42,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2-biases": ("cohere2", {"attention_bias": True, "logit_scale": 0.7, "tie_word_embeddings": False}),
     "ernie4_5-biases": ("ernie4_5", {"use_bias": True}),
     "exaone4-no-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "gemma-biases": ("gemma", {"attention_bias": True, "hidden_act": "gelu"}),
+    "gemma3_text-linear": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": _PLAIN,
+            }
+        },
+    ),
+    "gpt_neox-one-after-the-other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "glm4-no-biases": ("glm4", {"attention_bias": False, "partial_rotary_factor": 0.75}),
     "granite-factors": (
         "granite",
@@ -63,6 +74,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3-scaled": ("ministral3", {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5}}),
     "olmo2-biases": ("olmo2", {"attention_bias": True}),
     "olmo3-yarn": ("olmo3", {"rope_parameters": {"full_attention": _YARN, "sliding_attention": _PLAIN}}),
+    "phi-grouped": ("phi", {"num_key_value_heads": 2, "partial_rotary_factor": 0.75}),
     "phi3-window": ("phi3", {"sliding_window": 9, "tie_word_embeddings": True}),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "phi3-longrope": ("phi3", {"rope_parameters": _longrope(8), "original_max_position_embeddings": 2}),
@@ -76,6 +88,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [1, 0, 0, 1], "attention_bias": True},
     ),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "starcoder2-window": ("starcoder2", {"sliding_window": 9, "use_bias": False, "tie_word_embeddings": False}),
 }
 
 
@@ -160,7 +174,9 @@ def norm_each_head(model: CausalLM) -> None:
 def one_after_the_other(model: CausalLM) -> None:
     """The MLP reads what attention added to."""
     for layer in model.model.layers:
-        layer.parallel, layer.post_attention_layernorm = False, layer.input_layernorm
+        assert layer.parallel
+        layer.parallel = False
+        layer.post_attention_layernorm = layer.post_attention_layernorm or layer.input_layernorm
 
 
 def other_rope(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
@@ -191,6 +207,15 @@ CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("exaone4", "no windows", other(layer_windows=(None,) * 4)),
     ("exaone4", "norms behind the rotation", other(qk_norm="rotated")),
     ("exaone4-no-window", "no rotation", other(rope_layers=(False,) * 4)),
+    ("gemma", "embeddings as they are", other(embedding_scale=1.0)),
+    ("gemma", "norms times weight", other(norm="rms")),
+    ("gemma", "silu in the gate", other(mlp="swiglu")),
+    ("gemma3_text", "usual scores", other(layer_scales=(24**-0.5,) * 3)),
+    ("gemma3_text", "one rotation for all layers", other(window_rope=None)),
+    ("gemma3_text", "no windows", other(layer_windows=(None,) * 3)),
+    ("gemma3_text", "norms behind the rotation", other(qk_norm="rotated")),
+    ("gpt_neox", "whole heads rotated", other_rope(dim=None)),
+    ("gpt_neox", "another activation", other(mlp="relu2")),
     ("glm4", "halves for pairs", other_rope(interleaved=False)),
     ("glm4", "whole heads rotated", other_rope(dim=None)),
     ("granite-factors", "usual scores", other(layer_scales=(0.25,) * 3)),
@@ -204,6 +229,7 @@ CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("ministral3-scaled", "queries as they are", other(query_scaling=None)),
     ("olmo3", "no windows", other(layer_windows=(None,) * 4)),
     ("olmo3-yarn", "one rotation for all layers", other(window_rope=None)),
+    ("phi", "whole heads rotated", other_rope(dim=None)),
     ("phi3-window", "no window", other(layer_windows=(None,) * 3)),
     ("phi3-partial", "whole heads rotated", other_rope(dim=None)),
     ("phi3-longrope", "plain frequencies", other_rope(divisors=())),
@@ -212,6 +238,8 @@ CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("phi3-short", "long factors", other_rope(divisors=tuple(2.0 + i for i in range(8)))),
     ("smollm3", "rotation in all layers", other(rope_layers=())),
     ("smollm3-windows", "no windows", other(layer_windows=(None,) * 4)),
+    ("stablelm", "whole heads rotated", other_rope(dim=None)),
+    ("starcoder2-window", "no windows", other(layer_windows=(None,) * 3)),
 ]
 MODEL_MISTAKES: list[tuple[str, str, Callable[[CausalLM], None]]] = [
     ("arcee-biases", "biases of the MLP", drop_biases("mlp.up_proj")),
@@ -220,6 +248,18 @@ MODEL_MISTAKES: list[tuple[str, str, Callable[[CausalLM], None]]] = [
     ("exaone4", "norms of heads", drop_head_norms),
     ("exaone4", "norms behind attention", drop_norms("attention_out_norm")),
     ("exaone4", "norms behind the MLP", drop_norms("mlp_out_norm")),
+    ("gemma3_text", "norms behind attention", drop_norms("attention_out_norm")),
+    ("gemma3_text", "norms behind the MLP", drop_norms("mlp_out_norm")),
+    ("gemma3_text", "norms of heads", drop_head_norms),
+    ("gpt_neox", "MLP behind attention", one_after_the_other),
+    ("gpt_neox", "biases of norms", drop_biases("layernorm")),
+    ("phi", "MLP behind attention", one_after_the_other),
+    ("phi", "bias of the head", drop_biases("lm_head")),
+    ("phi", "biases of the MLP", drop_biases("up_proj")),
+    ("stablelm", "biases of norms", drop_biases("layernorm")),
+    ("stablelm-parallel", "MLP behind attention", one_after_the_other),
+    ("starcoder2", "biases of norms", drop_biases("layernorm")),
+    ("starcoder2", "biases of q, k and v", drop_biases("qkv_proj")),
     ("glm4", "biases of q, k and v", drop_biases("qkv_proj")),
     ("glm4", "norms behind attention", drop_norms("attention_out_norm")),
     ("glm4", "norms behind the MLP", drop_norms("mlp_out_norm")),
@@ -276,6 +316,10 @@ def test_a_part_that_is_left_out_is_noticed(
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not supported; supported: relu2"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "alpha": 2.0}}, "alpha"),
         ({"model_type": "helium", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm = True is not supported"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention = True is"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported"),
         ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must have 0 or 1"),
         ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 3}, "sliding_window is not set"),

@@ -36,7 +36,15 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "cwm": {"head_dim": 24, "sliding_window": 9},
     "ernie4_5": {"head_dim": 24},
     "exaone4": {"sliding_window": 9, "num_hidden_layers": 4},
+    "gemma": {"head_dim": 24},
+    "gemma3_text": {
+        "head_dim": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 9,
+    },
     "glm4": {"head_dim": 24, "pad_token_id": None, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 4},
     "granite": {},
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 24},
@@ -45,9 +53,12 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 24},
     "olmo2": {},
     "olmo3": {"sliding_window": 9, "num_hidden_layers": 4},
+    "phi": {},
     "phi3": {"pad_token_id": None},
     "seed_oss": {"head_dim": 24},
     "smollm3": {"num_hidden_layers": 4, "pad_token_id": None},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "starcoder2": {},
 }
 """The others, which test_more_families.py compares with transformers, and fields of their tiny configs."""
 

@@ -36,7 +36,10 @@ class Attention(nn.Module):
         self.o_proj = Linear(width, config.hidden_size, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         sizes = (width, kv_width) if config.qk_norm == "all" else (self.head_dim, self.head_dim)
-        self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps) if config.qk_norm else None for n in sizes)
+        self.norm_offset = config.norm_offset
+        self.q_norm, self.k_norm = (
+            RMSNorm(n, config.norm_eps, offset=self.norm_offset) if config.qk_norm else None for n in sizes
+        )
         self.query_scaling = config.query_scaling
         rope = config.layer_ropes[layer]
         self.rotary = None
@@ -57,7 +60,7 @@ class Attention(nn.Module):
             q_norm = k_norm = None
         if self.query_scaling is not None:
             qkv = ops.scale_queries(qkv, positions, self.num_heads * self.head_dim, *self.query_scaling)
-        q, k, v = ops.rotary_heads(qkv, rotary, *heads, q_norm, k_norm, self.eps)
+        q, k, v = ops.rotary_heads(qkv, rotary, *heads, q_norm, k_norm, self.eps, self.norm_offset)
         out = ctx.attend(self.layer, q, k, v, scale=self.scale, window=self.window)
         projected: Tensor = self.o_proj(out.flatten(1))
         return projected

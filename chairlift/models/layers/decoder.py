@@ -20,11 +20,11 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         before, after = config.block != "post", config.block in ("post", "both")
-        self.parallel = config.block == "parallel"
+        self.parallel = config.block in ("parallel", "parallel_two")
         self.residual_scale = config.residual_scale
         self.input_layernorm = make_norm(config) if before else None
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = make_norm(config) if before and not self.parallel else None
+        self.post_attention_layernorm = make_norm(config) if before and config.block != "parallel" else None
         self.mlp = MLP(config)
         self.attention_out_norm = make_norm(config) if after else None
         self.mlp_out_norm = make_norm(config) if after else None
@@ -33,7 +33,8 @@ class DecoderLayer(nn.Module):
         normed = _normed(self.input_layernorm, x)
         attended = self._scaled(_normed(self.attention_out_norm, self.self_attn(normed, rotary, positions, ctx)))
         if self.parallel:
-            return x + attended + self._scaled(self.mlp(normed))
+            second = self.post_attention_layernorm
+            return x + attended + self._scaled(self.mlp(normed if second is None else second(x)))
         x = x + attended
         inner: Tensor = self.mlp(_normed(self.post_attention_layernorm, x))
         return x + self._scaled(_normed(self.mlp_out_norm, inner))

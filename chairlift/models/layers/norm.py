@@ -12,14 +12,20 @@ __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), computed in float32."""
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), computed in float32.
 
-    def __init__(self, size: int, eps: float) -> None:
+    It is multiplied by ``offset + weight`` (Gemma: 1).
+    """
+
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.full((size,), 1 - offset))
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.offset:
+            return ops.rms_norm_offset(x, self.weight, self.eps, self.offset)
         return ops.rms_norm(x, self.weight, self.eps)
 
 
@@ -40,6 +46,6 @@ class LayerNorm(nn.Module):
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """The norm of activations [T, D] that ``config.norm`` names."""
-    if config.norm == "rms":
-        return RMSNorm(config.hidden_size, config.norm_eps)
+    if config.norm in ("rms", "rms_offset"):
+        return RMSNorm(config.hidden_size, config.norm_eps, offset=config.norm_offset)
     return LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm == "layer")

@@ -48,7 +48,7 @@ class ModelCost:
         """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers quantized."""
         hidden, inner, dim = network.hidden_size, network.intermediate_size, network.head_dim
         q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
-        products = 3 if network.mlp == "swiglu" else 2
+        products = 3 if network.gated else 2
         norm = 2 * hidden if network.norm == "layer" else hidden
         norms = {"parallel": 1, "both": 4}.get(network.block, 2)
         layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + products * hidden * inner + norms * norm
