@@ -109,6 +109,17 @@ def test_logits_and_greedy_answers_equal_transformers(variant: str, tmp_path: Pa
         check_logprobs(model_dir, theirs, 1e-3, dtype="float32", kernels=kernels)
 
 
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_bfloat16_stays_as_near_to_float32_as_transformers_does(family: str, tmp_path: Path) -> None:
+    model_dir, tokens = tiny_hf_model(tmp_path, family, dtype=torch.bfloat16), prompt(50)
+    expected = hf_logits(hf_model(model_dir, torch.float32), tokens)
+    runner = PagedRunner(load(model_dir), 8)
+    ours = torch.cat([runner.step([("a", part)])[0] for part in (tokens[:33], tokens[33:49], tokens[49:])])
+    theirs = hf_logits(hf_model(model_dir, torch.bfloat16), tokens)
+    assert ours.dtype == torch.bfloat16
+    assert (ours.float() - expected).std() <= 1.25 * (theirs.float() - expected).std()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_saved_is_what_was_loaded(variant: str, tmp_path: Path) -> None:
     """In the checkpoint's names and order of rows."""
