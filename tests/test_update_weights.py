@@ -69,7 +69,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
-    ("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True), ("mistral", False)], ids=str
+    ("family", "tied"),
+    [
+        ("llama", True),
+        ("qwen2", False),
+        ("qwen3", True),
+        ("mistral", False),
+        ("gemma3_text", True),
+        ("glm4", False),
+        ("gpt_neox", False),
+    ],
+    ids=str,
 )
 def test_afterwards_it_answers_as_a_new_engine_does(
     tmp_path: Path, family: str, tied: bool, kernels: str, dtype: str

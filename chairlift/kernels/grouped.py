@@ -71,7 +71,8 @@ class GroupedRows:
     def __len__(self) -> int:
         return len(self.codes)
 
-    def __getitem__(self, rows: slice) -> GroupedRows:
+    def __getitem__(self, rows: slice | Tensor) -> GroupedRows:
+        """A slice of the rows, or those with the given numbers, int64 [n]."""
         minimums = None if self.minimums is None else self.minimums[rows]
         return GroupedRows(self.kind, self.codes[rows], self.scales[rows], minimums)
 

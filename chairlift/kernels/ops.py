@@ -31,18 +31,26 @@ __all__ = [
     "copy_blocks",
     "embedding",
     "fp8_linear",
+    "gelu",
     "gelu_tanh",
+    "gelu_tanh_and_mul",
     "layer_norm",
     "linear",
     "native_linear",
+    "norm_all_heads",
     "pack_weight",
     "packed_attention",
     "packed_linear",
     "paged_attention",
     "plan_rows",
+    "relu_squared",
     "rms_norm",
+    "rms_norm_offset",
     "rotary_heads",
     "rotary_table",
+    "rotate_and_norm",
+    "scale",
+    "scale_queries",
     "silu_and_mul",
     "write_kv",
 ]
@@ -78,9 +86,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
+@operation(lambda x, weight, eps, offset: expect(x, "rows", len(weight)))
+def rms_norm_offset(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Root mean square norm over the last dimension, times ``offset + weight`` and only then rounded (Gemma: 1)."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * (offset + weight.float())).to(x.dtype)
+
+
 @operation(lambda x, weight, bias, eps: expect(x, "rows", len(weight)))
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm over the last dimension (Ba et al., 2016)."""
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dimension (Ba et al., 2016), with a bias or without."""
     return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
@@ -88,6 +104,31 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU by its approximation with tanh (Hendrycks and Gimpel, 2016)."""
     return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@operation(lambda x: expect(x))
+def gelu(x: Tensor) -> Tensor:
+    """GELU (Hendrycks and Gimpel, 2016)."""
+    return torch.nn.functional.gelu(x)
+
+
+@operation(lambda gate_up: expect(gate_up) // 2)
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """GEGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> gelu_tanh(gate) * up, [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+@operation(lambda x: expect(x))
+def relu_squared(x: Tensor) -> Tensor:
+    """max(x, 0) squared (So et al., 2021)."""
+    return torch.nn.functional.relu(x).square()
+
+
+@operation(lambda x, factor: expect(x))
+def scale(x: Tensor, factor: float) -> Tensor:
+    """``x * factor``."""
+    return x * factor
 
 
 @operation(lambda gate_up: expect(gate_up) // 2)
@@ -159,11 +200,12 @@ def rotary_heads(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a product [T, (Hq + 2 Hkv) Dh] into q [T, Hq, Dh], k and v [T, Hkv, Dh].
 
-    q and k are normalised per head where there are ``q_norm`` and ``k_norm`` [Dh] (Qwen3), then rotated where there is
-    a ``rotary``; v is left as it is.
+    q and k are normalised per head where there are ``q_norm`` and ``k_norm`` [Dh] (Qwen3; plus ``norm_offset``, Gemma),
+    then rotated where there is a ``rotary``; v is left as it is.
     """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     split = num_heads + num_kv_heads
@@ -173,12 +215,72 @@ def rotary_heads(
         return both[:, :num_heads], both[:, num_heads:], v
     q, k = heads[:, :num_heads], heads[:, num_heads:split]
     if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
+        q = rms_norm_offset(q, q_norm, eps, norm_offset) if norm_offset else rms_norm(q, q_norm, eps)
     if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)
+        k = rms_norm_offset(k, k_norm, eps, norm_offset) if norm_offset else rms_norm(k, k_norm, eps)
     if rotary is not None:
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
     return q, k, v
+
+
+@operation(lambda qkv, q_norm, k_norm, eps: expect(qkv))
+def norm_all_heads(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+    """A product [T, (Hq + 2 Hkv) Dh] with RMSNorm over all heads of q at once, and of k; v is left as it is (OLMo 2).
+
+    ``q_norm`` is [Hq Dh], ``k_norm`` [Hkv Dh].
+    """
+    split, both = len(q_norm), len(q_norm) + len(k_norm)
+    q, k = rms_norm(qkv[:, :split], q_norm, eps), rms_norm(qkv[:, split:both], k_norm, eps)
+    return torch.cat((q, k, qkv[:, both:]), dim=-1)
+
+
+def _turned_width(
+    qkv: Value, positions: Value, frequencies: Tensor, factor: float, num_heads: int, num_kv_heads: int, head_dim: int,
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    expect(positions, "positions")
+    return expect(qkv, "rows", (num_heads + 2 * num_kv_heads) * head_dim)
+
+
+@operation(_turned_width)
+def rotate_and_norm(
+    qkv: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    factor: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """A product [T, (Hq + 2 Hkv) Dh] with q and k rotated, and then normalised per head; v is left as it is.
+
+    The first 2 F dimensions of each head are rotated by ``positions`` [T] times float32 ``frequencies`` [F], and scaled
+    by ``factor``; the others stay (Phi-3). Norms [Dh] come after that where there are any (Hunyuan).
+    """
+    heads, rotated = qkv.view(qkv.shape[0], -1, head_dim), 2 * len(frequencies)
+    cos, sin = rotary_table(positions, frequencies, factor, qkv.dtype)
+    split = num_heads + num_kv_heads
+    both = heads[:, :split]
+    both = torch.cat((apply_rotary(both[..., :rotated], cos, sin), both[..., rotated:]), dim=-1)
+    q, k = both[:, :num_heads], both[:, num_heads:]
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    return torch.cat((q, k, heads[:, split:]), dim=1).flatten(1)
+
+
+@operation(lambda qkv, positions, width, beta, interval: expect(qkv))
+def scale_queries(qkv: Tensor, positions: Tensor, width: int, beta: float, interval: int) -> Tensor:
+    """A product whose first ``width`` columns are q, with q at position p times 1 + beta ln(1 + floor(p / interval)).
+
+    Keeps attention sharp over long texts (Llama 4, Ministral 3). ``qkv`` is [T, (Hq + 2 Hkv) Dh], ``positions`` [T].
+    """
+    factors = 1 + beta * torch.log(1 + torch.floor(positions / interval))
+    return torch.cat((qkv[:, :width] * factors.to(qkv.dtype)[:, None], qkv[:, width:]), dim=-1)
 
 
 def call_out(function: Callable[..., Tensor], *values: Tensor, width: int) -> Tensor:

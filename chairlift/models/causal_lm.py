@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from chairlift.kernels import ops
 from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.weights import PLAIN, WeightFormat
 from chairlift.models.context import AttentionContext, LayerCache
@@ -28,18 +29,27 @@ class _Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = make_norm(config)
         context = config.max_position_embeddings
-        self.rotary = None if config.rope is None else RotaryEmbedding(config.head_dim, config.rope, context)
+        layer_ropes = [None if config.rotates_apart else rope for rope in config.layer_ropes]
+        ropes = list(dict.fromkeys(rope for rope in layer_ropes if rope is not None))
+        self.rotary = nn.ModuleList(RotaryEmbedding(config.head_dim, rope, context) for rope in ropes)
+        self.layer_tables = [None if rope is None else ropes.index(rope) for rope in layer_ropes]
         self.embed_positions = Embedding(context, config.hidden_size) if config.learned_positions else None
+        self.embedding_scale, self.logit_scale = config.embedding_scale, config.logit_scale
+        self.rounds_scale = config.rounds_embedding_scale
 
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         hidden: Tensor = self.embed_tokens(token_ids)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
-        rotary = None if self.rotary is None else self.rotary(positions, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, rotary, ctx)
+        if self.embedding_scale != 1.0:
+            factor = self.embedding_scale
+            hidden = ops.scale(hidden, float(torch.tensor(factor).to(hidden.dtype)) if self.rounds_scale else factor)
+        tables = [rotary(positions, hidden.dtype) for rotary in self.rotary]
+        for layer, table in zip(self.layers, self.layer_tables, strict=True):
+            hidden = layer(hidden, None if table is None else tables[table], positions, ctx)
         out: Tensor = self.norm(hidden)
-        return out
+        # Not of the logits: the head is one product, which kernels compute together with sampling.
+        return out if self.logit_scale == 1.0 else ops.scale(out, self.logit_scale)
 
 
 class CausalLM(nn.Module):
@@ -53,7 +63,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = _Decoder(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.tie_weights()
 
     def tie_weights(self) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import torch
 from torch import Tensor
 
 from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
+from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Matrix
 from chairlift.models.registry import FAMILIES
 
@@ -34,6 +36,16 @@ class CheckpointPart:
     """The shape of what it fills; ``shape[0]`` rows."""
     transposed: bool = False
     """Whether the checkpoint holds the transpose of that."""
+    order: tuple[int, ...] = ()
+    """Our row i of each head is the checkpoint's row ``order[i]`` of it; empty where the order is the same."""
+    ordered: int = 0
+    """How many rows, from the first on, are of heads in that order; the others stand where they stood."""
+
+    def sources(self, first: int, count: int) -> Tensor:
+        """int64 [count]: which row of the tensor each of our rows from ``first`` on is. ``first`` begins a head."""
+        rows = torch.arange(first, first + count)
+        inside = rows % len(self.order)
+        return torch.where(rows < self.ordered, rows - inside + torch.tensor(self.order)[inside], rows)
 
 
 def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
@@ -44,6 +56,9 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
     config, family = model.config, FAMILIES[model.config.model_type]
     width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     rows = {"qkv_proj": (width, kv_width, kv_width), "gate_up_proj": (config.intermediate_size,) * 2}
+    order = _head_order(config)
+    by_head = _by_head(order or tuple(range(config.head_dim)), config.num_attention_heads)
+    turned = {"qkv_proj": width + kv_width, "q_norm": width, "k_norm": kv_width} if order else {}
     parts: list[CheckpointPart] = []
     for parameter, tensor in model.named_parameters():
         layer, _, attribute = parameter.rpartition(".")
@@ -54,9 +69,48 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
         start = 0
         for name, count in zip(names, rows[last] if len(names) > 1 else (tensor.shape[0],), strict=True):
             whole = f"{name.replace('*', number.group() if number else '')}.{attribute}"
-            parts.append(CheckpointPart(whole, parameter, start, (count, *tensor.shape[1:]), transposed))
+            shape, ordered = (count, *tensor.shape[1:]), min(count, max(turned.get(last, 0) - start, 0))
+            how = (order, ordered) if ordered else ((), 0)
+            if last == "qkv_proj" and family.qkv_by_head:
+                how = (by_head, len(by_head))
+            parts.append(CheckpointPart(whole, parameter, start, shape, transposed, *how))
             start += count
     return parts
+
+
+def _head_order(config: ModelConfig) -> tuple[int, ...]:
+    """For a head of q or k, which of its rows in a checkpoint stand where in ours; empty where that is the same.
+
+    Rotation turns a dimension of the first half of a head against its counterpart in the second half. Where a
+    checkpoint pairs neighbours, or rotates the first dimensions only, the pairs are brought there; scores, which are
+    sums over a head, stay as they are.
+    """
+    rope = config.rope
+    if rope is None:
+        return ()
+    dim = rope.dim or config.head_dim
+    half, rest = dim // 2, tuple(range(dim, config.head_dim))
+    if rope.interleaved:
+        first, second = tuple(range(0, dim, 2)), tuple(range(1, dim, 2))
+    else:
+        first, second = tuple(range(half)), tuple(range(half, dim))
+    if config.rotates_apart:
+        order = (*first, *second, *rest)
+    else:
+        order = (*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :])
+    return () if order == tuple(range(config.head_dim)) else order
+
+
+def _by_head(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """For q, k and v of all heads, which row of a tensor that has them head by head is which of ours.
+
+    ``order`` is that of a head's rows of q and k.
+    """
+    size = len(order)
+    kinds = (order, order, tuple(range(size)))
+    return tuple(
+        3 * size * head + size * i + row for i, rows in enumerate(kinds) for head in range(heads) for row in rows
+    )
 
 
 def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
@@ -73,5 +127,7 @@ def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
     for part in checkpoint_layout(model):
         whole = parameters[part.parameter].detach()
         rows = whole[part.start : part.start + part.shape[0]]
+        if part.order:
+            rows = rows[part.sources(0, len(rows)).argsort().to(rows.device)]
         tensors[part.name] = (rows.t() if part.transposed else rows).contiguous()
     return tensors

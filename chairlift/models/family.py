@@ -12,9 +12,22 @@ from typing import Any, NoReturn
 
 from chairlift.errors import ModelLoadError
 
-__all__ = ["MAX_CONTEXT", "SPLIT_NAMES", "Family", "Fields", "layer_types", "layer_windows"]
+__all__ = [
+    "MAX_CONTEXT",
+    "ROPE_TYPES",
+    "SPLIT_NAMES",
+    "Family",
+    "Fields",
+    "every_nth",
+    "layer_types",
+    "layer_windows",
+    "pattern_windows",
+]
 
 MAX_CONTEXT = 2**27
+
+ROPE_TYPES: Mapping[str, str] = {name: name for name in ("default", "dynamic", "linear", "llama3", "yarn")}
+"""Values of ``rope_type`` that most families take -> ours."""
 
 SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
     "model.layers.*.self_attn.qkv_proj": tuple(f"model.layers.*.self_attn.{name}_proj" for name in "qkv"),
@@ -38,6 +51,8 @@ class Fields:
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.where = where
+        self.raw: Mapping[str, Any] = raw
+        """The file's own keys, without the defaults."""
         self._raw = {**(defaults or {}), **raw}
         self._names = names or {}
 
@@ -101,16 +116,40 @@ class Family:
     """Our names of keys (Llama's) -> the family's, where they differ."""
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
     """Values of ``hidden_act`` -> :attr:`ModelConfig.mlp`."""
+    own_keys: tuple[str, ...] = ()
+    """Keys that :attr:`read` reads, and that are refused in the ``config.json`` of other families."""
+    known_code: tuple[str, ...] = ()
+    """Values of ``AutoModelForCausalLM`` in ``auto_map``: code that the family's checkpoints carry, and that computes
+    what transformers' own class computes. It is never run; any other is refused."""
     rotary: bool = True
     """Whether q and k are rotated."""
+    rope_types: Mapping[str, str] = dataclasses.field(default_factory=lambda: ROPE_TYPES)
+    """Values of ``rope_type`` -> ours."""
+    rope_keys: tuple[str, ...] = ()
+    """Rotary parameters that only this family has."""
+    partial_rotary: bool = False
+    """Whether ``partial_rotary_factor`` is read: only the first dimensions of a head are rotated."""
+    interleaved: bool = False
+    """Whether a checkpoint pairs neighbouring dimensions of a head to be rotated, (0, 1), (2, 3), ..., and not its
+    halves. Rows of q and k are reordered when they are read."""
+    window_rope: bool = False
+    """Whether ``rope_parameters`` are given by layer type, and ``rope_scaling`` is for full attention only."""
     tensors: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: SPLIT_NAMES)
     """Our layers (``*`` is a number) -> their names in a checkpoint, where they differ; several share our rows."""
+    qkv_by_head: bool = False
+    """Whether q, k and v are one tensor that has the rows of q, k and v of the first head, then of the second, ..."""
     transposed: tuple[str, ...] = ()
     """Last names of our layers whose weights are stored as [in, out]."""
     optional_prefix: str = ""
     """Which a checkpoint may leave out of all names."""
     ignored_tensors: str = r"rotary_emb\.inv_freq"
     """Tensors that are computed and not weights, though old checkpoints hold them: a regular expression."""
+
+
+def every_nth(fields: Fields, layers: int) -> list[str]:
+    """Layer types in which each ``sliding_window_pattern``-th layer sees everything, and the others have a window."""
+    interval = fields.integer("sliding_window_pattern", 1, 1_024, default=4)
+    return ["sliding_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
 
 
 def layer_types(fields: Fields, layers: int) -> list[str] | None:
@@ -131,4 +170,12 @@ def layer_windows(fields: Fields, layers: int, window: int | None, first: int) -
         return tuple(window if layer >= first else None for layer in range(layers))
     if window is None and "sliding_attention" in kinds:
         fields.fail("layer_types has sliding_attention, but use_sliding_window or sliding_window is not set")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def pattern_windows(fields: Fields, layers: int, window: int | None, pattern: list[str]) -> tuple[int | None, ...]:
+    """``window`` where ``layer_types`` says sliding; ``pattern`` stands in for it where the file has none."""
+    kinds = layer_types(fields, layers) or pattern
+    if window is None and "sliding_attention" in kinds:
+        fields.fail("sliding_window is not set, but layer_types, or what stands in for it, has sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

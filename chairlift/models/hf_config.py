@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ __all__ = ["ModelConfig", "RopeConfig", "parse_config", "read_hf_config", "read_
 
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
-_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
 _GENERATES = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of classes in transformers that generate text."""
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -74,6 +74,7 @@ _FOREIGN_KEYS = (
     "alibi",
     "attention_chunk_size",
     "attn_logit_softcapping",
+    "clip_qkv",
     "final_logit_softcapping",
     "kv_lora_rank",
     "n_routed_experts",
@@ -81,6 +82,8 @@ _FOREIGN_KEYS = (
     "num_experts",
     "num_local_experts",
     "query_pre_attn_scalar",
+    "qk_layernorm",
+    "use_bidirectional_attention",
     "use_mrope",
 )
 _FOREIGN_FACTORS = (
@@ -123,7 +126,11 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     divisors: tuple[float, ...] = ()
-    """What each frequency is divided by, [head_dim / 2], where a file says it outright; empty elsewhere."""
+    """What each frequency is divided by, [rotated dimensions / 2], where a file says it outright; empty elsewhere."""
+    dim: int | None = None
+    """How many dimensions of a head are rotated, its first; None for all."""
+    interleaved: bool = False
+    """Whether a checkpoint pairs neighbouring dimensions. In memory the pairs are the halves of a head."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +149,10 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig | None = RopeConfig()
     """None: q and k are not rotated."""
+    window_rope: RopeConfig | None = None
+    """That of layers with a window, where it differs."""
+    rope_layers: tuple[bool, ...] = ()
+    """Per layer, whether q and k are rotated; empty: all are."""
     tie_word_embeddings: bool = False
     dtype: str | None = None
     """``float32``, ``bfloat16`` or ``float16`` as the config says; None where it is silent."""
@@ -157,15 +168,54 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    head_bias: bool = False
+    qk_norm: str | None = None
+    """RMSNorm of q and k: ``head`` (each head by itself), ``rotated`` (the same, but after the rotation) or ``all``
+    (all heads at once)."""
     norm: str = "rms"
-    """``rms`` (RMSNorm) or ``layer`` (LayerNorm with a bias)."""
+    """``rms`` (RMSNorm), ``rms_offset`` (times 1 + weight), ``layer`` (LayerNorm with a bias) or ``layer_no_bias``."""
+    block: str = "pre"
+    """Where norms are: ``pre`` (before attention and MLP), ``post`` (after them, before they are added), ``both``,
+    ``parallel`` (one norm, which attention and MLP both read) or ``parallel_two`` (each has its own)."""
     mlp: str = "swiglu"
-    """``swiglu`` (gated), or ``gelu_tanh`` between two products."""
+    """``swiglu`` or ``geglu_tanh`` (gated); ``gelu``, ``gelu_tanh`` or ``relu2`` between two products."""
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
+    """Whether that factor is rounded to the model's dtype."""
+    residual_scale: float = 1.0
+    """What attention and MLP are multiplied by before they are added."""
+    logit_scale: float = 1.0
+    query_scaling: tuple[float, int] | None = None
+    """(beta, n): a query at position p is multiplied by 1 + beta ln(1 + floor(p / n)), as in Llama 4."""
     learned_positions: bool = False
     """A vector per position is added to the embedding."""
     layer_scales: tuple[float, ...]
     """Per layer, what scores are multiplied by."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.mlp in ("swiglu", "geglu_tanh")
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the weights of an RMSNorm."""
+        return 1.0 if self.norm == "rms_offset" else 0.0
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
+        """Per layer, how q and k are rotated; None where they are not."""
+        rotated = self.rope_layers or (True,) * self.num_hidden_layers
+        ropes = (self.rope if window is None else self.window_rope or self.rope for window in self.layer_windows)
+        return tuple(rope if turned else None for rope, turned in zip(ropes, rotated, strict=True))
+
+    @property
+    def rotates_apart(self) -> bool:
+        """Whether rotation is more than a table for all dimensions of a head, so that it is an operation of its own:
+        a norm follows it, or it scales what it rotates and leaves the rest as it is."""
+        ropes = [rope for rope in self.layer_ropes if rope is not None]
+        scaled = any(rope.dim is not None and rope.rope_type in ("longrope", "yarn") for rope in ropes)
+        return scaled or (self.qk_norm == "rotated" and bool(ropes))
 
     def notes(self, with_generation_config: bool = True) -> list[str]:
         """Where answers differ from those of transformers for what the model's files say, a line each."""
@@ -174,6 +224,12 @@ class ModelConfig:
             found.append(
                 f"rope_type is 'dynamic': positions are scaled for {self.max_model_len:,} tokens from the first on, as"
                 f" in vLLM, while transformers scales them only past {self.rope.original_max_position_embeddings:,};"
+                " answers to shorter texts differ from those of transformers"
+            )
+        if self.rope is not None and self.rope.rope_type == "longrope":
+            found.append(
+                "rope_type is 'longrope': the factors for long texts are used from the first token on, as in vLLM,"
+                f" while transformers uses them only past {self.rope.original_max_position_embeddings:,} tokens;"
                 " answers to shorter texts differ from those of transformers"
             )
         if self.generation_unapplied and with_generation_config:
@@ -268,7 +324,7 @@ def parse_config(
         "head_dim": head_dim,
         "norm_eps": fields.number("rms_norm_eps", 0.0, 1.0),
         "max_position_embeddings": context,
-        "rope": _rope(raw, context, head_dim, where) if family.rotary else None,
+        **_ropes(fields, family, context, head_dim),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
         "dtype": _dtype(raw, where),
         "eos_token_ids": _token_ids(fields.get("eos_token_id") if eos is None else eos, where),
@@ -304,7 +360,7 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
         raise ModelLoadError(f"{where}: {name} {activation!r:.80} is not supported; supported: {supported}")
     for key in (*_FOREIGN_KEYS, *_FOREIGN_FACTORS):
         value = raw.get(key)
-        if value and not (key in _FOREIGN_FACTORS and value == 1):
+        if value and key not in family.own_keys and not (key in _FOREIGN_FACTORS and value == 1):
             raise ModelLoadError(
                 f"{where}: {key} = {value!r:.80} is not supported for model_type {raw['model_type']!r}; "
                 "use a model without it"
@@ -318,7 +374,8 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
     if raw.get("is_causal") is False:
         raise ModelLoadError(f"{where}: is_causal is false, so tokens see later ones; use a text-generation model")
     auto_map = raw.get("auto_map")
-    if isinstance(auto_map, Mapping) and "AutoModelForCausalLM" in auto_map:
+    code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, Mapping) else None
+    if code is not None and str(code).rpartition("--")[2] not in family.known_code:
         raise ModelLoadError(
             f"{where}: the model needs code from its own directory (auto_map), which Chairlift never runs; "
             "use a version of the model in a standard format"
@@ -363,35 +420,62 @@ def _generation_unapplied(generation: Mapping[str, Any], context: int) -> dict[s
     return found
 
 
-def _rope(raw: Mapping[str, Any], context: int, head_dim: int, where: str) -> RopeConfig:
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(given, Mapping) or not _ROPE_KEYS.issuperset(given):
-        known = ", ".join(sorted(_ROPE_KEYS))
+def _ropes(fields: Fields, family: Family, context: int, head_dim: int) -> dict[str, RopeConfig | None]:
+    """How q and k are rotated: fields of ModelConfig."""
+    if not family.rotary:
+        return {"rope": None}
+    scaling, given = fields.raw.get("rope_scaling"), fields.raw.get("rope_parameters")
+    if not family.window_rope:
+        given = scaling or given or family.defaults.get("rope_parameters") or {}
+        return {"rope": _rope(fields, family, given, context, head_dim)}
+    nested = {"full_attention": scaling} if scaling else given or {}
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(nested, Mapping) or not set(kinds).issuperset(nested):
+        fields.fail(f"rope_parameters {nested!r:.160} must have {' and '.join(kinds)}, and nothing else")
+    # Only full attention has the file's rope_theta: as in transformers, where Gemma 3 has a key for the others.
+    local = fields.get("rope_local_base_freq")
+    plain = Fields({} if local is None else {"rope_theta": local}, fields.where, family.defaults)
+    whole, window = (
+        _rope(each, family, nested.get(kind) or {}, context, head_dim)
+        for each, kind in zip((fields, plain), kinds, strict=True)
+    )
+    return {"rope": whole, "window_rope": None if window == whole else window}
+
+
+def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int) -> RopeConfig:
+    """``given`` are the rotary parameters, ``outer`` has those that older files keep beside them."""
+    where, keys = outer.where, {*_ROPE_KEYS, *family.rope_keys}
+    if not isinstance(given, Mapping) or not keys.issuperset(given):
+        known = ", ".join(sorted(keys))
         raise ModelLoadError(f"{where}: rope parameters {given!r:.160} are not supported; known keys: {known}")
     parameters: dict[str, Any] = {"rope_theta": 10_000.0}
-    parameters.update({k: raw[k] for k in ("rope_theta", "partial_rotary_factor") if raw.get(k) is not None})
+    beside = {key: outer.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    parameters.update({key: value for key, value in beside.items() if value is not None})
     absent = {key for key, value in given.items() if value is None or (key in _ROPE_OR_ZERO and value == 0)}
     parameters.update({key: value for key, value in given.items() if key not in absent})
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type not in _ROPE_TYPES:
-        supported = ", ".join(_ROPE_TYPES)
-        raise ModelLoadError(f"{where}: rope_type {rope_type!r:.80} is not supported; supported: {supported}")
-    if raw.get("original_max_position_embeddings") is not None:
-        parameters["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    named = parameters.get("rope_type", parameters.get("type", "default"))
+    rope_type = family.rope_types.get(named) if isinstance(named, str) else None
+    if rope_type is None:
+        supported = ", ".join(family.rope_types)
+        raise ModelLoadError(f"{where}: rope_type {named!r:.80} is not supported; supported: {supported}")
+    if outer.get("original_max_position_embeddings") is not None:
+        parameters["original_max_position_embeddings"] = outer.get("original_max_position_embeddings")
     fields = Fields(parameters, f"{where}: rope parameters")
-    if fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:
-        fields.fail(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported")
-    theta = fields.number("rope_theta", 1.0, 1e15)
-    if rope_type == "default":
-        return RopeConfig(theta=theta, original_max_position_embeddings=context)
-    if rope_type == "dynamic" and head_dim == 2:
+    dim, theta = _rotated(fields, family, head_dim), fields.number("rope_theta", 1.0, 1e15)
+    common: dict[str, Any] = {"dim": None if dim == head_dim else dim, "interleaved": family.interleaved}
+    if rope_type == "dynamic" and dim == 2:
         fields.fail("rope_type 'dynamic' needs a head_dim above 2")
+    if rope_type == "dynamic" and (alpha := fields.optional_number("alpha", 0.0, 1e6)) is not None:
+        rope_type, theta = "default", theta * alpha ** (dim / (dim - 2))  # static, whatever it is called
+    if rope_type == "default":
+        return RopeConfig(theta=theta, original_max_position_embeddings=context, **common)
     original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, default=context)
+    common |= {"rope_type": rope_type, "theta": theta, "original_max_position_embeddings": original}
+    if rope_type == "longrope":
+        return RopeConfig(**common, **_longrope(fields, context, original, dim))
     rope = RopeConfig(
-        rope_type=rope_type,
-        theta=theta,
+        **common,
         factor=fields.number("factor", 0.0, 1e6, default=context / original if rope_type == "yarn" else None),
-        original_max_position_embeddings=original,
         low_freq_factor=fields.number("low_freq_factor", 0.0, 1e6, default=None if rope_type == "llama3" else 1.0),
         high_freq_factor=fields.number("high_freq_factor", 0.0, 1e6, default=None if rope_type == "llama3" else 4.0),
         attention_factor=fields.optional_number("attention_factor", 0.0, 1e6),
@@ -404,3 +488,27 @@ def _rope(raw: Mapping[str, Any], context: int, head_dim: int, where: str) -> Ro
     if rope.high_freq_factor <= rope.low_freq_factor:
         fields.fail(f"high_freq_factor {rope.high_freq_factor} must be above low_freq_factor {rope.low_freq_factor}")
     return rope
+
+
+def _rotated(fields: Fields, family: Family, head_dim: int) -> int:
+    """How many dimensions of a head are rotated."""
+    share = fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
+    if share != 1.0 and not family.partial_rotary:
+        fields.fail(f"partial_rotary_factor {share:g} is not supported")
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2:
+        fields.fail(f"partial_rotary_factor {share:g} of head_dim {head_dim} is {dim} dimensions, which are no pairs")
+    return dim
+
+
+def _longrope(fields: Fields, context: int, original: int, dim: int) -> dict[str, Any]:
+    """LongRoPE (Ding et al., 2024): a divisor for each frequency, those for long texts where the model is for them."""
+    key = "long_factor" if context > original else "short_factor"
+    divisors, most = fields.get(key), 1e6
+    numbers = isinstance(divisors, list) and all(type(each) in (int, float) and 0 < each < most for each in divisors)
+    if not numbers or len(divisors) != dim // 2:
+        fields.fail(f"{key} must be {dim // 2} numbers above 0, got {divisors!r:.80}")
+    factor = fields.number("factor", 0.0, most, default=context / original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    attention_factor = fields.number("attention_factor", 0.0, most, default=scale)
+    return {"factor": factor, "attention_factor": attention_factor, "divisors": tuple(map(float, divisors))}

@@ -276,8 +276,11 @@ def _pieces(
         given = _read(tensors, part)
         most = MOST_NUMBERS if isinstance(given, StoredRows) else _PIECE_BYTES // given.element_size()
         count = max(most // max(math.prod(part.shape[1:]), 1), 1)
+        if part.order:  # whole heads
+            count = max(count // len(part.order), 1) * len(part.order)
         for first in range(0, len(given), count):
-            yield part, part.start + first, given[first : first + count]
+            rows = given[first : first + count]
+            yield part, part.start + first, rows[part.sources(first, len(rows)) - first] if part.order else rows
 
 
 class _InMemory:
@@ -338,8 +341,8 @@ def _check_grouped(name: str, rows: GroupedRows) -> None:
 
 
 def _is_mapped(tensors: Mapping[str, Any], part: CheckpointPart) -> bool:
-    """Whether reading it gives a view of a file."""
-    return not isinstance(tensors[part.name], (StoredRows, _InMemory))
+    """Whether reading it gives a view of a file. Rows in another order are a copy."""
+    return not part.order and not isinstance(tensors[part.name], (StoredRows, _InMemory))
 
 
 def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRows:
@@ -455,10 +458,11 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
                 " how to read it (docs/quantization.md lists what is read); use the original model in bfloat16,"
                 " float16 or float32"
             )
-        if part.transposed and isinstance(tensors[name], StoredRows):
+        mixed = part.transposed or len(part.order) > model.config.head_dim
+        if mixed and isinstance(tensors[name], StoredRows):
             raise ModelLoadError(
                 f"{model_dir}: tensor {name} is quantised, which {model.config.model_type} models cannot be, for their"
-                " weights are stored transposed; use the original model in bfloat16, float16 or float32"
+                " weights are stored transposed or head by head; use the original model in bfloat16, float16 or float32"
             )
     for name in filter(tensors.__contains__, redundant):
         head, embedding = (tensors[each].get_tensor(each) for each in (name, embedding_name))

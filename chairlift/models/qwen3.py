@@ -12,7 +12,7 @@ __all__ = ["QWEN3"]
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
     biased = fields.boolean("attention_bias", False)
-    return {"qkv_bias": biased, "o_bias": biased, "qk_norm": True, "layer_windows": qwen2_windows(fields, layers)}
+    return {"qkv_bias": biased, "o_bias": biased, "qk_norm": "head", "layer_windows": qwen2_windows(fields, layers)}
 
 
 QWEN3 = Family(

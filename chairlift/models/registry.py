@@ -2,13 +2,68 @@
 
 from __future__ import annotations
 
+from chairlift.models.arcee import ARCEE
+from chairlift.models.cohere2 import COHERE2
+from chairlift.models.cwm import CWM
+from chairlift.models.ernie4_5 import ERNIE4_5
+from chairlift.models.exaone4 import EXAONE4
 from chairlift.models.family import Family
+from chairlift.models.gemma import GEMMA
+from chairlift.models.gemma3_text import GEMMA3_TEXT
+from chairlift.models.glm4 import GLM4
 from chairlift.models.gpt2 import GPT2
+from chairlift.models.gpt_neox import GPT_NEOX
+from chairlift.models.granite import GRANITE
+from chairlift.models.helium import HELIUM
+from chairlift.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
+from chairlift.models.internlm3 import INTERNLM3
 from chairlift.models.llama import LLAMA
+from chairlift.models.ministral import MINISTRAL
+from chairlift.models.ministral3 import MINISTRAL3
 from chairlift.models.mistral import MISTRAL
+from chairlift.models.olmo2 import OLMO2
+from chairlift.models.olmo3 import OLMO3
+from chairlift.models.phi import PHI
+from chairlift.models.phi3 import PHI3
 from chairlift.models.qwen2 import QWEN2
 from chairlift.models.qwen3 import QWEN3
+from chairlift.models.seed_oss import SEED_OSS
+from chairlift.models.smollm3 import SMOLLM3
+from chairlift.models.stablelm import STABLELM
+from chairlift.models.starcoder2 import STARCODER2
 
 __all__ = ["FAMILIES"]
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        ARCEE,
+        COHERE2,
+        CWM,
+        ERNIE4_5,
+        EXAONE4,
+        GEMMA,
+        GEMMA3_TEXT,
+        GLM4,
+        GPT2,
+        GPT_NEOX,
+        GRANITE,
+        HELIUM,
+        HUNYUAN_V1_DENSE,
+        INTERNLM3,
+        LLAMA,
+        MINISTRAL,
+        MINISTRAL3,
+        MISTRAL,
+        OLMO2,
+        OLMO3,
+        PHI,
+        PHI3,
+        QWEN2,
+        QWEN3,
+        SEED_OSS,
+        SMOLLM3,
+        STABLELM,
+        STARCODER2,
+    )
+}

@@ -28,6 +28,7 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},  # two cache groups
     "qwen3": {"head_dim": 24},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
 }
 SIZES = {"max_num_seqs": 6, "max_num_batched_tokens": 12, "block_size": 4}
 SAMPLED: list[dict[str, Any]] = [
@@ -91,7 +92,7 @@ def check_greedy(
     return {"preemptions": llm.engine.scheduler.num_preemptions, "cached": cached}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "cohere2", "gemma3_text", "olmo3"])
 def test_greedy_text_is_that_of_transformers(
     family: str,
     models: Any,

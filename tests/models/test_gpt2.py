@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from chairlift import LLM, SamplingParams
 from chairlift.cli.main import main
 from chairlift.errors import ModelLoadError
 from chairlift.kernels import ops
@@ -21,11 +20,11 @@ from chairlift.models import gpt2, registry
 from chairlift.models.hf_config import parse_config
 from tests.equivalence.all_pairs import all_pairs
 from tests.equivalence.cases import Job, agree, check_text, greedy_jobs, make_llm, run
+from tests.models.logprobs import check_logprobs
 from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
 from tests.native import needs_kernels
 
 MISSING = ["embedding of positions", "layer_norm", "gelu_tanh"]
-PROMPTS = [[5, 9, 77, 3, 21, 64, 8, 100, 41, 2, 90, 13, 55, 6, 31, 70], [7], [3] * 40]
 FACTORS: dict[str, Sequence[Any]] = {
     "max_num_batched_tokens": (1, 7, 64),
     "block_size": (1, 8, 16),
@@ -60,21 +59,6 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     model_dir = tiny_hf_model(tmp_path_factory.mktemp("models"), "gpt2")
     model, jobs = hf_model(model_dir), greedy_jobs(16)
     return Truth(model_dir, model, jobs, [greedy(model, job) for job in jobs])
-
-
-def check_logprobs(model_dir: Path, model: Any, tolerance: float, **settings: Any) -> list[str]:
-    """Fail unless each token is transformers' best, and its log-probability transformers'. Returns the notes."""
-    llm = LLM(model_dir, num_kv_blocks=60, max_num_batched_tokens=24, skip_tokenizer_init=True, **settings)
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
-    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
-        answer = output.outputs[0]
-        assert answer.logprobs is not None
-        expected = hf_logits(model, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1].log_softmax(-1)
-        for place, token in enumerate(answer.token_ids):
-            best, found = float(expected[place].max()), answer.logprobs[place][token].logprob
-            assert expected[place, token] >= best - tolerance, "another token is more likely"
-            assert abs(found - float(expected[place, token])) <= tolerance, "its log-probability is another"
-    return list(llm.notes)
 
 
 @pytest.mark.parametrize("combination", all_pairs(FACTORS), ids=lambda each: "-".join(map(str, each.values())))

@@ -7,26 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-__all__ = ["FAMILIES", "hf_logits", "hf_model", "tiny_hf_model"]
+__all__ = ["FAMILIES", "MORE_FAMILIES", "hf_logits", "hf_model", "tiny_hf_model"]
 
-_CONFIGS: dict[str, type[PretrainedConfig]] = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "gpt2": GPT2Config,
-}
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -44,7 +28,39 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "gpt2": {"n_inner": 96},
 }
-FAMILIES = tuple(_CONFIGS)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+"""Those that all sweeps go over: between them they have what kernels and caches care for."""
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "arcee": {},
+    "cohere2": {"sliding_window": 9, "num_hidden_layers": 4},
+    "cwm": {"head_dim": 24, "sliding_window": 9},
+    "ernie4_5": {"head_dim": 24},
+    "exaone4": {"sliding_window": 9, "num_hidden_layers": 4},
+    "gemma": {"head_dim": 24},
+    "gemma3_text": {
+        "head_dim": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 9,
+    },
+    "glm4": {"head_dim": 24, "pad_token_id": None, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 4},
+    "granite": {},
+    "helium": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 24},
+    "internlm3": {"head_dim": 24},
+    "ministral": {"head_dim": 24, "sliding_window": 9},
+    "ministral3": {"head_dim": 24},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 9, "num_hidden_layers": 4},
+    "phi": {},
+    "phi3": {"pad_token_id": None},
+    "seed_oss": {"head_dim": 24},
+    "smollm3": {"num_hidden_layers": 4, "pad_token_id": None},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "starcoder2": {},
+}
+"""The others, which test_more_families.py compares with transformers, and fields of their tiny configs."""
 
 
 def tiny_hf_model(
@@ -56,12 +72,13 @@ def tiny_hf_model(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write a random model of a family (one of :data:`FAMILIES`) and return its directory.
+    """Write a random model of a family (of :data:`FAMILIES` or :data:`MORE_FAMILIES`) and return its directory.
 
     Matrices and biases have standard deviation ``std`` (0.25 makes logits far apart, so that greedy ties don't occur),
     norms lie around 1. ``overrides`` are fields of the family's transformers config. There is no tokenizer.
     """
-    config = _CONFIGS[family](**{**_DEFAULTS, **_FAMILY_DEFAULTS.get(family, {}), **overrides})
+    fields = {**_DEFAULTS, **_FAMILY_DEFAULTS.get(family, {}), **MORE_FAMILIES.get(family, {}), **overrides}
+    config = AutoConfig.for_model(family, **fields)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

@@ -50,6 +50,8 @@ class FusedOp:
     weight: Tensor | PackedMatrix | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    norm_offset: float = 0.0
+    """What is added to the weights of norms."""
     rotary: Value | None = None
     call: Node | None = None
 
@@ -140,7 +142,8 @@ def _rotary_table(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 def _rms_norm(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     fields = {"k": node.out.width, "eps": node.attributes["eps"]}
-    yield FusedOp(OpKind.RMS_NORM, node.out, node.inputs, fields, node.attributes["weight"])
+    offset = node.attributes.get("offset", 0.0)
+    yield FusedOp(OpKind.RMS_NORM, node.out, node.inputs, fields, node.attributes["weight"], norm_offset=offset)
 
 
 def _linear(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
@@ -188,6 +191,7 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     op = _product(OpKind.QKV, product, q)
     op.fields |= {**sizes, "eps": given.get("eps", 0.0)}
     op.q_norm, op.k_norm = given.get("q_norm"), given.get("k_norm")
+    op.norm_offset = given.get("norm_offset", 0.0)
     op.rotary = heads.inputs[1] if len(heads.inputs) == 2 else None
     yield op
     fields = {**sizes, "scale": attended["scale"], "window": attended["window"] or 0}
@@ -200,6 +204,7 @@ _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     ops.embedding: _embedding,
     ops.native_linear: _linear,
     ops.rms_norm: _rms_norm,
+    ops.rms_norm_offset: _rms_norm,
     ops.rotary_heads: lambda fuser, node: (),  # computed by the attention that reads it
     ops.rotary_table: _rotary_table,
     ops.silu_and_mul: _silu_and_mul,

@@ -57,8 +57,8 @@ class StepProgram:
         self.plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
         """Whatever a struct points to."""
-        self._converted: list[tuple[Tensor, Tensor]] = []
-        """Of what is kept, copies in another dtype, and the weights they were made from."""
+        self._converted: list[tuple[Tensor, Tensor, float]] = []
+        """Of what is kept, copies in another dtype, the weights they were made from, and what was added."""
         capacity = max_tokens + SPARE_ROWS
         strides = [_stride(width, recorder.dtype.itemsize) for width in self.plan.widths]
         self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
@@ -162,8 +162,8 @@ class StepProgram:
         Packed weights, their biases, and plain tensors in the program's dtype are read where they lie; the caller has
         written into that memory.
         """
-        for kept, weight in self._converted:
-            kept.copy_(weight)
+        for kept, weight, offset in self._converted:
+            kept.copy_(weight).add_(offset)
 
     def _op(self, op: FusedOp) -> lib.Op:
         """The struct; whatever it points to is kept."""
@@ -185,9 +185,9 @@ class StepProgram:
         elif op.weight is not None:
             # An embedding table keeps its dtype; norms and frequencies are float32 to the kernels.
             dtype = self._recorder.dtype if op.kind == OpKind.EMBED else torch.float32
-            struct.weight = self._keep(op.weight, dtype)
+            struct.weight = self._keep(op.weight, dtype, op.norm_offset)
         struct.q_norm, struct.k_norm = (
-            None if norm is None else self._keep(norm, torch.float32) for norm in (op.q_norm, op.k_norm)
+            None if norm is None else self._keep(norm, torch.float32, op.norm_offset) for norm in (op.q_norm, op.k_norm)
         )
         return struct
 
@@ -200,12 +200,13 @@ class StepProgram:
         self._kept.append(memory)
         return memory.address
 
-    def _keep(self, tensor: Tensor, dtype: torch.dtype) -> int:
-        """The address of a contiguous tensor with these numbers that lives as long as the program."""
+    def _keep(self, tensor: Tensor, dtype: torch.dtype, offset: float = 0.0) -> int:
+        """The address of a contiguous tensor with these numbers, plus ``offset``, that lives as long as the program."""
         kept = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+        kept = kept + offset if offset else kept
         self._kept.append(kept)
         if kept.data_ptr() != tensor.data_ptr():
-            self._converted.append((kept, tensor.detach()))
+            self._converted.append((kept, tensor.detach(), offset))
         return kept.data_ptr()
 
     def _call_out(self, op: FusedOp, step: StepBatch) -> None:

@@ -176,6 +176,9 @@ class TritonProgram:
             raise InvariantError("heads need a step, whose cache they are written to")
         layer, attributes = self._layer_of[node.out], node.attributes
         keys, entries = self._kv.caches[layer]
+        q_norm, k_norm = attributes.get("q_norm"), attributes.get("k_norm")
+        if offset := attributes.get("norm_offset", 0.0):
+            q_norm, k_norm = (None if norm is None else norm.float() + offset for norm in (q_norm, k_norm))
         return rope_and_cache(
             given[0],
             None if len(given) == 1 else (given[1][0], given[1][1]),
@@ -183,8 +186,8 @@ class TritonProgram:
             entries,
             step.slot_mapping[self._kv.layer_groups[layer]],
             num_heads=attributes["num_heads"],
-            q_norm=attributes.get("q_norm"),
-            k_norm=attributes.get("k_norm"),
+            q_norm=q_norm,
+            k_norm=k_norm,
             eps=attributes.get("eps", 0.0),
         )
 

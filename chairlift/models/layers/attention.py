@@ -9,6 +9,7 @@ from chairlift.models.context import AttentionContext
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Linear
 from chairlift.models.layers.norm import RMSNorm
+from chairlift.models.layers.rotary import RotaryEmbedding
 
 __all__ = ["Attention"]
 
@@ -16,7 +17,8 @@ __all__ = ["Attention"]
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., 2023); q, k and v are one product: [T, D] -> [T, D].
 
-    With ``config.qk_norm`` each head of q and k is normalised (Qwen3); then they are rotated where there is a table.
+    q and k are normalised as ``config.qk_norm`` says, and rotated where there is a table. What a table cannot say is
+    done before q, k and v are split: see :attr:`ModelConfig.rotates_apart`.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -32,20 +34,33 @@ class Attention(nn.Module):
         kv_width = self.num_kv_heads * self.head_dim
         self.qkv_proj = Linear(config.hidden_size, width + 2 * kv_width, bias=config.qkv_bias)
         self.o_proj = Linear(width, config.hidden_size, bias=config.o_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-
-    def forward(self, x: Tensor, rotary: ops.Rotary | None, ctx: AttentionContext) -> Tensor:
-        q, k, v = ops.rotary_heads(
-            self.qkv_proj(x),
-            rotary,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.q_norm.weight if self.q_norm is not None else None,
-            self.k_norm.weight if self.k_norm is not None else None,
-            self.eps,
+        self.qk_norm = config.qk_norm
+        sizes = (width, kv_width) if config.qk_norm == "all" else (self.head_dim, self.head_dim)
+        self.norm_offset = config.norm_offset
+        self.q_norm, self.k_norm = (
+            RMSNorm(n, config.norm_eps, offset=self.norm_offset) if config.qk_norm else None for n in sizes
         )
+        self.query_scaling = config.query_scaling
+        rope = config.layer_ropes[layer]
+        self.rotary = None
+        if rope is not None and config.rotates_apart:
+            self.rotary = RotaryEmbedding(rope.dim or self.head_dim, rope, config.max_position_embeddings)
+
+    def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        qkv: Tensor = self.qkv_proj(x)
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        if self.qk_norm == "all" and q_norm is not None and k_norm is not None:
+            qkv = ops.norm_all_heads(qkv, q_norm, k_norm, self.eps)
+            q_norm = k_norm = None
+        if self.rotary is not None:
+            frequencies, factor = self.rotary.frequencies(positions.device), self.rotary.attention_factor
+            # A norm before it would be of "head", which no family has together with such a rotation.
+            qkv = ops.rotate_and_norm(qkv, positions, frequencies, factor, *heads, q_norm, k_norm, self.eps)
+            q_norm = k_norm = None
+        if self.query_scaling is not None:
+            qkv = ops.scale_queries(qkv, positions, self.num_heads * self.head_dim, *self.query_scaling)
+        q, k, v = ops.rotary_heads(qkv, rotary, *heads, q_norm, k_norm, self.eps, self.norm_offset)
         out = ctx.attend(self.layer, q, k, v, scale=self.scale, window=self.window)
         projected: Tensor = self.o_proj(out.flatten(1))
         return projected

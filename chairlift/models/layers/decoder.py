@@ -1,4 +1,4 @@
-"""A pre-norm decoder layer."""
+"""A decoder layer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,42 @@ from chairlift.models.context import AttentionContext
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.mlp import MLP
-from chairlift.models.layers.norm import make_norm
+from chairlift.models.layers.norm import LayerNorm, RMSNorm, make_norm
 
 __all__ = ["DecoderLayer"]
 
 
 class DecoderLayer(nn.Module):
-    """Attention and an MLP, each behind a norm and added to the residual stream: [T, D] -> [T, D]."""
+    """Attention and an MLP, added to the residual stream: [T, D] -> [T, D]; ``config.block`` says where norms are."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config)
+        before, after = config.block != "post", config.block in ("post", "both")
+        self.parallel = config.block in ("parallel", "parallel_two")
+        self.residual_scale = config.residual_scale
+        self.input_layernorm = make_norm(config) if before else None
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = make_norm(config)
+        self.post_attention_layernorm = make_norm(config) if before and config.block != "parallel" else None
         self.mlp = MLP(config)
+        self.attention_out_norm = make_norm(config) if after else None
+        self.mlp_out_norm = make_norm(config) if after else None
 
-    def forward(self, x: Tensor, rotary: ops.Rotary | None, ctx: AttentionContext) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, ctx)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+    def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        normed = _normed(self.input_layernorm, x)
+        attended = self._scaled(_normed(self.attention_out_norm, self.self_attn(normed, rotary, positions, ctx)))
+        if self.parallel:
+            second = self.post_attention_layernorm
+            return x + attended + self._scaled(self.mlp(normed if second is None else second(x)))
+        x = x + attended
+        inner: Tensor = self.mlp(_normed(self.post_attention_layernorm, x))
+        return x + self._scaled(_normed(self.mlp_out_norm, inner))
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.residual_scale == 1.0 else ops.scale(branch, self.residual_scale)
+
+
+def _normed(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
+    out: Tensor = norm(x)
+    return out

@@ -11,24 +11,36 @@ from chairlift.models.layers.linear import Linear
 __all__ = ["MLP"]
 
 
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "geglu_tanh": "gelu_tanh_and_mul",
+    "relu2": "relu_squared",
+    "swiglu": "silu_and_mul",
+}
+"""``config.mlp`` -> the operation, by name."""
+
+
 class MLP(nn.Module):
     """[T, D] -> [T, D], as ``config.mlp`` says.
 
-    ``swiglu`` (Shazeer, 2020) is down(silu(gate(x)) * up(x)), with gate and up as one product; ``gelu_tanh`` is
-    down(gelu(up(x))).
+    ``swiglu`` (Shazeer, 2020) is down(silu(gate(x)) * up(x)), with gate and up as one product, and ``geglu_tanh`` the
+    same with gelu; ``gelu``, ``gelu_tanh`` and ``relu2`` (So et al., 2021) are down(activation(up(x))).
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gated = config.mlp == "swiglu"
+        self.activation = _ACTIVATIONS[config.mlp]
+        self.gated = config.gated
         if self.gated:
-            self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, interleaved=True)
+            # Kernels pair the rows of gate and up for silu.
+            self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, interleaved=config.mlp == "swiglu")
         else:
             self.up_proj = Linear(hidden, inner, bias=bias)
         self.down_proj = Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = ops.silu_and_mul(self.gate_up_proj(x)) if self.gated else ops.gelu_tanh(self.up_proj(x))
-        out: Tensor = self.down_proj(inner)
+        activation = getattr(ops, self.activation)
+        out: Tensor = self.down_proj(activation(self.gate_up_proj(x) if self.gated else self.up_proj(x)))
         return out

@@ -12,24 +12,32 @@ __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), computed in float32."""
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), computed in float32.
 
-    def __init__(self, size: int, eps: float) -> None:
+    It is multiplied by ``offset + weight`` (Gemma: 1).
+    """
+
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.full((size,), 1 - offset))
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.offset:
+            return ops.rms_norm_offset(x, self.weight, self.eps, self.offset)
         return ops.rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
-    """Layer norm with a bias (Ba et al., 2016)."""
+    """Layer norm (Ba et al., 2016), with a bias or without."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, size: int, eps: float, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(size)) if bias else None)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,5 +46,6 @@ class LayerNorm(nn.Module):
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """The norm of activations [T, D] that ``config.norm`` names."""
-    kind = RMSNorm if config.norm == "rms" else LayerNorm
-    return kind(config.hidden_size, config.norm_eps)
+    if config.norm in ("rms", "rms_offset"):
+        return RMSNorm(config.hidden_size, config.norm_eps, offset=config.norm_offset)
+    return LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm == "layer")

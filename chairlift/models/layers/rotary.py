@@ -15,7 +15,9 @@ __all__ = ["RotaryEmbedding", "inverse_frequencies"]
 
 
 class RotaryEmbedding(nn.Module):
-    """``positions[T]`` -> cos and sin, each [T, 1, Dh/2], scaled by the attention factor (YaRN; 1 elsewhere).
+    """``positions[T]`` -> cos and sin, each [T, 1, Dh/2], scaled by the attention factor (YaRN, LongRoPE; else 1).
+
+    Where only ``rope.dim`` dimensions are rotated, the others turn by no angle.
 
     Computed for the positions of each step rather than looked up: it costs microseconds, a table for 128 Ki positions
     costs 64 MiB. The frequencies are float32 whatever the model's dtype, and are never converted with it.
@@ -23,15 +25,21 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, rope: RopeConfig, max_position_embeddings: int) -> None:
         super().__init__()
-        frequencies, self.attention_factor = inverse_frequencies(head_dim, rope, max_position_embeddings)
+        rotated = rope.dim or head_dim
+        found, self.attention_factor = inverse_frequencies(rotated, rope, max_position_embeddings)
+        frequencies = torch.nn.functional.pad(found, (0, (head_dim - rotated) // 2))
         self._frequencies: dict[torch.device, Tensor] = {frequencies.device: frequencies}
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> ops.Rotary:
-        frequencies = self._frequencies.get(positions.device)
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians per position of each pair of dimensions, float32 [Dh/2]."""
+        frequencies = self._frequencies.get(device)
         if frequencies is None:
-            frequencies = next(iter(self._frequencies.values())).to(positions.device)
-            self._frequencies[positions.device] = frequencies
-        return ops.rotary_table(positions, frequencies, self.attention_factor, dtype)
+            frequencies = next(iter(self._frequencies.values())).to(device)
+            self._frequencies[device] = frequencies
+        return frequencies
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> ops.Rotary:
+        return ops.rotary_table(positions, self.frequencies(positions.device), self.attention_factor, dtype)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig, max_position_embeddings: int) -> tuple[Tensor, float]:
@@ -48,7 +56,8 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig, max_position_embeddings
         periods = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
         plain = 1.0 / periods
         if rope.divisors:
-            return plain / torch.tensor(rope.divisors, dtype=torch.float32), 1.0
+            factor = rope.attention_factor if rope.rope_type == "longrope" else None
+            return plain / torch.tensor(rope.divisors, dtype=torch.float32), factor or 1.0
         if rope.rope_type == "linear":
             return plain / rope.factor, 1.0
         if rope.rope_type == "llama3":

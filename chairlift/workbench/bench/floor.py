@@ -56,12 +56,16 @@ class ModelCost:
         and V kept in ``kv_dtype``."""
         hidden, inner, dim = network.hidden_size, network.intermediate_size, network.head_dim
         q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
-        products = 3 if network.mlp == "swiglu" else 2
-        norm = hidden if network.norm == "rms" else 2 * hidden
-        layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + products * hidden * inner + 2 * norm
-        layer += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + 2 * dim * network.qk_norm
+        products = 3 if network.gated else 2
+        norm = 2 * hidden if network.norm == "layer" else hidden
+        norms = {"parallel": 1, "both": 4}.get(network.block, 2)
+        head_params = (hidden + network.head_bias) * network.vocab_size
+        layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + products * hidden * inner + norms * norm
+        q_norm, k_norm = {None: (0, 0), "all": (q_width, kv_width)}.get(network.qk_norm, (dim, dim))
+        layer += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + q_norm + k_norm
         layer += ((products - 1) * inner + hidden) * network.mlp_bias
-        tail = layer - 2 * kv_width * (hidden + network.qkv_bias) - dim * network.qk_norm  # the final norm included
+        tail = layer - 2 * kv_width * (hidden + network.qkv_bias) - k_norm
+        tail += norm if network.block == "post" else 0  # the final norm in place of that before attention, if any
         saved = tail_saved = head_saved = 0
         if quantization is not None:
             sizes = [(2 * kv_width, hidden), (q_width, hidden), (hidden, q_width)]
@@ -76,7 +80,7 @@ class ModelCost:
         cached = LayerCache(network.num_key_value_heads, dim, None).token_bytes(kv_dtype or dtype)
         return cls(
             body_params=layer * network.num_hidden_layers + norm - tail,
-            head_params=hidden * network.vocab_size + tail,
+            head_params=head_params + tail,
             itemsize=dtype.itemsize,
             kv_bytes=tuple((window, cached * layers) for window, layers in windows.items()),
             body_saved=saved * network.num_hidden_layers - tail_saved,

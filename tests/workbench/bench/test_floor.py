@@ -21,6 +21,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32},
     "gpt2": {"model_type": "gpt2", "n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4, "n_positions": 9},
+    "arcee": {"model_type": "arcee"},
+    "cohere2": {"model_type": "cohere2"},
+    "gemma3_text": {"model_type": "gemma3_text", "head_dim": 32, "num_key_value_heads": 2},
+    "glm4": {"model_type": "glm4", "num_key_value_heads": 2},
+    "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5},
+    "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "num_key_value_heads": 2},
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2},
+    "phi": {"model_type": "phi"},
 }
 ONE = ModelCost(body_params=100, head_params=10, itemsize=2, kv_bytes=((None, 6),))
 MEMORY = Roof(bandwidth=1.0, peak=1e12)
@@ -44,7 +52,7 @@ def test_every_weight_is_counted_once(name: str) -> None:
     embedding += 9 * 48 if config.learned_positions else 0
     assert cost.body_params + cost.head_params + embedding == sum(weight.numel() for weight in model.parameters())
     q_width, last = config.num_attention_heads * config.head_dim, "model.layers.2."
-    behind = ("self_attn.o_proj", "self_attn.q_norm", "post_attention", "mlp", "model.norm", "lm_head")
+    behind = ("self_attn.o_proj", "self_attn.q_norm", "post_attention", "attention_out", "mlp", "model.norm", "lm_head")
     weights = dict(model.named_parameters(remove_duplicate=False))
     sampled = sum(w.numel() for name, w in weights.items() if name.removeprefix(last).startswith(behind))
     queries = sum(w[:q_width].numel() for name, w in weights.items() if name.startswith(last + "self_attn.qkv_proj"))

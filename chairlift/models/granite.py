@@ -1,0 +1,28 @@
+"""Granite 3 (IBM, 2024): Llama with factors for embeddings, branches, scores and logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chairlift.models.family import Family, Fields
+from chairlift.models.llama import LLAMA
+
+__all__ = ["GRANITE"]
+
+
+def _read(fields: Fields, layers: int) -> dict[str, Any]:
+    scale, embedding, residual, logits = (fields.number(key, 0.0, 1e6, default=1.0) for key in _FACTORS)
+    return {
+        **LLAMA.read(fields, layers),
+        "layer_scales": (scale,) * layers,
+        "embedding_scale": embedding,
+        "residual_scale": residual,
+        "logit_scale": 1 / logits,
+    }
+
+
+_FACTORS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+GRANITE = Family(
+    model_type="granite", architecture="GraniteForCausalLM", read=_read, defaults=LLAMA.defaults, own_keys=_FACTORS
+)

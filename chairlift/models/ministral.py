@@ -1,0 +1,18 @@
+"""Ministral 8B (Mistral AI, 2024): Mistral with a window in some layers only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chairlift.models.family import MAX_CONTEXT, Family, Fields, layer_windows
+from chairlift.models.mistral import MISTRAL
+
+__all__ = ["MINISTRAL"]
+
+
+def _read(fields: Fields, layers: int) -> dict[str, Any]:
+    window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)
+    return {"layer_windows": layer_windows(fields, layers, window, 0)}
+
+
+MINISTRAL = Family(model_type="ministral", architecture="MinistralForCausalLM", read=_read, defaults=MISTRAL.defaults)
