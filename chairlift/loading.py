@@ -192,8 +192,8 @@ def _notes(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, calls
         )
     if config.model.quantization == "int4":
         notes.append(
-            "weights are rounded to the nearest of 4 bits, which costs quality: a model of 135M parameters names another "
-            "likeliest token at one place in three; take a checkpoint that was calibrated, or int8"
+            "weights are rounded to the nearest of 4 bits, which costs quality: a model of 135M parameters names "
+            "another likeliest token at one place in three; take a checkpoint that was calibrated, or int8"
         )
     return [*notes, *_thread_notes(config), *_call_notes(calls)]
 
