@@ -1,18 +1,23 @@
 """What rounding weights and KV costs in quality: perplexity, divergence and agreement over texts.
 
-    python -m benchmarks.quantization_quality MODEL [--formats int8,int4] [--texts DIR]
+    python -m benchmarks.quantization_quality MODEL [--formats int8,int4] [--models DIR,...] [--texts DIR]
 
 Every format answers the same prompts as the base does, weights as floats in float32 (``--base`` for another dtype):
 whole texts, of which each token's log-probability is asked for. Without ``--texts``, a directory of text files, they
-are forty topics of Python's own ``help()``, in English; for the bundled model they are the guide's chats. The
-divergence is that of Kullback and Leibler from the base to the format, of the 20 likeliest ids at each position and all
-others together, so it is a lower bound.
+are forty topics of Python's own ``help()``, in English; for the bundled model they are the guide's chats, and with
+``--answers`` only the answers in them count. ``--models`` are directories of the same model, from ``chairlift
+quantize`` for example, each served as it is stored. The divergence is that of Kullback and Leibler from the base to the
+format, of the 20 likeliest ids at each position and all others together, so it is a lower bound.
+
+``--calibration FILE`` only writes the chats of the guide that the bundled model was trained on, for ``chairlift
+quantize bundled OUT --calibrate FILE``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import pydoc_data.topics
 from collections.abc import Sequence
@@ -34,9 +39,13 @@ FORMATS: dict[str, dict[str, Any]] = {
 """Settings by name; ``stored`` takes a quantised checkpoint as it is."""
 
 
+Prompt = tuple[list[int], int]
+"""Token ids, and the first of them that counts."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of every position of all texts but the first of each."""
+    """Of every position that counts."""
 
     logprobs: list[float]
     """Of the token that is there."""
@@ -67,26 +76,43 @@ def default_texts() -> list[str]:
     return [text for _, text in sorted(topics.items()) if len(text) > 1500][:40]
 
 
-def guide_chats(llm: LLM) -> list[list[int]]:
-    """What the bundled model knows: each answer of the guide behind a wording of its question that it never saw."""
+def guide_chats(llm: LLM, questions: Sequence[tuple[str, str]]) -> list[Prompt]:
+    """Each answer behind its question, as the bundled model was trained on them, and where the answer begins."""
     assert llm.tokenizer is not None
-    return [
-        llm.encode_chat([{"role": "user", "content": question}]) + llm.tokenizer.encode(answer)
-        for question, answer in held_back_questions(read_guide())
-    ]
+    asked = [llm.encode_chat([{"role": "user", "content": question}]) for question, _ in questions]
+    answers = [llm.tokenizer.encode(answer, add_special_tokens=False) for _, answer in questions]
+    return [(one + two, len(one)) for one, two in zip(asked, answers, strict=True)]
 
 
-def score(model: str, texts: Sequence[str], most_tokens: int, **settings: Any) -> Scores:
-    """Log-probabilities of the first ``most_tokens`` of each text, or of the guide's chats for the bundled model."""
+def write_calibration(path: Path) -> None:
+    """The guide's chats that the bundled model was trained on, as JSON lines with the template's special tokens."""
+    llm = LLM(BUNDLED_MODEL)
+    assert llm.tokenizer is not None
+    trained = [(question, entry.answer) for entry in read_guide() for question in entry.questions]
+    with path.open("w", encoding="utf-8") as file:
+        for ids, _ in guide_chats(llm, trained):
+            text = llm.tokenizer.backend.decode(ids, skip_special_tokens=False)
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def make_prompts(model: str, texts: Sequence[str], most_tokens: int, answers: bool) -> list[Prompt]:
+    """The first ``most_tokens`` of each text, or of the guide's chats for the bundled model, of which maybe only the
+    ``answers`` count."""
+    llm = LLM(model)
+    assert llm.tokenizer is not None
+    if model == BUNDLED_MODEL:
+        chats = guide_chats(llm, held_back_questions(read_guide()))
+        return [(ids[:most_tokens], first if answers else 1) for ids, first in chats]
+    return [(llm.tokenizer.encode(text)[:most_tokens], 1) for text in texts]
+
+
+def score(model: str, prompts: Sequence[Prompt], **settings: Any) -> Scores:
+    """Log-probabilities of the tokens of each prompt that count."""
     llm = LLM(model, max_num_seqs=16, kv_cache_memory_bytes=1 << 30, **settings)
-    assert llm.tokenizer is not None
-    tokenized = [llm.tokenizer.encode(text) for text in texts] if model != BUNDLED_MODEL else guide_chats(llm)
-    prompts = [ids[:most_tokens] for ids in tokenized]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP)
     scores = Scores([], [])
-    for prompt, output in zip(
-        prompts, llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP)), strict=True
-    ):
-        for token, entries in zip(prompt, output.prompt_logprobs or [], strict=True):
+    for (prompt, first), output in zip(prompts, llm.generate([ids for ids, _ in prompts], params), strict=True):
+        for token, entries in list(zip(prompt, output.prompt_logprobs or [], strict=True))[first:]:
             if entries:
                 scores.logprobs.append(entries[token].logprob)
                 ranked = {i: e.logprob for i, e in entries.items() if e.rank is not None and e.rank <= TOP}
@@ -110,21 +136,32 @@ def compare(base: Scores, other: Scores) -> Cost:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--formats", default=",".join(FORMATS), help="may be empty")
+    parser.add_argument("--models", default="", help="directories, with commas between them")
+    parser.add_argument("--calibration", type=Path, help="only write the texts to calibrate the bundled model with")
     parser.add_argument("--base", default="float32")
     parser.add_argument("--texts", type=Path)
     parser.add_argument("--tokens", type=int, default=512, help="most of each text")
+    parser.add_argument("--answers", action="store_true", help="of chats, count the tokens of answers only")
     args = parser.parse_args()
+    if args.calibration:
+        write_calibration(args.calibration)
+        return
     texts = default_texts()
     if args.texts:
         texts = [path.read_text(encoding="utf-8") for path in sorted(args.texts.rglob("*.md"))]
-    base = score(args.model, texts, args.tokens, dtype=args.base, quantization="none")
-    print(f"{len(texts)} texts, {len(base.logprobs):,} tokens; perplexity of {args.base} weights {base.perplexity:.4f}")
-    print(f"{'format':12} {'perplexity':>10} {'growth':>8} {'divergence':>10} {'same top':>8}")
-    for name in args.formats.split(","):
-        cost = compare(base, score(args.model, texts, args.tokens, **FORMATS[name]))
+    prompts = make_prompts(args.model, texts, args.tokens, args.answers)
+    base = score(args.model, prompts, dtype=args.base, quantization="none")
+    print(
+        f"{len(prompts)} texts, {len(base.logprobs):,} tokens; perplexity of {args.base} weights {base.perplexity:.4f}"
+    )
+    print(f"{'format':18} {'perplexity':>10} {'growth':>8} {'divergence':>10} {'same top':>8}")
+    others = [(name, args.model, FORMATS[name]) for name in args.formats.split(",") if name]
+    others += [(Path(name).name, name, FORMATS["stored"]) for name in args.models.split(",") if name]
+    for name, model, settings in others:
+        cost = compare(base, score(model, prompts, **settings))
         print(
-            f"{name:12} {cost.perplexity:10.4f} {cost.growth:+8.2%} {cost.divergence:10.5f} {cost.agreement:8.1%}",
+            f"{name:18} {cost.perplexity:10.4f} {cost.growth:+8.2%} {cost.divergence:10.5f} {cost.agreement:8.1%}",
             flush=True,
         )
 

@@ -10,8 +10,9 @@ import numpy as np
 from chairlift.errors import ModelLoadError
 from chairlift.gguf.reader import GGUFModel
 from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.registry import FAMILIES
 
-__all__ = ["FREQUENCY_DIVISORS", "gguf_config"]
+__all__ = ["FREQUENCY_DIVISORS", "gguf_config", "gguf_config_json"]
 
 FREQUENCY_DIVISORS: Final = "rope_freqs.weight"
 """A tensor, not a key: what each rotary frequency is divided by (Llama 3.1 and later)."""
@@ -43,6 +44,24 @@ def gguf_config(model: GGUFModel) -> ModelConfig:
         rope = dataclasses.replace(config.rope, divisors=tuple(map(float, divisors)))
         config = dataclasses.replace(config, rope=rope)
     return config
+
+
+def gguf_config_json(model: GGUFModel) -> dict[str, Any]:
+    """The ``config.json`` of a directory with the model's weights, for one that :func:`gguf_config` reads.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` where a ``config.json`` has no words for it.
+    """
+    if FREQUENCY_DIVISORS in model:
+        raise ModelLoadError(
+            f"{model.path}: {FREQUENCY_DIVISORS} divides each rotary frequency by a number of its own, which"
+            " config.json cannot say; use the original model's safetensors"
+        )
+    raw = _as_config_json(_Metadata(model), model.metadata["general.architecture"])
+    ends, first = _end_tokens(model), model.metadata.get("tokenizer.ggml.bos_token_id")
+    found = {"architectures": [FAMILIES[raw["model_type"]].architecture], **raw}
+    if ends:
+        found["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    return found | ({"bos_token_id": first} if isinstance(first, int) else {})
 
 
 class _Metadata:

@@ -39,8 +39,10 @@ from chairlift.models.registry import FAMILIES
 from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
 
 __all__ = [
+    "Checkpoint",
     "check_weights",
     "load_model",
+    "open_checkpoint",
     "replace_weights",
     "resolve_dtype",
     "resolve_model_dir",
@@ -143,6 +145,49 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
         tensors = _open_tensors(model_dir, config, stack)
         parts = _checked_parts(tensors, model, model_dir)
         _check_finite(tensors, parts, dtype, model_dir, _tell_nobody)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The stored tensors of a model, of which names, shapes and dtypes are right. Nothing of them is in memory yet."""
+
+    model: CausalLM
+    """The model on the meta device."""
+    parts: list[CheckpointPart]
+    """Every tensor by the name that Hugging Face gives it, in the order of ``model.named_parameters()``."""
+    _tensors: Mapping[str, Any]
+    _stored: Mapping[CheckpointPart, CheckpointPart]
+    """The same parts by the names in the files."""
+
+    def kind(self, part: CheckpointPart) -> GroupKind | None:
+        """How the numbers are stored; None where they are floats."""
+        stored = self._tensors[self._stored[part].name]
+        return stored.kind if isinstance(stored, StoredRows) else None
+
+    def pieces(self, part: CheckpointPart) -> Iterator[tuple[int, Tensor]]:
+        """First row and rows of each piece, of the stored float dtype, or float32 where integers are stored. A piece is
+        valid until the next one is asked for: then the pages of the file are let go of."""
+        stored = self._stored[part]
+        mapped = _is_mapped(self._tensors, stored)
+        for _, start, rows in _pieces(self._tensors, [stored]):
+            yield start - part.start, rows.dequantize() if isinstance(rows, GroupedRows) else rows
+            if isinstance(rows, Tensor):
+                by_slices(rows, lambda *_: None, mapped=mapped)
+
+
+@contextlib.contextmanager
+def open_checkpoint(model_dir: Path, config: ModelConfig) -> Iterator[Checkpoint]:
+    """The weights of a directory or a GGUF file, to be read piece by piece.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` when they are missing, surplus, misshapen or pickled.
+    """
+    with torch.device("meta"):
+        model = CausalLM(config)
+    with contextlib.ExitStack() as stack:
+        tensors = _open_tensors(model_dir, config, stack)
+        parts = checkpoint_layout(model)
+        stored = dict(zip(parts, _checked_parts(tensors, model, model_dir), strict=True))
+        yield Checkpoint(model, parts, tensors, stored)
 
 
 def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], progress: Progress | None = None) -> None:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from chairlift.gguf.files import is_gguf
 from chairlift.gguf.reader import GGUFModel
 from chairlift.models.gguf_config import gguf_config
 from chairlift.models.hf_config import ModelConfig, read_hf_config
 
-__all__ = ["read_config"]
+__all__ = ["TOKENIZER_FILES", "read_config"]
+
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+"""What a directory's tokenizer is read from, where the files are there."""
 
 
 def read_config(path: Path) -> ModelConfig:

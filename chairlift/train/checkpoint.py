@@ -33,6 +33,7 @@ from torch import Tensor
 from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.model_files import TOKENIZER_FILES
 from chairlift.models.registry import FAMILIES
 
 __all__ = ["CheckpointStore", "ModelFiles", "load_state", "random_state", "set_random_state", "write_model"]
@@ -40,16 +41,6 @@ __all__ = ["CheckpointStore", "ModelFiles", "load_state", "random_state", "set_r
 _NAME = re.compile(r"step-(\d{8,})")
 _STATE = Path("training")
 _SUMS = "SHA256SUMS"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
 _KIND = "__kind__"
 """Key that marks a JSON object which stands for something that JSON does not have."""
 
@@ -80,7 +71,7 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
     _write_json(directory / "config.json", config)
     if files.generation_config:
         _write_json(directory / "generation_config.json", files.generation_config)
-    for name in _TOKENIZER_FILES if files.tokenizer_dir is not None else ():
+    for name in TOKENIZER_FILES if files.tokenizer_dir is not None else ():
         if files.tokenizer_dir is not None and (files.tokenizer_dir / name).is_file():
             shutil.copyfile(files.tokenizer_dir / name, directory / name)
 

@@ -70,6 +70,7 @@ ALLOWED: dict[str, list[str]] = {
         "writing",
     ],
     "train": ["errors", "models", "kernels", "parent", "tokenizer"],
+    "quantize": ["errors", "gguf", "kernels", "models", "tokenizer"],
     "rollout": [*PLAIN, "llm", "train"],
     "workbench.sim": [
         *PLAIN,
@@ -92,6 +93,7 @@ ALLOWED: dict[str, list[str]] = {
         "llm",
         "loading",
         "models",
+        "quantize",
         "replay",
         "sampling",
         "server",
@@ -221,11 +223,12 @@ def test_templates_run_in_the_sandbox(module: str) -> None:
         )
 
 
-def test_serving_needs_neither_workbench_nor_training() -> None:
+def test_serving_needs_no_workbench_no_training_and_no_quantising() -> None:
     code = (
         "import sys, chairlift, chairlift.cli.serve, chairlift.server.lifecycle, chairlift.engine_process\n"
         "chairlift.LLM, chairlift.AsyncLLM\n"
-        "print([n for n in sys.modules if n.startswith(('chairlift.workbench', 'chairlift.train'))])"
+        "aside = tuple(f'chairlift.{name}' for name in ('workbench', 'train', 'quantize'))\n"
+        "print([name for name in sys.modules if name.startswith(aside)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

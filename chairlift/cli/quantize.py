@@ -1,0 +1,129 @@
+"""``chairlift quantize``: a smaller model from a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import chairlift
+from chairlift.config import BUNDLED_MODEL
+
+if TYPE_CHECKING:
+    from chairlift.quantize.run import Report
+
+__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY: Final = "write a model with its weights in 4 or 8 bits"
+DESCRIPTION: Final = """Write a directory with the weights of a model's layers in 4 or 8 bits.
+
+MODEL is what every command takes: a directory, a Hub id, a GGUF file, or "bundled". OUT is in the format of
+compressed-tensors (pack-quantized), which Chairlift, vLLM and transformers read. The embedding and the output head stay
+in 16 bits. A model that is quantised already is dequantised first.
+
+  chairlift quantize MODEL OUT --format int8
+  chairlift quantize MODEL OUT --format int4-g32 --calibrate texts.jsonl
+  chairlift serve OUT
+
+Weights are rounded to the nearest. With --calibrate they are chosen by GPTQ, so that layers answer to these texts as
+before: give texts like those that the model will read, chats with their template's special tokens. That takes the
+memory of the whole model, and the time of several passes over the texts."""
+
+_FORMATS: Final = ("int4-g128", "int4-g32", "int8")
+"""Those of :mod:`chairlift.quantize.rounding`, which imports torch."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``chairlift quantize``."""
+    parser.add_argument("model", metavar="MODEL", help="directory, Hub id, GGUF file, or bundled")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write: empty, or not there yet")
+    parser.add_argument(
+        "--format",
+        choices=_FORMATS,
+        required=True,
+        help="4 bits in groups of 128 or 32 columns, or 8 bits in groups of 32",
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        type=Path,
+        help='texts for GPTQ: a sample on each line or in each paragraph, or .jsonl with {"text": ...} on each line',
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Quantise and print; 0. What keeps it from running raises ChairliftError."""
+    from chairlift.models.loader import resolve_model_dir
+    from chairlift.quantize.run import quantize_model
+
+    bundled = Path(chairlift.__file__).parent / "assets"
+    model_dir = bundled if args.model == BUNDLED_MODEL else resolve_model_dir(args.model)
+    show = _progress if sys.stderr.isatty() else lambda label, share: None
+    report = quantize_model(model_dir, args.out, args.format, args.calibrate, show)
+    if args.json:
+        print(json.dumps(_record(args, report)))
+        return 0
+    for label, value in _lines(args, report):
+        print(f"{label:14} {value}")
+    return 0
+
+
+def _record(args: argparse.Namespace, report: Report) -> dict[str, Any]:
+    record = {
+        "model": args.model,
+        "output": str(args.out),
+        "format": args.format,
+        "method": "gptq" if report.samples else "nearest",
+        "matrices": report.matrices,
+        "weights": report.weights,
+        "squared_error": report.squares.share,
+        "files": report.files,
+        "bytes": report.nbytes,
+        "notes": report.notes,
+    }
+    if not report.samples:
+        return record | {"squared_error_of_largest": report.squares.share_of_largest}
+    found, nearest = _mean_errors(report)
+    return record | {
+        "samples": report.samples,
+        "tokens": report.tokens,
+        "output_error": found,
+        "output_error_of_nearest": nearest,
+    }
+
+
+def _mean_errors(report: Report) -> tuple[float, float]:
+    """Of the layers' outputs, of the weights written and of the nearest."""
+    count = len(report.output_errors)
+    return sum(each for each, _ in report.output_errors) / count, sum(each for _, each in report.output_errors) / count
+
+
+def _lines(args: argparse.Namespace, report: Report) -> Iterator[tuple[str, str]]:
+    yield "model", args.model
+    yield "format", f"{args.format}: {report.kind}, symmetric"
+    yield "layers", f"{report.matrices} matrices, {report.weights:,} weights"
+    error = f"squared error {report.squares.share:.3%} of the weights' squares"
+    if report.samples:
+        yield "calibration", f"GPTQ on {report.samples:,} samples, {report.tokens:,} tokens"
+        found, nearest = _mean_errors(report)
+        yield (
+            "error",
+            f"squared error of the layers' outputs {found:.3%}, mean over layers; weights rounded to the nearest:"
+            f" {nearest:.3%}",
+        )
+        yield "", error
+    else:
+        yield "error", f"{error}; with scales of each group's largest: {report.squares.share_of_largest:.3%}"
+    count = f"{len(report.files)} files" if len(report.files) > 1 else "1 file"
+    yield "written", f"{args.out}: {count} of weights, {report.nbytes / 2**20:,.1f} MiB"
+    for note in report.notes:
+        yield "note", note
+
+
+def _progress(label: str, share: float) -> None:
+    end = "\r\x1b[K" if share >= 1 else ""
+    print(f"\r\x1b[K{label} {share:4.0%}", end=end, file=sys.stderr, flush=True)

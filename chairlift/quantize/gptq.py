@@ -1,0 +1,202 @@
+"""GPTQ (Frantar et al., 2022): weights rounded one column after the other, and what a column loses made up for by those
+that are still to come, as far as the layer's inputs of a calibration allow.
+
+Decoder layers are taken in order, and the products in a layer too. Each sees the inputs that the products before it,
+already quantised, make of the samples. One Hessian is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from chairlift.errors import ConfigError
+from chairlift.kernels.grouped import GroupedRows, GroupKind
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.context import PackedContext
+from chairlift.models.layers.linear import Linear
+from chairlift.quantize.rounding import Squares, best_scales, nearest_codes, round_rows
+
+__all__ = ["Calibrated", "Pack", "calibrate", "gptq", "output_error"]
+
+_BLOCK: Final = 128
+"""Columns whose errors are put together before the columns behind them hear of them."""
+_DAMPING: Final = 0.01
+"""Added to the Hessian's diagonal, in units of its mean."""
+_MOST_DAMPING: Final = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pack:
+    """Samples side by side in one flat batch."""
+
+    token_ids: Tensor
+    """int64 [T]."""
+    cu_seqlens: list[int]
+    """Offsets of the samples; the last is T."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T], from 0 in each sample."""
+        pairs = zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False)
+        return torch.cat([torch.arange(end - start) for start, end in pairs])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calibrated:
+    """A matrix that was quantised."""
+
+    parameter: str
+    """Its name, as in ``model.named_parameters()``."""
+    rows: GroupedRows
+    squares: Squares
+    output_error: float
+    """Squared error of the layer's outputs on the samples, as a share of the outputs' squares."""
+    nearest_error: float
+    """The same, had each weight been rounded to the nearest."""
+
+
+def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -> GroupedRows:
+    """Quantise ``weight`` [N, K] float32 for inputs of ``hessian`` [K, K] float32, which is 2 X X^T.
+
+    Columns go in their order, in blocks of 128. A group's scales, numbers of ``dtype``, are chosen when its first
+    column is reached, for what its columns are by then. Inputs that were always 0 leave their columns to be rounded to
+    the nearest. Raises ConfigError for inputs that are not finite.
+    """
+    weight, inverse = weight.clone(), _inverse_factor(hessian)
+    n, k = weight.shape
+    codes = torch.empty(n, k, dtype=torch.uint8)
+    scales = torch.empty(n, k // kind.group)
+    for start in range(0, k, _BLOCK):
+        end = min(start + _BLOCK, k)
+        errors = torch.empty(n, end - start)
+        for column in range(start, end):
+            group, first = divmod(column, kind.group)
+            if first == 0:
+                ahead = weight[:, column : column + kind.group]
+                scales[:, group] = best_scales(ahead, kind.bits, dtype)[0].squeeze(1)
+            scale, values = scales[:, group], weight[:, column]
+            code = nearest_codes(values, scale, kind.bits)
+            codes[:, column] = (code + kind.zero).to(torch.uint8)
+            error = (values - code * scale) / inverse[column, column]
+            errors[:, column - start] = error
+            weight[:, column:end].addr_(error, inverse[column, column:end], alpha=-1)
+        weight[:, end:].addmm_(errors, inverse[start:end, end:], alpha=-1)
+    return GroupedRows(kind, codes, scales)
+
+
+def _inverse_factor(hessian: Tensor) -> Tensor:
+    """Upper Cholesky factor [K, K] of the damped Hessian's inverse; more damping where rounding makes it necessary."""
+    if not bool(hessian.isfinite().all()):
+        raise ConfigError(
+            "the model's hidden states on the calibration texts are not finite; check the model with `chairlift check`,"
+            " or leave --calibrate out"
+        )
+    hessian = hessian.clone()
+    diagonal = hessian.diagonal()
+    diagonal[diagonal == 0] = 1.0  # never an input: on its own, as all else in its row and column is 0
+    mean, damping = float(diagonal.mean()), _DAMPING
+    diagonal.add_(damping * mean)
+    while True:
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        if not int(failed):
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed):
+                factor: Tensor = upper
+                return factor
+        if damping > _MOST_DAMPING:
+            raise ConfigError("the calibration texts make inputs too much alike; give more and other texts")
+        diagonal.add_(9 * damping * mean)
+        damping *= 10
+
+
+def output_error(weight: Tensor, rows: GroupedRows, hessian: Tensor) -> float:
+    """||W X - Q X||^2 / ||W X||^2 of ``weight`` [N, K] float32 against ``rows``, where ``hessian`` is 2 X X^T."""
+    lost = weight - rows.dequantize()
+    whole = float(((weight @ hessian) * weight).sum(dtype=torch.float64))
+    return float(((lost @ hessian) * lost).sum(dtype=torch.float64)) / whole if whole else 0.0
+
+
+def calibrate(
+    model: CausalLM,
+    packs: Sequence[Pack],
+    kind: GroupKind,
+    dtype: torch.dtype,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Iterator[Calibrated]:
+    """Quantise every matrix of the decoder layers of a model with plain weights, in order.
+
+    The model is used up: a layer's weights become what the codes are worth, in float32, and are let go of when the
+    samples have passed it. ``progress`` is told the share of layers done. Raises ConfigError for inputs that are not
+    finite.
+    """
+    layers = model.model.layers
+    with torch.no_grad():
+        states = [_embedded(model, pack) for pack in packs]
+        for number, layer in enumerate(layers):
+            layer.float()
+            for name, linear in layer.named_modules():
+                if isinstance(linear, Linear):
+                    whole = f"model.layers.{number}.{name}.weight"
+                    yield _quantise(whole, linear, _hessian(model, layer, linear, packs, states), kind, dtype)
+            states = [_through(model, layer, *each) for each in zip(packs, states, strict=True)]
+            layer.to("meta")
+            progress((number + 1) / len(layers))
+
+
+def _quantise(name: str, linear: Linear, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -> Calibrated:
+    weight = linear.weight.detach().clone()
+    nearest, _ = round_rows(weight, kind, dtype)
+    rows = gptq(weight, hessian, kind, dtype)
+    linear.weight.copy_(rows.dequantize())
+    lost = weight - linear.weight
+    sums = (float(each.square_().sum(dtype=torch.float64)) for each in (weight.clone(), lost))
+    errors = (output_error(weight, each, hessian) for each in (rows, nearest))
+    return Calibrated(name, rows, Squares(*sums), *errors)
+
+
+def _embedded(model: CausalLM, pack: Pack) -> Tensor:
+    """What the first layer gets of a pack: float32 [T, D]."""
+    inner = model.model
+    hidden: Tensor = inner.embed_tokens(pack.token_ids)
+    if inner.embed_positions is not None:
+        hidden = hidden + inner.embed_positions(pack.positions)
+    return hidden.float()
+
+
+def _through(model: CausalLM, layer: nn.Module, pack: Pack, hidden: Tensor) -> Tensor:
+    """A layer's outputs [T, D] for its inputs [T, D]."""
+    rotary = None if model.model.rotary is None else model.model.rotary(pack.positions, hidden.dtype)
+    out: Tensor = layer(hidden, rotary, PackedContext(pack.cu_seqlens))
+    return out
+
+
+class _SeenEnough(Exception):
+    """What comes behind the product that is looked at need not be computed."""
+
+
+def _hessian(
+    model: CausalLM, layer: nn.Module, linear: Linear, packs: Sequence[Pack], states: Sequence[Tensor]
+) -> Tensor:
+    """2 X X^T [K, K] float32 of the inputs that one product of a layer gets."""
+    k = linear.shape.in_features
+    total = torch.zeros(k, k)
+
+    def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        total.addmm_(inputs[0].t(), inputs[0], alpha=2.0)
+        raise _SeenEnough
+
+    handle = linear.register_forward_pre_hook(look)
+    try:
+        for pack, hidden in zip(packs, states, strict=True):
+            try:
+                _through(model, layer, pack, hidden)
+            except _SeenEnough:
+                continue
+    finally:
+        handle.remove()
+    return total

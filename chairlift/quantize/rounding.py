@@ -1,0 +1,88 @@
+"""Weights rounded to the nearest integer in groups, with the scale of each group that costs least."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels.grouped import GroupedRows, GroupKind
+
+__all__ = ["FORMATS", "Squares", "best_scales", "nearest_codes", "round_rows"]
+
+FORMATS: Final[dict[str, GroupKind]] = {
+    "int4-g128": GroupKind(4, 128),
+    "int4-g32": GroupKind(4, 32),
+    "int8": GroupKind(8, 32),
+}
+"""By the names that a user gives."""
+_RATIOS: Final = tuple(1.0 - 0.3 * step / 19 for step in range(20))
+"""Scales to try, in units of the one that makes the largest number of a group the largest code."""
+_LEAST: Final = 2.0**-24
+"""The smallest scale: the smallest number of float16, and a group of zeros has some scale, too."""
+
+
+@dataclasses.dataclass(slots=True)
+class Squares:
+    """Sums of squares over weights, float64."""
+
+    weights: float = 0.0
+    error: float = 0.0
+    """Of what the codes are worth, from the weights."""
+    error_of_largest: float = 0.0
+    """The same, had the largest number of each group decided its scale."""
+
+    def add(self, other: Squares) -> None:
+        """Count the weights of ``other``, too."""
+        self.weights += other.weights
+        self.error += other.error
+        self.error_of_largest += other.error_of_largest
+
+    @property
+    def share(self) -> float:
+        """Error as a share of the weights' squares."""
+        return self.error / self.weights if self.weights else 0.0
+
+    @property
+    def share_of_largest(self) -> float:
+        """The same for the scales of the largest numbers."""
+        return self.error_of_largest / self.weights if self.weights else 0.0
+
+
+def nearest_codes(values: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """The integers nearest to ``values / scales`` among those of ``bits``, below 0 and above: float32 as ``values``."""
+    half = 1 << (bits - 1)
+    return (values / scales).round_().clamp_(-half, half - 1)
+
+
+def best_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Squares]:
+    """Scales of ``groups`` [..., group] float32, as [..., 1] float32, each of them a number of ``dtype``.
+
+    Of twenty scales, from that of the largest number down to 0.7 of it, each group gets the one with the least squared
+    error. The first of them are those of the largest number, so the error is never above theirs.
+    """
+    full = groups.abs().amax(-1, keepdim=True) / ((1 << (bits - 1)) - 1)
+    best, least, first = full, full, full  # replaced in the first round
+    for ratio in _RATIOS:
+        scales = (full * ratio).clamp_(min=_LEAST).to(dtype).float()
+        error = nearest_codes(groups, scales, bits).mul_(scales).sub_(groups).square_().sum(-1, keepdim=True)
+        if ratio == _RATIOS[0]:
+            best, least, first = scales, error, error
+        else:
+            better = error < least
+            best, least = torch.where(better, scales, best), torch.where(better, error, least)
+    sums = (float(each.sum(dtype=torch.float64)) for each in (groups.square(), least, first))
+    return best, Squares(*sums)
+
+
+def round_rows(rows: Tensor, kind: GroupKind, dtype: torch.dtype) -> tuple[GroupedRows, Squares]:
+    """Round ``rows`` [R, K] of any float dtype to ``kind``, whose group must divide K; scales are numbers of ``dtype``.
+
+    Each number becomes the nearest of its group. See :func:`best_scales`.
+    """
+    groups = rows.float().reshape(len(rows), -1, kind.group)
+    scales, squares = best_scales(groups, kind.bits, dtype)
+    codes = nearest_codes(groups, scales, kind.bits).add_(kind.zero).to(torch.uint8)
+    return GroupedRows(kind, codes.view(rows.shape), scales.squeeze(-1)), squares

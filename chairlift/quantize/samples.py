@@ -1,0 +1,97 @@
+"""Texts to calibrate with: from a file to packs of token ids."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from chairlift.errors import ConfigError, RequestError
+from chairlift.quantize.gptq import Pack
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["MOST_TOKENS", "make_packs", "read_texts"]
+
+MOST_TOKENS: Final = 131_072
+"""Of all samples together: the hidden states of so many are in memory, in float32."""
+_LONGEST: Final = 2048
+"""Tokens of a sample, and of a pack."""
+
+
+def read_texts(path: Path) -> list[str]:
+    """The samples of a file, empty ones left out.
+
+    A file of JSON lines (``.jsonl``) has an object with ``text`` on each line. Of any other, paragraphs are samples
+    where a blank line parts any, else lines. Raises ConfigError for a file that cannot be read and for one without a
+    text.
+    """
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read --calibrate {path}: {reason}; give a text file or a .jsonl file") from None
+    if path.suffix == ".jsonl":
+        # Not splitlines: JSON may have U+2028 in a string.
+        found = [_text_of(path, number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+    else:
+        paragraphs = re.split(r"\n[^\S\n]*\n", content.replace("\r\n", "\n").strip())
+        found = paragraphs if len(paragraphs) > 1 else content.splitlines()
+    texts = [text for text in found if text.strip()]
+    if not texts:
+        raise ConfigError(f"--calibrate {path} has no text; give a file with a sample on each line, or in paragraphs")
+    return texts
+
+
+def _text_of(path: Path, number: int, line: str) -> str:
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"--calibrate {path}: line {number} must be a JSON object with a text, such as"
+            f' {{"text": "..."}}, got {line.strip()[:60]!r}'
+        )
+    return text
+
+
+def make_packs(texts: list[str], tokenizer: Tokenizer, longest: int) -> tuple[list[Pack], int]:
+    """Packs of samples cut to ``longest`` tokens, and how many samples they have.
+
+    Where the samples have more than :data:`MOST_TOKENS` tokens together, some are drawn, always the same ones.
+    Text that spells a special token becomes that token, and one that begins with the BOS gets no other.
+    """
+    order = list(range(len(texts)))
+    random.Random(0).shuffle(order)
+    longest, left, begin = min(longest, _LONGEST), MOST_TOKENS, tokenizer.named_tokens.get("bos_token")
+    samples: list[list[int]] = []
+    for index in order:
+        try:
+            whole = tokenizer.encode(texts[index], add_special_tokens=not (begin and texts[index].startswith(begin)))
+        except RequestError as error:
+            raise ConfigError(f"sample {index + 1} of --calibrate cannot be encoded: {error}") from None
+        if ids := whole[: min(longest, left)]:
+            samples.append(ids)
+            left -= len(ids)
+        if not left:
+            break
+    packs: list[Pack] = []
+    waiting: list[list[int]] = []
+    for ids in [*samples, []]:
+        if waiting and (not ids or sum(map(len, waiting)) + len(ids) > _LONGEST):
+            packs.append(_pack(waiting))
+            waiting = []
+        waiting.append(ids)
+    return packs, len(samples)
+
+
+def _pack(samples: list[list[int]]) -> Pack:
+    offsets = [0]
+    for ids in samples:
+        offsets.append(offsets[-1] + len(ids))
+    return Pack(torch.tensor([token for ids in samples for token in ids]), offsets)
