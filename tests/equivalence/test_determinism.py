@@ -20,7 +20,6 @@ from torch import Tensor
 from chairlift import LLM, RequestOutput, SamplingParams
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import supported_isas
-from chairlift.models.context import AttentionContext
 from chairlift.models.layers.decoder import DecoderLayer
 from tests.equivalence.cases import Job, longest, run
 from tests.kernels.cpu.models import FAMILIES, VOCAB, tiny_model
@@ -233,8 +232,8 @@ def test_an_operation_that_looks_at_its_batch_is_noticed(
 ) -> None:
     forward = DecoderLayer.forward
 
-    def planted(self: DecoderLayer, x: Tensor, rotary: ops.Rotary, ctx: AttentionContext) -> Tensor:
-        return ops.call_out(wrong, forward(self, x, rotary, ctx), width=72)
+    def planted(self: DecoderLayer, x: Tensor, *rest: Any) -> Tensor:
+        return ops.call_out(wrong, forward(self, x, *rest), width=72)
 
     alone, isa = Alone(tmp_path), supported_isas()[-1]
     check(alone, isa, 0)

@@ -26,8 +26,8 @@ pytestmark = needs_kernels
 class ParallelLayer(DecoderLayer):
     """Attention and MLP side by side (GPT-J)."""
 
-    def forward(self, x: Tensor, rotary: ops.Rotary | None, ctx: AttentionContext) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), rotary, ctx)
+    def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), rotary, positions, ctx)
         out: Tensor = x + attended + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -35,8 +35,8 @@ class ParallelLayer(DecoderLayer):
 class CappedLayer(DecoderLayer):
     """What attention adds is squashed by a function that has no kernel."""
 
-    def forward(self, x: Tensor, rotary: ops.Rotary | None, ctx: AttentionContext) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), rotary, ctx)
+    def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), rotary, positions, ctx)
         x = x + ops.call_out(lambda rows: 2 * torch.tanh(rows / 2), attended, width=72)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -45,7 +45,7 @@ class CappedLayer(DecoderLayer):
 class ScaledLayer(DecoderLayer):
     """q, k and v are changed before they become heads, so their product cannot be fused; layer 1 has no positions."""
 
-    def forward(self, x: Tensor, rotary: ops.Rotary | None, ctx: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
         attention = self.self_attn
         qkv = ops.call_out(torch.sin, attention.qkv_proj(self.input_layernorm(x)), width=256)
         heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)

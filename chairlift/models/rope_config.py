@@ -1,0 +1,150 @@
+"""How q and k are rotated, as ``config.json`` says it: checked, for every kind that transformers knows and we compute.
+
+Two dialects are read: transformers 5 (``rope_parameters``) and older (``rope_theta`` with ``rope_scaling``). Needs no
+torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from chairlift.errors import ModelLoadError
+from chairlift.models.family import MAX_CONTEXT, Family, Fields
+
+__all__ = ["RopeConfig", "read_ropes"]
+
+_ROPE_NUMBERS = (
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+_ROPE_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Where zero is the same as leaving them out, as in transformers."""
+_ROPE_KEYS = {*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "truncate", "partial_rotary_factor", "finetuned"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: the base and how it is stretched. Names are transformers' ``rope_parameters``."""
+
+    rope_type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 2048
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()
+    """What each frequency is divided by, [rotated dimensions / 2], where a file says it outright; empty elsewhere."""
+    dim: int | None = None
+    """How many dimensions of a head are rotated, its first; None for all."""
+    interleaved: bool = False
+    """Whether a checkpoint pairs neighbouring dimensions. In memory the pairs are the halves of a head."""
+
+
+def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> dict[str, RopeConfig | None]:
+    """How q and k are rotated: fields of ModelConfig."""
+    if not family.rotary:
+        return {"rope": None}
+    scaling, given = fields.raw.get("rope_scaling"), fields.raw.get("rope_parameters")
+    if not family.window_rope:
+        given = scaling or given or family.defaults.get("rope_parameters") or {}
+        return {"rope": _rope(fields, family, given, context, head_dim)}
+    nested = {"full_attention": scaling} if scaling else given or {}
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(nested, Mapping) or not set(kinds).issuperset(nested):
+        fields.fail(f"rope_parameters {nested!r:.160} must have {' and '.join(kinds)}, and nothing else")
+    # Only full attention has the file's rope_theta: as in transformers, where Gemma 3 has a key for the others.
+    local = fields.get("rope_local_base_freq")
+    plain = Fields({} if local is None else {"rope_theta": local}, fields.where, family.defaults)
+    whole, window = (
+        _rope(each, family, nested.get(kind) or {}, context, head_dim)
+        for each, kind in zip((fields, plain), kinds, strict=True)
+    )
+    return {"rope": whole, "window_rope": None if window == whole else window}
+
+
+def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int) -> RopeConfig:
+    """``given`` are the rotary parameters, ``outer`` has those that older files keep beside them."""
+    where, keys = outer.where, {*_ROPE_KEYS, *family.rope_keys}
+    if not isinstance(given, Mapping) or not keys.issuperset(given):
+        known = ", ".join(sorted(keys))
+        raise ModelLoadError(f"{where}: rope parameters {given!r:.160} are not supported; known keys: {known}")
+    parameters: dict[str, Any] = {"rope_theta": 10_000.0}
+    beside = {key: outer.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    parameters.update({key: value for key, value in beside.items() if value is not None})
+    absent = {key for key, value in given.items() if value is None or (key in _ROPE_OR_ZERO and value == 0)}
+    parameters.update({key: value for key, value in given.items() if key not in absent})
+    named = parameters.get("rope_type", parameters.get("type", "default"))
+    rope_type = family.rope_types.get(named) if isinstance(named, str) else None
+    if rope_type is None:
+        supported = ", ".join(family.rope_types)
+        raise ModelLoadError(f"{where}: rope_type {named!r:.80} is not supported; supported: {supported}")
+    if outer.get("original_max_position_embeddings") is not None:
+        parameters["original_max_position_embeddings"] = outer.get("original_max_position_embeddings")
+    fields = Fields(parameters, f"{where}: rope parameters")
+    dim, theta = _rotated(fields, family, head_dim), fields.number("rope_theta", 1.0, 1e15)
+    common: dict[str, Any] = {"dim": None if dim == head_dim else dim, "interleaved": family.interleaved}
+    if rope_type == "dynamic" and dim == 2:
+        fields.fail("rope_type 'dynamic' needs a head_dim above 2")
+    if rope_type == "dynamic" and (alpha := fields.optional_number("alpha", 0.0, 1e6)) is not None:
+        rope_type, theta = "default", theta * alpha ** (dim / (dim - 2))  # static, whatever it is called
+    if rope_type == "default":
+        return RopeConfig(theta=theta, original_max_position_embeddings=context, **common)
+    original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, default=context)
+    common |= {"rope_type": rope_type, "theta": theta, "original_max_position_embeddings": original}
+    if rope_type == "longrope":
+        return RopeConfig(**common, **_longrope(fields, context, original, dim))
+    rope = RopeConfig(
+        **common,
+        factor=fields.number("factor", 0.0, 1e6, default=context / original if rope_type == "yarn" else None),
+        low_freq_factor=fields.number("low_freq_factor", 0.0, 1e6, default=None if rope_type == "llama3" else 1.0),
+        high_freq_factor=fields.number("high_freq_factor", 0.0, 1e6, default=None if rope_type == "llama3" else 4.0),
+        attention_factor=fields.optional_number("attention_factor", 0.0, 1e6),
+        beta_fast=fields.number("beta_fast", 0.0, 1e6, default=32.0),
+        beta_slow=fields.number("beta_slow", 0.0, 1e6, default=1.0),
+        mscale=fields.optional_number("mscale", 0.0, 1e6),
+        mscale_all_dim=fields.optional_number("mscale_all_dim", 0.0, 1e6),
+        truncate="truncate" not in absent and fields.boolean("truncate", True),  # null is false in transformers
+    )
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        fields.fail(f"high_freq_factor {rope.high_freq_factor} must be above low_freq_factor {rope.low_freq_factor}")
+    return rope
+
+
+def _rotated(fields: Fields, family: Family, head_dim: int) -> int:
+    """How many dimensions of a head are rotated."""
+    share = fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
+    if share != 1.0 and not family.partial_rotary:
+        fields.fail(f"partial_rotary_factor {share:g} is not supported")
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2:
+        fields.fail(f"partial_rotary_factor {share:g} of head_dim {head_dim} is {dim} dimensions, which are no pairs")
+    return dim
+
+
+def _longrope(fields: Fields, context: int, original: int, dim: int) -> dict[str, Any]:
+    """LongRoPE (Ding et al., 2024): a divisor for each frequency, those for long texts where the model is for them."""
+    key = "long_factor" if context > original else "short_factor"
+    divisors, most = fields.get(key), 1e6
+    numbers = isinstance(divisors, list) and all(type(each) in (int, float) and 0 < each < most for each in divisors)
+    if not numbers or len(divisors) != dim // 2:
+        fields.fail(f"{key} must be {dim // 2} numbers above 0, got {divisors!r:.80}")
+    factor = fields.number("factor", 0.0, most, default=context / original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    attention_factor = fields.number("attention_factor", 0.0, most, default=scale)
+    return {"factor": factor, "attention_factor": attention_factor, "divisors": tuple(map(float, divisors))}
