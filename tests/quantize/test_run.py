@@ -143,7 +143,8 @@ def test_files_beside_the_weights_are_copied(tmp_path: Path, model_dir: Path) ->
 
 def test_pieces_and_shards_change_nothing(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantize_model(model_dir, tmp_path / "whole", "int4-g32")
-    monkeypatch.setattr(loader, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(loader, "_PIECE_BYTES", 5000)
+    monkeypatch.setattr(loader, "MOST_NUMBERS", 1000)
     monkeypatch.setattr(run, "ShardWriter", lambda folder, tensors: ShardWriter(folder, tensors, 40_000))
     report = quantize_model(model_dir, tmp_path / "pieces", "int4-g32")
     assert len(report.files) > 3
