@@ -165,14 +165,19 @@ class Checkpoint:
         return stored.kind if isinstance(stored, StoredRows) else None
 
     def pieces(self, part: CheckpointPart) -> Iterator[tuple[int, Tensor]]:
-        """First row and rows of each piece, of the stored float dtype, or float32 where integers are stored. A piece is
-        valid until the next one is asked for: then the pages of the file are let go of."""
+        """First row and rows of each piece, of the stored float dtype, or float32 where integers are stored.
+
+        A piece has at most :data:`~chairlift.models.stored_rows.MOST_NUMBERS`, or one row. The pages of the file are
+        let go of when the next one is asked for."""
         stored = self._stored[part]
         mapped = _is_mapped(self._tensors, stored)
+        count = max(MOST_NUMBERS // math.prod(part.shape[1:]), 1)
         for _, start, rows in _pieces(self._tensors, [stored]):
-            yield start - part.start, rows.dequantize() if isinstance(rows, GroupedRows) else rows
-            if isinstance(rows, Tensor):
-                by_slices(rows, lambda *_: None, mapped=mapped)
+            for first in range(0, len(rows), count):
+                some = rows[first : first + count]
+                yield start - part.start + first, some.dequantize() if isinstance(some, GroupedRows) else some
+                if isinstance(some, Tensor):
+                    by_slices(some, lambda *_: None, mapped=mapped)
 
 
 @contextlib.contextmanager
