@@ -37,16 +37,26 @@ class _Decoder(nn.Module):
         self.embedding_scale, self.logit_scale = config.embedding_scale, config.logit_scale
         self.rounds_scale = config.rounds_embedding_scale
 
-    def forward(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer gets, [T, D]."""
         hidden: Tensor = self.embed_tokens(token_ids)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
         if self.embedding_scale != 1.0:
             factor = self.embedding_scale
             hidden = ops.scale(hidden, float(torch.tensor(factor).to(hidden.dtype)) if self.rounds_scale else factor)
-        tables = [rotary(positions, hidden.dtype) for rotary in self.rotary]
-        for layer, table in zip(self.layers, self.layer_tables, strict=True):
-            hidden = layer(hidden, None if table is None else tables[table], positions, ctx)
+        return hidden
+
+    def rotations(self, positions: Tensor, dtype: torch.dtype) -> list[ops.Rotary | None]:
+        """What each layer rotates q and k by."""
+        tables = [rotary(positions, dtype) for rotary in self.rotary]
+        return [None if table is None else tables[table] for table in self.layer_tables]
+
+    def forward(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        hidden = self.embed(token_ids, positions)
+        rotations = self.rotations(positions, hidden.dtype)
+        for layer, rotary in zip(self.layers, rotations, strict=True):
+            hidden = layer(hidden, rotary, positions, ctx)
         out: Tensor = self.norm(hidden)
         # Not of the logits: the head is one product, which kernels compute together with sampling.
         return out if self.logit_scale == 1.0 else ops.scale(out, self.logit_scale)

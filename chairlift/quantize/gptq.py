@@ -142,8 +142,8 @@ def calibrate(
             for name, linear in layer.named_modules():
                 if isinstance(linear, Linear):
                     whole = f"model.layers.{number}.{name}.weight"
-                    yield _quantise(whole, linear, _hessian(model, layer, linear, packs, states), kind, dtype)
-            states = [_through(model, layer, *each) for each in zip(packs, states, strict=True)]
+                    yield _quantise(whole, linear, _hessian(model, number, linear, packs, states), kind, dtype)
+            states = [_through(model, number, *each) for each in zip(packs, states, strict=True)]
             layer.to("meta")
             progress((number + 1) / len(layers))
 
@@ -161,17 +161,13 @@ def _quantise(name: str, linear: Linear, hessian: Tensor, kind: GroupKind, dtype
 
 def _embedded(model: CausalLM, pack: Pack) -> Tensor:
     """What the first layer gets of a pack: float32 [T, D]."""
-    inner = model.model
-    hidden: Tensor = inner.embed_tokens(pack.token_ids)
-    if inner.embed_positions is not None:
-        hidden = hidden + inner.embed_positions(pack.positions)
-    return hidden.float()
+    return model.model.embed(pack.token_ids, pack.positions).float()
 
 
-def _through(model: CausalLM, layer: nn.Module, pack: Pack, hidden: Tensor) -> Tensor:
+def _through(model: CausalLM, number: int, pack: Pack, hidden: Tensor) -> Tensor:
     """A layer's outputs [T, D] for its inputs [T, D]."""
-    rotary = None if model.model.rotary is None else model.model.rotary(pack.positions, hidden.dtype)
-    out: Tensor = layer(hidden, rotary, PackedContext(pack.cu_seqlens))
+    rotary = model.model.rotations(pack.positions, hidden.dtype)[number]
+    out: Tensor = model.model.layers[number](hidden, rotary, pack.positions, PackedContext(pack.cu_seqlens))
     return out
 
 
@@ -179,9 +175,7 @@ class _SeenEnough(Exception):
     """What comes behind the product that is looked at need not be computed."""
 
 
-def _hessian(
-    model: CausalLM, layer: nn.Module, linear: Linear, packs: Sequence[Pack], states: Sequence[Tensor]
-) -> Tensor:
+def _hessian(model: CausalLM, number: int, linear: Linear, packs: Sequence[Pack], states: Sequence[Tensor]) -> Tensor:
     """2 X X^T [K, K] float32 of the inputs that one product of a layer gets."""
     k = linear.shape.in_features
     total = torch.zeros(k, k)
@@ -194,7 +188,7 @@ def _hessian(
     try:
         for pack, hidden in zip(packs, states, strict=True):
             try:
-                _through(model, layer, pack, hidden)
+                _through(model, number, pack, hidden)
             except _SeenEnough:
                 continue
     finally:
