@@ -108,8 +108,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 @operation(lambda x: expect(x))
 def gelu(x: Tensor) -> Tensor:
-    """GELU (Hendrycks and Gimpel, 2016)."""
-    return torch.nn.functional.gelu(x)
+    """GELU (Hendrycks and Gimpel, 2016).
+
+    In float64: torch's own for float32 gives a row other bits alone than among others.
+    """
+    return torch.nn.functional.gelu(x.double()).to(x.dtype)
 
 
 @operation(lambda gate_up: expect(gate_up) // 2)
@@ -261,7 +264,9 @@ def rotate_and_norm(
     by ``factor``; the others stay (Phi-3). Norms [Dh] come after that where there are any (Hunyuan).
     """
     heads, rotated = qkv.view(qkv.shape[0], -1, head_dim), 2 * len(frequencies)
-    cos, sin = rotary_table(positions, frequencies, factor, qkv.dtype)
+    # Float64, because torch rounds a float32 cosine by its place among others, and a row must not depend on those.
+    angles = (positions.float()[:, None, None] * frequencies).double()
+    cos, sin = ((table * factor).to(qkv.dtype) for table in (angles.cos(), angles.sin()))
     split = num_heads + num_kv_heads
     both = heads[:, :split]
     both = torch.cat((apply_rotary(both[..., :rotated], cos, sin), both[..., rotated:]), dim=-1)
@@ -279,7 +284,7 @@ def scale_queries(qkv: Tensor, positions: Tensor, width: int, beta: float, inter
 
     Keeps attention sharp over long texts (Llama 4, Ministral 3). ``qkv`` is [T, (Hq + 2 Hkv) Dh], ``positions`` [T].
     """
-    factors = 1 + beta * torch.log(1 + torch.floor(positions / interval))
+    factors = 1 + beta * torch.log(1 + torch.floor(positions.double() / interval))
     return torch.cat((qkv[:, :width] * factors.to(qkv.dtype)[:, None], qkv[:, width:]), dim=-1)
 
 

@@ -33,6 +33,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, **more: Any) -> Path:
-    """Write a model of a family with weights large enough that every part of it changes the text."""
-    config = {**_BASE, "model_type": family, **FAMILIES[family], **more}
+    """Write a model of a family with weights large enough that every part of it changes the text.
+
+    A family that is not in :data:`FAMILIES` is written as it is by default.
+    """
+    config = {**_BASE, "model_type": family, **FAMILIES.get(family, {}), **more}
     return write_random_model(folder / family, config, dtype=dtype, seed=seed, std=0.25)
