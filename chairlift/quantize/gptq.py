@@ -63,9 +63,9 @@ class Calibrated:
 def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -> GroupedRows:
     """Quantise ``weight`` [N, K] float32 for inputs of ``hessian`` [K, K] float32, which is 2 X X^T.
 
-    The group of ``kind`` must divide 128 and K. Columns go in their order, in blocks of 128. A group's scales, numbers of ``dtype``, are chosen when its first
-    column is reached, for what its columns are by then. Inputs that were always 0 leave their columns to be rounded to
-    the nearest. Raises ConfigError for inputs that are not finite.
+    The group of ``kind`` must divide 128 and K. Columns go in their order, in blocks of 128. A group's scales, numbers
+    of ``dtype``, are chosen when its first column is reached, for what its columns are by then. Inputs that were always
+    0 leave their columns to be rounded to the nearest. Raises ConfigError for inputs that are not finite.
     """
     inverse, (n, k) = _inverse_factor(hessian), weight.shape
     columns = weight.t().clone(memory_format=torch.contiguous_format)  # so that each is in one piece of memory
