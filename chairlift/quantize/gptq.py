@@ -63,30 +63,30 @@ class Calibrated:
 def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -> GroupedRows:
     """Quantise ``weight`` [N, K] float32 for inputs of ``hessian`` [K, K] float32, which is 2 X X^T.
 
-    Columns go in their order, in blocks of 128. A group's scales, numbers of ``dtype``, are chosen when its first
-    column is reached, for what its columns are by then. Inputs that were always 0 leave their columns to be rounded to
-    the nearest. Raises ConfigError for inputs that are not finite.
+    The group of ``kind`` must divide 128 and K. Columns go in their order, in blocks of 128. A group's scales, numbers
+    of ``dtype``, are chosen when its first column is reached, for what its columns are by then. Inputs that were always
+    0 leave their columns to be rounded to the nearest. Raises ConfigError for inputs that are not finite.
     """
-    weight, inverse = weight.clone(), _inverse_factor(hessian)
-    n, k = weight.shape
-    codes = torch.empty(n, k, dtype=torch.uint8)
-    scales = torch.empty(n, k // kind.group)
+    inverse, (n, k) = _inverse_factor(hessian), weight.shape
+    columns = weight.t().clone(memory_format=torch.contiguous_format)  # so that each is in one piece of memory
+    codes = torch.empty(k, n, dtype=torch.uint8)
+    scales = torch.empty(k // kind.group, n)
     for start in range(0, k, _BLOCK):
         end = min(start + _BLOCK, k)
-        errors = torch.empty(n, end - start)
-        for column in range(start, end):
+        block = columns[start:end]
+        errors = torch.empty_like(block)
+        for place in range(end - start):
+            column, values = start + place, block[place]
             group, first = divmod(column, kind.group)
             if first == 0:
-                ahead = weight[:, column : column + kind.group]
-                scales[:, group] = best_scales(ahead, kind.bits, dtype)[0].squeeze(1)
-            scale, values = scales[:, group], weight[:, column]
-            code = nearest_codes(values, scale, kind.bits)
-            codes[:, column] = (code + kind.zero).to(torch.uint8)
-            error = (values - code * scale) / inverse[column, column]
-            errors[:, column - start] = error
-            weight[:, column:end].addr_(error, inverse[column, column:end], alpha=-1)
-        weight[:, end:].addmm_(errors, inverse[start:end, end:], alpha=-1)
-    return GroupedRows(kind, codes, scales)
+                ahead = block[place : place + kind.group].t().contiguous()
+                scales[group] = best_scales(ahead, kind.bits, dtype)[0].squeeze(1)
+            code = nearest_codes(values, scales[group], kind.bits)
+            codes[column] = (code + kind.zero).to(torch.uint8)
+            errors[place] = (values - code * scales[group]) / inverse[column, column]
+            block[place:].addr_(inverse[column, column:end], errors[place], alpha=-1)
+        columns[end:].addmm_(inverse[start:end, end:].t(), errors, alpha=-1)
+    return GroupedRows(kind, codes.t().contiguous(), scales.t().contiguous())
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:

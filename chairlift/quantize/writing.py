@@ -96,7 +96,7 @@ class ShardWriter:
         """Write rows ``first`` and following of a tensor. OSError where the disk is full."""
         file, offset, tensor = self._places[name]
         file.seek(offset + first * (tensor.nbytes // max(tensor.shape[0], 1)))
-        file.write(rows.to(tensor.dtype).contiguous().view(torch.uint8).numpy().data)
+        file.write(rows.to(tensor.dtype).reshape(-1).contiguous().view(torch.uint8).numpy().data)
 
     def _begin(self, path: Path, shard: list[Planned]) -> None:
         """Write the header of a safetensors file: the wide dtypes first, so that each tensor is aligned."""
