@@ -17,7 +17,7 @@ from chairlift.kernels.weights import PLAIN
 from chairlift.models.checkpoint import CheckpointPart
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Linear
-from chairlift.models.loader import Checkpoint, load_model, open_checkpoint
+from chairlift.models.loader import Checkpoint, check_weights, load_model, open_checkpoint
 from chairlift.models.model_files import read_config
 from chairlift.models.registry import FAMILIES
 from chairlift.quantize.gptq import Calibrated, Pack, calibrate
@@ -190,6 +190,7 @@ def _write_calibrated(
     progress: Progress,
 ) -> None:
     """Write all matrices as GPTQ finds them. The model is in memory once, in its own dtype."""
+    check_weights(model_dir, network, dtype)
     model = load_model(model_dir, network, progress=progress, weight_format=PLAIN)
     parts: dict[str, list[CheckpointPart]] = {}
     for part in matrices:

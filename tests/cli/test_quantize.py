@@ -39,7 +39,6 @@ def test_calibrated(chairlift: Run, tmp_path: Path) -> None:
     assert code == 0
     assert out[3].startswith("calibration    GPTQ on 2 samples, ")
     assert out[-1].startswith("note           the calibration texts have")
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
 
 
 def test_a_record_of_rounding(chairlift: Run, tmp_path: Path) -> None:

@@ -207,16 +207,18 @@ def test_frequency_divisors_are_refused(tmp_path: Path) -> None:
         quantize_model(gguf, tmp_path / "out", "int8")
 
 
-@pytest.mark.parametrize("existed", [False, True])
-def test_weights_that_are_not_finite_leave_nothing_behind(tmp_path: Path, model_dir: Path, existed: bool) -> None:
+@pytest.mark.parametrize(("existed", "calibrated"), [(False, False), (True, False), (False, True)])
+def test_weights_that_are_not_finite_leave_nothing_behind(
+    tmp_path: Path, model_dir: Path, texts: Path, existed: bool, calibrated: bool
+) -> None:
     shutil.copytree(model_dir, broken := tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][7, 3] = float("inf")
+    tensors["model.layers.1.mlp.down_proj.weight"][7, 3] = float("inf")
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     if existed:
         (tmp_path / "out").mkdir()
-    with pytest.raises(ModelLoadError, match=r"layers.1.mlp.up_proj.weight has NaN or infinity"):
-        quantize_model(broken, tmp_path / "out", "int4-g32")
+    with pytest.raises(ModelLoadError, match=r"layers.1.mlp.down_proj.weight has NaN or infinity"):
+        quantize_model(broken, tmp_path / "out", "int4-g32", texts if calibrated else None)
     assert list((tmp_path / "out").iterdir() if existed else ()) == []
     assert (tmp_path / "out").exists() is existed
 
