@@ -209,7 +209,7 @@ def test_fp8_is_for_the_triton_kernels_on_a_gpu_that_knows_it(monkeypatch: pytes
     [
         (RuntimeError("Failed to find C compiler. Please specify"), "(RuntimeError: Failed to find C compiler. Please"),
         (subprocess.CalledProcessError(1, ["gcc", "driver.c"]), "(CalledProcessError: Command '['gcc', 'driver.c']'"),
-        (PermissionError(13, "Permission denied", "/home/someone/.triton"), "(PermissionError: [Errno 13] Permission denied"),
+        (PermissionError(13, "Permission denied", "/cache/.triton"), "(PermissionError: [Errno 13] Permission denied"),
     ],
 )
 def test_without_a_c_compiler_pytorch_runs_the_model(
