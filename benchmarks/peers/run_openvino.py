@@ -36,6 +36,8 @@ def load(args: argparse.Namespace) -> tuple[Callable[[Requests], Sequence[int]],
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
         "INFERENCE_NUM_THREADS": args.threads,
     }
+    if args.defaults:
+        properties = {"INFERENCE_NUM_THREADS": args.threads}
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(args.model), scheduler, "CPU", properties)
 
     def answer(requests: Requests) -> list[int]:
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--precision", choices=["bf16", "f16", "f32"], default="bf16", help="of the arithmetic")
     parser.add_argument("--kv-precision", choices=["bf16", "f16", "f32"], default="bf16")
+    parser.add_argument("--defaults", action="store_true", help="precisions are the library's own choice")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     args = parser.parse_args()

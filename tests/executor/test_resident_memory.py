@@ -33,7 +33,7 @@ print(next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if l
 
 @needs_kernels
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="PyTorch's libraries for CUDA take hundreds of megabytes")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
 def test_weights_are_in_memory_once(dtype: str, tmp_path: Path) -> None:
     model_dir = write_random_model(tmp_path / "model", SHAPE, dtype=dtype)
     weights, kv_cache = (model_dir / "model.safetensors").stat().st_size, 128 << 20
