@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
@@ -72,22 +73,25 @@ class PromptBudget:
     def _run_smallest(self, step: Step, budget: int) -> int:
         """Hand out the rest of the budget to the smallest requests, of those that run and those that may join. Returns
         what is left."""
+
+        def order(request: Request) -> tuple[bool, tuple[float, ...]]:
+            return request.num_computed_tokens < request.progress_mark, size_order(request)
+
         size_order = self.waiting.size_order
         begun = {request.request_id for request, _ in step.chunks}
-        rows = deque(
-            sorted(self.batch.catching_up, key=lambda r: (r.num_computed_tokens < r.progress_mark, size_order(r)))
-        )
+        rows = deque(sorted(self.batch.catching_up, key=order))
         newcomer = self._smallest_newcomer(step)
         while budget > 0 and (rows or newcomer):
             if newcomer and not (rows and size_order(rows[0]) < size_order(newcomer)):
                 request, newcomer = newcomer, None
-                if not self._lets_in(request, step):
-                    continue
-                newcomer = self._smallest_newcomer(step)
-            else:
-                request = rows.popleft()
-                if request.slot < 0:  # preempted a moment ago
-                    continue
+                if self._lets_in(request, step):
+                    # What it has to compute is known only now: a prompt to fork from, or a prefix, may be gone.
+                    insort(rows, request, key=order)
+                    newcomer = self._smallest_newcomer(step)
+                continue
+            request = rows.popleft()
+            if request.slot < 0:  # preempted a moment ago
+                continue
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             had = self._take_back_chunk(request, step) if request.request_id in begun else 0
             if num_tokens > 0 and self.preemptor.make_room(request, self._upto(request, had + num_tokens), step):
