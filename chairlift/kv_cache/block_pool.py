@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.kv_cache.prefix_node import PrefixNode
@@ -136,17 +136,18 @@ class BlockPool:
 
         Raises InvariantError.
         """
-        queued = Counter([*self._free, *self._protected[1], *self._protected[2]])
-        for block in range(1, self.num_blocks):
+        free = [*self._free, *self._protected[1], *self._protected[2]]
+        queued = set(free)
+        for block, counted in enumerate(self.ref_counts):
+            if block == NULL_BLOCK:
+                continue
             named = references.get(block, 0)
-            if self.ref_counts[block] != named:
-                raise InvariantError(
-                    f"block {block} counts {self.ref_counts[block]} references, {named} tables name it"
-                )
-            if queued[block] != (self.ref_counts[block] == 0):
-                raise InvariantError(
-                    f"block {block}: reference count {self.ref_counts[block]} contradicts the free list"
-                )
+            if counted != named:
+                raise InvariantError(f"block {block} counts {counted} references, {named} tables name it")
+            if (block in queued) != (not counted):
+                raise InvariantError(f"block {block}: reference count {counted} contradicts the free list")
+        if len(free) != len(queued):
+            raise InvariantError("a block stands in the free list twice")
         if NULL_BLOCK in queued or self.ref_counts[NULL_BLOCK] or self.nodes[NULL_BLOCK] is not None:
             raise InvariantError("the null block was given out")
         cached = sum(1 for block in queued if self.nodes[block] is not None)

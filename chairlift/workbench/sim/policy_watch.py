@@ -88,14 +88,14 @@ class PolicyWatch:
     def yields(self, running: Request, needy: Request) -> bool:
         answer = bool(self._ask("yields", running, needy))
         both = answer and running is not needy and self._ask("yields", needy, running)
-        self._expect("yields", not both, f"{running!r} and {needy!r} yield to each other")
+        self._expect("yields", not both, "{!r} and {!r} yield to each other", running, needy)
         return answer
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
         able = list(candidates)
         chosen: Request | None = self._ask("victim", able)
         known = chosen is None or any(chosen is one for one in able)
-        self._expect("victim", known, f"victim() chose {chosen!r}, which is not one of {able!r}")
+        self._expect("victim", known, "victim() chose {!r}, which is not one of {!r}", chosen, able)
         return chosen
 
     def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> list[tuple[Request, int]]:
@@ -103,13 +103,15 @@ class PolicyWatch:
         wanted = {request.request_id: num_tokens for request, num_tokens in needs}
         for request, num_tokens in shares:
             most = wanted.pop(request.request_id, -1)
-            self._expect("share", most >= 0, f"share() gave {request!r} tokens twice, or it needs none")
-            self._expect("share", 0 <= num_tokens <= most, f"share() gave {num_tokens} of {most} tokens to {request!r}")
+            self._expect("share", most >= 0, "share() gave {!r} tokens twice, or it needs none", request)
+            self._expect(
+                "share", 0 <= num_tokens <= most, "share() gave {} of {} tokens to {!r}", num_tokens, most, request
+            )
         given = sum(num_tokens for _, num_tokens in shares)
-        self._expect("share", given <= max(0, budget), f"share() gave {given} tokens of a budget of {budget}")
+        self._expect("share", given <= max(0, budget), "share() gave {} tokens of a budget of {}", given, budget)
         self._idle_shares = self._idle_shares + 1 if budget > 0 and not given else 0
         idle = self._idle_shares > _MOST_IDLE_SHARES
-        self._expect("share", not idle, f"share() gave nobody anything in {self._idle_shares} steps in a row")
+        self._expect("share", not idle, "share() gave nobody anything in {} steps in a row", self._idle_shares)
         return shares
 
     def observe(self, running: Iterable[Request], now: float) -> None:
@@ -122,7 +124,7 @@ class PolicyWatch:
         for request in self._each("late", now):
             name = request.request_id
             known = name in self._stages and name not in self._reported
-            self._expect("late", known, f"late() reported {request!r}, which has gone or was reported before")
+            self._expect("late", known, "late() reported {!r}, which has gone or was reported before", request)
             self._reported.add(name)
             self._places.pop(name, None)
             yield request
@@ -130,7 +132,7 @@ class PolicyWatch:
     def moved(self) -> Iterator[Request]:
         for request in self._each("moved"):
             known = request.request_id in self._stages
-            self._expect("late", known, f"moved() reported {request!r}, which has gone")
+            self._expect("late", known, "moved() reported {!r}, which has gone", request)
             self._places.pop(request.request_id, None)
             yield request
 
@@ -166,10 +168,10 @@ class PolicyWatch:
         for request in waiting:
             lane, order = self.lane(request), self.order(request)
             before = self._places.setdefault(request.request_id, (lane, order))
-            self._expect("order", order == before[1], f"order() of {request!r} went from {before[1]} to {order}")
-            self._expect("lane", lane == before[0], f"lane() of {request!r} went from {before[0]!r} to {lane!r}")
+            self._expect("order", order == before[1], "order() of {!r} went from {} to {}", request, before[1], order)
+            self._expect("lane", lane == before[0], "lane() of {!r} went from {!r} to {!r}", request, before[0], lane)
             fresh = request.status is RequestStatus.WAITING
-            self._expect("front", fresh or lane not in begun, f"{request!r} waits behind one that has not begun")
+            self._expect("front", fresh or lane not in begun, "{!r} waits behind one that has not begun", request)
             begun.update([lane] * fresh)
             if lane not in heads:  # the loop asks only where there are several
                 heads.add(lane)
@@ -177,7 +179,7 @@ class PolicyWatch:
 
     def check_drained(self) -> None:
         """At the end: every request that came has gone."""
-        self._expect("hooks", not self._stages, f"the policy was not told of the end of {sorted(self._stages)}")
+        self._expect("hooks", not self._stages, "the policy was not told of the end of {}", sorted(self._stages))
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -199,18 +201,18 @@ class PolicyWatch:
                 raise Violation(f"{method}() raised {type(error).__name__}: {error}", "exceptions") from error
             yield answer
 
-    def _expect(self, promise: str, holds: bool, otherwise: str) -> None:
+    def _expect(self, promise: str, holds: bool, otherwise: str, *about: Any) -> None:
         self.checked[promise] += 1
         if not holds:
-            raise Violation(otherwise, promise)
+            raise Violation(otherwise.format(*about), promise)
 
     def _numbers(self, promise: str, key: Any) -> tuple[float, ...]:
         well = isinstance(key, tuple) and all(isinstance(part, (int, float)) and part == part for part in key)
-        self._expect(promise, well, f"{promise}() gave {key!r}, which is not a tuple of numbers")
+        self._expect(promise, well, "{}() gave {!r}, which is not a tuple of numbers", promise, key)
         made: tuple[float, ...] = key
         return made
 
     def _follows(self, request: Request, stage: str, allowed: tuple[str | None, ...]) -> None:
         before = self._stages.get(request.request_id)
-        self._expect("hooks", before in allowed, f"{stage}() of {request!r} came after {before or 'nothing'}")
+        self._expect("hooks", before in allowed, "{}() of {!r} came after {}", stage, request, before or "nothing")
         self._stages[request.request_id] = stage
