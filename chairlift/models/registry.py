@@ -10,6 +10,7 @@ from chairlift.models.exaone4 import EXAONE4
 from chairlift.models.family import Family
 from chairlift.models.gemma import GEMMA
 from chairlift.models.gemma3_text import GEMMA3_TEXT
+from chairlift.models.glm import GLM
 from chairlift.models.glm4 import GLM4
 from chairlift.models.gpt2 import GPT2
 from chairlift.models.gpt_neox import GPT_NEOX
@@ -44,6 +45,7 @@ FAMILIES: dict[str, Family] = {
         EXAONE4,
         GEMMA,
         GEMMA3_TEXT,
+        GLM,
         GLM4,
         GPT2,
         GPT_NEOX,

@@ -43,6 +43,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 40,
         "sliding_window": 9,
     },
+    "glm": {"head_dim": 32, "pad_token_id": None, "partial_rotary_factor": 0.5},
     "glm4": {"head_dim": 32, "pad_token_id": None, "partial_rotary_factor": 0.5},
     "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 4},
     "granite": {},
