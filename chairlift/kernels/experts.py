@@ -1,7 +1,8 @@
 """A layer of experts as one operation: routing, the products of the chosen experts, and the sum of their results.
 
 Experts are gated MLPs of which each token passes a few (Shazeer et al., 2017). What a token gets must not depend on the
-others in its batch: its experts are summed in the order in which it chose them, and every product has one shape.
+others in its batch: its experts are summed in the order in which it chose them, and products are taken row by row. That
+is slow where PyTorch runs a whole model on the CPU; a model that is trained, and a GPU, take all rows at once.
 """
 
 from __future__ import annotations
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     Weight: TypeAlias = Tensor | PackedMatrix
 
 __all__ = ["experts", "route"]
-
-_BLOCK = 16
-"""Rows of a product on the CPU. A library may choose another order of sums for other shapes, so there is one shape."""
-
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights, float32, and numbers, int64, of the experts that each token chooses, both [T, k], the best first.
@@ -57,15 +54,15 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
 
 def _within_groups(choice: Tensor, routing: Routing) -> Tensor:
     """Scores [T, E] in which only the best groups are left; the others are minus infinity."""
-    by_group = choice.unflatten(1, (routing.groups, -1))
+    by_group = choice.reshape(len(choice), routing.groups, -1)
     best = by_group.sort(dim=-1, descending=True, stable=True).values
     totals = best[..., 0] if routing.group_score == "best" else best[..., 0] + best[..., 1]
     kept = torch.zeros_like(totals, dtype=torch.bool).scatter(1, _best(totals, routing.kept_groups), True)
-    return by_group.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    return torch.flatten(by_group.masked_fill(~kept[..., None], float("-inf")), 1)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _width(
@@ -100,8 +97,8 @@ def experts(
             "these experts are laid out for the native kernels, which run them in a step program only; "
             "keep them out of functions given to ops.call_out, or load the model in another layout"
         )
-    gate_ups, downs = (weight.unflatten(0, (routing.num_experts, -1)) for weight in (gate_up, down))
-    product = functional.linear if x.requires_grad or gate_up.requires_grad or x.is_cuda else _in_blocks
+    gate_ups, downs = (weight.reshape(routing.num_experts, -1, weight.shape[1]) for weight in (gate_up, down))
+    product = functional.linear if x.requires_grad or gate_up.requires_grad or x.is_cuda else _row_by_row
     weights, chosen = route(product(x.float(), router.float()), routing, correction)
     # A GPU must not wait to learn which tokens an expert has, or no CUDA graph could hold this.
     results = (_all_rows if x.is_cuda else _chosen_rows)(x, gate_ups, downs, chosen, product)
@@ -116,13 +113,13 @@ def experts(
     return out.to(x.dtype)
 
 
-_Product: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+_Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
-def _in_blocks(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T``, some rows at a time and always as many."""
-    whole = functional.pad(x, (0, 0, 0, -len(x) % _BLOCK))
-    return torch.cat([functional.linear(rows, weight) for rows in whole.split(_BLOCK)])[: len(x)]
+def _row_by_row(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T``. A library may choose another order of sums for other numbers of rows, and for rows at an edge."""
+    rows = [functional.linear(row.clone(), weight) for row in torch.split(x, 1)]  # a copy is aligned like any other
+    return torch.cat(rows)
 
 
 def _expert(x: Tensor, gate_up: Tensor, down: Tensor, product: _Product) -> Tensor:
@@ -142,7 +139,7 @@ def _chosen_rows(x: Tensor, gate_ups: Tensor, downs: Tensor, chosen: Tensor, pro
             tokens = order[start : start + count] // top_k
             parts.append(_expert(x[tokens], gate_ups[expert], downs[expert], product))
             start += count
-    return torch.cat(parts)[order.argsort()].unflatten(0, chosen.shape)
+    return torch.cat(parts)[order.argsort()].reshape(*chosen.shape, -1)
 
 
 def _all_rows(x: Tensor, gate_ups: Tensor, downs: Tensor, chosen: Tensor, product: _Product) -> Tensor:

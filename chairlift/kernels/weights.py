@@ -180,10 +180,6 @@ class Native(WeightFormat):
     def head(self) -> WeightFormat:
         return self if self.kind is None else dataclasses.replace(self, kind=GroupKind(8, GROUP))
 
-    @property
-    def stacked(self) -> WeightFormat:
-        return PLAIN
-
     def fitting(self, dtype: torch.dtype, device: torch.device) -> WeightFormat:
         if reason := why_unavailable():
             raise ConfigError(reason)

@@ -92,9 +92,9 @@ class CausalLM(nn.Module):
         """Give every layer of a model on the meta device memory for its numbers, which are still to be written.
 
         Weights of linear layers are in ``weight_format``, that of the output head in the format's ``head``; the
-        embedding shares it where it is tied and can be. Those of experts are in its ``stacked``. Everything else is plain,
-        and of ``dtype`` unless its module lists it among ``float32_parameters``. ``kinds`` says of parameters, by
-        name, that their numbers will be written as integers in groups, and of which kind.
+        embedding shares it where it is tied and can be. Those of experts are in its ``stacked``. Everything else is
+        plain, and of ``dtype`` unless its module lists it among ``float32_parameters``. ``kinds`` says of parameters,
+        by name, that their numbers will be written as integers in groups, and of which kind.
         """
         head, embedding = self.lm_head, self.model.embed_tokens
         for name, layer in self.named_modules():

@@ -174,7 +174,8 @@ class Family:
     tensors: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: SPLIT_NAMES)
     """Our layers (``*`` is a number) -> their names in a checkpoint, where they differ; several share our rows.
 
-    With ``#``, the number of an expert, there are such names for each; without, stacked weights are one tensor [E, .., ..].
+    With ``#``, the number of an expert, there are such names for each; without, stacked weights are one tensor
+    [E, out, in].
     """
     qkv_by_head: bool = False
     """Whether q, k and v are one tensor that has the rows of q, k and v of the first head, then of the second, ..."""

@@ -511,8 +511,8 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
         if mixed and isinstance(tensors[name], StoredRows):
             raise ModelLoadError(
                 f"{model_dir}: tensor {name} is quantised, which {model.config.model_type} models cannot be, for their"
-                " weights are stored transposed, stacked or head by head; use the original model in bfloat16, float16 or"
-                " float32"
+                " weights are stored transposed, stacked or head by head; use the original model in bfloat16,"
+                " float16 or float32"
             )
     for name in filter(tensors.__contains__, redundant):
         head, embedding = (tensors[each].get_tensor(each) for each in (name, embedding_name))

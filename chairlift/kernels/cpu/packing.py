@@ -57,7 +57,8 @@ class PackedMatrix(abc.ABC):
     whole panels, and their panels alternate, so that a product meets a gate and what it gates together. A ``stack`` of
     weights has that many, one above the other, each with whole panels of its own. The panels lie
     in ``memory``, of as many zeros as they take, or in memory of their own. Raises ValueError for an odd number of
-    interleaved outputs or outputs that make no such stack, and what :class:`~chairlift.kernels.cpu.library.Memory` raises.
+    interleaved outputs or outputs that make no such stack, and what
+    :class:`~chairlift.kernels.cpu.library.Memory` raises.
     """
 
     format = 0

@@ -16,7 +16,10 @@ __all__ = ["DecoderLayer"]
 
 
 class DecoderLayer(nn.Module):
-    """Attention and an MLP, or experts, added to the residual stream: [T, D] -> [T, D]; ``config.block`` says where norms are."""
+    """Attention, and an MLP or experts, added to the residual stream: [T, D] -> [T, D].
+
+    ``config.block`` says where norms are.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
