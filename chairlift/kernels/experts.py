@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["experts", "route"]
 
+
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights, float32, and numbers, int64, of the experts that each token chooses, both [T, k], the best first.
 
@@ -117,7 +118,7 @@ _Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def _row_by_row(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T``. A library may choose another order of sums for other numbers of rows, and for rows at an edge."""
+    """``x @ weight.T``. A library may sum in another order where there are other numbers of rows, and at an edge."""
     rows = [functional.linear(row.clone(), weight) for row in torch.split(x, 1)]  # a copy is aligned like any other
     return torch.cat(rows)
 

@@ -196,7 +196,13 @@ class StepProgram:
         return struct
 
     def _experts(
-        self, down: PackedMatrix, router: Tensor, routing: Routing, correction: Tensor | None, shared_gate: Tensor | None, **_: Any
+        self,
+        down: PackedMatrix,
+        router: Tensor,
+        routing: Routing,
+        correction: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+        **_: Any,
     ) -> lib.Experts:
         """What ``ops.experts`` was given, but for its first weight; scratch is still missing."""
         self._kept.append(down)
