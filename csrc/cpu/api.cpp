@@ -115,7 +115,7 @@ int32_t cl_supported_isas(void) {
 }
 
 int64_t cl_expert_bytes(const cl_op* op, int32_t dtype, int32_t tokens) {
-  for (int32_t isa = 0; isa < CL_NUM_ISAS; isa++)
+  for (int32_t isa = CL_NUM_ISAS - 1; isa >= 0; isa--)  // all paths need the same
     if (const Kernels* kernels = kernels_of(isa)) return int64_t(kernels->expert_bytes(*op, dtype, tokens));
   return 0;
 }

@@ -245,9 +245,10 @@ class Library(ctypes.CDLL):
                 function.restype, function.argtypes = result, arguments
         except AttributeError:
             raise OSError(f"{path} has no function {name}, so it is of another version") from None
-        sizes = (c_int64 * len(_STRUCT_SIZES))()
-        self.cl_struct_sizes(sizes)
-        if self.cl_abi_version() != ABI_VERSION or tuple(sizes) != _STRUCT_SIZES:
+        room = (c_int64 * 64)()  # another version may write more
+        self.cl_struct_sizes(room)
+        sizes = tuple(room[: len(_STRUCT_SIZES)])
+        if self.cl_abi_version() != ABI_VERSION or sizes != _STRUCT_SIZES:
             raise OSError(
                 f"{path} has ABI {self.cl_abi_version()} and struct sizes {list(sizes)}, "
                 f"but this version needs ABI {ABI_VERSION} and {list(_STRUCT_SIZES)}"
