@@ -250,6 +250,12 @@ def _cache_memory(config: EngineConfig, network: ModelConfig, dtype: torch.dtype
     # What is alive at once in the widest layer, and the logits with what sampling keeps of them; then the graphs' copy.
     heads = 2 * (network.num_attention_heads + network.num_key_value_heads) * network.head_dim
     token = (heads + 3 * network.intermediate_size + 4 * network.hidden_size) * dtype.itemsize
+    if (
+        experts := network.experts
+    ) is not None:  # what each chosen expert computed, and three times what one of them does
+        chosen = experts.routing.top_k * network.hidden_size
+        inner = max(experts.intermediate_size, experts.shared_size)
+        token += (4 * inner + 2 * chosen) * dtype.itemsize + 8 * inner + 4 * network.hidden_size
     if config.model.batch_invariant:  # float32 parts of a split sum: as many programs as there are multiprocessors
         token += num_multiprocessors(device) * ANY_ROWS_BLOCK * 4
     rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens

@@ -94,6 +94,11 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     _tell(
         "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
     )
+    if network.experts is not None:
+        with_experts = sum(network.experts.layers)
+        shared = ", and one that all tokens pass" if network.experts.shared_size else ""
+        where = f", in {with_experts} of {network.num_hidden_layers} layers" if not all(network.experts.layers) else ""
+        _tell("experts", f"{network.experts.routing.words}{shared}{where}")
     quantization = llm.info.quantization
     kind = f"{name}, those of the layers in {quantization}" if quantization else name
     _tell("parameters", f"{parameters:,} in {kind} ({llm.info.weight_bytes / 2**20:,.0f} MiB)")

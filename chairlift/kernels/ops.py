@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import fp8, onednn
+from chairlift.kernels.experts import experts
 from chairlift.kernels.onednn import pack_weight
 from chairlift.kernels.recording import Op, Value, expect, operation
 from chairlift.kernels.reference import apply_rotary, copy_blocks, write_kv
@@ -28,8 +29,10 @@ __all__ = [
     "Rotary",
     "apply_rotary",
     "call_out",
+    "clip",
     "copy_blocks",
     "embedding",
+    "experts",
     "fp8_linear",
     "gelu",
     "gelu_tanh",
@@ -132,6 +135,12 @@ def relu_squared(x: Tensor) -> Tensor:
 def scale(x: Tensor, factor: float) -> Tensor:
     """``x * factor``."""
     return x * factor
+
+
+@operation(lambda x, limit: expect(x))
+def clip(x: Tensor, limit: float) -> Tensor:
+    """``x`` with each number brought into -limit to limit (OLMoE, of q, k and v)."""
+    return x.clamp(-limit, limit)
 
 
 @operation(lambda gate_up: expect(gate_up) // 2)

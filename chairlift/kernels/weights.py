@@ -38,6 +38,8 @@ class MatrixShape(NamedTuple):
     """The first half of the outputs are gates for the second half. A format may put each gate beside what it gates."""
     kind: GroupKind | None = None
     """How a quantised checkpoint writes the numbers; None where they are floats."""
+    stack: int = 1
+    """So many weights of equal shape, one above the other, which are used apart (experts)."""
 
 
 class WeightFormat(abc.ABC):
@@ -49,6 +51,11 @@ class WeightFormat(abc.ABC):
     @property
     def head(self) -> WeightFormat:
         """The format of the output head in a model of this format."""
+        return self
+
+    @property
+    def stacked(self) -> WeightFormat:
+        """The format of stacked weights in a model of this format."""
         return self
 
     def fitting(self, dtype: torch.dtype, device: torch.device) -> WeightFormat:
@@ -127,7 +134,14 @@ class _OneDnnWeight:
 
 @dataclasses.dataclass(frozen=True)
 class OneDnn(WeightFormat):
-    """oneDNN's own layout, for layers that PyTorch runs on the CPU; plain where oneDNN has no kernels."""
+    """oneDNN's own layout, for layers that PyTorch runs on the CPU; plain where oneDNN has no kernels.
+
+    Stacked weights are plain, for it packs whole matrices only.
+    """
+
+    @property
+    def stacked(self) -> WeightFormat:
+        return PLAIN
 
     def fitting(self, dtype: torch.dtype, device: torch.device) -> WeightFormat:
         packs = ops.pack_weight(torch.zeros(16, 16, dtype=dtype, device=device)) if device.type == "cpu" else None
@@ -176,20 +190,18 @@ class Native(WeightFormat):
     def nbytes(self, shape: MatrixShape, dtype: torch.dtype) -> int:
         sizes, kind = (shape.out_features, shape.in_features), self._kind_of(shape)
         if kind is None:
-            return packed_bytes(*sizes, dtype, interleaved=shape.interleaved)
-        return packed_code_bytes(*sizes, kind, interleaved=shape.interleaved)
+            return packed_bytes(*sizes, dtype, interleaved=shape.interleaved, stack=shape.stack)
+        return packed_code_bytes(*sizes, kind, interleaved=shape.interleaved, stack=shape.stack)
 
     def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[PackedMatrix]:
         """All in one piece of memory, which begins on a huge page: with one piece for each, the ends would add up."""
         sizes = [self.nbytes(shape, dtype) for shape in shapes]
         memory, offset, weights = Memory(sum(sizes)), 0, list[PackedMatrix]()
         for shape, size in zip(shapes, sizes, strict=True):
-            n, k, interleaved, _ = shape
-            part, kind = memory.part(offset, size), self._kind_of(shape)
-            if kind is None:
-                weights.append(PackedWeight(n, k, dtype, interleaved=interleaved, memory=part))
-            else:
-                weights.append(PackedCodes(n, k, kind, interleaved=interleaved, memory=part))
+            (n, k), kind = shape[:2], self._kind_of(shape)
+            layout: dict[str, Any] = {"interleaved": shape.interleaved, "stack": shape.stack}
+            layout["memory"] = memory.part(offset, size)
+            weights.append(PackedWeight(n, k, dtype, **layout) if kind is None else PackedCodes(n, k, kind, **layout))
             offset += size
         return weights
 
@@ -214,8 +226,12 @@ class Native(WeightFormat):
 class Fp8(WeightFormat):
     """8 bits and a float32 scale for each output, for the Triton kernels.
 
-    The output head stays plain: like the embedding it loses more by fp8 than it gains.
+    The output head stays plain: like the embedding it loses more by fp8 than it gains. Stacked weights stay plain too.
     """
+
+    @property
+    def stacked(self) -> WeightFormat:
+        return PLAIN
 
     @property
     def head(self) -> WeightFormat:

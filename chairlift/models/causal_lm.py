@@ -13,7 +13,7 @@ from chairlift.kernels.weights import PLAIN, WeightFormat
 from chairlift.models.context import AttentionContext, LayerCache
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.decoder import DecoderLayer
-from chairlift.models.layers.linear import Embedding, Linear, Matrix
+from chairlift.models.layers.linear import Embedding, Linear, Matrix, Stack
 from chairlift.models.layers.norm import make_norm
 from chairlift.models.layers.rotary import RotaryEmbedding
 
@@ -92,14 +92,16 @@ class CausalLM(nn.Module):
         """Give every layer of a model on the meta device memory for its numbers, which are still to be written.
 
         Weights of linear layers are in ``weight_format``, that of the output head in the format's ``head``; the
-        embedding shares it where it is tied and can be. Everything else is plain. ``kinds`` says of parameters, by
-        name, that their numbers will be written as integers in groups, and of which kind.
+        embedding shares it where it is tied and can be. Those of experts are in its ``stacked``. Everything else is
+        plain, and of ``dtype`` unless its module lists it among ``float32_parameters``. ``kinds`` says of parameters,
+        by name, that their numbers will be written as integers in groups, and of which kind.
         """
         head, embedding = self.lm_head, self.model.embed_tokens
         for name, layer in self.named_modules():
             if isinstance(layer, Matrix):
                 layer.shape = layer.shape._replace(kind=(kinds or {}).get(f"{name}.weight"))
         formats: dict[Matrix, WeightFormat] = {one: weight_format for one in self.modules() if isinstance(one, Linear)}
+        formats |= {one: weight_format.stacked for one in self.modules() if isinstance(one, Stack)}
         formats |= {embedding: PLAIN, head: weight_format.head}
         if self.config.tie_word_embeddings and weight_format.head.embeds:
             formats[embedding] = formats.pop(head)
@@ -112,7 +114,8 @@ class CausalLM(nn.Module):
         for module in self.modules():
             for name, value in module.named_parameters(recurse=False):
                 if value.is_meta:
-                    empty = torch.empty(value.shape, dtype=dtype, device=device)
+                    kept = torch.float32 if name in getattr(module, "float32_parameters", ()) else dtype
+                    empty = torch.empty(value.shape, dtype=kept, device=device)
                     setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
     @property

@@ -16,7 +16,7 @@ from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig
-from chairlift.models.layers.linear import Matrix
+from chairlift.models.layers.linear import Matrix, Stack
 from chairlift.models.registry import FAMILIES
 
 __all__ = ["CheckpointPart", "checkpoint_layout", "hf_state_dict"]
@@ -40,6 +40,21 @@ class CheckpointPart:
     """Our row i of each head is the checkpoint's row ``order[i]`` of it; empty where the order is the same."""
     ordered: int = 0
     """How many rows, from the first on, are of heads in that order; the others stand where they stood."""
+    stack: int = 1
+    """The checkpoint holds these rows as a stack of so many weights, [stack, rows / stack, ...]."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in the checkpoint."""
+        if self.stack > 1:
+            return (self.stack, self.shape[0] // self.stack, *self.shape[1:])
+        return self.shape[::-1] if self.transposed else self.shape
+
+    def rows_of(self, stored: Tensor) -> Tensor:
+        """The tensor of the checkpoint as rows of :attr:`shape`: a view."""
+        if self.stack > 1:
+            return stored.flatten(0, 1)
+        return stored.t() if self.transposed else stored
 
     def sources(self, first: int, count: int) -> Tensor:
         """int64 [count]: which row of the tensor each of our rows from ``first`` on is. ``first`` begins a head."""
@@ -55,7 +70,6 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
     """
     config, family = model.config, FAMILIES[model.config.model_type]
     width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    rows = {"qkv_proj": (width, kv_width, kv_width), "gate_up_proj": (config.intermediate_size,) * 2}
     order = _head_order(config)
     by_head = _by_head(order or tuple(range(config.head_dim)), config.num_attention_heads)
     turned = {"qkv_proj": width + kv_width, "q_norm": width, "k_norm": kv_width} if order else {}
@@ -64,16 +78,24 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
         layer, _, attribute = parameter.rpartition(".")
         kind, last = re.sub(r"\.\d+\.", ".*.", layer), layer.rpartition(".")[2]
         number = re.search(r"\d+", layer)
-        names = family.tensors.get(kind, (kind,))
+        names, module = family.tensors.get(kind, (kind,)), model.get_submodule(layer)
+        stack = module.shape.stack if isinstance(module, Stack) else 1
+        counts = (
+            (width, kv_width, kv_width) if last == "qkv_proj" else (len(tensor) // stack // len(names),) * len(names)
+        )
+        if "#" in names[0]:
+            names = tuple(name.replace("#", str(member)) for member in range(stack) for name in names)
+            counts, stack = counts * stack, 1
+        counts = counts if len(names) > 1 else (len(tensor),)
         transposed = tensor.dim() == 2 and last in family.transposed
         start = 0
-        for name, count in zip(names, rows[last] if len(names) > 1 else (tensor.shape[0],), strict=True):
+        for name, count in zip(names, counts, strict=True):
             whole = f"{name.replace('*', number.group() if number else '')}.{attribute}"
             shape, ordered = (count, *tensor.shape[1:]), min(count, max(turned.get(last, 0) - start, 0))
             how = (order, ordered) if ordered else ((), 0)
             if last == "qkv_proj" and family.qkv_by_head:
                 how = (by_head, len(by_head))
-            parts.append(CheckpointPart(whole, parameter, start, shape, transposed, *how))
+            parts.append(CheckpointPart(whole, parameter, start, shape, transposed, *how, stack))
             start += count
     return parts
 
@@ -129,5 +151,5 @@ def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
         rows = whole[part.start : part.start + part.shape[0]]
         if part.order:
             rows = rows[part.sources(0, len(rows)).argsort().to(rows.device)]
-        tensors[part.name] = (rows.t() if part.transposed else rows).contiguous()
+        tensors[part.name] = (rows.t() if part.transposed else rows.view(part.stored_shape)).contiguous()
     return tensors

@@ -11,17 +11,23 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from chairlift.errors import ModelLoadError
+from chairlift.kernels.routing import Routing
 
 __all__ = [
+    "EXPERT_KEYS",
+    "EXPERT_NAMES",
     "MAX_CONTEXT",
     "ROPE_TYPES",
     "SPLIT_NAMES",
+    "ExpertLayers",
     "Family",
     "Fields",
     "every_nth",
     "layer_types",
     "layer_windows",
     "pattern_windows",
+    "read_experts",
+    "sparse_layers",
 ]
 
 MAX_CONTEXT = 2**27
@@ -34,6 +40,37 @@ SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
     "model.layers.*.mlp.gate_up_proj": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
 }
 """Checkpoints like Llama's: each projection is a tensor, and all else has our names."""
+
+
+EXPERT_NAMES: Mapping[str, tuple[str, ...]] = {
+    **SPLIT_NAMES,
+    "model.layers.*.mlp.experts.gate_up_proj": (
+        "model.layers.*.mlp.experts.#.gate_proj",
+        "model.layers.*.mlp.experts.#.up_proj",
+    ),
+    "model.layers.*.mlp.experts.down_proj": ("model.layers.*.mlp.experts.#.down_proj",),
+}
+"""The same with experts: ``#`` is the number of one, and each of its projections is a tensor."""
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "num_experts_per_tok")
+"""Keys of ``config.json`` that say how many experts there are, under either name, and how many a token passes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayers:
+    """The layers that have experts in place of one MLP."""
+
+    routing: Routing
+    layers: tuple[bool, ...]
+    """Per layer, whether it has experts."""
+    intermediate_size: int
+    """Inner width of an expert."""
+    shared_size: int = 0
+    """Inner width of an expert that all tokens pass; 0: there is none."""
+    shared_gate: bool = False
+    """Whether what that one computes is multiplied by the sigmoid of a product (Qwen2-MoE)."""
+    correction: bool = False
+    """Whether a bias is added to scores for the choice of experts, and not to their weights (DeepSeek-V3)."""
 
 
 class Fields:
@@ -135,7 +172,11 @@ class Family:
     window_rope: bool = False
     """Whether ``rope_parameters`` are given by layer type, and ``rope_scaling`` is for full attention only."""
     tensors: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: SPLIT_NAMES)
-    """Our layers (``*`` is a number) -> their names in a checkpoint, where they differ; several share our rows."""
+    """Our layers (``*`` is a number) -> their names in a checkpoint, where they differ; several share our rows.
+
+    With ``#``, the number of an expert, there are such names for each; without, stacked weights are one tensor
+    [E, out, in].
+    """
     qkv_by_head: bool = False
     """Whether q, k and v are one tensor that has the rows of q, k and v of the first head, then of the second, ..."""
     transposed: tuple[str, ...] = ()
@@ -179,3 +220,44 @@ def pattern_windows(fields: Fields, layers: int, window: int | None, pattern: li
     if window is None and "sliding_attention" in kinds:
         fields.fail("sliding_window is not set, but layer_types, or what stands in for it, has sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Per layer, whether it has experts: each ``decoder_sparse_step``-th, but for those in ``mlp_only_layers``."""
+    step = fields.integer("decoder_sparse_step", 1, 1_024, default=1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in dense):
+        fields.fail(f"mlp_only_layers must be a list of layer numbers, got {dense!r:.80}")
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
+
+
+def read_experts(
+    fields: Fields,
+    layers: tuple[bool, ...],
+    size: int,
+    *,
+    count_keys: tuple[str, ...] = ("num_experts", "num_local_experts"),
+    shared_size: int = 0,
+    shared_gate: bool = False,
+    correction: bool = False,
+    **routing: Any,
+) -> ExpertLayers:
+    """Experts of inner width ``size`` in these ``layers``, as many as the first of ``count_keys`` in the file says.
+
+    ``routing`` are fields of :class:`~chairlift.kernels.routing.Routing`. Raises
+    :class:`~chairlift.errors.ModelLoadError` for numbers that do not go together.
+    """
+    key = next((key for key in count_keys if fields.raw.get(key) is not None), count_keys[0])
+    count = fields.integer(key, 1, 4_096)
+    try:
+        found = Routing(num_experts=count, top_k=fields.integer("num_experts_per_tok", 1, count), **routing)
+    except ValueError as error:
+        fields.fail(str(error))
+    return ExpertLayers(
+        routing=found,
+        layers=layers,
+        intermediate_size=size,
+        shared_size=shared_size,
+        shared_gate=shared_gate,
+        correction=correction,
+    )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import ModelLoadError
-from chairlift.models.family import MAX_CONTEXT, Family, Fields
+from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
 
@@ -80,6 +80,7 @@ _FOREIGN_KEYS = (
     "n_routed_experts",
     "no_rope_layers",
     "num_experts",
+    "num_experts_per_tok",
     "num_local_experts",
     "query_pre_attn_scalar",
     "qk_layernorm",
@@ -153,11 +154,19 @@ class ModelConfig:
     """A vector per position is added to the embedding."""
     layer_scales: tuple[float, ...]
     """Per layer, what scores are multiplied by."""
+    qkv_clip: float | None = None
+    """q, k and v are brought into -this to this, before the rotation."""
+    experts: ExpertLayers | None = None
+    """Layers with experts in place of one MLP; None: there are none."""
 
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
         return self.mlp in ("swiglu", "geglu_tanh")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has experts in place of one MLP."""
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def norm_offset(self) -> float:

@@ -401,8 +401,7 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRo
         stored = tensors[part.name]
         if isinstance(stored, StoredRows):
             return stored
-        tensor: Tensor = tensors[part.name].get_tensor(part.name)
-        tensor = tensor.t() if part.transposed else tensor
+        tensor: Tensor = part.rows_of(tensors[part.name].get_tensor(part.name))
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ModelLoadError(f"cannot read tensor {part.name}: {error}; download the model again") from None
     return tensor
@@ -496,7 +495,7 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
     for name, part in wanted.items():
         view = tensors[name].get_slice(name)
         shape, dtype = tuple(view.get_shape()), view.get_dtype()
-        expected = part.shape[::-1] if part.transposed else part.shape
+        expected = part.stored_shape
         if shape != expected:
             raise ModelLoadError(
                 f"{model_dir}: tensor {name} has shape {list(shape)}, but config.json asks for {list(expected)}; "
@@ -508,11 +507,12 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
                 " how to read it (docs/quantization.md lists what is read); use the original model in bfloat16,"
                 " float16 or float32"
             )
-        mixed = part.transposed or len(part.order) > model.config.head_dim
+        mixed = part.transposed or part.stack > 1 or len(part.order) > model.config.head_dim
         if mixed and isinstance(tensors[name], StoredRows):
             raise ModelLoadError(
                 f"{model_dir}: tensor {name} is quantised, which {model.config.model_type} models cannot be, for their"
-                " weights are stored transposed or head by head; use the original model in bfloat16, float16 or float32"
+                " weights are stored transposed, stacked or head by head; use the original model in bfloat16,"
+                " float16 or float32"
             )
     for name in filter(tensors.__contains__, redundant):
         head, embedding = (tensors[each].get_tensor(each) for each in (name, embedding_name))

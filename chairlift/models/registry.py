@@ -12,9 +12,11 @@ from chairlift.models.gemma import GEMMA
 from chairlift.models.gemma3_text import GEMMA3_TEXT
 from chairlift.models.glm import GLM
 from chairlift.models.glm4 import GLM4
+from chairlift.models.glm4_moe import GLM4_MOE
 from chairlift.models.gpt2 import GPT2
 from chairlift.models.gpt_neox import GPT_NEOX
 from chairlift.models.granite import GRANITE
+from chairlift.models.granitemoe import GRANITEMOE
 from chairlift.models.helium import HELIUM
 from chairlift.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from chairlift.models.internlm3 import INTERNLM3
@@ -22,12 +24,16 @@ from chairlift.models.llama import LLAMA
 from chairlift.models.ministral import MINISTRAL
 from chairlift.models.ministral3 import MINISTRAL3
 from chairlift.models.mistral import MISTRAL
+from chairlift.models.mixtral import MIXTRAL
 from chairlift.models.olmo2 import OLMO2
 from chairlift.models.olmo3 import OLMO3
+from chairlift.models.olmoe import OLMOE
 from chairlift.models.phi import PHI
 from chairlift.models.phi3 import PHI3
 from chairlift.models.qwen2 import QWEN2
+from chairlift.models.qwen2_moe import QWEN2_MOE
 from chairlift.models.qwen3 import QWEN3
+from chairlift.models.qwen3_moe import QWEN3_MOE
 from chairlift.models.seed_oss import SEED_OSS
 from chairlift.models.smollm3 import SMOLLM3
 from chairlift.models.stablelm import STABLELM
@@ -47,9 +53,11 @@ FAMILIES: dict[str, Family] = {
         GEMMA3_TEXT,
         GLM,
         GLM4,
+        GLM4_MOE,
         GPT2,
         GPT_NEOX,
         GRANITE,
+        GRANITEMOE,
         HELIUM,
         HUNYUAN_V1_DENSE,
         INTERNLM3,
@@ -57,12 +65,16 @@ FAMILIES: dict[str, Family] = {
         MINISTRAL,
         MINISTRAL3,
         MISTRAL,
+        MIXTRAL,
         OLMO2,
         OLMO3,
+        OLMOE,
         PHI,
         PHI3,
         QWEN2,
+        QWEN2_MOE,
         QWEN3,
+        QWEN3_MOE,
         SEED_OSS,
         SMOLLM3,
         STABLELM,

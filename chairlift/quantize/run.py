@@ -66,6 +66,11 @@ def quantize_model(
     kind = FORMATS[form]
     _check_empty(out)
     network, raw = read_config(model_dir), source_config(model_dir)
+    if network.experts is not None:
+        raise ConfigError(
+            f"{model_dir} has {network.experts.routing.words}, and weights of experts cannot be written quantised yet;"
+            " round them as they are loaded: --quantization int8 or int4"
+        )
     dtype = torch.float16 if network.dtype == "float16" else torch.bfloat16
     packs, samples = ([], 0) if texts is None else _packs(texts, model_dir, network)
     report = Report(kind, samples=samples, tokens=sum(len(pack.token_ids) for pack in packs))

@@ -97,7 +97,7 @@ MACHINES: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a dense decoder costs, in weights and cached tokens. All weights and KV have ``itemsize`` bytes."""
+    """What a decoder costs, in weights and cached tokens. All weights and KV have ``itemsize`` bytes."""
 
     name: str
     body_params: int
@@ -112,17 +112,27 @@ class ModelShape:
     """Elements of the queries of all layers together."""
     max_model_len: int
     itemsize: int = 2
+    unchosen_params: int = 0
+    """Weights of experts beyond those that one token passes; those are among :attr:`body_params`. A step counts as if
+    it read them all, as one does whose batch is a few times as large as there are experts."""
 
     @classmethod
     def of(cls, name: str, network: ModelConfig, itemsize: int = 2) -> ModelShape:
         """The shape of a network. Windows are not modelled: every layer counts as if it saw everything."""
         hidden, layers = network.hidden_size, network.num_hidden_layers
         q, kv = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim
-        layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * network.intermediate_size
-        head = hidden * network.vocab_size
+        attention, head = hidden * (q + 2 * kv) + q * hidden, hidden * network.vocab_size
+        dense, apart = 3 * hidden * network.intermediate_size * layers, 0
+        if (experts := network.experts) is not None:
+            one, count = 3 * hidden * experts.intermediate_size, experts.routing.num_experts
+            with_experts, chosen = sum(experts.layers), experts.routing.top_k
+            every = hidden * (3 * experts.shared_size + count) + chosen * one
+            dense = dense // layers * (layers - with_experts) + every * with_experts
+            apart = (count - chosen) * one * with_experts
         return cls(
             name=name,
-            body_params=layer * layers,
+            body_params=attention * layers + dense,
+            unchosen_params=apart,
             head_params=head,
             embedding_params=0 if network.tie_word_embeddings else head,
             kv_width=kv * layers,
@@ -134,7 +144,8 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return (self.body_params + self.head_params + self.embedding_params) * self.itemsize
+        params = self.body_params + self.unchosen_params + self.head_params + self.embedding_params
+        return params * self.itemsize
 
     @property
     def kv_bytes(self) -> int:
@@ -147,7 +158,7 @@ class ModelShape:
         operations = machine.operations * machine.operation_share
         params = self.body_params + self.head_params
         return Roofline(
-            weight_seconds=params * self.itemsize / bandwidth,
+            weight_seconds=(params + self.unchosen_params) * self.itemsize / bandwidth,
             token_seconds=2 * params / operations,
             prompt_share=self.body_params / params,
             context_seconds=max(self.kv_bytes / bandwidth, 4 * self.q_width / operations),

@@ -98,12 +98,13 @@ bool valid(const cl_program& program, const cl_batch& batch) {
 
 int32_t cl_abi_version(void) { return CL_ABI_VERSION; }
 
-void cl_struct_sizes(int64_t sizes[5]) {
+void cl_struct_sizes(int64_t sizes[6]) {
   sizes[0] = sizeof(cl_op);
   sizes[1] = sizeof(cl_kv_layer);
   sizes[2] = sizeof(cl_program);
   sizes[3] = sizeof(cl_batch);
   sizes[4] = sizeof(cl_sampling_row);
+  sizes[5] = sizeof(cl_experts);
 }
 
 int32_t cl_supported_isas(void) {
@@ -111,6 +112,12 @@ int32_t cl_supported_isas(void) {
   for (int32_t isa = 0; isa < CL_NUM_ISAS; isa++)
     if (kernels_of(isa)) mask |= 1 << isa;
   return mask;
+}
+
+int64_t cl_expert_bytes(const cl_op* op, int32_t dtype, int32_t tokens) {
+  for (int32_t isa = CL_NUM_ISAS - 1; isa >= 0; isa--)  // all paths need the same
+    if (const Kernels* kernels = kernels_of(isa)) return int64_t(kernels->expert_bytes(*op, dtype, tokens));
+  return 0;
 }
 
 int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, int32_t first_op) {

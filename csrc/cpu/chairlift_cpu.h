@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 2 };
+enum { CL_ABI_VERSION = 3 };
 
 // Activations, KV and dense weights of a program are of one dtype, unless a KV layer is of another kind; sums are float32 in all.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
@@ -44,8 +44,29 @@ enum cl_op_kind {
   CL_OP_QKV = 6,          // that product as heads: norm, rotation, K and V to the cache of `layer`, q to out[T, heads * head_dim]
   CL_OP_ATTENTION = 7,    // out[T, heads * head_dim] = causal attention of in (q) over the cache of `layer`
   CL_OP_ADD = 8,          // out[T, n] = in + aux
+  CL_OP_EXPERTS = 9,      // out[T, k] = each token of in[T, k] through the experts it chooses (+ aux[T, k]); see cl_experts
 };
 enum { CL_PACKED = 1 };
+
+// What scores of experts are made of logits: over all experts, over those chosen by their logits, or of each by itself. And
+// the score of a group of neighbouring experts: the sum of its best two, or the best.
+enum cl_scoring { CL_SOFTMAX = 0, CL_SOFTMAX_CHOSEN = 1, CL_SIGMOID = 2 };
+enum cl_group_score { CL_BEST_TWO = 0, CL_BEST = 1 };
+enum { CL_EXPERT_TOKENS = 512 };  // so many tokens are routed together at most
+
+// Of a layer of experts, the weights of all lying one behind the other. `weight` of its operation, of n columns for each
+// expert, is gate and up, whose panels alternate. Of equal scores the expert with the lower number is chosen.
+typedef struct {
+  int32_t num_experts, top_k, inner;  // inner: rows of `down`'s input, without padding
+  int32_t scoring, normalise, groups, kept_groups, group_score;
+  int32_t down_format, down_group;    // as format and group of an operation
+  float epsilon, scale;               // added to the sum of weights; multiplies the weights
+  const void* router;                 // [E, k], k padded with zeros, in the program's dtype
+  const float* correction;            // [E]: added to scores for the choice; or null
+  const void* shared_gate;            // [k], padded: aux is multiplied with the sigmoid of its product; or null
+  const void* down;                   // packed panels
+  void* scratch;                      // cl_expert_bytes
+} cl_experts;
 
 typedef struct {
   int32_t kind, flags;
@@ -61,6 +82,7 @@ typedef struct {
   const float* bias;      // float32 in packed column order, padded to whole panels; or null
   const float* q_norm;    // float32 [head_dim] or null
   const float* k_norm;
+  const cl_experts* experts;  // of EXPERTS
 } cl_op;
 
 // K and V of one layer. Per block, KV head and 16 tokens: K as [head_dim / P][16][P] elements, then V as [16 / P][head_dim][P],
@@ -143,8 +165,8 @@ enum cl_sample_status {
 typedef struct cl_pool cl_pool;
 
 CL_EXPORT int32_t cl_abi_version(void);
-// sizeof cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row.
-CL_EXPORT void cl_struct_sizes(int64_t sizes[5]);
+// sizeof cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row, cl_experts.
+CL_EXPORT void cl_struct_sizes(int64_t sizes[6]);
 // Bit i set: this processor, operating system and build can run isa i.
 CL_EXPORT int32_t cl_supported_isas(void);
 
@@ -172,6 +194,8 @@ CL_EXPORT void cl_pack_codes(void* packed, int32_t format, int32_t group, int64_
 // Bytes of a packed weight of n columns; and of a row of k numbers in codes, on any path.
 CL_EXPORT int64_t cl_packed_code_bytes(int32_t format, int32_t group, int64_t n, int64_t k);
 CL_EXPORT int64_t cl_code_bytes(int64_t k);
+// Bytes of scratch for an operation of kind EXPERTS in a program of `dtype` whose steps have at most `tokens` tokens.
+CL_EXPORT int64_t cl_expert_bytes(const cl_op* op, int32_t dtype, int32_t tokens);
 
 // Run ops from first_op to the next CL_OP_CALL or the end; returns the index of the op it stopped at. Negative: -1 a bad argument, or no memory.
 CL_EXPORT int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, int32_t first_op);

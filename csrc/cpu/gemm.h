@@ -258,17 +258,51 @@ static GemmItems<Row, Weight> items_of(const Panels<Weight>& weight, int chunk_p
   return GemmItems<Row, Weight>(weight, chunk_panels, m);
 }
 
-// Every thread of the pool calls this; chunks of `chunk_panels` panels go to whoever is free. `epilogue(first row, rows,
-// first panel, panels, tile, tile_stride)` gets each finished piece of a @ weight.T once, as float32; before that,
-// `epilogue.fetch(first row, rows, panel)` may fetch what it will write, while the product takes its time. k is never
-// divided among threads. `a` has readable memory for MAX_ROW_BLOCK rows behind row m. `then`: what this thread reads after that.
-// `kv`, or null: what to fetch where memory has time to spare; AMX leaves it none.
-template <typename Row, typename Weight, typename Epilogue>
-static void gemm(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_t a_stride, int m, const Panels<Weight>& weight,
-                 int chunk_panels, GemmScratch<Row>& scratch, const Epilogue& epilogue, Ahead then, KVAhead<Row>* kv) {
+// A piece of a product: a chunk of a weight's panels, and one of `supers` blocks of the rows first_row to first_row + m.
+template <typename Weight>
+struct GemmItem {
+  Panels<Weight> weight;
+  int first_row, m, chunk, super, supers;
+};
+
+// All of a product of m rows with one weight.
+template <typename Row, typename Weight>
+struct OneWeight {
+  const Panels<Weight>& weight;
+  const int m;
+  const GemmItems<Row, Weight> all;
+
+  int most_rows() const { return m; }
+  int64_t count() const { return all.count(); }
+  GemmItem<Weight> at(int64_t item) const {
+    return GemmItem<Weight>{weight, 0, m, int(item % all.chunks), int(item / all.chunks), all.supers};
+  }
+};
+
+// A row of a product as it is taken, and the distance to the next: as it is, or in codes. `from` may be null.
+template <typename Row, typename Weight>
+CL_INLINE int64_t put_row(const Panels<Weight>& weight, const Row* from, int64_t stride, int64_t row, Row* rows) {
+  if (from) memcpy(rows + row * stride, from, weight.k * sizeof(Row));
+  return stride;
+}
+template <typename Row, int B, bool M>
+CL_INLINE int64_t put_row(const Panels<Code<B, M>>& weight, const Row* from, int64_t, int64_t row,
+                          Source<Row, Code<B, M>>* rows) {
+  if (from) quantize(from, weight.k, rows + row * code_stride(weight.k));
+  return code_stride(weight.k);
+}
+
+// Every thread of the pool calls this; items, each of a chunk of `chunk_panels` panels, go to whoever is free. All weights
+// of `all` have one shape, which `weight` has. `epilogue(first row, rows, first panel, panels, tile, tile_stride)` gets each
+// finished piece of a @ weight.T once, as float32; before that, `epilogue.fetch(first row, rows, panel)` may fetch what it
+// will write, while the product takes its time. k is never divided among threads. `a` has readable memory for MAX_ROW_BLOCK
+// rows behind the last. `then`: what this thread reads after that. `kv`, or null: what to fetch where memory has time to
+// spare; AMX leaves it none.
+template <typename Row, typename Weight, typename Items, typename Epilogue>
+static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_t a_stride, const Items& all,
+                       const Panels<Weight>& weight, int chunk_panels, GemmScratch<Row>& scratch, const Epilogue& epilogue,
+                       Ahead then, KVAhead<Row>* kv) {
   typedef Blocking<Row, Weight> B;
-  const GemmItems<Row, Weight> all(weight, chunk_panels, m);
-  const int chunks = all.chunks, supers = all.supers;
   // Rows of the tile are a line longer than they need be: 1 KiB apart they would meet in few sets of L1.
   const int64_t items = all.count(), tile_stride = int64_t(chunk_panels) * CL_PANEL + TILE_PAD;
   // Pieces of k are about equally long, because while one is used, as much of what comes next is fetched.
@@ -276,19 +310,21 @@ static void gemm(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_
   const int64_t pieces = wanted < units ? wanted : units;
   float* tile = scratch.tile;
 #if defined(CL_USE_AMX)
-  if (!B::STREAMS) tiles_begin(TILE_K, m);
+  if (!B::STREAMS) tiles_begin(TILE_K, all.most_rows());
 #endif
   CL_ASSERT(chunk_panels * CL_PANEL <= TILE_COLUMNS && forward(a, weight.k) <= a + a_stride);
   Turns turns(pool, thread, items, Turns::CONTIGUOUS);
   for (int64_t item = turns.take(); item < items; item = turns.take()) {
     const int64_t following = turns.peek();  // so that its weights can be fetched meanwhile
+    const GemmItem<Weight> now = all.at(item), after = following < items ? all.at(following) : now;
     // Rows are divided in units of what AMX computes at once.
-    const Share share = share_of((m + ROW_UNIT - 1) / ROW_UNIT, int(item / chunks), supers);
-    const int first_panel = int(item % chunks) * chunk_panels, super = share.begin * ROW_UNIT;
-    const int rows_here = (share.end * ROW_UNIT < m ? share.end * ROW_UNIT : m) - super;
+    const Share share = share_of((now.m + ROW_UNIT - 1) / ROW_UNIT, now.super, now.supers);
+    const int first_panel = now.chunk * chunk_panels, super = now.first_row + share.begin * ROW_UNIT;
+    const int rows_here = (share.end * ROW_UNIT < now.m ? share.end * ROW_UNIT : now.m) - share.begin * ROW_UNIT;
     const int panels = weight.count - first_panel < chunk_panels ? weight.count - first_panel : chunk_panels;
-    const int next_panel = int(following % chunks) * chunk_panels;
-    const int fetched = following < items && next_panel != first_panel ? weight.count - next_panel : 0;
+    const int next_panel = after.chunk * chunk_panels;
+    const bool other = next_panel != first_panel || after.weight.data != now.weight.data;
+    const int fetched = following < items && other ? weight.count - next_panel : 0;
     const int blocks = (rows_here + B::ROW_BLOCK - 1) / B::ROW_BLOCK;
     const int fetching = B::fetching(blocks);
     const bool streams = B::STREAMS && blocks == 1 && one_pass(weight, rows_here);
@@ -303,7 +339,7 @@ static void gemm(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_
       const int64_t bytes_here = weight.bytes(k_here), bytes_then = then.bytes / (B::FLOAT32 ? 1 : panels) / 64 * 64;
       const int64_t next_bytes = last && bytes_then < bytes_here ? bytes_then : bytes_here;
       const int64_t next_stride = last ? next_bytes : weight.bytes(weight.k);
-      const Weight* own = last_piece ? weight.panel(next_panel) : weight.panel(first_panel, k + k_here);
+      const Weight* own = last_piece ? after.weight.panel(next_panel) : now.weight.panel(first_panel, k + k_here);
       const char* next = last ? then.at : (const char*)own;
       const int next_panels = last ? panels : last_piece ? fetched : panels;
       for (int block = 0; block < blocks; block++) {
@@ -317,7 +353,7 @@ static void gemm(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_
         else
           left = forward(a + begin * a_stride, k);
         for (int p = 0; p < panels; p++) {
-          const Weight* here = weight.panel(first_panel + p, k);
+          const Weight* here = now.weight.panel(first_panel + p, k);
           Ahead ahead = NOTHING;
           if (!B::FLOAT32 && p < next_panels && block < fetching) {
             // A share of what its own like of what is next consists of.
@@ -326,7 +362,7 @@ static void gemm(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_
           } else if (B::FLOAT32 && (p + 1 < panels ? block == 0 : block + 1 == blocks && next_panels > 0)) {
             // This piece of the next panel, which the second block then finds in L2; behind the last panel what is next.
             const bool same = p + 1 < panels;
-            ahead = Ahead{same ? (const char*)weight.panel(first_panel + p + 1, k) : next, same ? bytes_here : next_bytes};
+            ahead = Ahead{same ? (const char*)now.weight.panel(first_panel + p + 1, k) : next, same ? bytes_here : next_bytes};
           }
           float* out = sums + p * CL_PANEL;
           if (last_piece && !streams) epilogue.fetch(begin, rows, first_panel + p);
@@ -340,6 +376,14 @@ static void gemm(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_
       }
     }
   }
+}
+
+// The same for m rows and one weight.
+template <typename Row, typename Weight, typename Epilogue>
+static void gemm(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_t a_stride, int m, const Panels<Weight>& weight,
+                 int chunk_panels, GemmScratch<Row>& scratch, const Epilogue& epilogue, Ahead then, KVAhead<Row>* kv) {
+  const OneWeight<Row, Weight> all{weight, m, items_of<Row>(weight, chunk_panels, m)};
+  gemm_items<Row>(pool, thread, a, a_stride, all, weight, chunk_panels, scratch, epilogue, then, kv);
 }
 
 }  // namespace CL_NS

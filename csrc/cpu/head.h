@@ -79,18 +79,6 @@ static void choose(cl_pool& pool, int thread, const HeadCall& call, const Best* 
 
 static const Best NO_BEST = {-INFINITY, INT32_MAX, 0};
 
-// A row of the head's product, and the distance to the next: as it is, or in codes.
-template <typename Row, typename Weight>
-CL_INLINE int64_t put_row(const Panels<Weight>& weight, const Row* from, int64_t stride, int row, Row* rows) {
-  if (from) memcpy(rows + row * stride, from, weight.k * sizeof(Row));
-  return stride;
-}
-template <typename Row, int B, bool M>
-CL_INLINE int64_t put_row(const Panels<Code<B, M>>& weight, const Row* from, int64_t, int row, Source<Row, Code<B, M>>* rows) {
-  if (from) quantize(from, weight.k, rows + row * code_stride(weight.k));
-  return code_stride(weight.k);
-}
-
 template <typename Row, typename Weight>
 static void head_of(cl_pool& pool, int thread, const HeadCall& call, const Panels<Weight>& weight) {
   const int threads = pool.num_threads();

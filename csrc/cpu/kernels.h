@@ -30,6 +30,7 @@ struct Kernels {
   size_t (*split_state_bytes)();
   size_t (*scratch_bytes)(int dtype, int32_t vocab);  // of one thread; vocab 0: without sampling
   size_t (*head_shared_bytes)(int num_threads, int num_rows, int64_t stride, int dtype, int32_t k);
+  size_t (*expert_bytes)(const cl_op& op, int dtype, int32_t tokens);
 };
 
 // Null where this build or this processor lacks the path.

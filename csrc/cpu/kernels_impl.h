@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include "attention.h"
+#include "experts.h"
 #include "head.h"
 #include "linear.h"
 
@@ -48,6 +49,7 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
         attention<T>(pool, thread, op, program, batch, plan, scratch.attention, fetches_far());
         kv.look(i + 1, end_op);
         break;
+      case CL_OP_EXPERTS: experts<T>(pool, thread, op, program, batch, scratch.gemm); break;
       default:
         with_weight<T>(op, [&](const auto& weight) {
           linear<T>(pool, thread, op, weight, program, batch, scratch.gemm,
@@ -151,6 +153,12 @@ static double peak(int64_t rounds, bool int8) {
 
 static size_t split_state_bytes() { return sizeof(SoftmaxState); }
 
+static size_t expert_bytes(const cl_op& op, int dtype, int32_t tokens) {
+  ExpertScratch none;
+  const int item = dtype == CL_BF16 ? int(sizeof(bf16)) : int(sizeof(float));
+  return ExpertScratch::lay_out(none, nullptr, item, op, tokens < CL_EXPERT_TOKENS ? tokens : int(CL_EXPERT_TOKENS));
+}
+
 static size_t scratch_bytes(int dtype, int32_t vocab) {
   const size_t products = dtype == CL_BF16 ? sizeof(Scratch<bf16>) : sizeof(Scratch<float>);
   const size_t choice = sample_scratch_bytes(vocab);
@@ -164,7 +172,7 @@ static const Kernels table = {
 #else
     {PEAK_CHAINS * LANES * 4.0 / Pair<bf16, bf16>::PARTS, PEAK_CHAINS * LANES * 8.0 / Dot<8>::PARTS},
 #endif
-    split_state_bytes, scratch_bytes, head_shared_bytes,
+    split_state_bytes, scratch_bytes, head_shared_bytes, expert_bytes,
 };
 
 }  // namespace CL_NS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-__all__ = ["FAMILIES", "MORE_FAMILIES", "hf_logits", "hf_model", "tiny_hf_model"]
+__all__ = ["EXPERT_FAMILIES", "FAMILIES", "MORE_FAMILIES", "hf_logits", "hf_model", "tiny_hf_model"]
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 128,
@@ -62,6 +62,29 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {},
 }
 """The others, which test_more_families.py compares with transformers, and fields of their tiny configs."""
+EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "head_dim": 32,
+        "moe_intermediate_size": 40,
+        "n_group": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.5,
+        "topk_group": 2,
+    },
+    "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None},
+    "qwen2_moe": {
+        "moe_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 72,
+    },
+    "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3},
+}
+"""Those with experts, which test_expert_families.py compares with transformers."""
 
 
 def tiny_hf_model(
@@ -73,17 +96,19 @@ def tiny_hf_model(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write a random model of a family (of :data:`FAMILIES` or :data:`MORE_FAMILIES`) and return its directory.
+    """Write a random model of a family (of one of the lists above) and return its directory.
 
     Matrices and biases have standard deviation ``std`` (0.25 makes logits far apart, so that greedy ties don't occur),
     norms lie around 1. ``overrides`` are fields of the family's transformers config. There is no tokenizer.
     """
-    fields = {**_DEFAULTS, **_FAMILY_DEFAULTS.get(family, {}), **MORE_FAMILIES.get(family, {}), **overrides}
+    own = {**_FAMILY_DEFAULTS, **MORE_FAMILIES, **EXPERT_FAMILIES}.get(family, {})
+    fields = {**_DEFAULTS, **own, **overrides}
     config = AutoConfig.for_model(family, **fields)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        for name, parameter in model.named_parameters():
+        corrections = [(name, each) for name, each in model.named_buffers() if name.endswith("correction_bias")]
+        for name, parameter in (*model.named_parameters(), *corrections):
             values = torch.randn(parameter.shape, generator=generator)
             norm = "norm" in name or ("ln_" in name and name.endswith("weight"))
             parameter.copy_(1 + 0.1 * values if norm else std * values)

@@ -261,3 +261,11 @@ def test_progress_ends_at_one(tmp_path: Path, model_dir: Path, texts: Path) -> N
     assert {label for label, _ in shares} == {"loading weights", "calibrating", "quantising"}
     assert list(steps(shares)) == sorted(steps(shares))
     assert shares[-1][1] == 1.0
+
+
+def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, "mixtral")
+    with pytest.raises(
+        ConfigError, match="4 experts, 2 chosen, and weights of experts cannot be written quantised yet"
+    ):
+        quantize_model(model_dir, tmp_path / "out", "int8")

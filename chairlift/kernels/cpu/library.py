@@ -34,6 +34,7 @@ __all__ = [
     "MAX_THREADS",
     "SAMPLING_ROW",
     "Batch",
+    "Experts",
     "KVLayer",
     "Library",
     "Memory",
@@ -48,7 +49,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """``CL_ABI_VERSION`` of the header this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
@@ -58,6 +59,30 @@ MAX_THREADS = 256
 """Most threads of a pool."""
 
 LIBRARY_PATH = Path(__file__).with_name("libchairlift_cpu.so")
+
+
+class Experts(ctypes.Structure):
+    """``cl_experts``: how a layer of experts routes, and what else it reads."""
+
+    _fields_ = [
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("inner", c_int32),
+        ("scoring", c_int32),
+        ("normalise", c_int32),
+        ("groups", c_int32),
+        ("kept_groups", c_int32),
+        ("group_score", c_int32),
+        ("down_format", c_int32),
+        ("down_group", c_int32),
+        ("epsilon", c_float),
+        ("scale", c_float),
+        ("router", c_void_p),
+        ("correction", c_void_p),
+        ("shared_gate", c_void_p),
+        ("down", c_void_p),
+        ("scratch", c_void_p),
+    ]
 
 
 class Op(ctypes.Structure):
@@ -85,6 +110,7 @@ class Op(ctypes.Structure):
         ("bias", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("experts", POINTER(Experts)),
     ]
 
 
@@ -168,7 +194,7 @@ SAMPLING_ROW = np.dtype(
 )
 """``cl_sampling_row`` as a numpy record, so that a whole step's rows are filled and read by columns."""
 
-_STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize)
+_STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize, ctypes.sizeof(Experts))
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cl_abi_version": (c_int32, []),
@@ -189,6 +215,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "cl_packed_code_bytes": (c_int64, [c_int32, c_int32, c_int64, c_int64]),
     "cl_code_bytes": (c_int64, [c_int64]),
+    "cl_expert_bytes": (c_int64, [POINTER(Op), c_int32, c_int32]),
     "cl_run": (c_int32, [c_void_p, POINTER(Program), POINTER(Batch), c_int32]),
     "cl_head": (
         c_int32,
@@ -218,9 +245,10 @@ class Library(ctypes.CDLL):
                 function.restype, function.argtypes = result, arguments
         except AttributeError:
             raise OSError(f"{path} has no function {name}, so it is of another version") from None
-        sizes = (c_int64 * len(_STRUCT_SIZES))()
-        self.cl_struct_sizes(sizes)
-        if self.cl_abi_version() != ABI_VERSION or tuple(sizes) != _STRUCT_SIZES:
+        room = (c_int64 * 64)()  # another version may write more
+        self.cl_struct_sizes(room)
+        sizes = tuple(room[: len(_STRUCT_SIZES)])
+        if self.cl_abi_version() != ABI_VERSION or sizes != _STRUCT_SIZES:
             raise OSError(
                 f"{path} has ABI {self.cl_abi_version()} and struct sizes {list(sizes)}, "
                 f"but this version needs ABI {ABI_VERSION} and {list(_STRUCT_SIZES)}"

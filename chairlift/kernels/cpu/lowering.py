@@ -36,6 +36,7 @@ class OpKind(enum.IntEnum):
     QKV = 6
     ATTENTION = 7
     ADD = 8
+    EXPERTS = 9
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -53,6 +54,8 @@ class FusedOp:
     norm_offset: float = 0.0
     """What is added to the weights of norms."""
     rotary: Value | None = None
+    experts: dict[str, Any] | None = None
+    """Attributes of a node of ``ops.experts``."""
     call: Node | None = None
 
 
@@ -172,6 +175,15 @@ def _add(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     yield FusedOp(OpKind.ADD, node.out, node.inputs, {"n": node.out.width})
 
 
+def _experts(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    weight = node.attributes["gate_up"]
+    if not isinstance(weight, PackedMatrix):
+        yield from _call(fuser, node)
+        return
+    fields = {"n": weight.n, "k": weight.k}
+    yield FusedOp(OpKind.EXPERTS, node.out, node.inputs, fields, weight, experts=node.attributes)
+
+
 def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     """The heads that it reads, and attention itself."""
     heads = node.inputs[0].node
@@ -202,6 +214,7 @@ _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     add: _add,
     attention: _attention,
     ops.embedding: _embedding,
+    ops.experts: _experts,
     ops.native_linear: _linear,
     ops.rms_norm: _rms_norm,
     ops.rms_norm_offset: _rms_norm,

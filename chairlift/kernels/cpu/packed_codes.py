@@ -32,11 +32,13 @@ def code_format(kind: GroupKind) -> int:
     return _FORMATS[kind.bits, kind.minimum]
 
 
-def packed_code_bytes(out_features: int, in_features: int, kind: GroupKind, *, interleaved: bool = False) -> int:
+def packed_code_bytes(
+    out_features: int, in_features: int, kind: GroupKind, *, interleaved: bool = False, stack: int = 1
+) -> int:
     """Bytes of a packed [out, in] weight, rounded up to a cache line."""
     k = -(-in_features // GROUP) * GROUP
     header = -(-k // kind.group) * PANEL * (4 if kind.minimum else 2)
-    return padded_outputs(out_features, interleaved) // PANEL * (header + k * PANEL * kind.bits // 8)
+    return padded_outputs(out_features, interleaved, stack) // PANEL * (header + k * PANEL * kind.bits // 8)
 
 
 class PackedCodes(PackedMatrix):
@@ -53,11 +55,12 @@ class PackedCodes(PackedMatrix):
         kind: GroupKind,
         *,
         interleaved: bool = False,
+        stack: int = 1,
         memory: Memory | None = None,
     ) -> None:
         code = code_format(kind)
-        nbytes = packed_code_bytes(out_features, in_features, kind, interleaved=interleaved)
-        super().__init__(out_features, in_features, nbytes, interleaved=interleaved, memory=memory)
+        nbytes = packed_code_bytes(out_features, in_features, kind, interleaved=interleaved, stack=stack)
+        super().__init__(out_features, in_features, nbytes, interleaved=interleaved, stack=stack, memory=memory)
         self.kind, self.format, self.group = kind, code, kind.group
 
     def rows(self) -> GroupedRows:

@@ -41,20 +41,24 @@ _SLICE_BYTES: Final = 4 << 20
 _MOST_THREADS: Final = 8
 
 
-def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype, *, interleaved: bool = False) -> int:
+def packed_bytes(
+    out_features: int, in_features: int, dtype: torch.dtype, *, interleaved: bool = False, stack: int = 1
+) -> int:
     """Bytes of a packed [out, in] weight, a multiple of 2,048. Raises ValueError for a dtype without kernels."""
     if dtype not in NATIVE_DTYPES:
         raise ValueError(f"the CPU kernels have no {dtype}; use one of {', '.join(map(str, NATIVE_DTYPES))}")
-    return padded_outputs(out_features, interleaved) * _rounded(in_features) * dtype.itemsize
+    return padded_outputs(out_features, interleaved, stack) * _rounded(in_features) * dtype.itemsize
 
 
 class PackedMatrix(abc.ABC):
     """A layer's weight [out, in] in packed panels, and its bias. It begins as zeros; :meth:`pack_rows` fills it.
 
     With ``interleaved`` the first half of the outputs are gates for the second half (SwiGLU): both halves are padded to
-    whole panels, and their panels alternate, so that a product meets a gate and what it gates together. The panels lie
+    whole panels, and their panels alternate, so that a product meets a gate and what it gates together. A ``stack`` of
+    weights has that many, one above the other, each with whole panels of its own. The panels lie
     in ``memory``, of as many zeros as they take, or in memory of their own. Raises ValueError for an odd number of
-    interleaved outputs, and what :class:`~chairlift.kernels.cpu.library.Memory` raises.
+    interleaved outputs or outputs that make no such stack, and what
+    :class:`~chairlift.kernels.cpu.library.Memory` raises.
     """
 
     format = 0
@@ -63,15 +67,18 @@ class PackedMatrix(abc.ABC):
     """Inputs of a group, where the format has groups."""
 
     def __init__(
-        self, out_features: int, in_features: int, nbytes: int, *, interleaved: bool, memory: Memory | None
+        self, out_features: int, in_features: int, nbytes: int, *, interleaved: bool, stack: int, memory: Memory | None
     ) -> None:
-        if interleaved and out_features % 2:
-            raise ValueError(f"interleaved outputs come in pairs, got {out_features}")
-        padded = padded_outputs(out_features, interleaved)
+        if out_features % stack:
+            raise ValueError(f"{out_features} outputs make no stack of {stack} equal weights")
+        if interleaved and out_features // stack % 2:
+            raise ValueError(f"interleaved outputs come in pairs, got {out_features // stack}")
+        padded = padded_outputs(out_features, interleaved, stack)
         self.out_features = out_features
         self.interleaved = interleaved
-        self.n = padded if interleaved else out_features
-        """Output columns as an operation counts them; interleaved halves count with their padding."""
+        self.stack = stack
+        self.n = (padded if interleaved else out_features) // stack
+        """Output columns, of one weight of a stack, as an operation counts them; interleaved halves with padding."""
         self.k = in_features
         """Input columns, without padding."""
         self.panels = padded // PANEL
@@ -93,13 +100,16 @@ class PackedMatrix(abc.ABC):
                 f"rows {first_row} to {first_row + rows} of shape {list(source.shape)} do not fit into a weight of "
                 f"shape {[self.out_features, self.k]}"
             )
-        half = self.out_features // 2
-        if not self.interleaved:
-            self._pack(source, first_row, 0, 1, mapped)
-        else:
-            gates = min(max(half - first_row, 0), rows)
-            self._pack(source[:gates], first_row, 0, 2, mapped)
-            self._pack(source[gates:], first_row + gates - half, 1, 2, mapped)
+        each, panels = self.out_features // self.stack, self.panels // self.stack
+        for member in range(first_row // each, -(-(first_row + rows) // each)):
+            begin, end = max(member * each, first_row), min((member + 1) * each, first_row + rows)
+            some, start = source[begin - first_row : end - first_row], begin - member * each
+            if not self.interleaved:
+                self._pack(some, start, member * panels, 1, mapped)
+                continue
+            gates = min(max(each // 2 - start, 0), end - begin)
+            self._pack(some[:gates], start, member * panels, 2, mapped)
+            self._pack(some[gates:], start + gates - each // 2, member * panels + 1, 2, mapped)
 
     def set_bias(self, bias: Tensor) -> None:
         """Take the bias [out], of any float dtype; a later one lies where the first does. ValueError for its shape."""
@@ -126,12 +136,13 @@ class PackedMatrix(abc.ABC):
 
     def _columns(self) -> Tensor:
         """int64 [out]: the packed column of each output."""
-        outputs = torch.arange(self.out_features)
+        each, outputs = self.out_features // self.stack, torch.arange(self.out_features)
+        base, outputs = outputs // each * (self.panels // self.stack * PANEL), outputs % each
         if not self.interleaved:
-            return outputs
-        half = self.out_features // 2
+            return base + outputs
+        half = each // 2
         within = outputs % half
-        return (within // PANEL * 2 + outputs // half) * PANEL + within % PANEL
+        return base + (within // PANEL * 2 + outputs // half) * PANEL + within % PANEL
 
 
 class PackedWeight(PackedMatrix):
@@ -144,10 +155,11 @@ class PackedWeight(PackedMatrix):
         dtype: torch.dtype,
         *,
         interleaved: bool = False,
+        stack: int = 1,
         memory: Memory | None = None,
     ) -> None:
-        nbytes = packed_bytes(out_features, in_features, dtype, interleaved=interleaved)
-        super().__init__(out_features, in_features, nbytes, interleaved=interleaved, memory=memory)
+        nbytes = packed_bytes(out_features, in_features, dtype, interleaved=interleaved, stack=stack)
+        super().__init__(out_features, in_features, nbytes, interleaved=interleaved, stack=stack, memory=memory)
         self.dtype = dtype
         pair = 4 // dtype.itemsize
         self._packed = self.memory.tensor(dtype, (self.panels, _rounded(in_features) // pair, PANEL, pair))
@@ -201,9 +213,10 @@ def by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped: 
     release(source)  # reading a slice may have brought back the end of its neighbour, up to a huge page
 
 
-def padded_outputs(out_features: int, interleaved: bool) -> int:
-    """Output columns in memory: whole panels, of each half where they are interleaved."""
-    return 2 * _rounded(out_features // 2) if interleaved else _rounded(out_features)
+def padded_outputs(out_features: int, interleaved: bool, stack: int = 1) -> int:
+    """Output columns in memory: whole panels for each weight of a stack, of each half where they are interleaved."""
+    each = out_features // stack
+    return stack * (2 * _rounded(each // 2) if interleaved else _rounded(each))
 
 
 def _rounded(count: int) -> int:

@@ -22,6 +22,7 @@ from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower, narrow_at
 from chairlift.kernels.cpu.packed_codes import PackedCodes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedMatrix
 from chairlift.kernels.recording import Recorder, Value
+from chairlift.kernels.routing import GROUP_SCORES, SCORINGS, Routing
 from chairlift.step_batch import StepBatch
 
 __all__ = ["SPARE_ROWS", "StepProgram"]
@@ -83,6 +84,7 @@ class StepProgram:
             capacity=capacity,
             codes=self._codes(capacity),
         )
+        self._share_scratch()
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
         self._num_rows, self._rows = -1, self._output
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
@@ -186,14 +188,67 @@ class StepProgram:
             # An embedding table keeps its dtype; norms and frequencies are float32 to the kernels.
             dtype = self._recorder.dtype if op.kind == OpKind.EMBED else torch.float32
             struct.weight = self._keep(op.weight, dtype, op.norm_offset)
+        if op.experts is not None:
+            struct.experts = ctypes.pointer(self._experts(**op.experts))
         struct.q_norm, struct.k_norm = (
             None if norm is None else self._keep(norm, torch.float32, op.norm_offset) for norm in (op.q_norm, op.k_norm)
         )
         return struct
 
+    def _experts(
+        self,
+        down: PackedMatrix,
+        router: Tensor,
+        routing: Routing,
+        correction: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+        **_: Any,
+    ) -> lib.Experts:
+        """What ``ops.experts`` was given, but for its first weight; scratch is still missing."""
+        self._kept.append(down)
+        return lib.Experts(
+            num_experts=routing.num_experts,
+            top_k=routing.top_k,
+            inner=down.k,
+            scoring=SCORINGS.index(routing.scoring),
+            normalise=routing.normalise,
+            groups=routing.groups,
+            kept_groups=routing.kept_groups,
+            group_score=GROUP_SCORES.index(routing.group_score),
+            down_format=down.format,
+            down_group=down.group,
+            epsilon=routing.epsilon,
+            scale=routing.scale,
+            router=self._keep_padded(router),
+            correction=None if correction is None else self._keep(correction, torch.float32),
+            shared_gate=None if shared_gate is None else self._keep_padded(shared_gate),
+            down=down.memory.address,
+        )
+
+    def _share_scratch(self) -> None:
+        """Memory for what layers of experts keep while they run, which is one at a time."""
+        ops = [op for op in self._ops if op.kind == OpKind.EXPERTS]
+        sizes = [self._library.cl_expert_bytes(op, self._program.dtype, self._max_tokens) for op in ops]
+        if sizes:
+            memory = lib.Memory(max(sizes))
+            self._kept.append(memory)
+            for op in ops:
+                op.experts.contents.scratch = memory.address
+
+    def _keep_padded(self, weight: Tensor) -> int:
+        """The address of a weight [n, k] in the program's dtype whose rows are padded with zeros as activations are."""
+        n, k = weight.shape
+        whole = torch.zeros(n, -(-k // PANEL) * PANEL, dtype=self._recorder.dtype)
+        kept = whole[:, :k]
+        kept.copy_(weight.detach())
+        self._kept.append(whole)
+        self._converted.append((kept, weight.detach(), 0.0))
+        return whole.data_ptr()
+
     def _codes(self, capacity: int) -> int | None:
         """Where the rows of products with codes are rounded to; None where there are none."""
-        widths = [op.weight.k for op in self.plan.ops if isinstance(op.weight, PackedCodes)]
+        products = [op for op in self.plan.ops if op.kind != OpKind.EXPERTS]  # those have scratch of their own
+        widths = [op.weight.k for op in products if isinstance(op.weight, PackedCodes)]
         if not widths:
             return None
         memory = lib.Memory(capacity * self._library.cl_code_bytes(max(widths)))

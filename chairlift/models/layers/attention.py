@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             RMSNorm(n, config.norm_eps, offset=self.norm_offset) if config.qk_norm else None for n in sizes
         )
-        self.query_scaling = config.query_scaling
+        self.query_scaling, self.clip = config.query_scaling, config.qkv_clip
         rope = config.layer_ropes[layer]
         self.rotary = None
         if rope is not None and config.rotates_apart:
@@ -53,6 +53,8 @@ class Attention(nn.Module):
         if self.qk_norm == "all" and q_norm is not None and k_norm is not None:
             qkv = ops.norm_all_heads(qkv, q_norm, k_norm, self.eps)
             q_norm = k_norm = None
+        if self.clip is not None:  # no family has it together with norms of each head
+            qkv = ops.clip(qkv, self.clip)
         if self.rotary is not None:
             frequencies, factor = self.rotary.frequencies(positions.device), self.rotary.attention_factor
             # A norm before it would be of "head", which no family has together with such a rotation.

@@ -8,6 +8,7 @@ from chairlift.kernels import ops
 from chairlift.models.context import AttentionContext
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.attention import Attention
+from chairlift.models.layers.experts import MixtureOfExperts
 from chairlift.models.layers.mlp import MLP
 from chairlift.models.layers.norm import LayerNorm, RMSNorm, make_norm
 
@@ -15,7 +16,10 @@ __all__ = ["DecoderLayer"]
 
 
 class DecoderLayer(nn.Module):
-    """Attention and an MLP, added to the residual stream: [T, D] -> [T, D]; ``config.block`` says where norms are."""
+    """Attention, and an MLP or experts, added to the residual stream: [T, D] -> [T, D].
+
+    ``config.block`` says where norms are.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -25,7 +29,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = make_norm(config) if before else None
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = make_norm(config) if before and config.block != "parallel" else None
-        self.mlp = MLP(config)
+        self.mlp = MixtureOfExperts(config) if config.has_experts(layer) else MLP(config)
         self.attention_out_norm = make_norm(config) if after else None
         self.mlp_out_norm = make_norm(config) if after else None
 

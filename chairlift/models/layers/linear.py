@@ -1,4 +1,4 @@
-"""Layers with a weight that may lie in any format: a linear layer, and the token embedding."""
+"""Layers with a weight that may lie in any format: a linear layer, a stack of such, and the token embedding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from chairlift.kernels import ops
 from chairlift.kernels.weights import PLAIN, MatrixShape, WeightFormat
 
-__all__ = ["Embedding", "Linear", "Matrix"]
+__all__ = ["Embedding", "Linear", "Matrix", "Stack"]
 
 
 class Matrix(nn.Module):
@@ -61,3 +61,10 @@ class Embedding(Matrix):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return ops.embedding(token_ids, self.weight)
+
+
+class Stack(Matrix):
+    """So many weights [out, in] of equal shape, one above the other: one for each expert."""
+
+    def __init__(self, count: int, out_features: int, in_features: int, *, interleaved: bool = False) -> None:
+        super().__init__(MatrixShape(count * out_features, in_features, interleaved, stack=count))

@@ -28,9 +28,10 @@ class MLP(nn.Module):
     same with gelu; ``gelu``, ``gelu_tanh`` and ``relu2`` (So et al., 2021) are down(activation(up(x))).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
+        """``inner`` is the inner width where it is not ``config.intermediate_size``."""
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
         self.activation = _ACTIVATIONS[config.mlp]
         self.gated = config.gated
         if self.gated:

@@ -23,7 +23,7 @@ from tests.equivalence.test_bfloat16 import MOST_ERROR, Truth, errors, ties
 from tests.equivalence.test_determinism import Alone, draw_case
 from tests.equivalence.test_determinism import check as check_determinism
 from tests.kernels.cpu import test_attention as attention_tests
-from tests.kernels.cpu import test_gemm, test_head
+from tests.kernels.cpu import test_experts, test_gemm, test_head
 from tests.kernels.cpu.approximate import assert_near
 from tests.kernels.cpu.one_op import Machine, counts, equal_bits, normal
 from tests.models.tiny import FAMILIES
@@ -169,3 +169,9 @@ def test_a_whole_model_is_as_exact_as_transformers(family: str, tmp_path: Path) 
     ours, theirs = errors(truth, "amx")
     assert 0 < ours <= MOST_ERROR * theirs
     assert ties(truth, "amx") <= len(truth.jobs) // 4
+
+
+def test_experts_of_any_size_and_in_company() -> None:
+    for seed in range(4):
+        test_experts.test_it_computes_what_its_definition_does(seed, torch.bfloat16, "amx")
+    test_experts.test_bits_depend_on_the_row_alone(None, torch.bfloat16, "amx")

@@ -9,7 +9,7 @@ import torch
 from benchmarks.floor import floor_seconds
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config
-from chairlift.workbench.bench.floor import ModelCost, workload_floor
+from chairlift.workbench.bench.floor import ExpertCost, ModelCost, workload_floor
 from chairlift.workbench.bench.limits import Roof
 from chairlift.workbench.workload.lengths import Workload
 
@@ -65,6 +65,42 @@ def test_every_weight_is_counted_once(name: str) -> None:
     keys = [w[q_width:].numel() - 4 * len(w[q_width:]) for name, w in fp8.items() if "qkv" in name][-1]
     assert small.head_saved == sum(count for name, count in saved.items() if name.startswith(last)) - keys
     assert cost.kv_read(1) == 2 * sum(2 * layer.num_kv_heads * layer.head_dim for layer in model.kv_cache_spec())
+
+
+EXPERTS = {
+    "qwen2_moe": {"decoder_sparse_step": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12},
+    "glm4_moe": {"n_routed_experts": 6, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "head_dim": 12},
+    "mixtral": {"num_local_experts": 6},
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_every_expert_is_counted_once(family: str) -> None:
+    own = {"model_type": family, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    counted = {} if family != "qwen2_moe" else {"num_experts": 6}
+    config = parse_config({**SIZES, **own, **counted, **EXPERTS[family]})
+    with torch.device("meta"):
+        model = CausalLM(config)
+    weights = dict(model.named_parameters())
+    experts = sum(weight.numel() for name, weight in weights.items() if ".experts." in name)
+    cost = ModelCost.of(config, torch.bfloat16)
+    apart = [part.layers * part.count * part.params for part in cost.experts]
+    assert sum(apart) == experts
+    embedding = 0 if config.tie_word_embeddings else 70 * 48
+    assert cost.body_params + cost.head_params + sum(apart) + embedding == sum(w.numel() for w in weights.values())
+    assert cost.weight_bytes == 2 * (cost.body_params + cost.head_params + experts)
+    tail = sum(w.numel() for name, w in weights.items() if name.startswith("model.layers.2.") and ".experts." in name)
+    assert sum(part.layers * part.count * part.params for part in cost.experts if part.in_tail) == tail
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    part = ExpertCost(layers=2, in_tail=False, count=8, top_k=2, params=10, nbytes=20)
+    assert part.read(1) == 2 * 2 * 20
+    assert part.read(2) == pytest.approx(2 * 3.5 * 20)  # the second finds a quarter of its experts there
+    assert part.read(10_000) == pytest.approx(2 * 8 * 20)
+    cost = dataclasses.replace(ONE, experts=(part,))
+    assert workload_floor([(1, 1)], cost, Roof(1.0, 1e9)).seconds == 220 + 80
+    assert workload_floor([(1, 1)], cost, ARITHMETIC).seconds == 220 + 2 * 2 * 2 * 10
 
 
 def test_a_step_reads_what_fp8_has_left() -> None:

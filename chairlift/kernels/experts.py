@@ -1,0 +1,152 @@
+"""A layer of experts as one operation: routing, the products of the chosen experts, and the sum of their results.
+
+Experts are gated MLPs of which each token passes a few (Shazeer et al., 2017). What a token gets must not depend on the
+others in its batch: its experts are summed in the order in which it chose them, and products are taken row by row. That
+is slow where PyTorch runs a whole model on the CPU; a model that is trained, and a GPU, take all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from chairlift.errors import InvariantError
+from chairlift.kernels.recording import Value, expect, operation
+from chairlift.kernels.routing import Routing
+
+if TYPE_CHECKING:
+    from chairlift.kernels.cpu.packing import PackedMatrix
+
+    Weight: TypeAlias = Tensor | PackedMatrix
+
+__all__ = ["experts", "route"]
+
+
+def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Weights, float32, and numbers, int64, of the experts that each token chooses, both [T, k], the best first.
+
+    ``logits`` are [T, E]. ``correction`` [E] is added to scores for the choice, and not to the weights (DeepSeek-V3:
+    it balances the load). Of equal scores the lower number is chosen.
+    """
+    logits = logits.float()
+    if routing.scoring == "softmax_chosen":
+        scores = logits
+    else:  # in float64, because torch rounds a float32 exponential by its place among others
+        wide = logits.double()
+        scores = (wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()).float()
+    choice = scores if correction is None else scores + correction.float()
+    if routing.groups > 1:
+        choice = _within_groups(choice, routing)
+    chosen = _best(choice, routing.top_k)
+    weights = scores.gather(1, chosen)
+    if routing.scoring == "softmax_chosen":
+        weights = weights.double().softmax(-1).float()
+    if routing.normalise:
+        total = weights[:, :1]
+        for column in range(1, routing.top_k):
+            total = total + weights[:, column : column + 1]
+        weights = weights / (total + routing.epsilon)
+    return (weights if routing.scale == 1.0 else weights * routing.scale), chosen
+
+
+def _within_groups(choice: Tensor, routing: Routing) -> Tensor:
+    """Scores [T, E] in which only the best groups are left; the others are minus infinity."""
+    by_group = choice.reshape(len(choice), routing.groups, -1)
+    best = by_group.sort(dim=-1, descending=True, stable=True).values
+    totals = best[..., 0] if routing.group_score == "best" else best[..., 0] + best[..., 1]
+    kept = torch.zeros_like(totals, dtype=torch.bool).scatter(1, _best(totals, routing.kept_groups), True)
+    return torch.flatten(by_group.masked_fill(~kept[..., None], float("-inf")), 1)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _width(
+    x: Value, shared: Value | None, gate_up: Weight, down: Weight, router: Tensor, routing: Routing,
+    correction: Tensor | None = None, shared_gate: Tensor | None = None,
+) -> int:  # fmt: skip
+    if shared is not None:
+        expect(shared, "rows", x.width)
+    return expect(x, "rows", router.shape[1])
+
+
+@operation(_width)
+def experts(
+    x: Tensor,
+    shared: Tensor | None,
+    gate_up: Weight,
+    down: Weight,
+    router: Tensor,
+    routing: Routing,
+    correction: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """Each token of ``x`` [T, D] through the experts it chooses, summed with their weights -> [T, D].
+
+    An expert is down(silu(gate(x)) * up(x)) (Shazeer, 2020). ``gate_up`` is [E 2 I, D], gate above up for each expert,
+    ``down`` [E D, I], ``router`` [E, D]; see :func:`route` for ``correction`` [E]. ``shared`` [T, D], what an expert
+    for all tokens computed, is added, times sigmoid(x ``shared_gate``) where there is such a gate [1, D] (Qwen2-MoE).
+    Sums are float32, in the order of each token's own choice, and rounded once.
+    """
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        raise InvariantError(
+            "these experts are laid out for the native kernels, which run them in a step program only; "
+            "keep them out of functions given to ops.call_out, or load the model in another layout"
+        )
+    gate_ups, downs = (weight.reshape(routing.num_experts, -1, weight.shape[1]) for weight in (gate_up, down))
+    product = functional.linear if x.requires_grad or gate_up.requires_grad or x.is_cuda else _row_by_row
+    weights, chosen = route(product(x.float(), router.float()), routing, correction)
+    # A GPU must not wait to learn which tokens an expert has, or no CUDA graph could hold this.
+    results = (_all_rows if x.is_cuda else _chosen_rows)(x, gate_ups, downs, chosen, product)
+    out = weights[:, :1] * results[:, 0].float()
+    for column in range(1, routing.top_k):
+        out = out + weights[:, column : column + 1] * results[:, column].float()
+    if shared is not None:
+        added = shared.float()
+        if shared_gate is not None:
+            added = product(x.float(), shared_gate.float()).double().sigmoid().float() * added
+        out = out + added
+    return out.to(x.dtype)
+
+
+_Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+def _row_by_row(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T``. A library may sum in another order where there are other numbers of rows, and at an edge."""
+    rows = [functional.linear(row.clone(), weight) for row in torch.split(x, 1)]  # a copy is aligned like any other
+    return torch.cat(rows)
+
+
+def _expert(x: Tensor, gate_up: Tensor, down: Tensor, product: _Product) -> Tensor:
+    """One expert's MLP, rows to rows. The gate is in float64 for the reason given in :func:`route`."""
+    gate, up = product(x, gate_up).chunk(2, dim=-1)
+    return product(functional.silu(gate.double()).to(x.dtype) * up, down)
+
+
+def _chosen_rows(x: Tensor, gate_ups: Tensor, downs: Tensor, chosen: Tensor, product: _Product) -> Tensor:
+    """What the experts of each token compute, [T, k, D], expert by expert, for the tokens that chose it."""
+    top_k, flat = chosen.shape[1], chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = flat.bincount(minlength=len(gate_ups)).tolist()
+    parts, start = [], 0
+    for expert, count in enumerate(counts):
+        if count:
+            tokens = order[start : start + count] // top_k
+            parts.append(_expert(x[tokens], gate_ups[expert], downs[expert], product))
+            start += count
+    return torch.cat(parts)[order.argsort()].reshape(*chosen.shape, -1)
+
+
+def _all_rows(x: Tensor, gate_ups: Tensor, downs: Tensor, chosen: Tensor, product: _Product) -> Tensor:
+    """The same with every token through every expert, without looking at what was chosen."""
+    results = x.new_zeros((*chosen.shape, x.shape[1]))
+    for expert in range(len(gate_ups)):
+        out = _expert(x, gate_ups[expert], downs[expert], product)
+        results = torch.where((chosen == expert)[..., None], out[:, None], results)
+    return results

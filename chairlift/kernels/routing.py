@@ -1,0 +1,63 @@
+"""How a token finds its experts, as a value. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["GROUP_SCORES", "SCORINGS", "Routing"]
+
+SCORINGS = ("softmax", "softmax_chosen", "sigmoid")
+"""Values of :attr:`Routing.scoring`, in the order of ``cl_scoring``."""
+
+GROUP_SCORES = ("best_two", "best")
+"""Values of :attr:`Routing.group_score`, in the order of ``cl_group_score``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Which experts a token is sent to, and how much each of their results counts (Shazeer et al., 2017).
+
+    The router's logits are products in float32. They become scores, the ``top_k`` experts with the highest scores are
+    chosen, best first, and their scores are the weights. Of equal scores the expert with the lower number comes first.
+    Raises ValueError for numbers that no token can be routed by.
+    """
+
+    num_experts: int
+    top_k: int
+    """Experts per token."""
+    scoring: str = "softmax"
+    """``softmax`` over all experts (Mixtral, Qwen), ``softmax_chosen`` over those that were chosen by their logits
+    (Granite), or ``sigmoid`` of each (DeepSeek-V3)."""
+    normalise: bool = False
+    """Whether the weights are divided by their sum."""
+    epsilon: float = 0.0
+    """What is added to that sum."""
+    scale: float = 1.0
+    """What the weights are multiplied by at last."""
+    groups: int = 1
+    """Neighbouring experts form so many groups of equal size (DeepSeek-V2)."""
+    kept_groups: int = 1
+    """The groups with the highest scores, so many, are those that experts are chosen from."""
+    group_score: str = "best_two"
+    """The score of a group: the sum of its ``best_two`` scores (DeepSeek-V3), or the ``best`` (DeepSeek-V2)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"{self.top_k} experts per token, of {self.num_experts}; choose from 1 to all of them")
+        if self.groups < 1 or self.num_experts % self.groups:
+            raise ValueError(f"{self.num_experts} experts make no {self.groups} groups of equal size")
+        size = self.num_experts // self.groups
+        if not 1 <= self.kept_groups <= self.groups or self.kept_groups * size < self.top_k:
+            raise ValueError(
+                f"{self.kept_groups} of {self.groups} groups of {size} experts are kept, "
+                f"which must be at most all, and hold the {self.top_k} that a token is sent to"
+            )
+        if self.groups > 1 and self.group_score == "best_two" and size < 2:
+            raise ValueError(f"a group is scored by its best two experts, but {self.groups} groups have {size} each")
+        if self.scoring not in SCORINGS or self.group_score not in GROUP_SCORES:
+            raise ValueError(f"no such scores: {self.scoring} of experts, {self.group_score} of groups")
+
+    @property
+    def words(self) -> str:
+        """For people: ``32 experts, 4 chosen``."""
+        return f"{self.num_experts} experts, {self.top_k} chosen"

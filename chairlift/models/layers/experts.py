@@ -1,0 +1,67 @@
+"""Experts in place of one MLP."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from chairlift.errors import InvariantError
+from chairlift.kernels import ops
+from chairlift.models.hf_config import ModelConfig
+from chairlift.models.layers.linear import Stack
+from chairlift.models.layers.mlp import MLP
+
+__all__ = ["MixtureOfExperts"]
+
+
+class _Gate(nn.Module):
+    """A weight [out, in] that routing multiplies with, in float32, and that no format packs.
+
+    With ``corrected`` there is a bias [out] for the choice of experts, in float32 whatever the model's dtype.
+    """
+
+    float32_parameters = ("e_score_correction_bias",)
+    e_score_correction_bias: nn.Parameter | None
+
+    def __init__(self, out_features: int, in_features: int, *, corrected: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        bias = nn.Parameter(torch.zeros(out_features)) if corrected else None
+        self.register_parameter("e_score_correction_bias", bias)
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=0.02)
+
+
+class _Experts(nn.Module):
+    """The weights of all experts: gate above up, [E 2 I, D], and down, [E D, I]."""
+
+    def __init__(self, count: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up_proj = Stack(count, 2 * inner, hidden, interleaved=True)
+        self.down_proj = Stack(count, hidden, inner)
+
+
+class MixtureOfExperts(nn.Module):
+    """[T, D] -> [T, D]: each token through the experts it chooses, as ``config.experts`` says; see ``ops.experts``.
+
+    ``shared_expert`` is an MLP that every token passes too. Raises InvariantError for a config without experts.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.experts is None:
+            raise InvariantError(f"the config of this {config.model_type} model has no experts")
+        found, hidden = config.experts, config.hidden_size
+        self.routing = found.routing
+        self.gate = _Gate(found.routing.num_experts, hidden, corrected=found.correction)
+        self.experts = _Experts(found.routing.num_experts, hidden, found.intermediate_size)
+        self.shared_expert = MLP(config, found.shared_size) if found.shared_size else None
+        self.shared_expert_gate = _Gate(1, hidden) if found.shared_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up, down, gate = self.experts.gate_up_proj.weight, self.experts.down_proj.weight, self.gate
+        shared = None if self.shared_expert is None else self.shared_expert(x)
+        shared_gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
+        return ops.experts(
+            x, shared, gate_up, down, gate.weight, self.routing, gate.e_score_correction_bias, shared_gate
+        )

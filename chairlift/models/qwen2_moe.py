@@ -1,0 +1,60 @@
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al., 2024): Qwen2 with experts, and a gated expert that all tokens pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chairlift.models.family import (
+    EXPERT_KEYS,
+    EXPERT_NAMES,
+    MAX_CONTEXT,
+    Family,
+    Fields,
+    pattern_windows,
+    read_experts,
+    sparse_layers,
+)
+from chairlift.models.qwen2 import QWEN2_DEFAULTS
+
+__all__ = ["QWEN2_MOE"]
+
+_SHARED = "model.layers.*.mlp.shared_expert"
+
+
+def _read(fields: Fields, layers: int) -> dict[str, Any]:
+    window, last = None, 0
+    if fields.boolean("use_sliding_window", False):
+        window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)
+        last = fields.integer("max_window_layers", 0, 1_024)
+    # Unlike in Qwen2 the first layers have the windows, and only every other one.
+    windowed = ["full_attention" if layer % 2 or layer >= last else "sliding_attention" for layer in range(layers)]
+    return {
+        "qkv_bias": fields.boolean("qkv_bias", True),
+        "layer_windows": pattern_windows(fields, layers, window, windowed),
+        "experts": read_experts(
+            fields,
+            sparse_layers(fields, layers),
+            fields.integer("moe_intermediate_size", 1, 2**20),
+            shared_size=fields.integer("shared_expert_intermediate_size", 1, 2**20),
+            shared_gate=True,
+            normalise=fields.boolean("norm_topk_prob", False),
+        ),
+    }
+
+
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    read=_read,
+    defaults={
+        **QWEN2_DEFAULTS,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "shared_expert_intermediate_size": 5632,
+    },
+    own_keys=EXPERT_KEYS,
+    tensors={**EXPERT_NAMES, f"{_SHARED}.gate_up_proj": (f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj")},
+)

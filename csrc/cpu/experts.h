@@ -1,0 +1,294 @@
+// A layer of experts: tokens are routed, their rows are gathered expert by expert and multiplied with the weights of the
+// experts that were chosen, and each token sums its experts in the order in which it chose them. So a token's result does
+// not depend on which others its experts have. (Shazeer et al., 2017; grouped products as in MegaBlocks, Gale et al., 2022.)
+#pragma once
+#include <type_traits>
+
+#include "linear.h"
+
+namespace CL_NS {
+
+// Scratch for the tokens that are routed together. Everything is read behind a barrier after it was written.
+struct ExpertScratch {
+  int64_t rows;           // of all chosen experts together: tokens times top_k
+  float* logits;          // [tokens, E]
+  int32_t* chosen;        // [tokens, top_k], best first
+  float* weights;         // [tokens, top_k]
+  int32_t* place;         // [tokens, top_k]: the row of each in the order of experts
+  int32_t* token;         // [rows]: of which token each of these is
+  int32_t* expert;        // [parts]: the experts that have rows, ascending
+  int32_t* first_row;     // [parts + 1]
+  int32_t* counts;        // parts, most rows of one
+  void* gathered;         // [rows, k], as the products take them
+  void* inner;            // [rows, I]
+  void* inner_codes;      // the same in codes
+  float* results;         // [rows, D]
+  int64_t row_stride, inner_stride, result_stride;
+
+  // Carves `at` up; returns how many bytes that takes. Rows lie as program buffers do: not a multiple of 1 KiB apart.
+  static size_t lay_out(ExpertScratch& s, char* at, int item, const cl_op& op, int tokens) {
+    const cl_experts& experts = *op.experts;
+    size_t bytes = 0;
+    const auto take = [&](size_t size) {
+      void* here = at ? at + bytes : nullptr;
+      bytes += (size + 63) / 64 * 64;
+      return here;
+    };
+    const auto stride = [&](int64_t width) { return padded(width) + (padded(width) * item % 1024 == 0 ? 512 / item : 0); };
+    const size_t E = experts.num_experts, rows = size_t(tokens) * experts.top_k, more = rows + MAX_ROW_BLOCK;
+    s.rows = int64_t(rows);
+    s.row_stride = stride(op.k), s.inner_stride = stride(experts.inner), s.result_stride = padded(op.k);
+    s.logits = static_cast<float*>(take(tokens * E * sizeof(float)));
+    s.chosen = static_cast<int32_t*>(take(rows * sizeof(int32_t)));
+    s.weights = static_cast<float*>(take(rows * sizeof(float)));
+    s.place = static_cast<int32_t*>(take(rows * sizeof(int32_t)));
+    s.token = static_cast<int32_t*>(take(rows * sizeof(int32_t)));
+    s.expert = static_cast<int32_t*>(take((E + 1) * sizeof(int32_t)));
+    s.first_row = static_cast<int32_t*>(take((E + 1) * sizeof(int32_t)));
+    s.counts = static_cast<int32_t*>(take(2 * sizeof(int32_t)));
+    const size_t plain = s.row_stride * item, codes = op.format == CL_DENSE ? 0 : size_t(cl_code_bytes(op.k));
+    s.gathered = take(more * (plain > codes ? plain : codes));
+    s.inner = take(more * s.inner_stride * item);
+    s.inner_codes = take(experts.down_format == CL_DENSE ? 0 : more * size_t(cl_code_bytes(experts.inner)));
+    s.results = static_cast<float*>(take(rows * s.result_stride * sizeof(float)));
+    return bytes;
+  }
+};
+
+// Sum of products of `size` (a multiple of 16) elements in four fixed chains.
+template <typename T>
+CL_INLINE float dot(const T* a, const T* b, int64_t size) {
+  vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
+  for (int64_t i = 0; i < size; i += LANES) sum[i / LANES % 4] = vfma(vload(a + i), vload(b + i), sum[i / LANES % 4]);
+  return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
+}
+
+// The index of the highest of scores[0, count) that is not `taken`; of equal ones the first. NaN is higher than nothing.
+static int best_of(const float* scores, int count, const bool* taken) {
+  int best = -1;
+  for (int i = 0; i < count; i++)
+    if (!taken[i] && (best < 0 || scores[i] > scores[best])) best = i;
+  return best;
+}
+
+enum { MOST_EXPERTS = 4096 };
+
+// Scores out of logits, in place; exponentials in double, so that they are what they are everywhere.
+static void score(const cl_experts& experts, float* logits) {
+  const int E = experts.num_experts;
+  if (experts.scoring == CL_SIGMOID) {
+    for (int e = 0; e < E; e++) logits[e] = float(1.0 / (1.0 + exp(-double(logits[e]))));
+  } else if (experts.scoring == CL_SOFTMAX) {
+    double highest = logits[0], sum = 0.0;
+    for (int e = 1; e < E; e++) highest = logits[e] > highest ? double(logits[e]) : highest;
+    for (int e = 0; e < E; e++) sum += exp(logits[e] - highest);
+    for (int e = 0; e < E; e++) logits[e] = float(exp(logits[e] - highest) / sum);
+  }
+}
+
+// Chooses the experts of one token, best first, and their weights.
+static void choose_experts(const cl_experts& experts, float* scores, int32_t* chosen, float* weights) {
+  const int E = experts.num_experts, K = experts.top_k, groups = experts.groups, size = E / groups;
+  bool taken[MOST_EXPERTS] = {};
+  float choice[MOST_EXPERTS];
+  score(experts, scores);
+  for (int e = 0; e < E; e++) choice[e] = experts.correction ? scores[e] + experts.correction[e] : scores[e];
+  if (groups > 1) {
+    bool kept[MOST_EXPERTS] = {};
+    float totals[MOST_EXPERTS];
+    for (int g = 0; g < groups; g++) {
+      const float* inside = choice + g * size;
+      bool* used = taken + g * size;
+      const int first = best_of(inside, size, used);
+      totals[g] = inside[first];
+      if (experts.group_score == CL_BEST_TWO) {
+        used[first] = true;
+        totals[g] += inside[best_of(inside, size, used)];
+        used[first] = false;
+      }
+    }
+    for (int i = 0; i < experts.kept_groups; i++) kept[best_of(totals, groups, kept)] = true;
+    for (int e = 0; e < E; e++) taken[e] = !kept[e / size];
+  }
+  for (int j = 0; j < K; j++) {
+    chosen[j] = best_of(choice, E, taken);
+    taken[chosen[j]] = true;
+    weights[j] = scores[chosen[j]];
+  }
+  if (experts.scoring == CL_SOFTMAX_CHOSEN) {
+    double sum = 0.0;
+    const double highest = weights[0];
+    for (int j = 0; j < K; j++) sum += exp(weights[j] - highest);
+    for (int j = 0; j < K; j++) weights[j] = float(exp(weights[j] - highest) / sum);
+  }
+  float total = weights[0];
+  for (int j = 1; j < K; j++) total += weights[j];
+  for (int j = 0; j < K; j++) {
+    if (experts.normalise) weights[j] /= total + experts.epsilon;
+    if (experts.scale != 1.0f) weights[j] *= experts.scale;
+  }
+}
+
+// Orders the rows by expert.
+static void group_rows(const cl_experts& experts, const ExpertScratch& s, int tokens) {
+  int32_t begin[MOST_EXPERTS + 1] = {};
+  const int64_t rows = int64_t(tokens) * experts.top_k;
+  for (int64_t i = 0; i < rows; i++) begin[s.chosen[i] + 1]++;
+  int parts = 0, most = 0;
+  for (int e = 0; e < experts.num_experts; e++) {
+    const int count = begin[e + 1];
+    most = count > most ? count : most;
+    begin[e + 1] += begin[e];
+    if (count == 0) continue;
+    s.expert[parts] = e;
+    s.first_row[parts++] = begin[e];
+  }
+  s.first_row[parts] = int32_t(rows);
+  s.counts[0] = parts, s.counts[1] = most;
+  for (int64_t i = 0; i < rows; i++) {
+    const int32_t place = begin[s.chosen[i]]++;
+    s.place[i] = place;
+    s.token[place] = int32_t(i / experts.top_k);
+  }
+}
+
+// The products of the experts that have rows, one after the other.
+template <typename Row, typename Weight>
+struct ExpertItems {
+  enum { SUPER = Blocking<Row, Weight>::SUPER };
+  const Panels<Weight>& weight;  // of the first expert
+  const ExpertScratch& s;
+  const int chunks;
+  int32_t first_super[MOST_EXPERTS + 1];
+
+  ExpertItems(const Panels<Weight>& weight, const ExpertScratch& s, int chunk)
+      : weight(weight), s(s), chunks((weight.count + chunk - 1) / chunk) {
+    first_super[0] = 0;
+    for (int p = 0; p < parts(); p++)
+      first_super[p + 1] = first_super[p] + (s.first_row[p + 1] - s.first_row[p] + SUPER - 1) / SUPER;
+  }
+  int parts() const { return s.counts[0]; }
+  int most_rows() const { return s.counts[1]; }
+  int64_t count() const { return int64_t(first_super[parts()]) * chunks; }
+  GemmItem<Weight> at(int64_t item) const {
+    const int32_t super = int32_t(item / chunks);
+    int low = 0, high = parts();  // first_super[low] <= super < first_super[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (first_super[middle] <= super ? low : high) = middle;
+    }
+    GemmItem<Weight> found{weight, s.first_row[low], s.first_row[low + 1] - s.first_row[low], int(item % chunks),
+                           super - first_super[low], first_super[low + 1] - first_super[low]};
+    found.weight.data = weight.panel(int64_t(s.expert[low]) * weight.count);
+    return found;
+  }
+
+  // How many panels make a chunk, with `unit` that stay together.
+  static int chunk_of(Panels<Weight> weight, const ExpertScratch& s, int unit, int threads) {
+    const int parts = s.counts[0], mean = (s.first_row[parts] + parts - 1) / parts;
+    weight.count *= parts;
+    return chunk_panels<Row>(weight, unit, mean, threads);
+  }
+};
+
+// The sums as they are.
+struct StoreSums {
+  float* out;
+  int64_t stride;
+
+  void fetch(int row0, int rows, int panel) const { fetch_to_write(out + row0 * stride + panel * CL_PANEL, stride, rows); }
+
+  void operator()(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride) const {
+    for (int r = 0; r < rows; r++)
+      memcpy(out + (row0 + r) * stride + int64_t(panel0) * CL_PANEL, tile + r * tile_stride, sizeof(float) * panels * CL_PANEL);
+  }
+};
+
+template <typename Row, typename Weight, typename Epilogue>
+static void expert_products(cl_pool& pool, int thread, const Panels<Weight>& weight, const ExpertScratch& s, int unit,
+                            const Source<Row, Weight>* rows, int64_t stride, GemmScratch<Row>& scratch, const Epilogue& epilogue) {
+  typedef ExpertItems<Row, Weight> Items;
+  const int chunk = Items::chunk_of(weight, s, unit, pool.num_threads());
+  const Items items(weight, s, chunk);
+  gemm_items<Row>(pool, thread, rows, stride, items, weight, chunk, scratch, epilogue, NOTHING, static_cast<KVAhead<Row>*>(nullptr));
+}
+
+// out = each token's experts, weighted, in its own order, and what is shared.
+template <typename Row>
+static void sum_experts(const cl_op& op, const cl_program& program, const ExpertScratch& s, int first, Share share) {
+  const cl_experts& experts = *op.experts;
+  const int64_t in_stride = program.strides[op.in], out_stride = program.strides[op.out];
+  for (int t = share.begin; t < share.end; t++) {
+    const Row* x = static_cast<const Row*>(program.buffers[op.in]) + (first + t) * in_stride;
+    Row* out = static_cast<Row*>(program.buffers[op.out]) + (first + t) * out_stride;
+    const Row* shared = op.aux < 0 ? nullptr : static_cast<const Row*>(program.buffers[op.aux]) + (first + t) * program.strides[op.aux];
+    float gate = 1.0f;
+    if (experts.shared_gate) gate = float(1.0 / (1.0 + exp(-double(dot(x, static_cast<const Row*>(experts.shared_gate), padded(op.k))))));
+    const int32_t* place = s.place + int64_t(t) * experts.top_k;
+    const float* weights = s.weights + int64_t(t) * experts.top_k;
+    for (int64_t i = 0; i < op.k; i += LANES) {
+      vf sum = vmul(vset(weights[0]), vload(s.results + place[0] * s.result_stride + i));
+      for (int j = 1; j < experts.top_k; j++)
+        sum = vfma(vset(weights[j]), vload(s.results + place[j] * s.result_stride + i), sum);
+      if (shared) sum = vfma(vset(gate), vload(shared + i), sum);
+      vstore(out + i, sum);
+    }
+    clear_pad(out, op.k);
+  }
+}
+
+template <typename Row>
+static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
+                    GemmScratch<Row>& scratch) {
+  const cl_experts& experts = *op.experts;
+  const int E = experts.num_experts, threads = pool.num_threads();
+  const int64_t in_stride = program.strides[op.in], router_stride = padded(op.k);
+  const Row* router = static_cast<const Row*>(experts.router);
+  cl_op down = op;
+  down.weight = experts.down, down.format = experts.down_format, down.group = experts.down_group;
+  down.n = op.k, down.k = experts.inner;
+  for (int first = 0; first < batch.num_tokens; first += CL_EXPERT_TOKENS) {
+    const int left = batch.num_tokens - first, tokens = left < CL_EXPERT_TOKENS ? left : int(CL_EXPERT_TOKENS);
+    const Row* in = static_cast<const Row*>(program.buffers[op.in]) + first * in_stride;
+    ExpertScratch s;
+    ExpertScratch::lay_out(s, static_cast<char*>(experts.scratch), int(sizeof(Row)), op, tokens);
+    // One by one, so that a single token's router is read by all threads.
+    const Share pairs = share_of(tokens * E, thread, threads);
+    for (int i = pairs.begin; i < pairs.end; i++)
+      s.logits[i] = dot(in + i / E * in_stride, router + i % E * router_stride, router_stride);
+    pool.barrier(thread);
+    const Share share = share_of(tokens, thread, threads);
+    for (int t = share.begin; t < share.end; t++)
+      choose_experts(experts, s.logits + int64_t(t) * E, s.chosen + t * experts.top_k, s.weights + t * experts.top_k);
+    pool.barrier(thread);
+    if (thread == 0) group_rows(experts, s, tokens);
+    pool.barrier(thread);
+    const Share rows = share_of(int(s.rows), thread, threads);
+    with_weight<Row>(op, [&](const auto& weight) {
+      typedef std::decay_t<decltype(*weight.data)> Weight;
+      Source<Row, Weight>* gathered = static_cast<Source<Row, Weight>*>(s.gathered);
+      for (int r = rows.begin; r < rows.end; r++) put_row<Row>(weight, in + s.token[r] * in_stride, s.row_stride, r, gathered);
+      const int64_t stride = put_row<Row>(weight, nullptr, s.row_stride, 0, gathered);
+      pool.barrier(thread);
+      const StoreGated<Row> store{static_cast<Row*>(s.inner), s.inner_stride, nullptr};
+      expert_products<Row>(pool, thread, weight, s, 2, gathered, stride, scratch, store);
+    });
+    pool.barrier(thread);
+    with_weight<Row>(down, [&](const auto& weight) {
+      typedef std::decay_t<decltype(*weight.data)> Weight;
+      const bool codes = down.format != CL_DENSE;
+      Source<Row, Weight>* inner = static_cast<Source<Row, Weight>*>(codes ? s.inner_codes : s.inner);
+      const Row* plain = static_cast<const Row*>(s.inner);
+      if (codes) {
+        for (int r = rows.begin; r < rows.end; r++) put_row<Row>(weight, plain + r * s.inner_stride, s.inner_stride, r, inner);
+        pool.barrier(thread);
+      }
+      const int64_t stride = put_row<Row>(weight, nullptr, s.inner_stride, 0, inner);
+      expert_products<Row>(pool, thread, weight, s, 1, inner, stride, scratch, StoreSums{s.results, s.result_stride});
+    });
+    pool.barrier(thread);
+    sum_experts<Row>(op, program, s, first, share);
+  }
+}
+
+}  // namespace CL_NS
