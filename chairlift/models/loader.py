@@ -31,6 +31,7 @@ from chairlift.kernels.grouped import GroupedRows, GroupKind
 from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.gguf_tensors import gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_json
 from chairlift.models.layers.linear import Matrix
@@ -101,7 +102,7 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
     return Path(snapshot)
 
 
-def resolve_dtype(config: ModelConfig, dtype: str | torch.dtype) -> torch.dtype:
+def resolve_dtype(config: ModelConfig | EncoderConfig, dtype: str | torch.dtype) -> torch.dtype:
     """The torch dtype for ``"auto"`` (the config's, else float32), a name, or a dtype."""
     if isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")
@@ -525,7 +526,9 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
         parts = [dataclasses.replace(part, name=_HEAD) if part.name == embedding_name else part for part in parts]
     # Old checkpoints carry rotary frequencies, and a tied head may be stored again: both say nothing new.
     redundant = (_HEAD,) if tied and not any(part.name == _HEAD for part in parts) else ()
-    _compare_parts(tensors, parts, model_dir, lambda name: name in redundant or _is_ignored(family.ignored_tensors, name))
+    _compare_parts(
+        tensors, parts, model_dir, lambda name: name in redundant or _is_ignored(family.ignored_tensors, name)
+    )
     _refuse_mixed(tensors, parts, model.config, model_dir)
     for name in filter(tensors.__contains__, redundant):
         head, embedding = (tensors[each].get_tensor(each) for each in (name, embedding_name))

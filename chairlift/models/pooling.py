@@ -246,11 +246,15 @@ def _pooling(path: Path, folder: str) -> str:
     short = raw.get("pooling_mode")
     if isinstance(short, str):
         if short not in _SHORT_MODES:
-            raise ModelLoadError(f"{file}: pooling_mode {short!r:.40} is not supported; supported: cls, lasttoken, mean")
+            raise ModelLoadError(
+                f"{file}: pooling_mode {short!r:.40} is not supported; supported: cls, lasttoken, mean"
+            )
         return _SHORT_MODES[short]
     asked = [key for key, value in raw.items() if key.startswith("pooling_mode_") and value]
     if len(asked) != 1 or asked[0] not in _MODES:
-        raise ModelLoadError(f"{file}: exactly one of {', '.join(_MODES)} must be true, got {', '.join(asked) or 'none'}")
+        raise ModelLoadError(
+            f"{file}: exactly one of {', '.join(_MODES)} must be true, got {', '.join(asked) or 'none'}"
+        )
     return _MODES[asked[0]]
 
 
