@@ -145,8 +145,8 @@ class LLM:
         self._check_process()
         if self._pooled is None:
             raise RequestError(
-                f"{what} needs a model for embeddings, scores or classes, and {self.config.model.model!r:.100} generates"
-                " texts; load another, or set runner to 'pooling' to embed with this one"
+                f"{what} needs a model for embeddings, scores or classes, and {self.config.model.model!r:.100}"
+                " generates texts; load another, or set runner to 'pooling' to embed with this one"
             )
         return self._pooled
 

@@ -48,11 +48,13 @@ class PooledTexts:
                 f"{len(queries)} queries but {len(documents)} documents; give one query for all, or one each"
             )
         if inputs.pooling.task == "classify":
-            pairs = zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True)
-            texts = [
-                self._named(place, len(documents), lambda name, two: inputs.pair(name, *two, truncate), pair)
-                for place, pair in enumerate(pairs)
-            ]
+
+            def make(name: str, pair: Any) -> PooledText:
+                return inputs.pair(name, pair[0], pair[1], truncate)
+
+            asked = list(queries) if len(queries) > 1 else list(queries) * len(documents)
+            pairs = enumerate(zip(asked, documents, strict=True))
+            texts = [self._named(place, len(documents), make, pair) for place, pair in pairs]
             return self._outputs(texts, lambda values: ScoringOutput(floats(values)[0]))
         both = [
             *self._texts(queries, None, inputs.prefix(None)),

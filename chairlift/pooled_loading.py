@@ -44,10 +44,6 @@ def is_pooling(config: EngineConfig) -> bool:
         if config.model.runner == "pooling":
             raise ConfigError("runner is 'pooling', but HashLM only generates; leave runner out")
         return False
-    if config.model.runner == "generate":
-        from chairlift.models.pooling import pools
-
-        return pools(model_directory(config), "generate")
     from chairlift.models.pooling import pools
 
     return pools(model_directory(config), config.model.runner)
@@ -55,12 +51,7 @@ def is_pooling(config: EngineConfig) -> bool:
 
 def load_pooling(config: EngineConfig, progress: Progress | None = None) -> LoadedPooling:
     """Load the weights. Raises ConfigError and ModelLoadError."""
-    from chairlift.executor.select import (
-        choose_dtype,
-        choose_format,
-        choose_pooled_kernels,
-        make_pooled_executor,
-    )
+    from chairlift.executor.select import choose_dtype, choose_format, choose_pooled_kernels, make_pooled_executor
     from chairlift.models.loader import load_pooled
     from chairlift.models.pooling import read_pooled_config
 
@@ -73,25 +64,47 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
         is_matryoshka=settings.is_matryoshka,
     )
     network = pooled.network
-    max_model_len = _max_model_len(settings.max_model_len, pooled)
     device = find_device(settings.device)
     dtype = choose_dtype(network, settings.dtype, device)
     kernels = choose_pooled_kernels(config, network, dtype, device)
     weight_format = choose_format(kernels, settings.quantization)
     model = load_pooled(model_dir, pooled, dtype, device, progress, weight_format=weight_format)
-    most = max(scheduler.max_num_batched_tokens, max_model_len)
+    most = max(scheduler.max_num_batched_tokens, _max_model_len(settings.max_model_len, pooled))
     try:
         executor = make_pooled_executor(model, config, dtype, device, kernels, most)
     except MemoryError:
         message = f"no memory for passes of {most:,} tokens (max_num_batched_tokens, max_model_len); lower them"
         raise ConfigError(message) from None
-    name = str(dtype).removeprefix("torch.")
-    how = [str(pooled.pooling), str(pooled.normalize), *([model.quantization] if model.quantization else [])]
-    calls = [each for each in executor.calls if each not in _INVARIANT]
-    info = EngineInfo(
+    info = _engine_info(config, pooled, model_dir, str(dtype).removeprefix("torch."), kernels)
+    info = dataclasses.replace(
+        info,
+        quantization=model.quantization,
+        weight_bytes=model.weight_bytes(dtype),
+        device=device_name(device),
+        deterministic=kernels != "torch" and set(executor.calls) <= _INVARIANT,
+    )
+    core = PoolingCore(executor, max_tokens=scheduler.max_num_batched_tokens, max_seqs=scheduler.max_num_seqs)
+    return LoadedPooling(core=core, info=info)
+
+
+_INVARIANT: Final = {"encoder_embeddings of token_ids", "encoder_attention", "layer_norm", "gelu", "gelu_and_mul"}
+"""Operations of PyTorch whose rows do not depend on the others: an encoder's attention is a call for each text."""
+
+
+def _max_model_len(asked: int | None, pooled: PooledConfig) -> int:
+    if asked is not None and asked > pooled.max_model_len:
+        raise ConfigError(f"max_model_len is {asked}, but the model was made for {pooled.max_model_len}; lower it")
+    return asked or min(pooled.max_seq_length or pooled.max_model_len, pooled.max_model_len)
+
+
+def _engine_info(config: EngineConfig, pooled: PooledConfig, model_dir: Path, dtype: str, kernels: str) -> EngineInfo:
+    settings, scheduler = config.model, config.scheduler
+    max_model_len = _max_model_len(settings.max_model_len, pooled)
+    how = (dtype, kernels, pooled.pooling, str(pooled.normalize), str(settings.quantization))
+    return EngineInfo(
         model=settings.model,
         model_dir=str(model_dir),
-        vocab_size=network.vocab_size,
+        vocab_size=pooled.network.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=(),
         capacity_tokens=max_model_len,
@@ -100,31 +113,17 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
         num_blocks=0,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        dtype=name,
-        quantization=model.quantization,
-        weight_bytes=model.weight_bytes(dtype),
-        device=device_name(device),
+        dtype=dtype,
+        device="",
         kernels=kernels,
         threads=threads_of(config, kernels),
         memory_plan="no KV cache: every text is computed whole, in one pass",
         held=False,
-        deterministic=kernels != "torch" and not calls,
-        fingerprint=fingerprint(str(model_dir), settings.model, name, kernels, *how),
-        notes=_notes(config, pooled, model_dir),
+        deterministic=False,
+        fingerprint=fingerprint(str(model_dir), settings.model, *how),
+        notes=_notes(config, pooled),
         pooling=_info(pooled),
     )
-    core = PoolingCore(executor, max_tokens=scheduler.max_num_batched_tokens, max_seqs=scheduler.max_num_seqs)
-    return LoadedPooling(core=core, info=info)
-
-
-_INVARIANT: Final = ("encoder_embeddings of token_ids", "encoder_attention", "layer_norm", "gelu", "gelu_and_mul")
-"""Operations of PyTorch whose rows do not depend on the others: an encoder's attention is a call for each text."""
-
-
-def _max_model_len(asked: int | None, pooled: PooledConfig) -> int:
-    if asked is not None and asked > pooled.max_model_len:
-        raise ConfigError(f"max_model_len is {asked}, but the model was made for {pooled.max_model_len}; lower it")
-    return asked or min(pooled.max_seq_length or pooled.max_model_len, pooled.max_model_len)
 
 
 def _info(pooled: PooledConfig) -> PoolingInfo:
@@ -141,7 +140,7 @@ def _info(pooled: PooledConfig) -> PoolingInfo:
     )
 
 
-def _notes(config: EngineConfig, pooled: PooledConfig, model_dir: Path) -> tuple[str, ...]:
+def _notes(config: EngineConfig, pooled: PooledConfig) -> tuple[str, ...]:
     """What a person should know, a line each."""
     idle = [name for name in _OF_GENERATION if name in config.to_flat()]
     without = f"{', '.join(idle)} have no effect: a model for embeddings or classes has no KV cache and draws no tokens"

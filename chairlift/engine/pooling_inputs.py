@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 from array import array
 from collections.abc import Sequence
@@ -141,7 +142,7 @@ class PoolingInputs:
             return values
         kept = floats(values[: 4 * dimensions])
         if self.pooling.normalize:
-            length = max(sum(x * x for x in kept) ** 0.5, 1e-12)
+            length = max(math.sqrt(sum(x * x for x in kept)), 1e-12)
             kept = [x / length for x in kept]
         return struct.pack(f"<{len(kept)}f", *kept)
 
@@ -156,5 +157,5 @@ def floats(values: bytes) -> list[float]:
 def cosine(first: bytes, second: bytes) -> float:
     """Of the angle between two vectors of floats."""
     a, b = floats(first), floats(second)
-    lengths = (sum(x * x for x in a) * sum(x * x for x in b)) ** 0.5
+    lengths = math.sqrt(sum(x * x for x in a) * sum(x * x for x in b))
     return sum(x * y for x, y in zip(a, b, strict=True)) / max(lengths, 1e-12)

@@ -86,10 +86,11 @@ class NativePooledRunner:
     def hidden(self, batch: StepBatch, token_types: Tensor | None, kept: npt.NDArray[np.intp] | None) -> Tensor:
         """See :class:`PooledExecutor`."""
         self._batch.begin(batch.cu_seqlens.tolist(), token_types)
-        if kept is None or self.num_groups:
-            return self._program.run(_with_blocks(batch, self.num_groups), kept)
-        # An encoder's attention needs all tokens in every layer, and what is behind it has no place to narrow.
-        return self._program.run(batch, None)[torch.from_numpy(kept)]
+        batch = _with_blocks(batch, self.num_groups)
+        if self.num_groups and kept is not None and np.array_equal(kept, batch.cu_seqlens[1:] - 1):
+            return self._program.run(batch, kept)  # behind the last layer's K and V, these tokens alone
+        hidden = self._program.run(batch)
+        return hidden if kept is None else hidden[torch.from_numpy(kept)]
 
 
 def _with_blocks(batch: StepBatch, num_groups: int) -> StepBatch:

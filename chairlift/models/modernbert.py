@@ -1,4 +1,4 @@
-"""ModernBERT (Warner et al., 2024): rotated q and k, GeGLU, norms before the branches, windows in two of three layers."""
+"""ModernBERT (Warner et al., 2024): rotated q and k, GeGLU, norms before branches, windows in two of three layers."""
 
 from __future__ import annotations
 

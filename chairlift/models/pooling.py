@@ -101,7 +101,8 @@ def pools(path: Path, runner: str = "auto") -> bool:
         )
     if runner != "auto":
         return runner == "pooling"
-    return only or name.endswith((_CLASSIFIES, "Model")) and not name.endswith("LMHeadModel") or _is_sentence(path)
+    body = name.endswith((_CLASSIFIES, "Model")) and not name.endswith("LMHeadModel")
+    return only or body or _is_sentence(path)
 
 
 def _is_sentence(path: Path) -> bool:
@@ -136,7 +137,7 @@ def read_pooled_config(
     if pooling_type is not None:
         if "labels" in fields and isinstance(network, EncoderConfig) and pooling_type != fields["pooling"]:
             raise ConfigError(
-                f"pooling_type is {pooling_type!r}, but this classifier was trained on {fields['pooling']}; leave it out"
+                f"pooling_type is {pooling_type!r}, but this classifier reads {fields['pooling']}; leave it out"
             )
         fields["pooling"] = pooling_type
         fields["notes"] = ()

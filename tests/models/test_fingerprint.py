@@ -1,4 +1,4 @@
-"""``systemfingerprint`` is another one when answers may be others, and the same for a copy."""
+"""``system_fingerprint`` is another one when answers may be others, and the same for a copy."""
 
 from __future__ import annotations
 
