@@ -43,8 +43,8 @@ def _worker_for(tokenizer: Tokenizer | None, max_model_len: int, most_waiting: i
 
 class Encoder:
     """``tokenizer`` is None where only token ids are taken. At most ``most_waiting`` conversations, and as many texts
-    and long texts, wait for their turn; those beyond raise QueueFullError. Without ``chats`` there are no conversations.
-    One event loop owns the object."""
+    and long texts, wait for their turn; those beyond raise QueueFullError. Without ``chats`` there are none of
+    the former. One event loop owns the object."""
 
     def __init__(
         self,

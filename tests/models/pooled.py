@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedModel
@@ -118,3 +119,20 @@ def expected_classes(model: PreTrainedModel, texts: Sequence[list[int]], types: 
             given = {} if types is None else {"token_type_ids": torch.tensor([types[row]])}
             rows.append(model(input_ids=torch.tensor([text]), **given).logits[0])
     return torch.stack(rows)
+
+
+def write_tokenizer(where: Path, *, pairs: bool = True) -> None:
+    """A tokenizer of letters and the special tokens [CLS] and [SEP], which stand around texts and between pairs."""
+    special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
+    letters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: index for index, token in enumerate([*special, *letters])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(special)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1" if pairs else None,
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    tokenizer.save(str(where / "tokenizer.json"))
+    (where / "tokenizer_config.json").write_text("{}")
