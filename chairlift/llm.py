@@ -51,6 +51,7 @@ class LLM:
         self.config = EngineConfig.from_flat(settings)
         self._turn, self._process = threading.RLock(), os.getpid()
         self._pooled: PooledTexts | None = None
+        self._engine: Engine | None = None
         if is_pooling(self.config):
             self._load_pooling(progress)
             return
@@ -60,7 +61,7 @@ class LLM:
             self.tokenizer = read_tokenizer(self.config, loaded.model_dir)
         self.max_model_len, self.memory_plan = loaded.max_model_len, loaded.memory_plan
         eos = set(loaded.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
-        self.engine = Engine(
+        self._engine = Engine(
             loaded.executor,
             ModelLimits(loaded.vocab_size, loaded.max_model_len, tuple(sorted(eos)), self.config.scheduler.promises),
             self.config.scheduler,
@@ -150,6 +151,14 @@ class LLM:
             )
         return self._pooled
 
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests. Raises RequestError for a model of embeddings, scores or classes, which has none."""
+        self._generates("this")
+        if self._engine is None:
+            raise EngineDeadError("the engine was not started")
+        return self._engine
+
     def _generates(self, what: str) -> None:
         if self._pooled is not None:
             raise RequestError(
@@ -237,6 +246,7 @@ class LLM:
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, **template_variables: Any
     ) -> list[int]:
         """The token ids of a conversation, laid out by the model's chat template."""
+        self._generates("chat")
         if self.tokenizer is None:
             raise RequestError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
         text = self._template.render(messages, add_generation_prompt=add_generation_prompt, **template_variables)
