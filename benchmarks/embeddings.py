@@ -2,7 +2,8 @@
 
 ``python benchmarks/embeddings.py [--texts N] [--size minilm|base]`` makes a random BERT, embeds the same token ids with
 both, compares the vectors, and prints the times of both, in turns. The padded batches are those of
-sentence-transformers (Reimers and Gurevych, 2019): texts sorted by length, 32 at a time, mean of the last hidden states, length 1.
+sentence-transformers (Reimers and Gurevych, 2019): texts sorted by
+length, 32 at a time, mean of the last hidden states, length 1.
 """
 
 from __future__ import annotations
