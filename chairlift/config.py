@@ -37,6 +37,8 @@ BUNDLED_MODEL = "bundled"
 
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "runner": ("auto", "generate", "pooling"),
+    "pooling_type": ("LAST", "CLS", "MEAN"),
     "kernels": ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton"),
     "cuda_graphs": ("lazy", "start", "off"),
     "quantization": ("int8", "int4", "fp8", "none"),
@@ -123,6 +125,15 @@ class ModelConfig:
     generation_config: str = "auto"
     """Temperature, top_p, top_k, min_p and repetition_penalty where nobody gives one: auto takes those in the model's
     generation_config.json; vllm takes none from there."""
+    runner: str = "auto"
+    """What the model is for: auto (by its files), generate (texts) or pooling (embeddings, scores and classes)."""
+    pooling_type: str | None = None
+    """Which hidden state becomes a text's embedding: LAST (of its last token), CLS (of its first) or MEAN. None: as the
+    files of sentence-transformers say, else LAST for decoders and CLS for encoders."""
+    pooling_normalize: bool | None = None
+    """Whether embeddings have length 1. None: as the model's files say, else yes."""
+    is_matryoshka: bool | None = None
+    """Whether an embedding may be cut to its first dimensions. None: as config.json says, else no."""
     seed: int | None = None
     """Seeds the requests that bring no seed of their own, in order of arrival. None: fresh seeds each time."""
 

@@ -19,9 +19,11 @@ from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.core_process import Connection, CoreProcess, FrameLogHandler
 from chairlift.engine.messages import Loading, NotLoaded, Start
+from chairlift.engine.pooling_process import PoolingProcess
 from chairlift.errors import ChairliftError, ConfigError
 from chairlift.loading import load_executor
 from chairlift.parent import die_with_parent
+from chairlift.pooled_loading import is_pooling, load_pooling
 
 __all__ = ["main"]
 
@@ -43,15 +45,7 @@ def main() -> None:
     _log_to(connection, start.log_level)
     try:
         config = EngineConfig.from_flat(start.settings)
-        progress = _Progress(connection)
-        loaded = load_executor(config, progress)
-        core = EngineCore(
-            loaded.executor,
-            config.scheduler,
-            max_model_len=loaded.max_model_len,
-            cache=config.cache,
-            cache_secret=os.urandom(16),
-        )
+        process = _load(connection, config)
     except (ChairliftError, OSError, MemoryError) as error:
         kind = type(error).__name__ if isinstance(error, ChairliftError) else ConfigError.__name__
         connection.send(NotLoaded(kind, f"{error}" or type(error).__name__))
@@ -61,8 +55,24 @@ def main() -> None:
     # What is there now stays: the collector need not look at it again.
     gc.collect()
     gc.freeze()
+    process.run()
+
+
+def _load(connection: Connection, config: EngineConfig) -> CoreProcess | PoolingProcess:
+    progress = _Progress(connection)
+    if is_pooling(config):
+        pooling = load_pooling(config, progress)
+        return PoolingProcess(connection, pooling.core, pooling.info)
+    loaded = load_executor(config, progress)
+    core = EngineCore(
+        loaded.executor,
+        config.scheduler,
+        max_model_len=loaded.max_model_len,
+        cache=config.cache,
+        cache_secret=os.urandom(16),
+    )
     info = loaded.info(config, core.kv.capacity_tokens)
-    CoreProcess(connection, core, info, config.scheduler.promises, progress).run()
+    return CoreProcess(connection, core, info, config.scheduler.promises, progress)
 
 
 def _start_message(connection: Connection) -> Start | None:

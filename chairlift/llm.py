@@ -14,9 +14,18 @@ from chairlift.config import EngineConfig
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
+from chairlift.engine.pooling_inputs import PoolingInputs
 from chairlift.errors import EngineDeadError, RequestError, TemplateError
 from chairlift.loading import Progress, load_executor, read_tokenizer
-from chairlift.outputs import RequestOutput
+from chairlift.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from chairlift.pooled_llm import PooledTexts
+from chairlift.pooled_loading import is_pooling, load_pooling
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.chat_template import ChatTemplate
 from chairlift.tokenizer.tokenizer import Tokenizer
@@ -40,13 +49,19 @@ class LLM:
         if model is not None:
             settings["model"] = str(model)
         self.config = EngineConfig.from_flat(settings)
+        self._turn, self._process = threading.RLock(), os.getpid()
+        self._pooled: PooledTexts | None = None
+        self._engine: Engine | None = None
+        if is_pooling(self.config):
+            self._load_pooling(progress)
+            return
         loaded = load_executor(self.config, progress)
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
             self.tokenizer = read_tokenizer(self.config, loaded.model_dir)
         self.max_model_len, self.memory_plan = loaded.max_model_len, loaded.memory_plan
         eos = set(loaded.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
-        self.engine = Engine(
+        self._engine = Engine(
             loaded.executor,
             ModelLimits(loaded.vocab_size, loaded.max_model_len, tuple(sorted(eos)), self.config.scheduler.promises),
             self.config.scheduler,
@@ -64,13 +79,92 @@ class LLM:
         for each in [*self.config.without_effect(), *info.notes, *([problem] if problem else [])]:
             _log.warning("%s", each)
         source = self.tokenizer
-        self._turn, self._process = threading.RLock(), os.getpid()
         self._ended: dict[str, RequestOutput] = {}  # reported to one who waited for others
         self._template = ChatTemplate(source.chat_template, source.named_tokens) if source else ChatTemplate(None)
         try:
             self._template.parse()
         except TemplateError as error:
             _log.warning("prompts work, but chats will be refused: %s", error)
+
+    def _load_pooling(self, progress: Progress | None) -> None:
+        """The model is one for embeddings, scores or classes, and there is no engine that generates."""
+        loaded = load_pooling(self.config, progress)
+        self.info, self.notes = loaded.info, loaded.info.notes
+        self.max_model_len, self.memory_plan = self.info.max_model_len, self.info.memory_plan
+        self.tokenizer = None
+        if not self.config.model.skip_tokenizer_init:
+            self.tokenizer = read_tokenizer(self.config, self.info.model_dir)
+        self._pooled = PooledTexts(loaded.core, PoolingInputs(self.info, self.tokenizer))
+        for each in self.notes:
+            _log.warning("%s", each)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """The embedding of each text, in their order: ``output.outputs.embedding``.
+
+        Prompts are texts or lists of token ids. One that is too long is refused with the numbers, unless
+        ``truncate_prompt_tokens`` says how many tokens to keep from its beginning (-1: as many as the model takes).
+        ``dimensions`` cuts embeddings of models that were trained for it. ``prompt_name`` is that of a prompt in the
+        model's files that goes before each text; without it the model's default, if it has one.
+        Raises RequestError, also for a model that gives no embeddings.
+        """
+        pooled = self._pooling("embed")
+        with self._turn:
+            return pooled.embed(_texts(prompts), truncate_prompt_tokens, dimensions, prompt_name)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """A number for each class of each text, ``output.outputs.probs``, in the order of ``info.pooling.labels``.
+
+        See :meth:`embed` for the prompts. Raises RequestError, also for a model that is no classifier.
+        """
+        pooled = self._pooling("classify")
+        with self._turn:
+            return pooled.classify(_texts(prompts), truncate_prompt_tokens)
+
+    def score(
+        self, query: str | Sequence[str], documents: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well a query and each document go together, ``output.outputs.score``: the more, the better.
+
+        One query for all documents, or as many of both. An embedding model gives the cosine of both embeddings, a cross
+        encoder what it says of the pair. ``truncate_prompt_tokens`` cuts documents only. Raises RequestError, also for
+        a classifier with several classes.
+        """
+        pooled = self._pooling("score")
+        with self._turn:
+            return pooled.score(_listed(query), _listed(documents), truncate_prompt_tokens)
+
+    def _pooling(self, what: str) -> PooledTexts:
+        self._check_process()
+        if self._pooled is None:
+            raise RequestError(
+                f"{what} needs a model for embeddings, scores or classes, and {self.config.model.model!r:.100}"
+                " generates texts; load another, or set runner to 'pooling' to embed with this one"
+            )
+        return self._pooled
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests. Raises RequestError for a model of embeddings, scores or classes, which has none."""
+        self._generates("this")
+        if self._engine is None:
+            raise EngineDeadError("the engine was not started")
+        return self._engine
+
+    def _generates(self, what: str) -> None:
+        if self._pooled is not None:
+            raise RequestError(
+                f"{what} needs a model that generates texts, and {self.config.model.model!r:.100} is one for"
+                " embeddings, scores or classes: call embed, score or classify"
+            )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a call without ``sampling_params`` asks for: the model's own temperature and so on, where it has any."""
@@ -92,14 +186,12 @@ class LLM:
         fairly. All prompts are checked before any is answered; the RequestError for a bad one names its place. Threads
         take turns, a call at a time.
         """
-        if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Set)):
-            raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
+        self._generates("generate")
+        listed = _texts(prompts)
         if not isinstance(sampling_params, (SamplingParams, Sequence, type(None))):
             raise RequestError(
                 f"sampling_params must be a SamplingParams or one per prompt, got {type(sampling_params).__name__}"
             )
-        alone = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
-        listed: list[Any] = [prompts] if alone else list(prompts)
         count = len(listed)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling parameters", given, count)
@@ -138,6 +230,7 @@ class LLM:
         All but the messages and the variables of the template is as in :meth:`generate`.
         Raises TemplateError when the model has no chat template, or it fails.
         """
+        self._generates("chat")
         given: object = messages  # whatever the type says, text and single messages are what people send
         if not isinstance(given, (list, tuple)):
             raise RequestError(
@@ -153,6 +246,7 @@ class LLM:
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, **template_variables: Any
     ) -> list[int]:
         """The token ids of a conversation, laid out by the model's chat template."""
+        self._generates("chat")
         if self.tokenizer is None:
             raise RequestError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
         text = self._template.render(messages, add_generation_prompt=add_generation_prompt, **template_variables)
@@ -178,6 +272,7 @@ class LLM:
         way.
         """
         self._check_process()
+        self._generates("update_weights")
         with self._turn:
             self.engine.update_weights(source, version, in_flight=in_flight)
 
@@ -225,6 +320,18 @@ def _one_each(what: str, given: Any, count: int) -> list[Any]:
     if len(given) != count:
         raise RequestError(f"{count} prompts but {len(given)} {what}; give one for all or one each")
     return list(given)
+
+
+def _texts(prompts: Any) -> list[Any]:
+    """A list of prompts, of one or several."""
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Set)):
+        raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
+    alone = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
+    return [prompts] if alone else list(prompts)
+
+
+def _listed(texts: Any) -> list[Any]:
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 def _is_token_ids(prompts: Any) -> bool:

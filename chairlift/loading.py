@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
     from chairlift.models.hf_config import ModelConfig
 
-__all__ = ["LoadedExecutor", "Progress", "device_name", "load_executor", "read_tokenizer"]
+__all__ = [
+    "LoadedExecutor",
+    "Progress",
+    "device_name",
+    "find_device",
+    "fingerprint",
+    "load_executor",
+    "model_directory",
+    "read_tokenizer",
+    "threads_of",
+]
 
 Progress = Callable[[str, float], None]
 """Called with a label and the share done (0..1) while a model loads."""
@@ -89,7 +99,7 @@ class LoadedExecutor:
             memory_plan=self.memory_plan,
             held=config.scheduler.batching == "static",
             deterministic=(native and not self.calls) or self.kernels == "hashlm" or config.model.batch_invariant,
-            fingerprint=_fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
+            fingerprint=fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
             sampling_defaults=self.sampling_defaults,
             notes=self.notes,
@@ -120,12 +130,10 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     from chairlift.executor.kv_tensors import plan_kv_cache
     from chairlift.executor.local import LocalExecutor
     from chairlift.executor.select import choose_dtype, choose_format, choose_kernels, make_runner
-    from chairlift.models.loader import load_model, resolve_model_dir
+    from chairlift.models.loader import load_model
     from chairlift.models.model_files import read_config
 
-    name = config.model.model
-    bundled = Path(__file__).parent / "assets"
-    model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, config.model.revision)
+    model_dir = model_directory(config)
     network = read_config(model_dir)
     asked_of_model = config.model.generation_config == "auto"
     sampling = dict(network.sampling_defaults) if asked_of_model else {}
@@ -177,12 +185,21 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         quantization=model.quantization,
         weight_bytes=model.weight_bytes,
         kernels=kernels,
-        threads=_threads(config, kernels),
+        threads=threads_of(config, kernels),
         device=device_name(device),
         graphs=executor.describe_graphs(),
         block_bytes=sum(plan.block_bytes) // len(plan.block_bytes),
         kv_cache_dtype=None if plan.dtype == dtype else str(plan.dtype).removeprefix("torch."),
     )
+
+
+def model_directory(config: EngineConfig) -> Path:
+    """Where the files of the model are that the settings name. Raises ModelLoadError."""
+    from chairlift.models.loader import resolve_model_dir
+
+    name = config.model.model
+    bundled = Path(__file__).parent / "assets"
+    return bundled if name == BUNDLED_MODEL else resolve_model_dir(name, config.model.revision)
 
 
 def _notes(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, calls: Sequence[str]) -> list[str]:
@@ -288,7 +305,8 @@ def device_name(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})"
 
 
-def _threads(config: EngineConfig, kernels: str) -> int:
+def threads_of(config: EngineConfig, kernels: str) -> int:
+    """How many threads compute."""
     if kernels in ("torch", "triton"):
         import torch
 
@@ -322,8 +340,8 @@ def _call_notes(calls: Sequence[str]) -> list[str]:
 _PIECES_OF_WEIGHTS: Final = 256
 
 
-def _fingerprint(model_dir: str, *parts: str) -> str:
-    """Changes when answers may: other weights, another precision, other kernels, another version."""
+def fingerprint(model_dir: str, *parts: str) -> str:
+    """A name that changes when answers may: other weights, another precision, other kernels, another version."""
     digest = hashlib.sha256("\0".join((__version__, *parts)).encode())
     files = [Path(model_dir)] if model_dir.endswith(".gguf") else Path(model_dir).glob("*") if model_dir else ()
     for path in sorted(files):

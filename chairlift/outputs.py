@@ -6,16 +6,20 @@ import dataclasses
 import enum
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, SupportsIndex, overload
+from typing import Any, Final, Generic, SupportsIndex, TypeVar, overload
 
 __all__ = [
+    "ClassificationOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "FinishReason",
     "FlatLogprobs",
     "Logprob",
     "OutputKind",
+    "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
+    "ScoringOutput",
 ]
 
 
@@ -208,3 +212,47 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     """What went wrong, when a finish reason is ``error``."""
+
+
+@dataclasses.dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
+
+@dataclasses.dataclass(slots=True)
+class ClassificationOutput:
+    """A number for each class: probabilities, unless the model's files ask for its raw scores."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.probs)
+
+
+@dataclasses.dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together: the cosine of their embeddings, or what a cross encoder says of the pair."""
+
+    score: float
+
+
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(slots=True)
+class PoolingRequestOutput(Generic[_Result]):
+    """One text, or pair of texts, and what the model made of it."""
+
+    request_id: str
+    outputs: _Result
+    prompt_token_ids: list[int]
+    finished: bool = True

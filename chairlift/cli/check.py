@@ -14,6 +14,7 @@ from chairlift.outputs import CompletionOutput
 from chairlift.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from chairlift.engine.info import PoolingInfo
     from chairlift.llm import LLM
     from chairlift.models.hf_config import ModelConfig
 
@@ -50,8 +51,10 @@ def run(args: argparse.Namespace) -> int:
     model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, settings.get("revision"))
     settings["model"] = str(model_dir)
     llm = load_llm(settings, quiet=False)
-    network = read_config(model_dir)
     _tell("model", name)
+    if llm.info.pooling is not None:
+        return _check_pooling(llm, llm.info.pooling, model_dir)
+    network = read_config(model_dir)
     dtype = _describe(llm, network)
     check_weights(model_dir, network, resolve_dtype(network, llm.info.dtype))
     _tell("weights", "all numbers are finite")
@@ -60,6 +63,51 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(executor, LocalExecutor) and (graphs := executor.describe_graphs()):
         _tell("CUDA graphs", graphs)
     return 0
+
+
+def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
+    """The report of a model for embeddings, scores or classes."""
+    from chairlift.models.loader import check_pooled_weights, resolve_dtype
+    from chairlift.models.pooling import read_pooled_config
+
+    config, info = read_pooled_config(model_dir), llm.info
+    gives = f"embeddings of {pooling.width:,} numbers" if pooling.task == "embed" else f"classes {pooling.labels}"
+    of_length = ", of length 1" if pooling.normalize else ""
+    quantization = "" if info.quantization is None else f" with {info.quantization} weights"
+    _tell("architecture", f"{config.network.model_type}, {config.network.num_hidden_layers} layers")
+    _tell("gives", f"{gives}{of_length}, from {pooling.pooling_type}")
+    _tell("weights", f"{info.weight_bytes / 2**20:,.0f} MiB, {info.dtype}{quantization}")
+    _tell("device", f"{info.device}, {info.kernels} kernels, {info.threads} threads")
+    _tell("context", f"{info.max_model_len:,} tokens")
+    _tell("memory", info.memory_plan)
+    for note in llm.notes:
+        _tell("note", note)
+    check_pooled_weights(model_dir, config, resolve_dtype(config.network, info.dtype))
+    _tell("weights", "all numbers are finite")
+    _tell("self-test", _test_pooling(llm, pooling))
+    return 0
+
+
+def _test_pooling(llm: LLM, pooling: PoolingInfo) -> str:
+    """Vectors of each text alone, and of all together; raises ModelLoadError where they differ by more than that."""
+    highest = llm.info.vocab_size - 1
+    ids = [[min(ord(char), highest) for char in text][: llm.max_model_len] for text in _PROMPTS]
+
+    def vectors(texts: list[list[int]]) -> list[list[float]]:
+        if pooling.task == "embed":
+            return [each.outputs.embedding for each in llm.embed(texts)]
+        return [each.outputs.probs for each in llm.classify(texts)]
+
+    alone, together = [vectors([each])[0] for each in ids], vectors(list(ids))
+    largest = max(abs(x) for vector in alone for x in vector)
+    apart = max(abs(x - y) for one, other in zip(alone, together, strict=True) for x, y in zip(one, other, strict=True))
+    if apart > _TIES[llm.info.dtype] * max(largest, 1e-6):
+        raise ModelLoadError(
+            f"self-test: vectors differ by {apart:g} between texts alone and in a batch, which is more than rounding;"
+            " the weights or a kernel are broken, please report it"
+        )
+    how = "the same bits" if apart == 0 else f"the same vectors, but for {apart:.1g},"
+    return f"{len(ids)} texts give {how} alone and in a batch"
 
 
 def _tell(label: str, value: str) -> None:

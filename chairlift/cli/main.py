@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from chairlift import __version__
-from chairlift.cli import bench, chat, check, generate, pack, quantize, serve, sim, top, trace, train, tune
+from chairlift.cli import bench, chat, check, embed, generate, pack, quantize, serve, sim, top, trace, train, tune
 from chairlift.cli.remote_server import plain
 from chairlift.errors import ChairliftError
 
@@ -107,7 +107,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(prog="chairlift", description=_DESCRIPTION, epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"chairlift {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for module in (serve, generate, chat, check, quantize, bench, tune, sim, trace, train, pack, top):
+    for module in (serve, generate, chat, embed, check, quantize, bench, tune, sim, trace, train, pack, top):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION)
         command.add_argument("--verbose", action="store_true", help="log what the engine does, with tracebacks")

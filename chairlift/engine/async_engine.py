@@ -24,9 +24,12 @@ from chairlift.engine.events import Events
 from chairlift.engine.info import EngineInfo, check_update
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, PreparedRequest, Prompt, unnamed
 from chairlift.engine.intake import Intake, Place
-from chairlift.engine.messages import Refused, Step
+from chairlift.engine.messages import PassBegun, Pooled, Refused, Step
 from chairlift.engine.output_processor import OutputProcessor
 from chairlift.engine.output_stream import OutputStream
+from chairlift.engine.pooled_requests import PooledRequests
+from chairlift.engine.pooling_core import PooledText
+from chairlift.engine.pooling_inputs import PoolingInputs
 from chairlift.engine.process_client import ProcessClient
 from chairlift.errors import (
     ChairliftError,
@@ -98,6 +101,8 @@ class AsyncEngine:
         """Why the engine is down or stopped, in words."""
         self.info: EngineInfo | None = None
         self.tokenizer: Tokenizer | None = None
+        self.pooling_inputs: PoolingInputs | None = None
+        """What checks texts for a model of embeddings, scores or classes; None for one that generates."""
         self.stats = RequestStats()
         self.stopped = asyncio.Event()
         self.intake = Intake(
@@ -122,6 +127,7 @@ class AsyncEngine:
         self._outputs: OutputProcessor | None = None
         self._encoder: Encoder | None = None
         self._streams: dict[str, OutputStream] = {}
+        self._pooled = PooledRequests(self.intake, self.stats)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
         self._follows = False
@@ -142,7 +148,7 @@ class AsyncEngine:
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._streams)
+        return len(self._streams) + len(self._pooled)
 
     @property
     def num_queued(self) -> int:
@@ -160,7 +166,7 @@ class AsyncEngine:
             return f"the engine is {self.state}" + (f": {self.failure}" if self.failure else "")
         silent = 0.0 if self._client.silent_since is None else time.monotonic() - self._client.silent_since
         if silent > self._health_timeout:
-            waiting = f"{len(self._streams)} requests wait" if self._streams else "those who waited have given up"
+            waiting = f"{self.num_requests} requests wait" if self.num_requests else "those who waited have given up"
             return f"the engine has not finished a step for {silent:.0f} s, and {waiting}"
         return ""
 
@@ -178,7 +184,7 @@ class AsyncEngine:
     def line(self) -> list[tuple[OutputStream, Place]]:
         """Requests that wait for their first step, in the order in which they are expected to start."""
         places = self.intake.line(time.monotonic(), self._free_rows)
-        return [(self._streams[place.request_id], place) for place in places]
+        return [(self._streams[place.request_id], place) for place in places if place.request_id in self._streams]
 
     def requests(self) -> list[OutputStream]:
         """Requests that have not ended, the oldest first."""
@@ -324,6 +330,32 @@ class AsyncEngine:
         _log.debug("request %s: %d prompt tokens, seed %d", stream.request_id, num_tokens, prepared.seed)
         return stream
 
+    async def pool(
+        self,
+        texts: Sequence[PooledText],
+        *,
+        queue_timeout: float | None = None,
+        timeout: float | None = None,
+        arrival: float | None = None,
+    ) -> list[bytes]:
+        """The vector of each text of one call, as float32; the texts come from :attr:`pooling_inputs`. Timeouts as in
+        :meth:`submit`.
+
+        Raises QueueFullError when too much waits, QueueTimeoutError and OverloadedError when it takes too long,
+        EngineDeadError when there is no engine, and RequestError for a model that generates.
+        """
+        self._ready()
+        if self._client is None or self.pooling_inputs is None:
+            raise RequestError("the model generates texts; it gives no embeddings, scores or classes")
+        self.check_room(len(texts), num_tokens=sum(len(text.token_ids) for text in texts))
+        return await self._pooled.ask(
+            texts,
+            self._client,
+            since=time.monotonic() if arrival is None else arrival,
+            patience=self._queue_timeout if queue_timeout is None else queue_timeout,
+            limit=self._request_timeout if timeout is None else timeout,
+        )
+
     def _is_foreseeable(self, request: PreparedRequest) -> bool:
         """Whether it is of the kind that is forecast: a deadline, or a priority of its own, takes a request to another
         place in the line. (Whether a deadline can be kept the scheduler itself knows best.)"""
@@ -380,6 +412,13 @@ class AsyncEngine:
         kind = PromptTooLongError if refused.too_long else RequestError
         failed = OverloadedError(refused.message, self.retry_after())
         self._fail(refused.request_id, failed if refused.failed else kind(refused.message))
+
+    def on_pooled(self, message: PassBegun | Pooled) -> None:
+        """A pass over texts has begun, or ended."""
+        if isinstance(message, PassBegun):
+            self._pooled.begun(message)
+        else:
+            self._pooled.pooled(message)
 
     def on_watched(self, lines: bytes) -> None:
         self.events.tell("steps", lines)
@@ -444,6 +483,7 @@ class AsyncEngine:
         why = f"the engine died with the request in it: {self.failure}"
         for stream in list(self._streams.values()):
             self._fail(stream.request_id, EngineDeadError(why, taken=True))
+        self._pooled.fail_all(EngineDeadError(why, taken=True))
         self.intake.clear()
 
     def _queued_too_long(self, request_id: str) -> None:
@@ -486,7 +526,7 @@ class AsyncEngine:
                     self._first_outcome.set_exception(error)
                     return
             self.state = EngineState.DOWN
-            self.stats.engine_died(len(self._streams))
+            self.stats.engine_died(self.num_requests)
             self._fail_all()
             if not self._restart:
                 _log.error("%s", self.failure)
@@ -509,14 +549,17 @@ class AsyncEngine:
                 self.tokenizer = self._read_tokenizer(self.config, info.model_dir)
             # In the line before the queue there may be as many as could be let in at once.
             most = self.intake.max_requests + self.config.scheduler.max_num_seqs
-            self._encoder = Encoder(self.tokenizer, info.max_model_len, most, self._chat_template)
+            chats = info.pooling is None
+            self._encoder = Encoder(self.tokenizer, info.max_model_len, most, self._chat_template, chats=chats)
             await self._encoder.start()
             problem = info.too_much_reserved(self.service_classes)
-            for each in [*self.config.without_effect(), *info.notes, *([problem] if problem else [])]:
+            idle = self.config.without_effect() if chats else []
+            for each in [*idle, *info.notes, *([problem] if problem and chats else [])]:
                 _log.warning("%s", each)
         eos = set(info.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
         self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))
         limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids, self.service_classes)
+        self.pooling_inputs = PoolingInputs(info, self.tokenizer) if info.pooling else None
         self._inputs = InputProcessor(limits, self.tokenizer, info, self.config.model.seed)
         self._outputs = OutputProcessor(self.tokenizer, info.eos_token_ids, self.stats)
         self._outputs.weights_changed(info.weight_version)

@@ -10,7 +10,36 @@ from typing import Any
 from chairlift.errors import ConfigError
 from chairlift.service_class import ServiceClass
 
-__all__ = ["EngineInfo", "check_update"]
+__all__ = ["EngineInfo", "PoolingInfo", "check_update"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingInfo:
+    """What a model for embeddings, scores or classes is."""
+
+    task: str
+    """``embed`` or ``classify``."""
+    pooling_type: str
+    """``LAST``, ``CLS`` or ``MEAN``."""
+    normalize: bool
+    """Whether embeddings have length 1."""
+    width: int
+    """Numbers in an embedding."""
+    dimensions: tuple[int, ...] | None = None
+    """Sizes that an embedding may be cut to: empty: any up to ``width``; None: none."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes; empty for embeddings."""
+    prompts: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Texts to put before a text, by name."""
+    default_prompt: str | None = None
+    """Name of the one that stands before every text, unless another is asked for."""
+    token_types: bool = False
+    """Whether the second text of a pair has a token type of its own."""
+
+    @property
+    def scores(self) -> bool:
+        """Whether pairs of texts can be scored: by their embeddings, or by a classifier with one class."""
+        return len(self.labels) <= 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +92,8 @@ class EngineInfo:
     graphs: str = ""
     """CUDA graphs of decode steps and their memory, in words; empty where there are none."""
 
+    pooling: PoolingInfo | None = None
+    """None for a model that generates."""
     weights: str = ""
     """Directory of the weights, once they were replaced."""
     weight_version: int = 0

@@ -15,6 +15,7 @@ import msgspec
 from chairlift.engine.core import CoreOutputs
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.pooling_core import PooledVector
 from chairlift.errors import RequestError
 from chairlift.metrics.stats import EngineStats
 from chairlift.request import Service
@@ -30,6 +31,9 @@ __all__ = [
     "Log",
     "Message",
     "NotLoaded",
+    "PassBegun",
+    "Pool",
+    "Pooled",
     "Ready",
     "Refused",
     "Start",
@@ -135,6 +139,27 @@ class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):
     """A new one, when there is one."""
 
 
+class Pool(msgspec.Struct, tag="pool", forbid_unknown_fields=True):
+    """A text for a model of embeddings, scores or classes, checked already."""
+
+    request_id: str
+    token_ids: list[int]
+    token_types: list[int] | None = None
+
+
+class PassBegun(msgspec.Struct, tag="pass_begun", forbid_unknown_fields=True):
+    """These texts are computed now."""
+
+    request_ids: list[str]
+
+
+class Pooled(msgspec.Struct, tag="pooled", forbid_unknown_fields=True):
+    """What a pass brought."""
+
+    vectors: list[PooledVector]
+    stats: EngineStats
+
+
 class Watch(msgspec.Struct, tag="watch", forbid_unknown_fields=True):
     """Somebody wants to see every step from now on, or (``wanted`` false) nobody does any more."""
 
@@ -155,7 +180,23 @@ class UpdateWeights(msgspec.Struct, tag="update_weights", forbid_unknown_fields=
     in_flight: str
 
 
-Message = Start | Loading | Ready | NotLoaded | Log | Add | Leave | Refused | Step | Watch | Watched | UpdateWeights
+Message = (
+    Start
+    | Loading
+    | Ready
+    | NotLoaded
+    | Log
+    | Add
+    | Leave
+    | Refused
+    | Step
+    | Watch
+    | Watched
+    | UpdateWeights
+    | Pool
+    | PassBegun
+    | Pooled
+)
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
 _DEFAULTS = SamplingParams()

@@ -26,6 +26,9 @@ from chairlift.engine.messages import (
     Log,
     Message,
     NotLoaded,
+    PassBegun,
+    Pool,
+    Pooled,
     Ready,
     Refused,
     Start,
@@ -35,6 +38,7 @@ from chairlift.engine.messages import (
     Watched,
     encode,
 )
+from chairlift.engine.pooling_core import PooledText
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
 from chairlift.parent import kill_child
 
@@ -56,6 +60,8 @@ class EngineEvents(Protocol):
     def on_step(self, step: Step) -> None: ...
 
     def on_refused(self, refused: Refused) -> None: ...
+
+    def on_pooled(self, message: PassBegun | Pooled) -> None: ...
 
     def on_watched(self, lines: bytes) -> None: ...
 
@@ -105,6 +111,10 @@ class ProcessClient(EngineClient):
 
     def add(self, request: PreparedRequest) -> None:
         self._ask(Add.of(request))
+
+    def pool(self, text: PooledText) -> None:
+        """Have a text computed by a model of embeddings, scores or classes."""
+        self._ask(Pool(text.request_id, text.token_ids, text.token_types))
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
         self._send(Leave(list(sequence_ids), stopped=False))
@@ -194,6 +204,8 @@ class ProcessClient(EngineClient):
             self._events.on_step(message)
         elif isinstance(message, Refused):
             self._events.on_refused(message)
+        elif isinstance(message, (PassBegun, Pooled)):
+            self._events.on_pooled(message)
         elif isinstance(message, Watched):
             self._events.on_watched(message.lines)
         elif isinstance(message, Log):

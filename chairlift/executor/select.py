@@ -16,19 +16,24 @@ from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.local import ModelRunner
 from chairlift.executor.model_runner import TorchModelRunner
 from chairlift.executor.native_runner import NativeModelRunner
+from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor, TorchPooledRunner
 from chairlift.kernels.cpu.library import Pool, best_isa, load, supported_isas, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES
 from chairlift.kernels.triton.launch import MOST_GROUP
 from chairlift.kernels.weights import NATIVE, ONEDNN, PLAIN, QUANTIZED, WeightFormat
 from chairlift.models.causal_lm import CausalLM
+from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
+from chairlift.models.pooled_network import PooledNetwork
 
 __all__ = [
     "choose_dtype",
     "choose_format",
     "choose_isa",
     "choose_kernels",
+    "choose_pooled_kernels",
+    "make_pooled_executor",
     "make_runner",
     "why_not_int8_kv",
     "why_not_native",
@@ -44,7 +49,9 @@ _LEAST_FP8_CAPABILITY = (8, 9)
 """Ada: products of fp8, and conversions."""
 
 
-def why_not_native(network: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> str:
+def why_not_native(
+    network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device, block_size: int
+) -> str:
     """Why the native kernels cannot run a model, and what to do about it; empty when they can."""
     if device.type != "cpu":
         return f"they run on the CPU, and device is {device}; use device='cpu'"
@@ -56,6 +63,8 @@ def why_not_native(network: ModelConfig, dtype: torch.dtype, device: torch.devic
         )
     if block_size % 16:
         return f"they need block_size to be a multiple of 16, and it is {block_size}; leave it out"
+    if isinstance(network, EncoderConfig):  # its attention is PyTorch's
+        return ""
     if network.head_dim % 16 or not 16 <= network.head_dim <= 256:
         return f"they need a head size that is a multiple of 16 from 16 to 256, and this model's is {network.head_dim}"
     return ""
@@ -117,7 +126,7 @@ def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, devic
     return ""
 
 
-def choose_dtype(network: ModelConfig, asked: str, device: torch.device) -> torch.dtype:
+def choose_dtype(network: ModelConfig | EncoderConfig, asked: str, device: torch.device) -> torch.dtype:
     """The dtype that a model is run in. Where the CPU may choose, bfloat16 takes the place of float16: the native
     kernels do not know it, and PyTorch's are ten times slower."""
     dtype = resolve_dtype(network, asked)
@@ -171,7 +180,9 @@ def choose_format(kernels: str, quantization: str | None) -> WeightFormat:
     return {"torch": ONEDNN, "triton": PLAIN}.get(kernels, native)
 
 
-def choose_isa(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+def choose_isa(
+    config: EngineConfig, network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
+) -> str | None:
     """The instruction-set path of the native kernels that will run the model, or None for PyTorch.
 
     Falling back on PyTorch unasked is said once, in the log. Raises ConfigError when ``kernels`` names a path that
@@ -228,3 +239,38 @@ def make_runner(
     except OSError as error:
         raise ConfigError(f"threads is {threads}: {error}") from None
     return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most)
+
+
+def choose_pooled_kernels(
+    config: EngineConfig, network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
+) -> str:
+    """The same as :func:`choose_kernels` for a model of embeddings or classes, which Triton's kernels do not run."""
+    if config.model.kernels == "triton":
+        raise ConfigError("kernels is 'triton', but models for embeddings and classes run on 'auto' or 'torch'")
+    chosen = choose_isa(config, network, dtype, device) or "torch"
+    if chosen == "torch" and config.model.batch_invariant:
+        raise ConfigError(
+            "batch_invariant is on, but PyTorch would run this model, and promises no equal bits; leave it off"
+        )
+    quantization = config.model.quantization
+    if quantization is not None and (reason := why_not_quantized(quantization, chosen, dtype, device)):
+        raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
+    return chosen
+
+
+def make_pooled_executor(
+    model: PooledNetwork, config: EngineConfig, dtype: torch.dtype, device: torch.device, kernels: str, max_tokens: int
+) -> PooledExecutor:
+    """The executor for what :func:`choose_pooled_kernels` chose. Raises ConfigError for too many threads."""
+    threads = config.model.threads
+    if threads is not None:
+        torch.set_num_threads(threads)  # an encoder's attention is PyTorch's
+    if kernels == "torch":
+        return PooledExecutor(model, TorchPooledRunner(model, device))
+    try:
+        pool = Pool(threads)
+    except OSError as error:
+        raise ConfigError(f"threads is {threads}: {error}") from None
+    rows = config.scheduler.max_num_seqs
+    runner = NativePooledRunner(model, dtype, pool, isa=kernels, max_tokens=max_tokens, max_rows=rows)
+    return PooledExecutor(model, runner)

@@ -19,7 +19,7 @@ from chairlift.kernels.experts import experts
 from chairlift.kernels.onednn import pack_weight
 from chairlift.kernels.recording import Op, Value, expect, operation
 from chairlift.kernels.reference import apply_rotary, copy_blocks, write_kv
-from chairlift.kernels.sdpa import PagedRow, packed_attention, paged_attention, plan_rows
+from chairlift.kernels.sdpa import PagedRow, bidirectional_attention, packed_attention, paged_attention, plan_rows
 
 if TYPE_CHECKING:
     from chairlift.kernels.cpu.packing import PackedMatrix
@@ -28,6 +28,7 @@ __all__ = [
     "PagedRow",
     "Rotary",
     "apply_rotary",
+    "bidirectional_attention",
     "call_out",
     "clip",
     "copy_blocks",
@@ -35,6 +36,7 @@ __all__ = [
     "experts",
     "fp8_linear",
     "gelu",
+    "gelu_and_mul",
     "gelu_tanh",
     "gelu_tanh_and_mul",
     "layer_norm",
@@ -123,6 +125,13 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """GEGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> gelu_tanh(gate) * up, [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+@operation(lambda pair: expect(pair) // 2)
+def gelu_and_mul(pair: Tensor) -> Tensor:
+    """GEGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> gelu(gate) * up, [..., I]."""
+    gate, up = pair.chunk(2, dim=-1)
+    return gelu.reference(gate) * up
 
 
 @operation(lambda x: expect(x))

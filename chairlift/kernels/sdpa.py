@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["QUERY_TILE", "PagedRow", "packed_attention", "paged_attention", "plan_rows"]
+__all__ = [
+    "QUERY_TILE",
+    "PagedRow",
+    "bidirectional_attention",
+    "packed_attention",
+    "paged_attention",
+    "plan_rows",
+]
 
 QUERY_TILE = 256
 """Most query rows that share one mask, so that no mask is larger than [256, keys]."""
@@ -135,6 +142,33 @@ def packed_attention(
             outputs.append(_attend_chunk(queries, keys, values, scale=scale, window=window, dropout=dropout))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if plan.order is None else _reorder(out, inverse, index, filling)
+
+
+def bidirectional_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], *, scale: float, window: int | None
+) -> Tensor:
+    """Attention to both sides inside each segment of a packed batch: q, k and v [T, H, Dh] -> [T, H, Dh].
+
+    A token sees at most ``window`` tokens to each side, and itself; None sees all. Each segment is a call of its own
+    shape, so that its bits do not depend on the other segments.
+    """
+    out = torch.empty_like(q)
+    for start, end in itertools.pairwise(cu_seqlens):
+        queries, keys, values = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        length = end - start
+        if window is None or length <= window + 1:
+            whole = scaled_dot_product_attention(queries, keys, values, scale=scale)
+            out[start:end] = whole[0].transpose(0, 1)
+            continue
+        for first in range(0, length, QUERY_TILE):
+            last = min(first + QUERY_TILE, length)
+            low, high = max(0, first - window), min(length, last + window)
+            rows, columns = torch.arange(first, last, device=q.device), torch.arange(low, high, device=q.device)
+            seen = (rows[:, None] - columns).abs() <= window
+            near = (keys[:, :, low:high], values[:, :, low:high])
+            tile = scaled_dot_product_attention(queries[:, :, first:last], *near, attn_mask=seen, scale=scale)
+            out[start + first : start + last] = tile[0].transpose(0, 1)
+    return out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from chairlift.models.layers.linear import Embedding, Linear, Matrix, Stack
 from chairlift.models.layers.norm import make_norm
 from chairlift.models.layers.rotary import RotaryEmbedding
 
-__all__ = ["CausalLM"]
+__all__ = ["CausalLM", "Decoder", "lay_out_layers", "lay_out_rest", "quantization_of", "weight_bytes_of"]
 
 
-class _Decoder(nn.Module):
+class Decoder(nn.Module):
     """Everything below the output head, apart so that parameters carry Hugging Face's ``model.`` prefix."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -72,7 +72,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = _Decoder(config)
+        self.model = Decoder(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.tie_weights()
 
@@ -105,33 +105,19 @@ class CausalLM(nn.Module):
         formats |= {embedding: PLAIN, head: weight_format.head}
         if self.config.tie_word_embeddings and weight_format.head.embeds:
             formats[embedding] = formats.pop(head)
-        for each in dict.fromkeys(formats.values()):
-            layers = [layer for layer, used in formats.items() if used == each]
-            weights = each.empty([layer.shape for layer in layers], dtype, device)
-            for layer, weight in zip(layers, weights, strict=True):
-                layer.take(each, weight)
+        lay_out_layers(formats, dtype, device)
         self.tie_weights()
-        for module in self.modules():
-            for name, value in module.named_parameters(recurse=False):
-                if value.is_meta:
-                    kept = torch.float32 if name in getattr(module, "float32_parameters", ()) else dtype
-                    empty = torch.empty(value.shape, dtype=kept, device=device)
-                    setattr(module, name, nn.Parameter(empty, requires_grad=False))
+        lay_out_rest(self, dtype, device)
 
     @property
     def quantization(self) -> str | None:
         """What weights are rounded to, all kinds joined by ``+``; None where all are of the model's dtype."""
-        layers = [layer for layer in self.modules() if isinstance(layer, Matrix)]
-        names = {layer.format.name(layer.weight) for layer in layers} - {None}
-        return "+".join(sorted(str(name) for name in names)) or None
+        return quantization_of(self)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights where they lie now; a tied head counts once."""
-        layers = {id(layer.weight): layer for layer in self.modules() if isinstance(layer, Matrix)}
-        plain = sum(parameter.nbytes for parameter in self.parameters() if id(parameter) not in layers)
-        dtype = self.model.norm.weight.dtype
-        return plain + sum(layer.format.nbytes(layer.shape, dtype) for layer in layers.values())
+        return weight_bytes_of(self, self.model.norm.weight.dtype)
 
     def finish_head(self) -> None:
         """The embedding has been written: a tied head whose format cannot share the embedding's weight packs a copy."""
@@ -153,3 +139,36 @@ class CausalLM(nn.Module):
         """What each layer stores per token."""
         config = self.config
         return [LayerCache(config.num_key_value_heads, config.head_dim, window) for window in config.layer_windows]
+
+
+def lay_out_layers(formats: Mapping[Matrix, WeightFormat], dtype: torch.dtype, device: torch.device) -> None:
+    """Give layers on the meta device memory for their weights, each in its format."""
+    for each in dict.fromkeys(formats.values()):
+        layers = [layer for layer, used in formats.items() if used == each]
+        weights = each.empty([layer.shape for layer in layers], dtype, device)
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.take(each, weight)
+
+
+def lay_out_rest(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every other parameter on the meta device memory, plain."""
+    for module in model.modules():
+        for name, value in module.named_parameters(recurse=False):
+            if value.is_meta:
+                kept = torch.float32 if name in getattr(module, "float32_parameters", ()) else dtype
+                empty = torch.empty(value.shape, dtype=kept, device=device)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+
+
+def quantization_of(model: nn.Module) -> str | None:
+    """What weights are rounded to, all kinds joined by ``+``; None where all are of the model's dtype."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Matrix)]
+    names = {layer.format.name(layer.weight) for layer in layers} - {None}
+    return "+".join(sorted(str(name) for name in names)) or None
+
+
+def weight_bytes_of(model: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of all weights of a model of ``dtype`` where they lie now; a shared one counts once."""
+    layers = {id(layer.weight): layer for layer in model.modules() if isinstance(layer, Matrix)}
+    plain = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in layers)
+    return plain + sum(layer.format.nbytes(layer.shape, dtype) for layer in layers.values())

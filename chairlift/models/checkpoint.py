@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Matrix, Stack
 from chairlift.models.registry import FAMILIES
 
-__all__ = ["CheckpointPart", "checkpoint_layout", "hf_state_dict"]
+__all__ = ["CheckpointPart", "checkpoint_layout", "decoder_layout", "hf_state_dict"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,13 +69,18 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
 
     A tied output head is no tensor of its own. The model may live on the meta device.
     """
-    config, family = model.config, FAMILIES[model.config.model_type]
+    return decoder_layout(model.named_parameters(), model.config)
+
+
+def decoder_layout(parameters: Iterable[tuple[str, Tensor]], config: ModelConfig) -> list[CheckpointPart]:
+    """The tensors of these parameters of a decoder, in their order."""
+    family = FAMILIES[config.model_type]
     width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     order = _head_order(config)
     by_head = _by_head(order or tuple(range(config.head_dim)), config.num_attention_heads)
     turned = {"qkv_proj": width + kv_width, "q_norm": width, "k_norm": kv_width} if order else {}
     parts: list[CheckpointPart] = []
-    for parameter, tensor in model.named_parameters():
+    for parameter, tensor in parameters:
         layer, _, attribute = parameter.rpartition(".")
         kind, last = re.sub(r"\.\d+\.", ".*.", layer), layer.rpartition(".")[2]
         number = re.search(r"\d+", layer)

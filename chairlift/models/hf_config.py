@@ -18,7 +18,7 @@ from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
 
-__all__ = ["ModelConfig", "RopeConfig", "parse_config", "read_hf_config", "read_json"]
+__all__ = ["ModelConfig", "RopeConfig", "parse_config", "read_dtype", "read_hf_config", "read_json"]
 
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
@@ -239,8 +239,11 @@ def read_hf_config(model_dir: Path) -> ModelConfig:
     return parse_config(read_json(path), generation, where=str(path))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, bounded in size; :class:`~chairlift.errors.ModelLoadError` names what is wrong with it."""
+def read_json(path: Path, whole: type = dict) -> Any:
+    """Read a JSON object (or a list, where ``whole`` says so), bounded in size.
+
+    :class:`~chairlift.errors.ModelLoadError` names what is wrong with it.
+    """
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_JSON_BYTES + 1)
@@ -252,17 +255,23 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON ({error}); download the model again") from None
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(content).__name__}; download it again")
+    if not isinstance(content, whole):
+        kind = "object" if whole is dict else whole.__name__
+        raise ModelLoadError(f"{path} must hold a JSON {kind}, not a {type(content).__name__}; download it again")
     return content
 
 
 def parse_config(
-    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, where: str = "config"
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any] | None = None,
+    *,
+    where: str = "config",
+    pooled: bool = False,
 ) -> ModelConfig:
     """Turn the content of ``config.json`` (and ``generation_config.json``) into a checked :class:`ModelConfig`.
 
-    ``where`` names the source in error messages. Raises :class:`~chairlift.errors.ModelLoadError`.
+    ``where`` names the source in error messages. ``pooled``: the network serves embeddings or classes, and need not be
+    one that generates. Raises :class:`~chairlift.errors.ModelLoadError`.
     """
     model_type = raw.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -270,7 +279,7 @@ def parse_config(
         supported = ", ".join(sorted(FAMILIES))
         raise ModelLoadError(f"{where}: model_type {model_type!r:.80} is not supported; supported: {supported}")
     fields = Fields(raw, where, family.defaults, family.keys)
-    _refuse_foreign(fields, raw, family, where)
+    _refuse_foreign(fields, raw, family, where, pooled)
     hidden_size = fields.integer("hidden_size", 1, 65_536)
     heads = fields.integer("num_attention_heads", 1, 1_024)
     kv_heads = fields.integer("num_key_value_heads", 1, 1_024, default=heads)
@@ -297,7 +306,7 @@ def parse_config(
         "max_position_embeddings": context,
         **read_ropes(fields, family, context, head_dim),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
-        "dtype": _dtype(raw, where),
+        "dtype": read_dtype(raw, where),
         "eos_token_ids": _token_ids(fields.get("eos_token_id") if eos is None else eos, where),
         "sampling_defaults": _sampling_defaults(generation, where),
         "generation_unapplied": _generation_unapplied(generation, context),
@@ -322,7 +331,7 @@ def _context(fields: Fields) -> int:
     return min(context, size - chunks.integer("local_size", 0, size - 1))
 
 
-def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, where: str) -> None:
+def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, where: str, pooled: bool) -> None:
     """Refuse a config that asks for maths we do not do, rather than answer with the wrong numbers."""
     activation = fields.get("hidden_act")
     if not isinstance(activation, str) or activation not in family.activations:
@@ -337,7 +346,8 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
                 "use a model without it"
             )
     architectures = raw.get("architectures") or [family.architecture]
-    if not isinstance(architectures, list) or not any(str(name).endswith(_GENERATES) for name in architectures):
+    generates = isinstance(architectures, list) and any(str(name).endswith(_GENERATES) for name in architectures)
+    if not generates and not pooled:
         raise ModelLoadError(
             f"{where}: architectures {architectures!r:.80} has no ...{' or ...'.join(_GENERATES)}; "
             "use a text-generation model"
@@ -353,7 +363,8 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
         )
 
 
-def _dtype(raw: Mapping[str, Any], where: str) -> str | None:
+def read_dtype(raw: Mapping[str, Any], where: str) -> str | None:
+    """The dtype that a ``config.json`` names; None where it is silent. Raises ModelLoadError for others."""
     value = raw.get("dtype") if raw.get("dtype") is not None else raw.get("torch_dtype")
     if value is None:
         return None

@@ -31,17 +31,23 @@ from chairlift.kernels.grouped import GroupedRows, GroupKind
 from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.gguf_tensors import gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_json
 from chairlift.models.layers.linear import Matrix
+from chairlift.models.pooled_layout import pooled_layout
+from chairlift.models.pooled_network import PooledNetwork
+from chairlift.models.pooling import PooledConfig
 from chairlift.models.quantized_checkpoints import with_whole_weights
 from chairlift.models.registry import FAMILIES
 from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
 
 __all__ = [
     "Checkpoint",
+    "check_pooled_weights",
     "check_weights",
     "load_model",
+    "load_pooled",
     "open_checkpoint",
     "replace_weights",
     "resolve_dtype",
@@ -96,7 +102,7 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
     return Path(snapshot)
 
 
-def resolve_dtype(config: ModelConfig, dtype: str | torch.dtype) -> torch.dtype:
+def resolve_dtype(config: ModelConfig | EncoderConfig, dtype: str | torch.dtype) -> torch.dtype:
     """The torch dtype for ``"auto"`` (the config's, else float32), a name, or a dtype."""
     if isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")
@@ -134,6 +140,47 @@ def load_model(
         report = progress or _tell_nobody
         _write(model, parts, tensors, lambda share: report("loading weights", share))
     return model.eval().requires_grad_(False)
+
+
+def load_pooled(
+    model_dir: Path,
+    config: PooledConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    weight_format: WeightFormat,
+) -> PooledNetwork:
+    """The same for a model that gives embeddings or classes; see :func:`load_model`."""
+    weight_format = weight_format.fitting(dtype, device)
+    with torch.device("meta"):
+        model = PooledNetwork(config)
+    with contextlib.ExitStack() as stack:
+        tensors, parts = _pooled_parts(model, model_dir, stack)
+        model.lay_out(weight_format, dtype, device, _kinds(tensors, parts))
+        report = progress or _tell_nobody
+        _write(model, parts, tensors, lambda share: report("loading weights", share))
+    return model.eval().requires_grad_(False)
+
+
+def check_pooled_weights(model_dir: Path, config: PooledConfig, dtype: torch.dtype) -> None:
+    """Read all weights of such a model; see :func:`check_weights`."""
+    with torch.device("meta"):
+        model = PooledNetwork(config)
+    with contextlib.ExitStack() as stack:
+        tensors, parts = _pooled_parts(model, model_dir, stack)
+        _check_finite(tensors, parts, dtype, model_dir, _tell_nobody)
+
+
+def _pooled_parts(
+    model: PooledNetwork, model_dir: Path, stack: contextlib.ExitStack
+) -> tuple[Mapping[str, Any], list[CheckpointPart]]:
+    tensors = with_whole_weights(_open_files(model_dir, stack), model_dir)
+    layout = pooled_layout(model, tensors)
+    _compare_parts(tensors, layout.parts, model_dir, lambda name: _is_ignored(layout.ignored, name))
+    if isinstance(model.config.network, ModelConfig):
+        _refuse_mixed(tensors, layout.parts, model.config.network, model_dir)
+    return tensors, layout.parts
 
 
 def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -289,7 +336,10 @@ def _kinds(tensors: Mapping[str, Any], parts: list[CheckpointPart]) -> dict[str,
 
 
 def _write(
-    model: CausalLM, parts: list[CheckpointPart], tensors: Mapping[str, Any], report: Callable[[float], None]
+    model: CausalLM | PooledNetwork,
+    parts: list[CheckpointPart],
+    tensors: Mapping[str, Any],
+    report: Callable[[float], None],
 ) -> None:
     """Put every number in its place, piece by piece. Only pages of mapped files may be let go of: others are somebody's
     tensors."""
@@ -473,17 +523,35 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
     embedding_name = next(part.name for part in parts if part.parameter == _EMBEDDING)
     if tied and embedding_name not in tensors and _HEAD in tensors:  # safetensors' save_model keeps either name
         parts = [dataclasses.replace(part, name=_HEAD) if part.name == embedding_name else part for part in parts]
+    # Old checkpoints carry rotary frequencies, and a tied head may be stored again: both say nothing new.
+    redundant = (_HEAD,) if tied and not any(part.name == _HEAD for part in parts) else ()
+    _compare_parts(
+        tensors, parts, model_dir, lambda name: name in redundant or _is_ignored(family.ignored_tensors, name)
+    )
+    _refuse_mixed(tensors, parts, model.config, model_dir)
+    for name in filter(tensors.__contains__, redundant):
+        head, embedding = (tensors[each].get_tensor(each) for each in (name, embedding_name))
+        if not torch.equal(head.to(embedding), embedding):
+            raise ModelLoadError(
+                f"{model_dir}: config.json ties {name} to {embedding_name}, but both are stored, and differ; "
+                "set tie_word_embeddings to false if the head was trained by itself, else remove it from the file"
+            )
+    return parts
+
+
+def _is_ignored(pattern: str, name: str) -> bool:
+    return re.search(pattern, name) is not None
+
+
+def _compare_parts(
+    tensors: Mapping[str, Any], parts: list[CheckpointPart], model_dir: Path, redundant: Callable[[str], bool]
+) -> None:
+    """Raise ModelLoadError unless ``tensors`` are the ``parts``, in their shapes and in a dtype of floats, and no
+    others but ``redundant`` ones."""
     wanted = {part.name: part for part in parts}
     missing = [name for name in wanted if name not in tensors]
-    # Old checkpoints carry rotary frequencies, and a tied head may be stored again: both say nothing new.
-    redundant = (_HEAD,) if tied and _HEAD not in wanted else ()
     unexpected = [
-        name
-        for name in tensors
-        if name not in wanted
-        and name not in redundant
-        and not re.search(family.ignored_tensors, name)
-        and not _adds_nothing(tensors, name)
+        name for name in tensors if name not in wanted and not redundant(name) and not _adds_nothing(tensors, name)
     ]
     if missing or unexpected:
         both = (("missing", missing), ("unexpected", unexpected))
@@ -507,21 +575,19 @@ def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path)
                 " how to read it (docs/quantization.md lists what is read); use the original model in bfloat16,"
                 " float16 or float32"
             )
-        mixed = part.transposed or part.stack > 1 or len(part.order) > model.config.head_dim
-        if mixed and isinstance(tensors[name], StoredRows):
+
+
+def _refuse_mixed(
+    tensors: Mapping[str, Any], parts: list[CheckpointPart], config: ModelConfig, model_dir: Path
+) -> None:
+    for part in parts:
+        mixed = part.transposed or part.stack > 1 or len(part.order) > config.head_dim
+        if mixed and isinstance(tensors[part.name], StoredRows):
             raise ModelLoadError(
-                f"{model_dir}: tensor {name} is quantised, which {model.config.model_type} models cannot be, for their"
+                f"{model_dir}: tensor {part.name} is quantised, which {config.model_type} models cannot be, for their"
                 " weights are stored transposed, stacked or head by head; use the original model in bfloat16,"
                 " float16 or float32"
             )
-    for name in filter(tensors.__contains__, redundant):
-        head, embedding = (tensors[each].get_tensor(each) for each in (name, embedding_name))
-        if not torch.equal(head.to(embedding), embedding):
-            raise ModelLoadError(
-                f"{model_dir}: config.json ties {name} to {embedding_name}, but both are stored, and differ; "
-                "set tie_word_embeddings to false if the head was trained by itself, else remove it from the file"
-            )
-    return parts
 
 
 def _adds_nothing(tensors: Mapping[str, Any], name: str) -> bool:

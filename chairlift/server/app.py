@@ -25,7 +25,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chairlift.engine.async_engine import EngineState
 from chairlift.metrics import prometheus
 from chairlift.metrics.stats import FORECAST_RATIOS
-from chairlift.server import chat, completions, live, models, openapi, pages, queue, tokens, traffic, weights
+from chairlift.server import (
+    chat,
+    completions,
+    live,
+    models,
+    openapi,
+    pages,
+    pooling,
+    queue,
+    tokens,
+    traffic,
+    weights,
+)
 from chairlift.server.auth import Auth, HostCheck, check_origin
 from chairlift.server.errors import ApiError, error_response, to_api_error
 from chairlift.server.limits import release_body
@@ -44,7 +56,7 @@ _DRAIN_RETRY_SECONDS: Final = 5
 def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
     """The application around ``state``, with all endpoints, or with the ``routes`` given instead."""
     if routes is None:
-        endpoints = (chat, completions, tokens, models, queue, traffic, openapi, pages, live, weights)
+        endpoints = (chat, completions, pooling, tokens, models, queue, traffic, openapi, pages, live, weights)
         routes = [*_routes, *(route for module in endpoints for route in module.routes)]
     return _App(state, routes)
 

@@ -18,7 +18,7 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, engine_info
+from chairlift.server.models import check_model, generating_info
 from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
@@ -121,7 +121,7 @@ async def create_chat_completion(request: Request) -> Response:
     chat, ignored = parse(ChatRequest, await read_json(request))
     model = check_model(state, chat.model)
     caller = read_promises(request, chat, ignored)
-    info = engine_info(state)
+    info = generating_info(state)
     params = _params(chat, info.sampling_defaults)
     state.engine.check_room(1, class_of(params))
     async with until_tokens(request, chat):

@@ -21,7 +21,7 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, engine_info
+from chairlift.server.models import check_model, generating_info
 from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
@@ -109,7 +109,7 @@ async def create_completion(request: Request) -> Response:
     model = check_model(state, asked.model)
     given = asked.prompts()
     caller = read_promises(request, asked, ignored)
-    info = engine_info(state)
+    info = generating_info(state)
     params = _params(asked, info.sampling_defaults)
     _check_lists(params, len(given))
     state.engine.check_room(len(given), class_of(params))

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.async_engine import AsyncEngine
-from chairlift.engine.info import EngineInfo
+from chairlift.engine.info import EngineInfo, PoolingInfo
 from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
 from chairlift.loading import read_tokenizer
 from chairlift.server.app import make_app
@@ -245,8 +245,34 @@ def served_names(config: ServerConfig, engine_config: EngineConfig) -> tuple[str
     return (name or model,) if path.exists() else (model,)
 
 
+def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, url: str) -> str:
+    """The same for a model of embeddings, scores or classes."""
+    config, intake = state.config, state.engine.intake
+    gives = f"embeddings of {pooling.width:,} numbers" if pooling.task == "embed" else f"{len(pooling.labels)} classes"
+    paths = ["/v1/embeddings" if pooling.task == "embed" else "/v1/classify"]
+    paths += ["/v1/score", "/v1/rerank"] if pooling.scores else []
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if state.api_keys else ""
+    return "\n".join(
+        (
+            f"Chairlift is ready at {url}",
+            f"  model     {', '.join(state.model_names)}, {gives}, up to {info.max_model_len:,} tokens per text",
+            f"  computes  {info.device}, {info.kernels} kernels, {info.threads} threads, {info.dtype}",
+            f"  pass      up to {info.max_num_seqs:,} texts and {info.max_num_batched_tokens:,} tokens",
+            f"  queue     up to {intake.max_requests:,} texts and {intake.max_tokens:,} tokens",
+            f"  limits    {config.max_connections:,} connections, {config.max_body_bytes / 2**20:g} MiB per body, "
+            f"{config.request_timeout:g} s per request",
+            f"  access    {'with' if state.api_keys else 'without'} an API key",
+            f"  endpoints {', '.join(paths)}; all of them: {url}/docs   to stop: Ctrl-C (twice: at once)",
+            "try:",
+            f"  curl {url}{paths[0]} {key}-H 'Content-Type: application/json' -d '{{\"input\": \"Hello\"}}'",
+        )
+    )
+
+
 def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     """What a person who has just started a server wants to know."""
+    if info.pooling is not None:
+        return _pooling_banner(state, info, info.pooling, url)
     config, engine = state.config, state.engine
     length = min(_CHAT_TOKENS, info.max_model_len)
     chats = min(info.pool_tokens // length, info.max_num_seqs)

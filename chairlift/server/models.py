@@ -15,7 +15,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 
-__all__ = ["ModelCard", "ModelList", "check_model", "engine_info", "routes"]
+__all__ = ["ModelCard", "ModelList", "check_model", "engine_info", "generating_info", "pooling_info", "routes"]
 
 _BITS: Final = (
     "the same prompt, settings and seed give the same tokens and log-probabilities, whatever else is in the batch"
@@ -68,6 +68,28 @@ def engine_info(state: ServerState) -> EngineInfo:
     if state.engine.info is None:
         raise EngineDeadError(f"the engine is {state.engine.state}; try again when GET /ready says so")
     return state.engine.info
+
+
+def generating_info(state: ServerState) -> EngineInfo:
+    """The same for endpoints that generate. Raises ApiError 400 for a model of embeddings, scores or classes."""
+    info = engine_info(state)
+    if info.pooling is not None:
+        does, path = ("embeddings", "/v1/embeddings") if info.pooling.task == "embed" else ("classes", "/v1/classify")
+        message = f"the model {state.model_names[0]!r:.100} gives {does} and generates no text; use POST {path}"
+        raise ApiError(400, message, code="unsupported_model", param="model")
+    return info
+
+
+def pooling_info(state: ServerState) -> EngineInfo:
+    """The same for endpoints of embeddings, scores and classes. Raises ApiError 400 for a model that generates."""
+    info = engine_info(state)
+    if info.pooling is None:
+        message = (
+            f"the model {state.model_names[0]!r:.100} generates text and gives no embeddings, scores or classes; use"
+            " POST /v1/chat/completions or /v1/completions, or start a server with an embedding model"
+        )
+        raise ApiError(400, message, code="unsupported_model", param="model")
+    return info
 
 
 def _card(state: ServerState, name: str) -> ModelCard:

@@ -13,6 +13,16 @@ from starlette.routing import Route
 from chairlift.server.chat import ChatCompletion
 from chairlift.server.completions import TextCompletion
 from chairlift.server.models import ModelCard, ModelList
+from chairlift.server.pooling import (
+    ClassifyReply,
+    ClassifyRequest,
+    EmbeddingReply,
+    EmbeddingRequest,
+    RerankReply,
+    RerankRequest,
+    ScoreReply,
+    ScoreRequest,
+)
 from chairlift.server.promises import TTFT_HEADER
 from chairlift.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.server.queue import QueueReply
@@ -80,6 +90,8 @@ _WITH_BODY: Final = (404, 408, 413, 415)
 _TYPES: Final = (
     *(ChatRequest, ChatCompletion, CompletionRequest, TextCompletion, TokenizeRequest, TokenizeReply),
     *(DetokenizeRequest, DetokenizeReply, ModelList, ModelCard, ErrorReply, StatusReply, VersionReply, LoadReply),
+    *(EmbeddingRequest, EmbeddingReply, ClassifyRequest, ClassifyReply, ScoreRequest, ScoreReply),
+    *(RerankRequest, RerankReply),
     *(QueueReply, RequestsReply, TrafficRecord, WeightsRequest, WeightsReply),
 )
 
@@ -92,6 +104,11 @@ def document(state: ServerState) -> dict[str, Any]:
         "/v1/completions": _post(
             "Continue one or more prompts", CompletionRequest, TextCompletion, (429,), streams=True
         ),
+        "/v1/embeddings": _post("Embeddings of one or more texts", EmbeddingRequest, EmbeddingReply, (429,)),
+        "/v1/classify": _post("Classes of one or more texts", ClassifyRequest, ClassifyReply, (429,)),
+        "/v1/score": _post("Scores of pairs of texts", ScoreRequest, ScoreReply, (429,)),
+        "/v1/rerank": _post("Documents in the order in which they go with a query", RerankRequest, RerankReply, (429,)),
+        "/rerank": _post("The same", RerankRequest, RerankReply, (429,)),
         "/tokenize": _post("Token ids of a prompt or of messages", TokenizeRequest, TokenizeReply, (429,)),
         "/detokenize": _post("The text of token ids", DetokenizeRequest, DetokenizeReply, (429,)),
         "/v1/models": _get("The names of the model", ModelList),

@@ -43,10 +43,17 @@ def _worker_for(tokenizer: Tokenizer | None, max_model_len: int, most_waiting: i
 
 class Encoder:
     """``tokenizer`` is None where only token ids are taken. At most ``most_waiting`` conversations, and as many texts
-    and long texts, wait for their turn; those beyond raise QueueFullError. One event loop owns the object."""
+    and long texts, wait for their turn; those beyond raise QueueFullError. Without ``chats`` there are none of
+    the former. One event loop owns the object."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, max_model_len: int, most_waiting: int, chat_template: str | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        most_waiting: int,
+        chat_template: str | None = None,
+        *,
+        chats: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -56,7 +63,7 @@ class Encoder:
         self._chosen = chat_template is not None
         """The template is not the model's own."""
         self._texts = _worker_for(tokenizer, max_model_len, most_waiting)
-        if tokenizer is not None:
+        if tokenizer is not None and chats:
             template = tokenizer.chat_template if chat_template is None else chat_template
             self._templates = TemplateWorker(template, tokenizer.named_tokens, most_waiting=most_waiting)
 

@@ -203,7 +203,25 @@ class Tokenizer:
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
-    def _encoding(self, text: str, add_special_tokens: bool, with_offsets: bool = False) -> tokenizers.Encoding:
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int], list[int]]:
+        """Token ids of two texts as one, their token types, and the places of the second text's own tokens.
+
+        Special tokens are added as the model expects them. Raises RequestError as :meth:`encode`.
+        """
+        for text in (first, second):
+            self._check_text(text)
+        try:
+            (encoding,) = self.backend.encode_batch([(first, second)])
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in the native library is no Exception
+            reason = " ".join(str(error).split())[:200]
+            raise RequestError(f"the model's tokenizer cannot encode the texts ({reason}); change them") from None
+        second_at = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence == 1]
+        return encoding.ids, encoding.type_ids, second_at
+
+    @staticmethod
+    def _check_text(text: str) -> None:
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
         try:
@@ -213,6 +231,9 @@ class Tokenizer:
                 f"the text has half a surrogate pair at character {error.start} (U+{ord(text[error.start]):04X}), "
                 "which no encoding can carry; repair or remove it"
             ) from None
+
+    def _encoding(self, text: str, add_special_tokens: bool, with_offsets: bool = False) -> tokenizers.Encoding:
+        self._check_text(text)
         # A batch does not hold the interpreter lock, and the fast one leaves offsets out.
         encode_many = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
         try:

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from chairlift.config import EngineConfig
-from chairlift.loading import _fingerprint, load_executor
+from chairlift.loading import fingerprint, load_executor
 from tests.models.tiny import tiny_hf_model
 from tests.native import needs_kernels
 
@@ -21,15 +21,15 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def test_other_weights_of_the_same_size_have_another(model_dir: Path, tmp_path: Path) -> None:
-    before = _fingerprint(str(model_dir), "m", "float32")
+    before = fingerprint(str(model_dir), "m", "float32")
     copy = shutil.copytree(model_dir, tmp_path / "copy")
-    assert _fingerprint(str(copy), "m", "float32") == before
-    assert _fingerprint(str(model_dir), "m", "bfloat16") != before
+    assert fingerprint(str(copy), "m", "float32") == before
+    assert fingerprint(str(model_dir), "m", "bfloat16") != before
     file = model_dir / "model.safetensors"
     size = file.stat().st_size
     save_file({name: weight + 0.5 for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
     assert file.stat().st_size == size
-    assert _fingerprint(str(model_dir), "m", "float32") != before
+    assert fingerprint(str(model_dir), "m", "float32") != before
 
 
 @needs_kernels
@@ -49,25 +49,25 @@ def test_it_does_not_read_all_of_a_large_file(tmp_path: Path) -> None:
     """A hole in a file costs no time to write, but reading 1 TiB of zeros would take minutes."""
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(2**40)
-        short = _fingerprint(str(tmp_path))
+        short = fingerprint(str(tmp_path))
         file.truncate(2**40 + 1)
-    assert _fingerprint(str(tmp_path)) != short
+    assert fingerprint(str(tmp_path)) != short
 
 
 def test_what_is_no_file_does_not_count(model_dir: Path) -> None:
     """A cache whose files were pruned, a folder with a file's name, and what a stranger's archive may bring along: a
     pipe that nobody writes to, and a device without end."""
-    before = _fingerprint(str(model_dir))
+    before = fingerprint(str(model_dir))
     (model_dir / "evaluation.json").mkdir()
     (model_dir / "pruned.json").symlink_to("nowhere")
     (model_dir / "pruned.safetensors").symlink_to("nowhere")
     os.mkfifo(model_dir / "pipe.json")
     (model_dir / "zeros.json").symlink_to("/dev/zero")
-    assert _fingerprint(str(model_dir)) == before
+    assert fingerprint(str(model_dir)) == before
 
 
 def test_one_character_of_a_long_json_counts(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b" " * (3 << 20))
-    before = _fingerprint(str(tmp_path))
+    before = fingerprint(str(tmp_path))
     (tmp_path / "tokenizer.json").write_bytes(b" " * (2 << 20) + b"1" + b" " * ((1 << 20) - 1))
-    assert _fingerprint(str(tmp_path)) != before
+    assert fingerprint(str(tmp_path)) != before

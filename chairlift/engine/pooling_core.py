@@ -1,0 +1,110 @@
+"""Who is in the next pass of a model that gives embeddings, scores or classes: texts in order of arrival.
+
+A pass computes whole texts side by side, as many as the token budget holds. Whatever arrives while it runs joins the
+next one. The order is that of arrival and nothing else, so that no text waits for a longer one to find company.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from chairlift.metrics.stats import EngineStats
+
+__all__ = ["PooledText", "PooledVector", "PoolingCore"]
+
+
+class _Executor(Protocol):
+    def run(
+        self, token_ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int] | None]
+    ) -> Sequence[Any | None]:
+        """One float32 vector for each text; None where it is not of finite numbers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PooledText:
+    """A checked text."""
+
+    request_id: str
+    token_ids: list[int]
+    token_types: list[int] | None = None
+    """Of each token; None: all are 0."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PooledVector:
+    """What became of a text."""
+
+    request_id: str
+    values: bytes
+    """float32 numbers, little endian; empty where there is an error."""
+    error: str = ""
+
+
+class PoolingCore:
+    """Texts that wait, and one pass at a time."""
+
+    def __init__(self, executor: _Executor, *, max_tokens: int, max_seqs: int) -> None:
+        self.executor = executor
+        self.max_tokens, self.max_seqs = max_tokens, max_seqs
+        self._waiting: dict[str, PooledText] = {}
+        self._num_steps = self._num_finished = 0
+        self._step_tokens = self._num_running = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, text: PooledText) -> None:
+        """Queue a text."""
+        self._waiting[text.request_id] = text
+
+    def abort(self, request_id: str) -> None:
+        """Forget a text that waits; one that is computed now, or is not known, is left alone."""
+        self._waiting.pop(request_id, None)
+
+    def next_pass(self) -> list[PooledText]:
+        """Take the texts of the next pass: the first that waits, and those behind it as far as the budget reaches.
+
+        A text that is longer than the budget has a pass of its own.
+        """
+        taken: list[PooledText] = []
+        room = self.max_tokens
+        for text in self._waiting.values():
+            if taken and (len(text.token_ids) > room or len(taken) == self.max_seqs):
+                break
+            taken.append(text)
+            room -= len(text.token_ids)
+        for text in taken:
+            del self._waiting[text.request_id]
+        self._num_running, self._step_tokens = len(taken), sum(len(text.token_ids) for text in taken)
+        return taken
+
+    def run(self, texts: Sequence[PooledText]) -> list[PooledVector]:
+        """Compute what :meth:`next_pass` took. An error of the pass is the error of each text in it."""
+        try:
+            vectors = self.executor.run([text.token_ids for text in texts], [text.token_types for text in texts])
+        except (MemoryError, RuntimeError) as error:  # no memory, mostly: the next pass may be smaller
+            why = f"the pass with this text failed ({type(error).__name__}: {str(error)[:200]})"
+            vectors, broken = [None] * len(texts), why
+        else:
+            broken = "the model computed numbers that are not finite for this text"
+        self._num_steps += 1
+        self._num_finished += len(texts)
+        self._num_running = 0
+        return [
+            PooledVector(text.request_id, b"", broken)
+            if vector is None
+            else PooledVector(text.request_id, vector.astype("<f4", copy=False).tobytes())
+            for text, vector in zip(texts, vectors, strict=True)
+        ]
+
+    def stats(self) -> EngineStats:
+        """How it is after a pass."""
+        return EngineStats(
+            num_running=self._num_running,
+            num_waiting=len(self._waiting),
+            num_steps=self._num_steps,
+            step_tokens=self._step_tokens,
+            num_finished_sequences=self._num_finished,
+        )

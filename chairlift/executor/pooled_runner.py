@@ -1,0 +1,143 @@
+"""Texts side by side in, one vector of each out: the executor of models for embeddings, scores and classes.
+
+There is no KV cache and no padding: a pass is one flat batch of whole texts. Decoders that the native kernels run write
+K and V of the texts of a pass into scratch memory, which the next pass overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.executor.kv_tensors import plan_kv_cache
+from chairlift.executor.native_kv import NativeKV
+from chairlift.kernels.cpu.library import Pool
+from chairlift.kernels.cpu.program import StepProgram
+from chairlift.kernels.recording import Recorder
+from chairlift.models.context import PackedContext
+from chairlift.models.encoder import Encoder, EncoderBatch
+from chairlift.models.pooled_network import PooledNetwork
+from chairlift.step_batch import StepBatch
+
+__all__ = ["NativePooledRunner", "PooledExecutor", "TorchPooledRunner"]
+
+_BLOCK_SIZE = 16
+_Int32 = npt.NDArray[np.int32]
+
+
+class _Runner(Protocol):
+    calls: Sequence[str]
+
+    def hidden(self, batch: StepBatch, token_types: Tensor | None, kept: npt.NDArray[np.intp] | None) -> Tensor:
+        """Hidden states of the tokens ``kept`` [K, D], or of all [T, D]."""
+
+
+class TorchPooledRunner:
+    """Runs the network in PyTorch, on one device. A text's bits may depend on the others of its pass."""
+
+    calls: Sequence[str] = ()
+
+    def __init__(self, model: PooledNetwork, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+
+    def hidden(self, batch: StepBatch, token_types: Tensor | None, kept: npt.NDArray[np.intp] | None) -> Tensor:
+        """See :class:`PooledExecutor`."""
+        ids, positions = (
+            torch.from_numpy(array.astype(np.int64)).to(self._device) for array in (batch.token_ids, batch.positions)
+        )
+        body, ctx = self._model.model, PackedContext(batch.cu_seqlens.tolist())
+        if isinstance(body, Encoder):
+            both = EncoderBatch()
+            both.begin(batch.cu_seqlens.tolist(), None if token_types is None else token_types.to(self._device))
+            found: Tensor = body(ids, positions, both)
+        else:
+            found = body(ids, positions, ctx)
+        return found if kept is None else found[torch.from_numpy(kept).to(self._device)]
+
+
+class NativePooledRunner:
+    """Runs the network as a step program of the native kernels. A text's bits do not depend on the others."""
+
+    def __init__(
+        self, model: PooledNetwork, dtype: torch.dtype, pool: Pool, *, isa: str, max_tokens: int, max_rows: int
+    ) -> None:
+        body, recorder, spec = model.model, Recorder(dtype), model.kv_cache_spec()
+        self._batch = EncoderBatch()
+        context: Any = self._batch if isinstance(body, Encoder) else recorder
+        hidden: Any = body(recorder.token_ids, recorder.positions, context)
+        layers = []
+        if spec:
+            blocks = max_tokens // _BLOCK_SIZE + max_rows + 1
+            plan = plan_kv_cache(
+                spec, dtype=dtype, block_size=_BLOCK_SIZE, memory_bytes=0, num_blocks=blocks, most_tokens=max_tokens
+            )
+            self._kv = NativeKV(spec, plan)
+            layers = self._kv.layers
+        self.num_groups = len({layer.window for layer in spec})
+        self._program = StepProgram(recorder, hidden, layers, pool, isa=isa, max_tokens=max_tokens)
+        self.calls: Sequence[str] = self._program.plan.calls
+
+    def hidden(self, batch: StepBatch, token_types: Tensor | None, kept: npt.NDArray[np.intp] | None) -> Tensor:
+        """See :class:`PooledExecutor`."""
+        self._batch.begin(batch.cu_seqlens.tolist(), token_types)
+        batch = _with_blocks(batch, self.num_groups)
+        if self.num_groups and kept is not None and np.array_equal(kept, batch.cu_seqlens[1:] - 1):
+            return self._program.run(batch, kept)  # behind the last layer's K and V, these tokens alone
+        hidden = self._program.run(batch)
+        return hidden if kept is None else hidden[torch.from_numpy(kept)]
+
+
+def _with_blocks(batch: StepBatch, num_groups: int) -> StepBatch:
+    """The batch with scratch blocks for each text, one after the other; block 0 belongs to nobody."""
+    counts = -(-batch.seq_lens // _BLOCK_SIZE)
+    first = np.concatenate(([1], 1 + np.cumsum(counts)[:-1]))
+    table = first[:, None] + np.arange(int(counts.max()))
+    slots = np.repeat(first * _BLOCK_SIZE, batch.seq_lens) + batch.positions
+    groups = max(num_groups, 1)
+    batch.block_tables = np.ascontiguousarray(np.broadcast_to(table, (groups, *table.shape)), dtype=np.int32)
+    batch.slot_mapping = np.ascontiguousarray(np.broadcast_to(slots, (groups, len(slots))), dtype=np.int64)
+    return batch
+
+
+class PooledExecutor:
+    """Computes whole texts. ``most_rows`` of them may be in a pass, and ``max_tokens`` tokens."""
+
+    def __init__(self, model: PooledNetwork, runner: _Runner) -> None:
+        self._model = model
+        self._runner = runner
+        self.calls = tuple(runner.calls)
+        """Names of the operations that PyTorch computes between native kernels."""
+
+    @torch.inference_mode()
+    def run(
+        self, token_ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int] | None]
+    ) -> list[npt.NDArray[np.float32] | None]:
+        """One pass: a vector of each text, in their order; None where it is not of finite numbers.
+
+        ``token_types`` are those of each token of a text, or None where all are 0.
+        """
+        lengths = np.array([len(ids) for ids in token_ids], dtype=np.int32)
+        ends = np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32)
+        batch = StepBatch(
+            np.concatenate([np.asarray(ids, dtype=np.int32) for ids in token_ids]),
+            np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+            ends,
+            lengths,
+            np.zeros((1, len(lengths), 1), dtype=np.int32),
+            np.zeros((1, int(ends[-1])), dtype=np.int64),
+        )
+        types = None
+        if any(each is not None for each in token_types):
+            flat = [np.zeros(n) if each is None else each for n, each in zip(lengths, token_types, strict=True)]
+            types = torch.from_numpy(np.concatenate(flat).astype(np.int64))
+        rows = {"LAST": ends[1:] - 1, "CLS": ends[:-1], None: None}[self._model.one_row]
+        hidden = self._runner.hidden(batch, types, None if rows is None else rows.astype(np.intp))
+        vectors = self._model.pool(hidden, ends.tolist())
+        found = [vector.cpu().numpy().copy() for vector in vectors]
+        return [vector if np.isfinite(vector).all() else None for vector in found]

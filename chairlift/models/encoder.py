@@ -1,0 +1,134 @@
+"""The encoder that every supported family of encoders is an instance of: a flat batch, attention to both sides."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from chairlift.kernels import ops
+from chairlift.models.encoder_config import EncoderConfig
+from chairlift.models.layers.linear import Embedding, Linear
+from chairlift.models.layers.norm import LayerNorm
+
+__all__ = ["Encoder", "EncoderBatch"]
+
+
+@dataclasses.dataclass(slots=True)
+class EncoderBatch:
+    """Which tokens of a flat batch belong together. The same object serves every pass: set its fields before each."""
+
+    cu_seqlens: list[int] = dataclasses.field(default_factory=lambda: [0])
+    """[N + 1] offsets of the texts in the flat batch."""
+    token_types: Tensor | None = None
+    """int64 [T]; None: all are 0."""
+    _tables: dict[float, ops.Rotary] = dataclasses.field(default_factory=dict)
+
+    def begin(self, cu_seqlens: list[int], token_types: Tensor | None) -> None:
+        """Another batch."""
+        self.cu_seqlens, self.token_types = cu_seqlens, token_types
+        self._tables.clear()
+
+    def rotation(self, positions: Tensor, theta: float, head_dim: int, dtype: torch.dtype) -> ops.Rotary:
+        """Cosines and sines [T, 1, Dh / 2] of this batch's positions, made once for all layers with this base.
+
+        In float64, because torch rounds a float32 cosine by its place among others.
+        """
+        if theta not in self._tables:
+            steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+            angles = (positions.float()[:, None, None] * (1.0 / theta ** (steps / head_dim))).double()
+            self._tables[theta] = (angles.cos().to(dtype), angles.sin().to(dtype))
+        return self._tables[theta]
+
+
+class _Embeddings(nn.Module):
+    """Token ids, positions and token types -> [T, D], before the norm."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.words = Embedding(config.vocab_size, config.hidden_size)
+        learned, types = config.num_positions, config.num_token_types
+        self.positions = Embedding(learned, config.hidden_size) if learned else None
+        self.types = Embedding(types, config.hidden_size) if types else None
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
+        self.offset, self.width = config.position_offset, config.hidden_size
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
+        def encoder_embeddings(ids: Tensor, places: Tensor) -> Tensor:
+            hidden: Tensor = self.words(ids)
+            if self.types is not None:
+                kinds = torch.zeros_like(ids) if batch.token_types is None else batch.token_types
+                hidden = hidden + self.types(kinds)
+            return hidden if self.positions is None else hidden + self.positions(places + self.offset)
+
+        out: Tensor = self.norm(ops.call_out(encoder_embeddings, token_ids, positions, width=self.width))
+        return out
+
+
+class _Layer(nn.Module):
+    """Attention and an MLP, added to what they read: [T, D] -> [T, D]."""
+
+    def __init__(self, config: EncoderConfig, layer: int) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.qkv = Linear(hidden, 3 * hidden, bias=config.attention_bias)
+        self.out = Linear(hidden, hidden, bias=config.attention_bias)
+        self.up = Linear(hidden, 2 * inner if config.gated else inner, bias=config.mlp_bias)
+        self.down = Linear(inner, hidden, bias=config.mlp_bias)
+        self.pre_norm, self.gated = config.pre_norm, config.gated
+        # ModernBERT's first layer reads what the embeddings' norm gave, and has no other.
+        self.attention_norm = None if config.pre_norm and layer == 0 else _norm(config)
+        self.mlp_norm = _norm(config)
+        self.window = config.layer_windows[layer]
+        self.theta = config.layer_thetas[layer] if config.layer_thetas else None
+        self.head_dim, self.width = config.head_dim, hidden
+
+    def forward(self, x: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
+        if self.pre_norm:
+            normed = x if self.attention_norm is None else self.attention_norm(x)
+            x = x + self.out(self._attend(self.qkv(normed), positions, batch))
+            return x + self._mlp(self.mlp_norm(x))
+        attended = self.out(self._attend(self.qkv(x), positions, batch))
+        x = x + attended if self.attention_norm is None else self.attention_norm(x + attended)
+        out: Tensor = self.mlp_norm(x + self._mlp(x))
+        return out
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        out: Tensor = self.down(ops.gelu_and_mul(inner) if self.gated else ops.gelu(inner))
+        return out
+
+    def _attend(self, qkv: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
+        def encoder_attention(rows: Tensor, places: Tensor) -> Tensor:
+            q, k, v = rows.reshape(len(rows), 3, -1, self.head_dim).unbind(1)
+            if self.theta is not None:
+                rotary = batch.rotation(places, self.theta, self.head_dim, rows.dtype)
+                q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
+            scale = self.head_dim**-0.5
+            return ops.bidirectional_attention(q, k, v, batch.cu_seqlens, scale=scale, window=self.window).flatten(1)
+
+        return ops.call_out(encoder_attention, qkv, positions, width=self.width)
+
+
+def _norm(config: EncoderConfig) -> LayerNorm:
+    return LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
+
+
+class Encoder(nn.Module):
+    """``encoder(token_ids[T], positions[T], batch) -> hidden[T, D]``; positions restart at 0 in each text.
+
+    Ids and positions are int64, hidden states have the model's dtype.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.embeddings = _Embeddings(config)
+        self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(config.num_hidden_layers))
+        self.final_norm = _norm(config) if config.pre_norm else None
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
+        hidden: Tensor = self.embeddings(token_ids, positions, batch)
+        for layer in self.layers:
+            hidden = layer(hidden, positions, batch)
+        return hidden if self.final_norm is None else self.final_norm(hidden)

@@ -1,0 +1,72 @@
+"""How the parameters of networks for embeddings and classes relate to the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Container
+
+from chairlift.models.checkpoint import CheckpointPart, decoder_layout
+from chairlift.models.encoder_config import EncoderConfig
+from chairlift.models.pooled_network import PooledNetwork
+from chairlift.models.pooling import ENCODERS
+from chairlift.models.registry import FAMILIES
+
+__all__ = ["PooledLayout", "pooled_layout"]
+
+_OLD_NAMES = {"weight": "gamma", "bias": "beta"}
+"""Of LayerNorm's parameters in checkpoints made from TensorFlow's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PooledLayout:
+    """What a checkpoint must hold."""
+
+    parts: list[CheckpointPart]
+    ignored: str
+    """Tensors that may be there and are not needed: a regular expression."""
+
+
+def pooled_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayout:
+    """Every tensor the model consists of, by its name among those that are ``stored``.
+
+    Without a head a checkpoint may leave out what the names of its body begin with (``...Model`` classes do).
+    """
+    if isinstance(model.config.network, EncoderConfig):
+        return _encoder_layout(model, stored)
+    network = model.config.network
+    body = [(name, tensor) for name, tensor in model.named_parameters() if not name.startswith("head.")]
+    parts = decoder_layout(body, network)
+    embedding = next(part.name for part in parts if part.parameter == "model.embed_tokens.weight")
+    if embedding not in stored:
+        prefix = embedding.partition(".")[0] + "."
+        parts = [dataclasses.replace(part, name=part.name.removeprefix(prefix)) for part in parts]
+    for name, tensor in model.named_parameters():
+        if name.startswith("head."):
+            parts.append(CheckpointPart("score.weight", name, 0, tuple(tensor.shape)))
+    head = r"^lm_head\.|^embed_out\." if model.head is None else r"^lm_head\."
+    return PooledLayout(parts, f"{FAMILIES[network.model_type].ignored_tensors}|{head}")
+
+
+def _encoder_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayout:
+    family = ENCODERS[model.config.network.model_type]
+    words = f"{family.tensors['embeddings.words'][0]}.weight"
+    prefix = family.prefix if f"{family.prefix}{words}" in stored or words not in stored else ""
+    parts: list[CheckpointPart] = []
+    for parameter, tensor in model.named_parameters():
+        layer, _, attribute = parameter.rpartition(".")
+        if layer.startswith("head."):
+            names: tuple[str, ...] = (family.head_tensors[layer],)
+        else:
+            layer = layer.removeprefix("model.")
+            number = re.search(r"\d+", layer)
+            names = tuple(
+                prefix + name.replace("*", number.group() if number else "")
+                for name in family.tensors[re.sub(r"\.\d+\.", ".*.", layer)]
+            )
+        count = tensor.shape[0] // len(names)
+        for index, name in enumerate(names):
+            whole, old = f"{name}.{attribute}", f"{name}.{_OLD_NAMES.get(attribute, '')}"
+            stored_as = old if whole not in stored and old in stored else whole
+            parts.append(CheckpointPart(stored_as, parameter, index * count, (count, *tensor.shape[1:])))
+    return PooledLayout(parts, family.ignored_tensors)

@@ -1,0 +1,132 @@
+"""A network for embeddings, scores and classes: a decoder or an encoder, and what makes one vector of each text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from chairlift.kernels import ops
+from chairlift.kernels.grouped import GroupKind
+from chairlift.kernels.weights import PLAIN, WeightFormat
+from chairlift.models.causal_lm import Decoder, lay_out_layers, lay_out_rest, quantization_of, weight_bytes_of
+from chairlift.models.context import LayerCache
+from chairlift.models.encoder import Encoder
+from chairlift.models.encoder_config import EncoderConfig
+from chairlift.models.hf_config import ModelConfig
+from chairlift.models.layers.linear import Embedding, Linear, Matrix
+from chairlift.models.layers.norm import LayerNorm
+from chairlift.models.pooling import PooledConfig
+
+__all__ = ["PooledNetwork"]
+
+_SHORTEST = 1e-12
+"""What an embedding's length counts as at least, where it is divided by it."""
+
+
+class _Head(nn.Module):
+    """A classifier over one vector [D] -> logits [L], in float32. One vector at a time: a product of several may
+    round otherwise."""
+
+    def __init__(self, config: PooledConfig) -> None:
+        super().__init__()
+        network, labels = config.network, len(config.labels)
+        self.dense: Linear | None = None
+        self.norm: LayerNorm | None = None
+        self.activation, self.eps = "", 0.0
+        if isinstance(network, EncoderConfig):
+            self.dense = Linear(network.hidden_size, network.hidden_size, bias=network.head_bias)
+            self.activation, self.eps = network.head_activation, network.norm_eps
+            if network.head_norm:
+                self.norm = LayerNorm(network.hidden_size, network.norm_eps, bias=network.norm_bias)
+        self.out = Linear(network.hidden_size, labels, bias=isinstance(network, EncoderConfig))
+
+    def forward(self, vector: Tensor) -> Tensor:
+        x = vector.float()[None]
+        if self.dense is not None:
+            x = _product(self.dense, x)
+            x = torch.tanh(x.double()).float() if self.activation == "tanh" else ops.gelu(x)
+        if self.norm is not None:
+            bias = None if self.norm.bias is None else self.norm.bias.float()
+            x = ops.layer_norm(x, self.norm.weight.float(), bias, self.eps)
+        return _product(self.out, x)[0]
+
+
+def _product(layer: Linear, x: Tensor) -> Tensor:
+    return linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
+
+
+class PooledNetwork(nn.Module):
+    """``body`` makes hidden states of a flat batch; :meth:`pool` makes one vector of those of each text."""
+
+    def __init__(self, config: PooledConfig) -> None:
+        super().__init__()
+        self.config = config
+        network = config.network
+        self.model: Decoder | Encoder = Encoder(network) if isinstance(network, EncoderConfig) else Decoder(network)
+        self.head = _Head(config) if config.labels else None
+
+    @property
+    def one_row(self) -> str | None:
+        """``LAST`` or ``CLS`` where the hidden state of one token of each text is read; None where all are."""
+        return None if self.config.pooling == "MEAN" else self.config.pooling
+
+    def lay_out(
+        self,
+        weight_format: WeightFormat,
+        dtype: torch.dtype,
+        device: torch.device,
+        kinds: Mapping[str, GroupKind] | None = None,
+    ) -> None:
+        """Give every layer memory; see :meth:`~chairlift.models.causal_lm.CausalLM.lay_out`. Classifiers are plain."""
+        for name, layer in self.named_modules():
+            if isinstance(layer, Matrix):
+                layer.shape = layer.shape._replace(kind=(kinds or {}).get(f"{name}.weight"))
+        body: dict[Matrix, WeightFormat] = {
+            each: PLAIN if isinstance(each, Embedding) else weight_format
+            for each in self.model.modules()
+            if isinstance(each, Matrix)
+        }
+        head = [] if self.head is None else [each for each in self.head.modules() if isinstance(each, Matrix)]
+        lay_out_layers({**body, **dict.fromkeys(head, PLAIN)}, dtype, device)
+        lay_out_rest(self, dtype, device)
+
+    def finish_head(self) -> None:
+        """Nothing is tied here."""
+
+    @property
+    def quantization(self) -> str | None:
+        """What weights are rounded to, all kinds joined by ``+``; None where all are of the model's dtype."""
+        return quantization_of(self)
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all weights."""
+        return weight_bytes_of(self, dtype)
+
+    def kv_cache_spec(self) -> list[LayerCache]:
+        """What each layer of a decoder keeps of a text while it is computed; empty for an encoder."""
+        config = self.config.network
+        if not isinstance(config, ModelConfig):
+            return []
+        return [LayerCache(config.num_key_value_heads, config.head_dim, window) for window in config.layer_windows]
+
+    def pool(self, hidden: Tensor, cu_seqlens: Sequence[int]) -> list[Tensor]:
+        """One float32 vector per text: its embedding [D], or what the classifier makes of it [L].
+
+        Text i has rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` of ``hidden`` [T, D]. Where :attr:`one_row` says
+        that one row of each text is read, ``hidden`` is [N, D], these rows alone.
+        """
+        if self.one_row:
+            return [self._finished(vector.float()) for vector in hidden]
+        return [self._finished(hidden[start:end].float().mean(0)) for start, end in pairwise(cu_seqlens)]
+
+    def _finished(self, vector: Tensor) -> Tensor:
+        if self.head is None:
+            return vector / vector.norm().clamp_min(_SHORTEST) if self.config.normalize else vector
+        logits: Tensor = self.head(vector)
+        if self.config.activation == "sigmoid":
+            return torch.sigmoid(logits.double()).float()
+        return logits.softmax(-1) if self.config.activation == "softmax" else logits

@@ -1,0 +1,296 @@
+"""What a model is that turns texts into vectors or scores, read from its files. Needs no torch.
+
+The files are those of Hugging Face (``config.json``) and of sentence-transformers (Reimers and Gurevych, 2019):
+``modules.json`` names the steps behind the network, ``1_Pooling/config.json`` says how the hidden states of a text
+become one vector, ``sentence_bert_config.json`` how long a text may be, ``config_sentence_transformers.json`` which
+prompts the model was trained with. What these files ask for and is not done here is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.errors import ConfigError, ModelLoadError
+from chairlift.gguf.files import is_gguf
+from chairlift.models.bert import BERT
+from chairlift.models.encoder_config import EncoderConfig, EncoderFamily
+from chairlift.models.family import Fields
+from chairlift.models.hf_config import ModelConfig, parse_config, read_dtype, read_json
+from chairlift.models.modernbert import MODERNBERT
+from chairlift.models.registry import FAMILIES
+from chairlift.models.roberta import ROBERTA
+from chairlift.models.xlm_roberta import XLM_ROBERTA
+
+__all__ = ["ENCODERS", "PooledConfig", "parse_encoder", "pools", "read_pooled_config"]
+
+ENCODERS: Final[dict[str, EncoderFamily]] = {
+    family.model_type: family for family in (BERT, MODERNBERT, ROBERTA, XLM_ROBERTA)
+}
+_CLASSIFIES: Final = "ForSequenceClassification"
+_EMBEDS: Final = ("Model", "ForMaskedLM", "ForCausalLM", "LMHeadModel")
+_MODES: Final = {
+    "pooling_mode_cls_token": "CLS",
+    "pooling_mode_lasttoken": "LAST",
+    "pooling_mode_mean_tokens": "MEAN",
+}
+_SHORT_MODES: Final = {"cls": "CLS", "lasttoken": "LAST", "mean": "MEAN"}
+_ACTIVATIONS: Final = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+_PROBLEMS: Final = {
+    "multi_label_classification": "sigmoid",
+    "regression": "identity",
+    "single_label_classification": "softmax",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PooledConfig:
+    """A network, and what becomes of its hidden states."""
+
+    network: ModelConfig | EncoderConfig
+    pooling: str
+    """Which hidden state stands for a text: ``LAST`` (its last token's), ``CLS`` (its first token's) or ``MEAN``."""
+    normalize: bool = True
+    """Whether an embedding is divided by its length."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes; empty for a model that gives embeddings."""
+    activation: str = "softmax"
+    """What a classifier's logits go through: ``softmax``, ``sigmoid`` or ``identity``."""
+    max_seq_length: int | None = None
+    """The longest text in tokens that sentence-transformers lets in; None: as long as the network takes."""
+    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    """Texts to put before a text, by name."""
+    default_prompt: str | None = None
+    """Name of the one that stands before every text, unless another is asked for."""
+    dimensions: tuple[int, ...] | None = None
+    """Sizes that an embedding may be cut to (Matryoshka; Kusupati et al., 2022): empty: any; None: none."""
+    notes: tuple[str, ...] = ()
+    """What a person should know, a line each."""
+
+    @property
+    def task(self) -> str:
+        """``embed`` or ``classify``."""
+        return "classify" if self.labels else "embed"
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest text in tokens that the network takes."""
+        return self.network.max_model_len
+
+
+def pools(path: Path, runner: str = "auto") -> bool:
+    """Whether a model is one for embeddings, scores or classes, by its files and the setting ``runner``.
+
+    Raises ConfigError where the setting asks for what the model cannot be, and ModelLoadError for damaged files.
+    """
+    if is_gguf(path):
+        if runner == "pooling":
+            raise ConfigError("runner is 'pooling', but embeddings from GGUF files are not supported; use safetensors")
+        return False
+    config = path / "config.json"
+    raw = read_json(config) if config.is_file() else {}
+    architectures = raw.get("architectures") or [""]
+    name = str(architectures[0]) if isinstance(architectures, list) else ""
+    only = raw.get("model_type") in ENCODERS
+    if runner == "generate" and (only or name.endswith(_CLASSIFIES)):
+        raise ConfigError(
+            f"runner is 'generate', but {path} is a model for embeddings or classes ({name or raw.get('model_type')});"
+            " use runner 'auto' or 'pooling'"
+        )
+    if runner != "auto":
+        return runner == "pooling"
+    body = name.endswith((_CLASSIFIES, "Model")) and not name.endswith("LMHeadModel")
+    return only or body or _is_sentence(path)
+
+
+def _is_sentence(path: Path) -> bool:
+    return (path / "modules.json").is_file()
+
+
+def read_pooled_config(
+    path: Path, *, pooling_type: str | None = None, normalize: bool | None = None, is_matryoshka: bool | None = None
+) -> PooledConfig:
+    """Read the files of a model directory. ``pooling_type``, ``normalize`` and ``is_matryoshka`` go before them.
+
+    Raises ModelLoadError when a file is missing, damaged or asks for the unsupported, and ConfigError for a setting
+    that does not fit the model.
+    """
+    where = path / "config.json"
+    if not where.is_file():
+        raise ModelLoadError(f"{path} has no config.json; give the directory that holds it")
+    raw = read_json(where)
+    architecture = _architecture(raw, str(where))
+    network: ModelConfig | EncoderConfig
+    if raw.get("model_type") in ENCODERS:
+        network = parse_encoder(raw, where=str(where))
+    else:
+        network = parse_config(raw, where=str(where), pooled=True)
+    fields: dict[str, Any] = {"network": network}
+    if architecture.endswith(_CLASSIFIES):
+        fields |= _classifier(raw, network, str(where))
+    else:
+        fields |= _embedder(path, isinstance(network, EncoderConfig))
+        fields["dimensions"] = _dimensions(raw, network.hidden_size, str(where), is_matryoshka)
+    fields |= _sentence_files(path)
+    if pooling_type is not None:
+        if "labels" in fields and isinstance(network, EncoderConfig) and pooling_type != fields["pooling"]:
+            raise ConfigError(
+                f"pooling_type is {pooling_type!r}, but this classifier reads {fields['pooling']}; leave it out"
+            )
+        fields["pooling"] = pooling_type
+        fields["notes"] = ()
+    if normalize is not None:
+        if "labels" in fields:
+            raise ConfigError("pooling_normalize is for embeddings, and this model is a classifier; leave it out")
+        fields["normalize"] = normalize
+    return PooledConfig(**fields)
+
+
+def _architecture(raw: Mapping[str, Any], where: str) -> str:
+    architectures = raw.get("architectures") or ["Model"]
+    name = str(architectures[0]) if isinstance(architectures, list) else ""
+    if not name.endswith((_CLASSIFIES, *_EMBEDS)):
+        raise ModelLoadError(
+            f"{where}: architectures {architectures!r:.80} is not supported for embeddings; it must end in"
+            f" {', '.join(_EMBEDS)} or {_CLASSIFIES}"
+        )
+    auto_map = raw.get("auto_map")
+    if auto_map and raw.get("model_type") not in FAMILIES and raw.get("model_type") not in ENCODERS:
+        raise ModelLoadError(f"{where}: the model needs code from its own directory (auto_map), which is never run")
+    return name
+
+
+def parse_encoder(raw: Mapping[str, Any], *, where: str = "config") -> EncoderConfig:
+    """Turn the content of an encoder's ``config.json`` into a checked EncoderConfig. Raises ModelLoadError."""
+    family = ENCODERS[str(raw.get("model_type"))]
+    fields = Fields(raw, where, family.defaults, family.keys)
+    hidden, heads = fields.integer("hidden_size", 1, 65_536), fields.integer("num_attention_heads", 1, 1_024)
+    if hidden % heads or hidden // heads % 2:
+        fields.fail(f"hidden_size {hidden} is not an even multiple of num_attention_heads {heads}")
+    activation = fields.get("hidden_act")
+    if activation != "gelu":
+        fields.fail(f"{fields.name('hidden_act')} {activation!r:.40} is not supported, only gelu")
+    for key in ("add_cross_attention", "embedding_size", "quantization_config"):
+        if raw.get(key):
+            fields.fail(f"{key} = {raw[key]!r:.40} is not supported for this family")
+    layers = fields.integer("num_hidden_layers", 1, 1_024)
+    values: dict[str, Any] = {
+        "model_type": family.model_type,
+        "vocab_size": fields.integer("vocab_size", 1, 2**22),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size", 1, 2**20),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "dtype": read_dtype(raw, where),
+    }
+    return EncoderConfig(**values, **family.read(fields, layers))
+
+
+def _classifier(raw: Mapping[str, Any], network: ModelConfig | EncoderConfig, where: str) -> dict[str, Any]:
+    fields = Fields(raw, where)
+    names = fields.get("id2label")
+    if names is None:
+        labels = tuple(f"LABEL_{index}" for index in range(fields.integer("num_labels", 1, 2**16, default=2)))
+    elif isinstance(names, Mapping) and set(names) == {str(index) for index in range(len(names))} and names:
+        labels = tuple(str(names[str(index)]) for index in range(len(names)))
+    else:
+        fields.fail(f"id2label must name classes from 0 on, got {names!r:.80}")
+    activation = "sigmoid" if len(labels) == 1 else "softmax"
+    problem = fields.get("problem_type")
+    if problem is not None:
+        if problem not in _PROBLEMS:
+            fields.fail(f"problem_type must be one of {', '.join(_PROBLEMS)}; got {problem!r:.40}")
+        activation = _PROBLEMS[problem] if len(labels) > 1 or problem == "regression" else "sigmoid"
+    own = fields.get("sentence_transformers")
+    given = own.get("activation_fn") if isinstance(own, Mapping) else None
+    given = fields.get("sbert_ce_default_activation_function") if given is None else given
+    if given is not None:
+        name = str(given).rpartition(".")[2]
+        if name not in _ACTIVATIONS:
+            fields.fail(f"the activation {given!r:.80} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+        activation = _ACTIVATIONS[name]
+    pooling = network.head_pooling if isinstance(network, EncoderConfig) else "LAST"
+    return {"labels": labels, "activation": activation, "pooling": pooling, "normalize": False}
+
+
+def _embedder(path: Path, encoder: bool) -> dict[str, Any]:
+    """By ``modules.json``; where there is none, as vLLM has it for the kind of network."""
+    file = path / "modules.json"
+    if not file.is_file():
+        pooling = "CLS" if encoder else "LAST"
+        note = (
+            f"the model has no modules.json, which says how texts are pooled: pooling_type is {pooling}, and embeddings"
+            " have length 1; set pooling_type and pooling_normalize if it was trained otherwise"
+        )
+        return {"pooling": pooling, "normalize": True, "notes": (note,)}
+    modules = _json_list(file)
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ModelLoadError(
+            f"{file}: the steps {', '.join(kinds) or 'none'} are not supported; supported are Transformer, Pooling and,"
+            " at the end, Normalize"
+        )
+    if modules[0].get("path"):
+        raise ModelLoadError(f"{file}: the network is in {modules[0]['path']!r:.80}; it must be beside modules.json")
+    return {"pooling": _pooling(path, str(modules[1].get("path", ""))), "normalize": kinds[-1] == "Normalize"}
+
+
+def _pooling(path: Path, folder: str) -> str:
+    if not folder.replace("_", "").replace("-", "").isalnum():
+        raise ModelLoadError(f"{path / 'modules.json'}: the folder of Pooling must be a plain name, got {folder!r:.80}")
+    file = path / folder / "config.json"
+    raw = read_json(file)
+    if raw.get("include_prompt") is False:
+        raise ModelLoadError(f"{file}: include_prompt is false, which is not supported")
+    short = raw.get("pooling_mode")
+    if isinstance(short, str):
+        if short not in _SHORT_MODES:
+            raise ModelLoadError(
+                f"{file}: pooling_mode {short!r:.40} is not supported; supported: cls, lasttoken, mean"
+            )
+        return _SHORT_MODES[short]
+    asked = [key for key, value in raw.items() if key.startswith("pooling_mode_") and value]
+    if len(asked) != 1 or asked[0] not in _MODES:
+        raise ModelLoadError(
+            f"{file}: exactly one of {', '.join(_MODES)} must be true, got {', '.join(asked) or 'none'}"
+        )
+    return _MODES[asked[0]]
+
+
+def _sentence_files(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    file = path / "sentence_bert_config.json"
+    if file.is_file():
+        fields = Fields(read_json(file), str(file))
+        found["max_seq_length"] = fields.optional_integer("max_seq_length", 2, 2**24)
+        if fields.boolean("do_lower_case", False):
+            fields.fail("do_lower_case is true, which is not supported")
+    file = path / "config_sentence_transformers.json"
+    if file.is_file():
+        raw = read_json(file)
+        prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
+        if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+            raise ModelLoadError(f"{file}: prompts must be texts by name, got {prompts!r:.80}")
+        if default is not None and default not in prompts:
+            raise ModelLoadError(f"{file}: default_prompt_name {default!r:.80} is not one of the prompts")
+        found |= {"prompts": prompts, "default_prompt": default}
+    return found
+
+
+def _dimensions(raw: Mapping[str, Any], width: int, where: str, asked: bool | None) -> tuple[int, ...] | None:
+    sizes = raw.get("matryoshka_dimensions")
+    if sizes is not None and asked is not False:
+        good = isinstance(sizes, list) and all(type(size) is int and 1 <= size <= width for size in sizes)
+        if not good:
+            raise ModelLoadError(f"{where}: matryoshka_dimensions must be sizes from 1 to {width}, got {sizes!r:.80}")
+        return tuple(sizes)
+    return () if asked or (asked is None and raw.get("is_matryoshka") is True) else None
+
+
+def _json_list(path: Path) -> list[dict[str, Any]]:
+    modules = read_json(path, whole=list)
+    if not all(isinstance(module, dict) for module in modules):
+        raise ModelLoadError(f"{path} must hold a list of objects; download it again")
+    return list(modules)

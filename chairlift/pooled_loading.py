@@ -1,0 +1,154 @@
+"""From settings to an executor for embeddings, scores and classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Final
+
+from chairlift.config import EngineConfig
+from chairlift.engine.info import EngineInfo, PoolingInfo
+from chairlift.engine.pooling_core import PoolingCore
+from chairlift.errors import ConfigError
+from chairlift.loading import Progress, device_name, find_device, fingerprint, model_directory, threads_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from chairlift.models.pooling import PooledConfig
+
+__all__ = ["LoadedPooling", "is_pooling", "load_pooling"]
+
+_OF_GENERATION: Final = (
+    *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization"),
+    *("enable_prefix_caching", "prefix_offload", "swap_space_bytes", "swap_directory", "cuda_graphs", "seed"),
+    *("generation_config", "prefill_mode", "preemption_mode", "batching", "batch_wait_ms", "preferred_batch_sizes"),
+    *("policy_share", "num_lookahead_steps", "admission_watermark", "governor", "governor_ttft_ms", "governor_tpot_ms"),
+    *("scheduling_policy", "service_classes", "tenant_weights", "ageing_seconds", "late_requests"),
+)
+"""Settings of the KV cache, the scheduler and sampling."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPooling:
+    """A model in memory, and what to know about it."""
+
+    core: PoolingCore
+    info: EngineInfo
+
+
+def is_pooling(config: EngineConfig) -> bool:
+    """Whether the settings name a model for embeddings, scores or classes. Raises ConfigError and ModelLoadError."""
+    from chairlift.models.hashlm_served import parse_hashlm
+
+    if parse_hashlm(config.model.model) is not None:
+        if config.model.runner == "pooling":
+            raise ConfigError("runner is 'pooling', but HashLM only generates; leave runner out")
+        return False
+    from chairlift.models.pooling import pools
+
+    return pools(model_directory(config), config.model.runner)
+
+
+def load_pooling(config: EngineConfig, progress: Progress | None = None) -> LoadedPooling:
+    """Load the weights. Raises ConfigError and ModelLoadError."""
+    from chairlift.executor.select import choose_dtype, choose_format, choose_pooled_kernels, make_pooled_executor
+    from chairlift.models.loader import load_pooled
+    from chairlift.models.pooling import read_pooled_config
+
+    settings, scheduler = config.model, config.scheduler
+    model_dir = model_directory(config)
+    pooled = read_pooled_config(
+        model_dir,
+        pooling_type=settings.pooling_type,
+        normalize=settings.pooling_normalize,
+        is_matryoshka=settings.is_matryoshka,
+    )
+    network = pooled.network
+    device = find_device(settings.device)
+    dtype = choose_dtype(network, settings.dtype, device)
+    kernels = choose_pooled_kernels(config, network, dtype, device)
+    weight_format = choose_format(kernels, settings.quantization)
+    model = load_pooled(model_dir, pooled, dtype, device, progress, weight_format=weight_format)
+    most = max(scheduler.max_num_batched_tokens, _max_model_len(settings.max_model_len, pooled))
+    try:
+        executor = make_pooled_executor(model, config, dtype, device, kernels, most)
+    except MemoryError:
+        message = f"no memory for passes of {most:,} tokens (max_num_batched_tokens, max_model_len); lower them"
+        raise ConfigError(message) from None
+    info = _engine_info(config, pooled, model_dir, str(dtype).removeprefix("torch."), kernels)
+    info = dataclasses.replace(
+        info,
+        quantization=model.quantization,
+        weight_bytes=model.weight_bytes(dtype),
+        device=device_name(device),
+        deterministic=kernels != "torch" and set(executor.calls) <= _INVARIANT,
+    )
+    core = PoolingCore(executor, max_tokens=scheduler.max_num_batched_tokens, max_seqs=scheduler.max_num_seqs)
+    return LoadedPooling(core=core, info=info)
+
+
+_INVARIANT: Final = {"encoder_embeddings of token_ids", "encoder_attention", "layer_norm", "gelu", "gelu_and_mul"}
+"""Operations of PyTorch whose rows do not depend on the others: an encoder's attention is a call for each text."""
+
+
+def _max_model_len(asked: int | None, pooled: PooledConfig) -> int:
+    if asked is not None and asked > pooled.max_model_len:
+        raise ConfigError(f"max_model_len is {asked}, but the model was made for {pooled.max_model_len}; lower it")
+    return asked or min(pooled.max_seq_length or pooled.max_model_len, pooled.max_model_len)
+
+
+def _engine_info(config: EngineConfig, pooled: PooledConfig, model_dir: Path, dtype: str, kernels: str) -> EngineInfo:
+    settings, scheduler = config.model, config.scheduler
+    max_model_len = _max_model_len(settings.max_model_len, pooled)
+    how = (dtype, kernels, pooled.pooling, str(pooled.normalize), str(settings.quantization))
+    return EngineInfo(
+        model=settings.model,
+        model_dir=str(model_dir),
+        vocab_size=pooled.network.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=(),
+        capacity_tokens=max_model_len,
+        pool_tokens=0,
+        block_size=1,
+        num_blocks=0,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        dtype=dtype,
+        device="",
+        kernels=kernels,
+        threads=threads_of(config, kernels),
+        memory_plan="no KV cache: every text is computed whole, in one pass",
+        held=False,
+        deterministic=False,
+        fingerprint=fingerprint(str(model_dir), settings.model, *how),
+        notes=_notes(config, pooled),
+        pooling=_info(pooled),
+    )
+
+
+def _info(pooled: PooledConfig) -> PoolingInfo:
+    return PoolingInfo(
+        task=pooled.task,
+        pooling_type=pooled.pooling,
+        normalize=pooled.normalize,
+        width=pooled.network.hidden_size,
+        dimensions=pooled.dimensions,
+        labels=pooled.labels,
+        prompts=dict(pooled.prompts),
+        default_prompt=pooled.default_prompt,
+        token_types=getattr(pooled.network, "num_token_types", 0) > 1,
+    )
+
+
+def _notes(config: EngineConfig, pooled: PooledConfig) -> tuple[str, ...]:
+    """What a person should know, a line each."""
+    idle = [name for name in _OF_GENERATION if name in config.to_flat()]
+    without = f"{', '.join(idle)} have no effect: a model for embeddings or classes has no KV cache and draws no tokens"
+    notes = [*pooled.notes, *([without] if idle else [])]
+    longest = _max_model_len(config.model.max_model_len, pooled)
+    if longest > config.scheduler.max_num_batched_tokens:
+        notes.append(
+            f"texts of more than {config.scheduler.max_num_batched_tokens:,} tokens (max_num_batched_tokens), and up to"
+            f" {longest:,} (max_model_len), have a pass of their own"
+        )
+    return tuple(notes)
