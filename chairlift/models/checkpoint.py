@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
@@ -69,18 +68,23 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
 
     A tied output head is no tensor of its own. The model may live on the meta device.
     """
-    return decoder_layout(model.named_parameters(), model.config)
+    return decoder_layout(model, model.config)
 
 
-def decoder_layout(parameters: Iterable[tuple[str, Tensor]], config: ModelConfig) -> list[CheckpointPart]:
-    """The tensors of these parameters of a decoder, in their order."""
+def decoder_layout(model: nn.Module, config: ModelConfig, left_out: str = "") -> list[CheckpointPart]:
+    """The tensors of a module that holds a decoder as :class:`CausalLM` does, in the order of its parameters.
+
+    Parameters whose names begin with ``left_out`` are no part of the decoder.
+    """
     family = FAMILIES[config.model_type]
     width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     order = _head_order(config)
     by_head = _by_head(order or tuple(range(config.head_dim)), config.num_attention_heads)
     turned = {"qkv_proj": width + kv_width, "q_norm": width, "k_norm": kv_width} if order else {}
     parts: list[CheckpointPart] = []
-    for parameter, tensor in parameters:
+    for parameter, tensor in model.named_parameters():
+        if left_out and parameter.startswith(left_out):
+            continue
         layer, _, attribute = parameter.rpartition(".")
         kind, last = re.sub(r"\.\d+\.", ".*.", layer), layer.rpartition(".")[2]
         number = re.search(r"\d+", layer)

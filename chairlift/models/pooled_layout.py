@@ -35,8 +35,7 @@ def pooled_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayout:
     if isinstance(model.config.network, EncoderConfig):
         return _encoder_layout(model, stored)
     network = model.config.network
-    body = [(name, tensor) for name, tensor in model.named_parameters() if not name.startswith("head.")]
-    parts = decoder_layout(body, network)
+    parts = decoder_layout(model, network, left_out="head.")
     embedding = next(part.name for part in parts if part.parameter == "model.embed_tokens.weight")
     if embedding not in stored:
         prefix = embedding.partition(".")[0] + "."
