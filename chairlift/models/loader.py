@@ -43,6 +43,7 @@ __all__ = [
     "check_weights",
     "load_model",
     "open_checkpoint",
+    "open_tensors",
     "replace_weights",
     "resolve_dtype",
     "resolve_model_dir",
@@ -128,7 +129,7 @@ def load_model(
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, config, stack)
+        tensors = open_tensors(model_dir, config, stack)
         parts = _checked_parts(tensors, model, model_dir)
         model.lay_out(weight_format, torch_dtype, device, _kinds(tensors, parts))
         report = progress or _tell_nobody
@@ -142,7 +143,7 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, config, stack)
+        tensors = open_tensors(model_dir, config, stack)
         parts = _checked_parts(tensors, model, model_dir)
         _check_finite(tensors, parts, dtype, model_dir, _tell_nobody)
 
@@ -189,7 +190,7 @@ def open_checkpoint(model_dir: Path, config: ModelConfig) -> Iterator[Checkpoint
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, config, stack)
+        tensors = open_tensors(model_dir, config, stack)
         parts = checkpoint_layout(model)
         stored = dict(zip(parts, _checked_parts(tensors, model, model_dir), strict=True))
         yield Checkpoint(model, parts, tensors, stored)
@@ -223,7 +224,7 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
                 where = find_gguf(where) or where
                 if not where.is_dir() and not is_gguf(where):
                     raise ModelLoadError(f"{str(source)!r} is not a directory; give one that holds *.safetensors")
-                tensors = _open_tensors(where, model.config, stack)
+                tensors = open_tensors(where, model.config, stack)
             except OSError as error:
                 message = f"cannot read {str(source)!r} ({error.strerror}); give a directory that this process may read"
                 raise ModelLoadError(message) from None
@@ -408,10 +409,10 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRo
     return tensor
 
 
-def _open_tensors(model_dir: Path, config: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
+def open_tensors(model_dir: Path, config: ModelConfig | None, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it, or to rows that are made
-    from several tensors of such files."""
-    if is_gguf(model_dir):
+    from several tensors of such files. ``config`` is needed for a GGUF file."""
+    if config is not None and is_gguf(model_dir):
         return dict(gguf_tensors(GGUFModel(model_dir), config))
     return with_whole_weights(_open_files(model_dir, stack), model_dir)
 
