@@ -108,8 +108,8 @@ class PagedContext:
                 seen = slice(row.skip, row.skip + row.num_keys)
                 keys, values = (cache[row.block_ids].flatten(0, 1)[seen] for cache in (key_cache, value_cache))
                 queries = q[row.start : row.start + row.num_queries]
-                extras = {"softcap": softcap, "sinks": sinks}
-                outputs.append(scored_attention(queries, keys, values, scale=scale, window=window, **extras))
+                out = scored_attention(queries, keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks)
+                outputs.append(out)
             return torch.cat(outputs)
         return ops.paged_attention(q, key_cache, value_cache, plan, scale=scale, window=window)
 

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from chairlift.errors import ModelLoadError
 from chairlift.models.family import MAX_CONTEXT, Family, Fields
@@ -108,6 +108,9 @@ _FOREIGN_FACTORS = (
 class ModelConfig:
     """What a network looks like. Names are Hugging Face's; the last group spells out what they leave to the class."""
 
+    model_impl: ClassVar[str] = "native"
+    """Whose code computes it."""
+
     model_type: str
     vocab_size: int
     hidden_size: int
@@ -179,6 +182,12 @@ class ModelConfig:
         rotated = self.rope_layers or (True,) * self.num_hidden_layers
         ropes = (self.rope if window is None else self.window_rope or self.rope for window in self.layer_windows)
         return tuple(rope if turned else None for rope, turned in zip(ropes, rotated, strict=True))
+
+    @property
+    def step_numbers(self) -> int:
+        """Numbers per token that are alive at once in the widest layer."""
+        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        return heads + 3 * self.intermediate_size + 4 * self.hidden_size
 
     @property
     def rotates_apart(self) -> bool:

@@ -31,6 +31,7 @@ from chairlift.kernels.grouped import GroupedRows, GroupKind
 from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.gguf_tensors import gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_json
 from chairlift.models.layers.linear import Matrix
@@ -97,7 +98,7 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
     return Path(snapshot)
 
 
-def resolve_dtype(config: ModelConfig, dtype: str | torch.dtype) -> torch.dtype:
+def resolve_dtype(config: ModelConfig | TransformersConfig, dtype: str | torch.dtype) -> torch.dtype:
     """The torch dtype for ``"auto"`` (the config's, else float32), a name, or a dtype."""
     if isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")

@@ -67,8 +67,39 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 1,
 }
 """By name; each family takes those that it has."""
-_OWN: dict[str, dict[str, Any]] = {}
+_OWN: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 128,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 128,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 9},
+    "longcat_flash": {"moe_topk": 2, "zero_expert_num": 2, "num_layers": 2},
+    "modernbert-decoder": {"pad_token_id": 0},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "opt": {"word_embed_proj_dim": 64},
+}
 """What the rest of a family needs."""
+
+
+def _takes(config: Any, name: str) -> bool:
+    """Whether a field of that name can be set."""
+    if isinstance(getattr(type(config), name, None), property) and name not in type(config).attribute_map:
+        return False
+    return name in type(config).attribute_map or name in vars(config) or name in type(config).__dataclass_fields__
 
 
 def tiny_transformers_model(directory: Path, model_type: str, *, seed: int = 0, std: float = 0.25, **more: Any) -> Path:
@@ -77,9 +108,9 @@ def tiny_transformers_model(directory: Path, model_type: str, *, seed: int = 0, 
     Matrices and biases have standard deviation ``std``, norms lie around 1. ``more`` are fields of the family's config.
     """
     known = CONFIG_MAPPING[model_type]()
-    fields = {name: value for name, value in _SIZES.items() if hasattr(known, name)}
-    if hasattr(known, "qk_rope_head_dim"):
-        fields["head_dim"] = fields["qk_rope_head_dim"]
+    fields = {name: value for name, value in _SIZES.items() if _takes(known, name)}
+    if "qk_rope_head_dim" in fields:
+        fields |= {"head_dim": fields["qk_rope_head_dim"], "num_key_value_heads": 4}
     if getattr(known, "layer_types", None) is not None:
         kinds = list(dict.fromkeys(known.layer_types))
         fields["layer_types"] = [kinds[i % len(kinds)] for i in range(4)]

@@ -9,14 +9,14 @@ import dataclasses
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from chairlift.errors import ModelLoadError
 from chairlift.models.fallback.families import ALLOWED, refusal
 from chairlift.models.family import MAX_CONTEXT, Fields
 from chairlift.models.hf_config import common_fields, generation_notes, read_hf_files
 
-__all__ = ["TransformersConfig", "read_transformers_config"]
+__all__ = ["TransformersConfig", "hf_config", "read_transformers_config"]
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
@@ -28,6 +28,7 @@ _FLAGS: Final = {
 }
 """Keys, the value that is served, and what another value means."""
 _LEAST_CONTEXT: Final = 32
+_QUIET: Final = {"return_dict": True, "use_cache": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class TransformersConfig:
     """What Chairlift knows of a network that transformers computes. Names are those of
     :class:`~chairlift.models.hf_config.ModelConfig`."""
 
+    model_impl: ClassVar[str] = "transformers"
     model_type: str
     architecture: str
     """The class in transformers."""
@@ -51,6 +53,11 @@ class TransformersConfig:
     generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     stretched: str = ""
     """The kind of rotation that would change with the longest text of a batch, were longer texts served."""
+
+    @property
+    def step_numbers(self) -> int:
+        """Numbers per token that are alive at once in the widest layer, guessed: transformers keeps more than we do."""
+        return 64 * self.hidden_size
 
     def notes(self, with_generation_config: bool = True) -> list[str]:
         """Where answers differ from those of transformers for what the model's files say, a line each."""
@@ -76,11 +83,15 @@ def read_transformers_config(model_dir: Path) -> TransformersConfig:
         raise ModelLoadError(f"{where}: {refusal(model_type)}")
     architecture = _architecture(model_type, where)
     _check_code(raw, architecture, where)
-    raw = {key: value for key, value in raw.items() if key not in ("quantization_config", "compression_config", "auto_map")}
+    raw = {
+        key: value for key, value in raw.items() if key not in ("quantization_config", "compression_config", "auto_map")
+    }
     config = _parse(model_type, raw, where)
     for key, (served, meaning) in _FLAGS.items():
         if getattr(config, key, None) not in (None, served):
-            raise ModelLoadError(f"{where}: {key} is {getattr(config, key)!r}: the model {meaning}; use one that is not")
+            raise ModelLoadError(
+                f"{where}: {key} is {getattr(config, key)!r}: the model {meaning}; use one that is not"
+            )
     _check_layer_types(config, where)
     fields = Fields({key: getattr(config, key, None) for key in (*_CONTEXT_KEYS, *_SIZES)}, where)
     context, stretched = _context(config, fields)
@@ -130,23 +141,26 @@ def _check_code(raw: Mapping[str, Any], architecture: str, where: str) -> None:
         )
     named = raw.get("architectures") or [architecture]
     if not isinstance(named, list) or architecture.lower() not in {str(each).lower() for each in named}:
-        raise ModelLoadError(
-            f"{where}: architectures {named!r:.80} has no {architecture}; use a text-generation model"
-        )
+        raise ModelLoadError(f"{where}: architectures {named!r:.80} has no {architecture}; use a text-generation model")
+
+
+def hf_config(config: TransformersConfig) -> Any:
+    """transformers' own configuration of the network."""
+    return _parse(config.model_type, config.raw, config.model_type)
 
 
 def _parse(model_type: str, raw: Mapping[str, Any], where: str) -> Any:
-    """transformers' own configuration, with nothing asked for but the last hidden states."""
+    """The same, with nothing asked for but the last hidden states."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    quiet = {"output_attentions": False, "output_hidden_states": False, "return_dict": True, "use_cache": False}
     try:
-        config = CONFIG_MAPPING[model_type].from_dict({**raw, **quiet})
+        config = CONFIG_MAPPING[model_type].from_dict({**raw, **_QUIET})
     except Exception as error:  # of huggingface_hub's validation, or whatever a class makes of a foreign value
         reason = " ".join(str(error).split())[:300]
         raise ModelLoadError(f"{where}: transformers does not accept it ({type(error).__name__}: {reason})") from None
-    if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False
+    for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            setattr(config, name, False)
     return config
 
 

@@ -22,13 +22,13 @@ from torch import Tensor
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.cpu.packing import by_slices
 from chairlift.kernels.grouped import dequantized
-from chairlift.models.fallback.config import TransformersConfig
+from chairlift.models.fallback.config import TransformersConfig, hf_config
 from chairlift.models.fallback.model import ATTENTION, TransformersLM, register_attention
 from chairlift.models.fallback.probe import Comparison, compare_with_eager, probe_layers
 from chairlift.models.loader import open_tensors
 from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
 
-__all__ = ["check_stored_weights", "load_transformers_model"]
+__all__ = ["check_stored_weights", "count_parameters", "load_transformers_model"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class _Stored:
         if mapped.dtype not in _DTYPES:
             raise ModelLoadError(
                 f"tensor {self.name} is stored as {str(mapped.dtype).removeprefix('torch.')}, and quantization_config"
-                " in config.json does not say how to read it (docs/quantization.md lists what is read); use the original"
-                " model in bfloat16, float16 or float32"
+                " in config.json does not say how to read it (docs/quantization.md lists what is read); use the"
+                " original model in bfloat16, float16 or float32"
             )
         target = torch.empty(mapped.shape, dtype=mapped.dtype)  # not the model's: some are kept in float32
         if mapped.dim():
@@ -114,11 +114,14 @@ def _describe(where: str, found: Comparison) -> str:
 
 
 def _build(
-    model_dir: Path, config: TransformersConfig, dtype: torch.dtype, tensors: Mapping[str, Any], progress: Progress | None
+    model_dir: Path,
+    config: TransformersConfig,
+    dtype: torch.dtype,
+    tensors: Mapping[str, Any],
+    progress: Progress | None,
 ) -> Any:
     """transformers' model in memory, every parameter from the checkpoint."""
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     register_attention()
     done, lock = 0, threading.Lock()
@@ -131,19 +134,24 @@ def _build(
             if progress is not None:
                 progress("loading weights", done / total)
 
-    quiet = {"output_attentions": False, "output_hidden_states": False, "return_dict": True, "use_cache": False}
-    hf_config = CONFIG_MAPPING[config.model_type].from_dict({**config.raw, **quiet})
     stored = {name: _Stored(name, source, dtype, report) for name, source in tensors.items()}
-    with _no_progress_bars():
-        hf, info = getattr(transformers, config.architecture).from_pretrained(
-            None,
-            config=hf_config,
-            state_dict=stored,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+    try:
+        with _quiet():
+            hf, info = getattr(transformers, config.architecture).from_pretrained(
+                None,
+                config=hf_config(config),
+                state_dict=stored,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are reported, and refused below
+                output_loading_info=True,
+            )
+    except (RuntimeError, ValueError) as error:  # it could not make its parameters of the tensors, or memory for them
+        if isinstance(error, (ModelLoadError, torch.OutOfMemoryError)):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"{model_dir}: transformers cannot load the weights ({reason})") from None
     problems = {
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(info["unexpected_keys"]),
@@ -158,25 +166,37 @@ def _build(
     return hf
 
 
+def count_parameters(config: TransformersConfig) -> int:
+    """Parameters of the model; a tied head counts once."""
+    import transformers
+
+    with torch.device("meta"):
+        hf = getattr(transformers, config.architecture)(hf_config(config))
+    return sum(parameter.numel() for parameter in hf.parameters())
+
+
 def _numel(name: str, source: Any) -> int:
     shape = source.get_shape() if isinstance(source, StoredRows) else source.get_slice(name).get_shape()
     return int(torch.Size(shape).numel())
 
 
 @contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
+    """Without transformers' own bars and reports: what it finds is in our errors."""
     from transformers.utils import logging as hf_logging
 
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
+    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
+        hf_logging.set_verbosity(level)
         if shown:
-            hf_logging.enable_progress_bar()
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def check_stored_weights(model_dir: Path, config: TransformersConfig, dtype: torch.dtype) -> None:
+def check_stored_weights(model_dir: Path, dtype: torch.dtype) -> None:
     """Read all tensors of a directory. Raises :class:`~chairlift.errors.ModelLoadError` unless every number is finite,
     also once it is rounded to ``dtype``."""
     with contextlib.ExitStack() as stack:

@@ -20,7 +20,7 @@ from chairlift.errors import InvariantError, ModelLoadError
 from chairlift.models.context import LayerCache, PagedContext
 from chairlift.models.fallback.config import TransformersConfig
 
-__all__ = ["ATTENTION", "Call", "TransformersLM", "attending", "register_attention", "use_attention"]
+__all__ = ["ATTENTION", "Call", "TransformersLM", "attending", "body_of", "register_attention", "use_attention"]
 
 ATTENTION: Final = "chairlift"
 """The name of our attention in transformers."""
@@ -140,6 +140,11 @@ class _Step:
         )
 
 
+def body_of(hf: Any) -> Any:
+    """What computes the hidden states that the output head reads."""
+    return getattr(hf.base_model, "decoder", hf.base_model)
+
+
 class TransformersLM(nn.Module):
     """``model(token_ids[T], positions[T], ctx) -> hidden[T, D]`` and ``compute_logits(hidden[R, D]) -> [R, V]``.
 
@@ -153,7 +158,7 @@ class TransformersLM(nn.Module):
         self.config = config
         self.hf = hf
         self.layers = layers
-        self._body = hf.base_model
+        self._body = body_of(hf)
         self._output_type: Any = None
         forward = self._body.forward
 

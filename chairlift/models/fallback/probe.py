@@ -31,10 +31,11 @@ _LENGTHS: Final = (23, 11)
 _STEPS: Final = (((0, 11), (0, 8)), ((11, 21), (8, 9)), ((21, 22), (9, 10)), ((22, 23), (10, 11)))
 """Per step, which tokens of each request are in the flat batch: a chunk and a prompt, a chunk and a decode, decodes."""
 _BLOCK: Final = 4
-_FLOORS: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+_FLOORS: Final = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 """Differences of logits that are rounding in any model, as a share of their spread."""
-_AMPLIFIED: Final = 8.0
-"""How many times what one rounding of the embeddings does to logits is still rounding: there are some in each layer."""
+_AMPLIFIED: Final = 4.0
+"""How many times what one rounding of the embeddings does to logits is still rounding. Tiny random models of many
+families came to 0.3 to 1.2; a mixture of experts that chooses others for some tokens may come to more."""
 
 
 _MORE: Final = "is more than causal"
@@ -64,7 +65,7 @@ class _Probe:
             raise ModelLoadError(f"layer {call.layer} attends where layer {len(self.calls)} should")
         mask = call.mask
         if mask is None or mask.data_ptr() not in self._masks or mask.shape[-2:] != (len(call.q),) * 2:
-            raise ModelLoadError(f"layer {call.layer} attends with a mask that transformers' own functions did not make")
+            raise ModelLoadError(f"layer {call.layer} attends with a mask that is not transformers' own")
         window = self._masks[mask.data_ptr()][1]
         if isinstance(window, str):
             raise ModelLoadError(f"the mask of layer {call.layer} {window}")
@@ -120,7 +121,7 @@ def probe_layers(hf: Any, network_positions: int) -> list[LayerCache]:
     try:
         ids = torch.arange(_NUM_PROBED, device=hf.device)[None]
         with torch.inference_mode(), ours.attending(probe):
-            hf.base_model(input_ids=ids, position_ids=ids.clone(), use_cache=False)
+            ours.body_of(hf)(input_ids=ids, position_ids=ids.clone(), use_cache=False)
     finally:
         AttentionMaskInterface._global_mapping.pop(_PROBE, None)
         use_attention(hf, ATTENTION)
@@ -139,7 +140,8 @@ class Comparison:
     """How far our flat batches are from transformers' eager attention."""
 
     difference: float
-    """The largest over all tokens, as a share of the spread of their logits."""
+    """The mean over the tokens of the first step, or over those of later ones if that is larger, as a share of the
+    spread of their logits."""
     tolerance: float
     """What rounding explains."""
     seconds: float
@@ -161,13 +163,16 @@ def compare_with_eager(model: TransformersLM) -> Comparison:
     finally:
         use_attention(hf, ATTENTION)
     found = _paged(model, ids)
-    difference = noise = 0.0
+    firsts, laters, noises = [], [], []
     for row, length in enumerate(_LENGTHS):
-        reference = expected[row, :length].float()
+        reference, first = expected[row, :length].float(), _STEPS[0][row][1]
         spread = reference.std(-1).clamp_min(1e-30)
-        difference = max(difference, _furthest(found[row].float() - reference, spread))
-        noise = max(noise, _furthest(shaken[row, :length].float() - reference, spread))
-    tolerance = max(_FLOORS[model.dtype], _AMPLIFIED * noise)
+        away, noise = (_distance(each.float() - reference, spread) for each in (found[row], shaken[row, :length]))
+        firsts.append(away[:first])
+        laters.append(away[first:])
+        noises.append(noise)
+    difference = float(torch.stack([torch.cat(firsts).mean(), torch.cat(laters).mean()]).max())  # NaN is the largest
+    tolerance = max(_FLOORS[model.dtype], _AMPLIFIED * float(torch.cat(noises).mean()))
     if not difference <= tolerance:
         raise ModelLoadError(
             f"the model was compared with transformers' eager attention, and logits differ by {difference:.2g} of their"
@@ -183,9 +188,9 @@ def _version() -> str:
     return str(transformers.__version__)
 
 
-def _furthest(difference: Tensor, spread: Tensor) -> float:
-    """Of all tokens, the largest root mean square over the vocabulary, in shares of the token's spread. NaN is NaN."""
-    return float((difference.square().mean(-1).sqrt() / spread).max())
+def _distance(difference: Tensor, spread: Tensor) -> Tensor:
+    """Of each token, the root mean square over the vocabulary, in shares of the token's spread."""
+    return difference.square().mean(-1).sqrt() / spread
 
 
 def _eager(hf: Any, ids: Tensor) -> Tensor:
@@ -235,6 +240,6 @@ def _paged(model: TransformersLM, ids: Tensor) -> list[Tensor]:
         )
         tokens = torch.cat([ids[row, place] for row, place in enumerate(places)])
         out = model.compute_logits(model(tokens, torch.cat(places), ctx))
-        for row, part in enumerate(out.split(counts)):
+        for row, part in enumerate(torch.split(out, counts)):
             logits[row].append(part)
     return [torch.cat(parts) for parts in logits]
