@@ -29,6 +29,7 @@ from tests.models.paged import PagedRunner
 from tests.models.test_families import close, prompt
 from tests.models.tiny import hf_logits, hf_model
 from tests.models.tiny_transformers import tiny_transformers_model
+from tools import model_table
 
 SWEPT = ("gemma2", "gpt_oss", "qwen2_moe")
 """Caps, sinks, and a window that is in the mask only."""
@@ -104,9 +105,8 @@ def test_answers_of_variants_equal_transformers(variant: str, tmp_path: Path) ->
 def test_preemption_and_prefixes_were_part_of_it(tmp_path: Path) -> None:
     """The settings of check_answers do what its docstring says."""
     llm = check_answers(tiny_transformers_model(tmp_path, "llama"))
-    stats = llm.engine.stats()
-    assert stats.num_preemptions > 0
-    assert stats.prefix_cache_hits > 0
+    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.core.stats().prefix_cache_hits > 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "llama"])
@@ -388,3 +388,8 @@ def test_numbers_that_are_not_finite_are_found(tmp_path: Path) -> None:
 def test_native_comes_first() -> None:
     """What the registry knows is served natively by ``auto``, though transformers could."""
     assert len(FAMILIES.keys() & ALLOWED) > 20
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = model_table.PAGE.read_text()
+    assert model_table.with_table(page) == page, "run tools/model_table.py"
