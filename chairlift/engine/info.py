@@ -15,8 +15,8 @@ __all__ = ["EngineInfo", "check_update", "describe_impl"]
 _IMPLS: Final = {
     "native": "native: Chairlift's own code for this family",
     "transformers": (
-        "transformers: PyTorch runs its layers between our attention; expect about SLOWER times the time of a native"
-        " family"
+        "transformers: PyTorch runs the layers between our attention; expect about 2 times the time of native layers in"
+        " float32, and 3 to 10 times in bfloat16"
     ),
 }
 
