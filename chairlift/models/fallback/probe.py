@@ -151,8 +151,8 @@ class Comparison:
 def compare_with_eager(model: TransformersLM) -> Comparison:
     """Run two short requests whole by transformers' eager attention, and in four flat batches with paged KV.
 
-    One of them is in chunks, and decodes stand beside chunks. Costs as much as a prompt of about 100 tokens, in six passes, and no
-    second copy of the weights. Raises ModelLoadError where the difference is not rounding.
+    One of them is in chunks, and decodes stand beside chunks. Costs as much as a prompt of about 100 tokens, in six
+    passes, and no second copy of the weights. Raises ModelLoadError where the difference is not rounding.
     """
     start, hf = time.monotonic(), model.hf
     vocab, device = model.config.vocab_size, hf.device
