@@ -37,6 +37,7 @@ BUNDLED_MODEL = "bundled"
 
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "model_impl": ("auto", "native", "transformers"),
     "runner": ("auto", "generate", "pooling"),
     "pooling_type": ("LAST", "CLS", "MEAN"),
     "kernels": ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton"),
@@ -111,6 +112,10 @@ class ModelConfig:
     """cpu or cuda (cuda:0, ...)."""
     threads: int | None = None
     """CPU threads. None: all the processors this process may use."""
+    model_impl: str = "auto"
+    """Whose code the layers are: native (Chairlift's own), transformers (the class in transformers, run by PyTorch
+    around our attention, several times slower: docs/models.md), or auto: native where there is one, else transformers
+    where the family has been seen right."""
     kernels: str = "auto"
     """Who computes: auto picks the best this processor or GPU has; a name forces that path (triton: on a GPU); torch is
     the reference."""

@@ -20,6 +20,9 @@ from chairlift.version import __version__
 if TYPE_CHECKING:
     import torch
 
+    from chairlift.models.causal_lm import CausalLM
+    from chairlift.models.fallback.config import TransformersConfig
+    from chairlift.models.fallback.model import TransformersLM
     from chairlift.models.hf_config import ModelConfig
 
 __all__ = [
@@ -59,6 +62,8 @@ class LoadedExecutor:
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """See :attr:`EngineInfo.notes`."""
+    model_impl: str = "native"
+    """See :attr:`EngineInfo.model_impl`."""
     calls: tuple[str, ...] = ()
     """Names of the operations that the kernels lack, and PyTorch computes between them."""
     block_bytes: int = 0
@@ -76,6 +81,7 @@ class LoadedExecutor:
         how = ["batch_invariant"] if self.kernels == "triton" and config.model.batch_invariant else []
         how += [self.quantization] if self.quantization else []
         how += [f"kv {self.kv_cache_dtype}"] if self.kv_cache_dtype else []
+        how += [] if self.model_impl == "native" else [self.model_impl]
         return EngineInfo(
             model=config.model.model,
             model_dir=self.model_dir,
@@ -89,6 +95,7 @@ class LoadedExecutor:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             dtype=self.dtype,
+            model_impl=self.model_impl,
             quantization=self.quantization,
             weight_bytes=self.weight_bytes,
             kv_cache_dtype=self.kv_cache_dtype,
@@ -129,12 +136,11 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
     from chairlift.executor.kv_tensors import plan_kv_cache
     from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.select import choose_dtype, choose_format, choose_kernels, make_runner
-    from chairlift.models.loader import load_model
-    from chairlift.models.model_files import read_config
+    from chairlift.executor.select import choose_dtype, make_runner
+    from chairlift.models.model_files import read_network
 
     model_dir = model_directory(config)
-    network = read_config(model_dir)
+    network = read_network(model_dir, config.model.model_impl)
     asked_of_model = config.model.generation_config == "auto"
     sampling = dict(network.sampling_defaults) if asked_of_model else {}
     try:
@@ -145,9 +151,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len)
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
-    kernels = choose_kernels(config, network, dtype, device)
-    weight_format = choose_format(kernels, config.model.quantization)
-    model = load_model(model_dir, network, dtype, device, progress, weight_format=weight_format)
+    model, kernels = _load_weights(config, model_dir, network, dtype, device, progress)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
         model.kv_cache_spec(),
@@ -182,6 +186,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         notes=(*network.notes(asked_of_model), *_notes(config, network, dtype, executor.calls)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
+        model_impl=network.model_impl,
         quantization=model.quantization,
         weight_bytes=model.weight_bytes,
         kernels=kernels,
@@ -202,7 +207,32 @@ def model_directory(config: EngineConfig) -> Path:
     return bundled if name == BUNDLED_MODEL else resolve_model_dir(name, config.model.revision)
 
 
-def _notes(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, calls: Sequence[str]) -> list[str]:
+def _load_weights(
+    config: EngineConfig,
+    model_dir: Path,
+    network: ModelConfig | TransformersConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+) -> tuple[CausalLM | TransformersLM, str]:
+    """The model, and the kernels that run it."""
+    from chairlift.executor.select import choose_format, choose_kernels, choose_transformers
+    from chairlift.models.fallback.config import TransformersConfig
+    from chairlift.models.loader import load_model
+
+    if isinstance(network, TransformersConfig):
+        from chairlift.models.fallback.loading import load_transformers_model  # takes transformers along
+
+        kernels = choose_transformers(config, network)
+        return load_transformers_model(model_dir, network, dtype, device, progress), kernels
+    kernels = choose_kernels(config, network, dtype, device)
+    weight_format = choose_format(kernels, config.model.quantization)
+    return load_model(model_dir, network, dtype, device, progress, weight_format=weight_format), kernels
+
+
+def _notes(
+    config: EngineConfig, network: ModelConfig | TransformersConfig, dtype: torch.dtype, calls: Sequence[str]
+) -> list[str]:
     """What a person should know about how this model is run, a line each."""
     notes = []
     if config.model.dtype == "auto" and network.dtype == "float16" and str(dtype) == "torch.bfloat16":
@@ -224,6 +254,8 @@ def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
         raise ConfigError(f"quantization is {asked!r}, but HashLM has no weights; leave quantization out")
     if config.cache.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype is 'int8', but HashLM's cache holds no K and V; leave kv_cache_dtype out")
+    if config.model.model_impl == "transformers":
+        raise ConfigError("model_impl is 'transformers', but HashLM has no layers; leave model_impl out")
     from chairlift.executor.host_memory import host_memory
     from chairlift.executor.local import LocalExecutor
     from chairlift.models.hashlm_served import hashlm_runner
@@ -254,7 +286,9 @@ def _max_model_len(asked: int | None, trained: int) -> int:
     return asked or trained
 
 
-def _cache_memory(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+def _cache_memory(
+    config: EngineConfig, network: ModelConfig | TransformersConfig, dtype: torch.dtype, device: torch.device
+) -> int:
     """Bytes for the KV cache when nobody says how many, with the weights loaded."""
     import torch
 
@@ -265,14 +299,7 @@ def _cache_memory(config: EngineConfig, network: ModelConfig, dtype: torch.dtype
     if device.type == "cpu" or config.cache.num_kv_blocks is not None:
         return int(available_memory(device) * DEFAULT_SHARE)
     # What is alive at once in the widest layer, and the logits with what sampling keeps of them; then the graphs' copy.
-    heads = 2 * (network.num_attention_heads + network.num_key_value_heads) * network.head_dim
-    token = (heads + 3 * network.intermediate_size + 4 * network.hidden_size) * dtype.itemsize
-    if (
-        experts := network.experts
-    ) is not None:  # what each chosen expert computed, and three times what one of them does
-        chosen = experts.routing.top_k * network.hidden_size
-        inner = max(experts.intermediate_size, experts.shared_size)
-        token += (4 * inner + 2 * chosen) * dtype.itemsize + 8 * inner + 4 * network.hidden_size
+    token = network.step_bytes(dtype.itemsize)
     if config.model.batch_invariant:  # float32 parts of a split sum: as many programs as there are multiprocessors
         token += num_multiprocessors(device) * ANY_ROWS_BLOCK * 4
     rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Final
 import chairlift
 from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
 from chairlift.config import BUNDLED_MODEL
+from chairlift.engine.info import describe_impl
 from chairlift.errors import ModelLoadError
 from chairlift.outputs import CompletionOutput
 from chairlift.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from chairlift.engine.info import PoolingInfo
     from chairlift.llm import LLM
+    from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.hf_config import ModelConfig
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -44,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     settings, _ = read_settings(args, sampling=False)
     name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
     from chairlift.executor.local import LocalExecutor
-    from chairlift.models.loader import check_weights, resolve_dtype, resolve_model_dir
-    from chairlift.models.model_files import read_config  # takes torch along
+    from chairlift.models.loader import resolve_dtype, resolve_model_dir
+    from chairlift.models.model_files import read_network  # takes torch along
 
     bundled = Path(chairlift.__file__).parent / "assets"
     model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, settings.get("revision"))
@@ -54,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     _tell("model", name)
     if llm.info.pooling is not None:
         return _check_pooling(llm, llm.info.pooling, model_dir)
-    network = read_config(model_dir)
+    network = read_network(model_dir, settings.get("model_impl", "auto"))
     dtype = _describe(llm, network)
-    check_weights(model_dir, network, resolve_dtype(network, llm.info.dtype))
+    _check_weights(model_dir, network, resolve_dtype(network, llm.info.dtype))
     _tell("weights", "all numbers are finite")
     _tell("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
     executor = llm.engine.core.executor
@@ -110,29 +114,59 @@ def _test_pooling(llm: LLM, pooling: PoolingInfo) -> str:
     return f"{len(ids)} texts give {how} alone and in a batch"
 
 
+def _check_weights(model_dir: Path, network: ModelConfig | TransformersConfig, dtype: torch.dtype) -> None:
+    """Raise ModelLoadError unless all stored numbers are finite, also in ``dtype``."""
+    from chairlift.models.fallback.config import TransformersConfig
+    from chairlift.models.loader import check_weights
+
+    if isinstance(network, TransformersConfig):
+        from chairlift.models.fallback.loading import check_stored_weights
+
+        check_stored_weights(model_dir, dtype)
+    else:
+        check_weights(model_dir, network, dtype)
+
+
 def _tell(label: str, value: str) -> None:
     print(f"{label:14} {value}", flush=True)
 
 
-def _describe(llm: LLM, network: ModelConfig) -> str:
+def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, int, int]:
+    """Parameters, and bytes of KV per token: in the model's dtype, and as they are kept."""
+    import torch
+
+    from chairlift.models.causal_lm import CausalLM
+    from chairlift.models.fallback.config import TransformersConfig
+    from chairlift.models.loader import resolve_dtype
+
+    if isinstance(network, TransformersConfig):
+        from chairlift.models.fallback.loading import count_parameters
+
+        executor = llm.engine.core.executor
+        kept = sum(executor.block_bytes) // executor.block_size
+        return count_parameters(network), kept, kept
+    with torch.device("meta"):  # shapes only
+        model = CausalLM(network)
+    model.tie_weights()
+    dtype, kept_as = resolve_dtype(network, llm.info.dtype), llm.config.cache.kv_cache_dtype
+    kept_dtype = dtype if kept_as == "auto" else getattr(torch, kept_as)
+    sizes = [sum(layer.token_bytes(each) for layer in model.kv_cache_spec()) for each in (dtype, kept_dtype)]
+    return sum(parameter.numel() for parameter in model.parameters()), sizes[0], sizes[1]
+
+
+def _describe(llm: LLM, network: ModelConfig | TransformersConfig) -> str:
     """Print what the model is and what fits; returns the name of the dtype that rounds most."""
     import torch
 
     from chairlift.loading import device_name
-    from chairlift.models.causal_lm import CausalLM
+    from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import resolve_dtype
     from chairlift.workbench.bench.offline import native_path
 
-    with torch.device("meta"):  # shapes only
-        model = CausalLM(network)
-    model.tie_weights()
+    parameters, plain, kept = _count(llm, network)
     dtype = resolve_dtype(network, llm.info.dtype)
     name = str(dtype).removeprefix("torch.")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     kv_name = llm.config.cache.kv_cache_dtype.replace("auto", name)
-    plain, kept = (
-        sum(layer.token_bytes(each) for layer in model.kv_cache_spec()) for each in (dtype, getattr(torch, kv_name))
-    )
     instead = f" instead of {plain:,} in {name}" if kept != plain else ""
     tokenizer = llm.tokenizer
     template = "no"
@@ -142,16 +176,19 @@ def _describe(llm: LLM, network: ModelConfig) -> str:
     _tell(
         "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
     )
-    if network.experts is not None:
-        with_experts = sum(network.experts.layers)
-        shared = ", and one that all tokens pass" if network.experts.shared_size else ""
-        where = f", in {with_experts} of {network.num_hidden_layers} layers" if not all(network.experts.layers) else ""
-        _tell("experts", f"{network.experts.routing.words}{shared}{where}")
+    if not isinstance(network, TransformersConfig) and (experts := network.experts) is not None:
+        shared = ", and one that all tokens pass" if experts.shared_size else ""
+        where = f", in {sum(experts.layers)} of {network.num_hidden_layers} layers" if not all(experts.layers) else ""
+        _tell("experts", f"{experts.routing.words}{shared}{where}")
     quantization = llm.info.quantization
     kind = f"{name}, those of the layers in {quantization}" if quantization else name
     _tell("parameters", f"{parameters:,} in {kind} ({llm.info.weight_bytes / 2**20:,.0f} MiB)")
     _tell("device", device_name(torch.device(llm.config.model.device)))
-    _tell("kernels", native_path(llm, network).describe())
+    _tell("layers", describe_impl(llm.info.model_impl))
+    if isinstance(network, TransformersConfig):
+        _tell("kernels", f"PyTorch, {name}, {llm.info.threads} threads")
+    else:
+        _tell("kernels", native_path(llm, network).describe())
     _tell("context", f"{llm.max_model_len:,} tokens")
     _tell("chat template", template)
     _tell("KV per token", f"{kept:,} bytes in {kv_name}{instead}")

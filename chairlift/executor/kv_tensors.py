@@ -153,11 +153,13 @@ def plan_kv_cache(
 def make_kv_caches(
     spec: list[LayerCache], plan: KVPlan, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer K and V, each ``[num_blocks, block_size, num_kv_heads, head_dim]``, zero."""
+    """Per layer K and V, each ``[num_blocks, block_size, num_kv_heads, head_dim]`` (V: ``value_dim``), zero."""
     caches = []
     for layer, group in zip(spec, plan.layer_groups, strict=True):
-        shape = (plan.groups[group].num_blocks, plan.block_size, layer.num_kv_heads, layer.head_dim)
-        caches.append((_zeros(shape, dtype, device), _zeros(shape, dtype, device)))
+        shape = (plan.groups[group].num_blocks, plan.block_size, layer.num_kv_heads)
+        widths = (layer.head_dim, layer.head_dim if layer.value_dim is None else layer.value_dim)
+        keys, values = (_zeros((*shape, width), dtype, device) for width in widths)
+        caches.append((keys, values))
     return caches
 
 

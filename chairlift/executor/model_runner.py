@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.errors import ModelLoadError
 from chairlift.executor.executor import OnProgress, PendingTokens, WeightSource
 from chairlift.executor.kv_tensors import KVPlan, make_kv_caches
 from chairlift.executor.step_buffer import to_device
@@ -15,6 +16,7 @@ from chairlift.executor.swap_space import make_swap_space
 from chairlift.kernels import ops
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PagedContext
+from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.loader import replace_weights
 from chairlift.sampling.failures import output_reason
 from chairlift.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -25,12 +27,14 @@ __all__ = ["TorchModelRunner"]
 
 
 class TorchModelRunner:
-    """Runs a :class:`~chairlift.models.causal_lm.CausalLM` on one device."""
+    """Runs a :class:`~chairlift.models.causal_lm.CausalLM`, or a model of transformers, on one device."""
 
     _prompt_rows = 128
     """Prompt positions projected to logits at once: a vocabulary is wide, and a chunk may be long."""
 
-    def __init__(self, model: CausalLM, plan: KVPlan, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: CausalLM | TransformersLM, plan: KVPlan, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
         self._model = model
@@ -90,7 +94,12 @@ class TorchModelRunner:
         return self._model.compute_logits(hidden)
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
-        """See :func:`~chairlift.models.loader.replace_weights`."""
+        """See :func:`~chairlift.models.loader.replace_weights`. Raises ModelLoadError for a model of transformers."""
+        if isinstance(self._model, TransformersLM):
+            raise ModelLoadError(
+                f"weights of {self._model.config.model_type!r}, which runs through transformers, cannot be replaced"
+                " while it serves; load the model again"
+            )
         replace_weights(self._model, source, progress)
 
     def _move_blocks(self, batch: StepBatch) -> None:

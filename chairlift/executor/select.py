@@ -23,6 +23,8 @@ from chairlift.kernels.triton.launch import MOST_GROUP
 from chairlift.kernels.weights import NATIVE, ONEDNN, PLAIN, QUANTIZED, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.encoder_config import EncoderConfig
+from chairlift.models.fallback.config import TransformersConfig
+from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
 from chairlift.models.pooled_network import PooledNetwork
@@ -33,6 +35,7 @@ __all__ = [
     "choose_isa",
     "choose_kernels",
     "choose_pooled_kernels",
+    "choose_transformers",
     "make_pooled_executor",
     "make_runner",
     "why_not_int8_kv",
@@ -126,7 +129,9 @@ def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, devic
     return ""
 
 
-def choose_dtype(network: ModelConfig | EncoderConfig, asked: str, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    network: ModelConfig | EncoderConfig | TransformersConfig, asked: str, device: torch.device
+) -> torch.dtype:
     """The dtype that a model is run in. Where the CPU may choose, bfloat16 takes the place of float16: the native
     kernels do not know it, and PyTorch's are ten times slower."""
     dtype = resolve_dtype(network, asked)
@@ -172,6 +177,25 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
     return chosen
 
 
+def choose_transformers(config: EngineConfig, network: TransformersConfig) -> str:
+    """The kernels that run a model of transformers: ``torch``. Raises ConfigError for settings that need others."""
+    model, kept = config.model, config.cache.kv_cache_dtype
+    refused = {
+        "kernels": model.kernels not in ("auto", "torch"),
+        "quantization": model.quantization not in (None, "none"),
+        "batch_invariant": model.batch_invariant,
+        "kv_cache_dtype": kept != "auto",
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            given = kept if name == "kv_cache_dtype" else getattr(model, name)
+            raise ConfigError(
+                f"{name} is {given!r}, but model_type {network.model_type!r} runs through transformers, by PyTorch's"
+                f" kernels, which cannot do that; leave {name} out"
+            )
+    return "torch"
+
+
 def choose_format(kernels: str, quantization: str | None) -> WeightFormat:
     """The weights that go with what :func:`choose_kernels` chose."""
     if quantization in QUANTIZED:
@@ -206,7 +230,7 @@ def choose_isa(
 
 
 def make_runner(
-    model: CausalLM,
+    model: CausalLM | TransformersLM,
     plan: KVPlan,
     config: EngineConfig,
     dtype: torch.dtype,
@@ -218,7 +242,7 @@ def make_runner(
     threads, most = config.model.threads, config.scheduler.max_num_batched_tokens
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)
-    if kernels == "torch":
+    if kernels == "torch" or isinstance(model, TransformersLM):
         return TorchModelRunner(model, plan, dtype, device)
     if kernels == "triton":
         from chairlift.executor.triton_runner import TritonModelRunner  # Triton may not be installed

@@ -92,6 +92,7 @@ class TritonModelRunner(TorchModelRunner):
         batch_invariant: bool = False,
     ) -> None:
         super().__init__(model, plan, dtype, device)
+        self._network = model.config
         cuda = device.type == "cuda"
         if device.index is not None:
             torch.cuda.set_device(device)
@@ -340,7 +341,7 @@ class TritonModelRunner(TorchModelRunner):
 
     def _launch(self, num_rows: int, decode_only: bool) -> AttentionLaunch:
         keys = self._kv_caches[0][0]
-        config = self._model.config
+        config = self._network
         return attention_launch(
             head_dim=config.head_dim,
             group=config.num_attention_heads // config.num_key_value_heads,

@@ -78,27 +78,29 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of each row's queries over its blocks (PagedAttention: Kwon et al., 2023).
 
-    ``q`` is [T, Hq, Dh], the caches [blocks, block_size, Hkv, Dh]; returns [T, Hq, Dh]. The new keys and values must
-    have been written. Not differentiable.
+    ``q`` is [T, Hq, Dh], the caches [blocks, block_size, Hkv, Dh]; returns [T, Hq, Dh]. Values may be of another width
+    than keys, and so is the result then. The new keys and values must have been written. Not differentiable.
     """
     num_heads, head_dim = q.shape[1:]
-    num_kv_heads = key_cache.shape[2]
+    num_kv_heads, value_dim = value_cache.shape[2:]
     group = num_heads // num_kv_heads
-    width = num_kv_heads * head_dim
+    width, value_width = num_kv_heads * head_dim, num_kv_heads * value_dim
     # A query row as [1, Hkv, group, Dh]: the heads that share a KV head become the rows of one small product.
     decode_rows = q.reshape(-1, 1, num_kv_heads, group, head_dim)
-    strides = (0, head_dim, width, 1)
+    strides, value_strides = (0, head_dim, width, 1), (0, value_dim, value_width, 1)
     outputs: list[Tensor] = []
     for row in rows:
         # A gather makes fresh, contiguous memory, so one as_strided does for view, slice and transpose.
-        shape, offset = (1, num_kv_heads, row.num_keys, head_dim), row.skip * width
-        keys = key_cache.index_select(0, row.block_ids).as_strided(shape, strides, offset)
-        values = value_cache.index_select(0, row.block_ids).as_strided(shape, strides, offset)
+        shape = (1, num_kv_heads, row.num_keys)
+        keys = key_cache.index_select(0, row.block_ids).as_strided((*shape, head_dim), strides, row.skip * width)
+        values = value_cache.index_select(0, row.block_ids)
+        values = values.as_strided((*shape, value_dim), value_strides, row.skip * value_width)
         if row.num_queries == 1:
             outputs.append(scaled_dot_product_attention(decode_rows[row.start], keys, values, scale=scale))
         else:
             queries = q[row.start : row.start + row.num_queries]
-            chunk = _attend_chunk(queries, keys, values, scale=scale, window=window).view(-1, *decode_rows.shape[2:])
+            chunk = _attend_chunk(queries, keys, values, scale=scale, window=window)
+            chunk = chunk.view(-1, num_kv_heads, group, value_dim)
             # A weight of zero does not silence a value that is NaN or infinite. Where a result is not finite, the fault
             # may lie where its row must not look, so each row is computed again over the keys that it sees.
             if not chunk.isfinite().all():
@@ -108,7 +110,7 @@ def paged_attention(
                     alone = decode_rows[row.start + i]
                     chunk[i] = scaled_dot_product_attention(alone, keys[:, :, seen], values[:, :, seen], scale=scale)[0]
             outputs.append(chunk)
-    return torch.cat(outputs).view(-1, num_heads, head_dim)
+    return torch.cat(outputs).view(-1, num_heads, value_dim)
 
 
 def packed_attention(

@@ -16,22 +16,28 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
+from chairlift.kernels.scored import scored_attention
 
 __all__ = ["AttentionContext", "LayerCache", "PackedContext", "PagedContext"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps per token: ``num_kv_heads * head_dim`` numbers for K and as many for V."""
+    """What one layer keeps per token: ``num_kv_heads * head_dim`` numbers for K, and as many for V unless
+    ``value_dim`` says otherwise."""
 
     num_kv_heads: int
     head_dim: int
     window: int | None
     """Tokens a query sees, itself included (sliding window); None sees all. Blocks behind it may be reused."""
+    value_dim: int | None = None
+    """Width of a head of V, where it is not ``head_dim``."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Of K and V of one token, kept in ``dtype``. In int8, each head has a float32 scale and minimum of its own."""
-        return 2 * self.num_kv_heads * (self.head_dim * dtype.itemsize + (8 if dtype == torch.int8 else 0))
+        extra = 8 if dtype == torch.int8 else 0
+        widths = (self.head_dim, self.head_dim if self.value_dim is None else self.value_dim)
+        return self.num_kv_heads * sum(width * dtype.itemsize + extra for width in widths)
 
 
 class AttentionContext(Protocol):
@@ -61,7 +67,7 @@ class PagedContext:
     slot_mapping: Tensor
     """int64 [groups, T]: ``block * block_size + offset`` where each token's K and V go."""
     kv_caches: list[tuple[Tensor, Tensor]]
-    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]."""
+    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]; V may have another width."""
     layer_groups: list[int]
     """Layer -> cache group."""
     _plans: dict[tuple[int, int | None], list[ops.PagedRow]] = dataclasses.field(default_factory=dict, init=False)
@@ -72,8 +78,22 @@ class PagedContext:
         if len(self.kv_caches) != len(self.layer_groups):
             raise InvariantError(f"{len(self.kv_caches)} KV caches for {len(self.layer_groups)} layer groups")
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """Write K and V to their slots, then attend over each row's blocks. See :class:`AttentionContext`."""
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write K and V to their slots, then attend over each row's blocks. See :class:`AttentionContext`.
+
+        ``softcap`` and ``sinks`` are as in :func:`~chairlift.kernels.scored.scored_attention`, which then attends.
+        """
         group = self.layer_groups[layer]
         key_cache, value_cache = self.kv_caches[layer]
         plan = self._plans.get((group, window))
@@ -82,6 +102,15 @@ class PagedContext:
             plan = ops.plan_rows(self.cu_seqlens, self.seq_lens, table, block_size, window)
             self._plans[(group, window)] = plan
         ops.write_kv(key_cache, value_cache, self.slot_mapping[group], k, v)
+        if softcap is not None or sinks is not None:
+            outputs = []
+            for row in plan:
+                seen = slice(row.skip, row.skip + row.num_keys)
+                keys, values = (cache[row.block_ids].flatten(0, 1)[seen] for cache in (key_cache, value_cache))
+                queries = q[row.start : row.start + row.num_queries]
+                out = scored_attention(queries, keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks)
+                outputs.append(out)
+            return torch.cat(outputs)
         return ops.paged_attention(q, key_cache, value_cache, plan, scale=scale, window=window)
 
 

@@ -11,14 +11,24 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from chairlift.errors import ModelLoadError
 from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
 
-__all__ = ["ModelConfig", "RopeConfig", "parse_config", "read_dtype", "read_hf_config", "read_json"]
+__all__ = [
+    "ModelConfig",
+    "RopeConfig",
+    "common_fields",
+    "generation_notes",
+    "parse_config",
+    "read_dtype",
+    "read_hf_config",
+    "read_hf_files",
+    "read_json",
+]
 
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
@@ -100,6 +110,9 @@ _FOREIGN_FACTORS = (
 class ModelConfig:
     """What a network looks like. Names are Hugging Face's; the last group spells out what they leave to the class."""
 
+    model_impl: ClassVar[str] = "native"
+    """Whose code computes it."""
+
     model_type: str
     vocab_size: int
     hidden_size: int
@@ -180,6 +193,16 @@ class ModelConfig:
         ropes = (self.rope if window is None else self.window_rope or self.rope for window in self.layer_windows)
         return tuple(rope if turned else None for rope, turned in zip(ropes, rotated, strict=True))
 
+    def step_bytes(self, itemsize: int) -> int:
+        """Bytes per token that are alive at once in the widest layer, with numbers of ``itemsize`` bytes."""
+        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        count = (heads + 3 * self.intermediate_size + 4 * self.hidden_size) * itemsize
+        if self.experts is not None:  # what each chosen expert computed, and three times what one of them does
+            chosen = self.experts.routing.top_k * self.hidden_size
+            inner = max(self.experts.intermediate_size, self.experts.shared_size)
+            count += (4 * inner + 2 * chosen) * itemsize + 8 * inner + 4 * self.hidden_size
+        return count
+
     @property
     def rotates_apart(self) -> bool:
         """Whether rotation is more than a table for all dimensions of a head, so that it is an operation of its own:
@@ -203,12 +226,7 @@ class ModelConfig:
                 f" while transformers uses them only past {self.rope.original_max_position_embeddings:,} tokens;"
                 " answers to shorter texts differ from those of transformers"
             )
-        if self.generation_unapplied and with_generation_config:
-            listed = ", ".join(f"{name} {str(value)[:60]}" for name, value in self.generation_unapplied.items())
-            instead = dict.fromkeys(filter(None, map(_GENERATION_PARAMETERS.get, self.generation_unapplied)))
-            hint = f"; requests can say so themselves: {', '.join(instead)}" if instead else ""
-            found.append(f"generation_config.json says what is not applied: {listed}{hint}")
-        return found
+        return [*found, *generation_notes(self.generation_unapplied if with_generation_config else {})]
 
     @property
     def max_model_len(self) -> int:
@@ -223,10 +241,29 @@ class ModelConfig:
         return self.max_position_embeddings
 
 
+def generation_notes(unapplied: Mapping[str, Any]) -> list[str]:
+    """What ``generation_config.json`` says and nobody applies, in a line."""
+    if not unapplied:
+        return []
+    listed = ", ".join(f"{name} {str(value)[:60]}" for name, value in unapplied.items())
+    instead = dict.fromkeys(filter(None, map(_GENERATION_PARAMETERS.get, unapplied)))
+    hint = f"; requests can say so themselves: {', '.join(instead)}" if instead else ""
+    return [f"generation_config.json says what is not applied: {listed}{hint}"]
+
+
 def read_hf_config(model_dir: Path) -> ModelConfig:
     """Read ``config.json`` and, where present, ``generation_config.json`` from a model directory.
 
     Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing, damaged or asks for the unsupported.
+    """
+    raw, generation, where = read_hf_files(model_dir)
+    return parse_config(raw, generation, where=where)
+
+
+def read_hf_files(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The content of ``config.json`` and of ``generation_config.json``, and where the former is.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing or damaged.
     """
     path = model_dir / "config.json"
     if not path.is_file():
@@ -236,7 +273,7 @@ def read_hf_config(model_dir: Path) -> ModelConfig:
         )
     generation_path = model_dir / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
-    return parse_config(read_json(path), generation, where=str(path))
+    return read_json(path), generation, str(path)
 
 
 def read_json(path: Path, whole: type = dict) -> Any:
@@ -292,8 +329,7 @@ def parse_config(
     if head_dim % 2 and family.rotary:
         fields.fail(f"head_dim {head_dim} is odd, but rotary embedding needs pairs")
     layers = fields.integer("num_hidden_layers", 1, 1_024)
-    context, generation = _context(fields), generation or {}
-    eos = generation.get("eos_token_id")
+    context = _context(fields)
     values: dict[str, Any] = {
         "model_type": model_type,
         "vocab_size": fields.integer("vocab_size", 1, 2**22),
@@ -306,10 +342,7 @@ def parse_config(
         "max_position_embeddings": context,
         **read_ropes(fields, family, context, head_dim),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
-        "dtype": read_dtype(raw, where),
-        "eos_token_ids": _token_ids(fields.get("eos_token_id") if eos is None else eos, where),
-        "sampling_defaults": _sampling_defaults(generation, where),
-        "generation_unapplied": _generation_unapplied(generation, context),
+        **common_fields({**raw, "eos_token_id": fields.get("eos_token_id")}, generation or {}, context, where),
         "layer_scales": (head_dim**-0.5,) * layers,
         "mlp": family.activations[fields.get("hidden_act")],
         **family.read(fields, layers),
@@ -317,6 +350,17 @@ def parse_config(
     if "intermediate_size" not in values:
         values["intermediate_size"] = fields.integer("intermediate_size", 1, 2**20)
     return ModelConfig(**values)
+
+
+def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], context: int, where: str) -> dict[str, Any]:
+    """What is read alike for every family, whoever computes it: fields of :class:`ModelConfig`."""
+    eos = generation.get("eos_token_id")
+    return {
+        "dtype": read_dtype(raw, where),
+        "eos_token_ids": _token_ids(raw.get("eos_token_id") if eos is None else eos, where),
+        "sampling_defaults": _sampling_defaults(generation, where),
+        "generation_unapplied": _generation_unapplied(generation, context),
+    }
 
 
 def _context(fields: Fields) -> int:

@@ -32,6 +32,7 @@ from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
 from chairlift.models.encoder_config import EncoderConfig
+from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.gguf_tensors import gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_json
 from chairlift.models.layers.linear import Matrix
@@ -49,6 +50,7 @@ __all__ = [
     "load_model",
     "load_pooled",
     "open_checkpoint",
+    "open_tensors",
     "replace_weights",
     "resolve_dtype",
     "resolve_model_dir",
@@ -102,7 +104,7 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
     return Path(snapshot)
 
 
-def resolve_dtype(config: ModelConfig | EncoderConfig, dtype: str | torch.dtype) -> torch.dtype:
+def resolve_dtype(config: ModelConfig | EncoderConfig | TransformersConfig, dtype: str | torch.dtype) -> torch.dtype:
     """The torch dtype for ``"auto"`` (the config's, else float32), a name, or a dtype."""
     if isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")
@@ -134,7 +136,7 @@ def load_model(
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, config, stack)
+        tensors = open_tensors(model_dir, config, stack)
         parts = _checked_parts(tensors, model, model_dir)
         model.lay_out(weight_format, torch_dtype, device, _kinds(tensors, parts))
         report = progress or _tell_nobody
@@ -189,7 +191,7 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, config, stack)
+        tensors = open_tensors(model_dir, config, stack)
         parts = _checked_parts(tensors, model, model_dir)
         _check_finite(tensors, parts, dtype, model_dir, _tell_nobody)
 
@@ -236,7 +238,7 @@ def open_checkpoint(model_dir: Path, config: ModelConfig) -> Iterator[Checkpoint
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(model_dir, config, stack)
+        tensors = open_tensors(model_dir, config, stack)
         parts = checkpoint_layout(model)
         stored = dict(zip(parts, _checked_parts(tensors, model, model_dir), strict=True))
         yield Checkpoint(model, parts, tensors, stored)
@@ -270,7 +272,7 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
                 where = find_gguf(where) or where
                 if not where.is_dir() and not is_gguf(where):
                     raise ModelLoadError(f"{str(source)!r} is not a directory; give one that holds *.safetensors")
-                tensors = _open_tensors(where, model.config, stack)
+                tensors = open_tensors(where, model.config, stack)
             except OSError as error:
                 message = f"cannot read {str(source)!r} ({error.strerror}); give a directory that this process may read"
                 raise ModelLoadError(message) from None
@@ -457,10 +459,10 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRo
     return tensor
 
 
-def _open_tensors(model_dir: Path, config: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
+def open_tensors(model_dir: Path, config: ModelConfig | None, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it, or to rows that are made
-    from several tensors of such files."""
-    if is_gguf(model_dir):
+    from several tensors of such files. ``config`` is needed for a GGUF file."""
+    if config is not None and is_gguf(model_dir):
         return dict(gguf_tensors(GGUFModel(model_dir), config))
     return with_whole_weights(_open_files(model_dir, stack), model_dir)
 

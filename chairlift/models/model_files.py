@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from chairlift.errors import ModelLoadError
 from chairlift.gguf.files import is_gguf
 from chairlift.gguf.reader import GGUFModel
+from chairlift.models.fallback.config import TransformersConfig, read_transformers_config
 from chairlift.models.gguf_config import gguf_config
-from chairlift.models.hf_config import ModelConfig, read_hf_config
+from chairlift.models.hf_config import ModelConfig, read_hf_config, read_hf_files
+from chairlift.models.registry import FAMILIES
 
-__all__ = ["TOKENIZER_FILES", "read_config"]
+__all__ = ["TOKENIZER_FILES", "read_config", "read_network"]
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
@@ -31,3 +34,22 @@ def read_config(path: Path) -> ModelConfig:
     Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing, damaged or asks for the unsupported.
     """
     return gguf_config(GGUFModel(path)) if is_gguf(path) else read_hf_config(path)
+
+
+def read_network(path: Path, model_impl: str) -> ModelConfig | TransformersConfig:
+    """The same, and who computes it: ``model_impl`` is the setting of that name.
+
+    ``auto`` is native wherever the registry knows the family: what a native family refuses is not tried elsewhere.
+    Raises :class:`~chairlift.errors.ModelLoadError`.
+    """
+    if is_gguf(path):
+        if model_impl == "transformers":
+            raise ModelLoadError(f"model_impl is 'transformers', but {path} is a GGUF file; use model_impl='native'")
+        return read_config(path)
+    if model_impl == "native":
+        return read_config(path)
+    if model_impl == "auto":
+        model_type = read_hf_files(path)[0].get("model_type")
+        if isinstance(model_type, str) and model_type in FAMILIES:
+            return read_config(path)
+    return read_transformers_config(path)

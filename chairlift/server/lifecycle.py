@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.async_engine import AsyncEngine
-from chairlift.engine.info import EngineInfo, PoolingInfo
+from chairlift.engine.info import EngineInfo, PoolingInfo, describe_impl
 from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
 from chairlift.loading import read_tokenizer
 from chairlift.server.app import make_app
@@ -290,6 +290,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     lines = (
         ("model", f"{', '.join(state.model_names)}, up to {info.max_model_len:,} tokens per request"),
         ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {numbers}{graphs}"),
+        ("layers", describe_impl(info.model_impl)),
         ("capacity", f"{room} ({info.pool_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
         ("step", f"up to {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens"),
         ("queue", f"up to {engine.intake.max_requests:,} requests and {engine.intake.max_tokens:,} prompt tokens"),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PackedContext, PagedContext
+from chairlift.models.fallback.model import TransformersLM
 
 __all__ = ["PagedRunner", "packed_logits"]
 
@@ -23,18 +24,27 @@ class PagedRunner:
     window are struck from the table before each step.
     """
 
-    def __init__(self, model: CausalLM, block_size: int, *, num_blocks: int = 128, max_len: int = 128, seed: int = 0):
+    def __init__(
+        self,
+        model: CausalLM | TransformersLM,
+        block_size: int,
+        *,
+        num_blocks: int = 128,
+        max_len: int = 128,
+        seed: int = 0,
+    ):
         self.model = model
         self.block_size = block_size
         spec = model.kv_cache_spec()
         self.windows = list(dict.fromkeys(layer.window for layer in spec))
         self.layer_groups = [self.windows.index(layer.window) for layer in spec]
-        dtype = model.model.embed_tokens.weight.dtype
+        dtype = model.dtype if isinstance(model, TransformersLM) else model.model.embed_tokens.weight.dtype
         self.kv_caches = []
         for layer in spec:
-            shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
-            nan = float("nan")
-            self.kv_caches.append((torch.full(shape, nan, dtype=dtype), torch.full(shape, nan, dtype=dtype)))
+            shape = (num_blocks, block_size, layer.num_kv_heads)
+            widths = (layer.head_dim, layer.value_dim or layer.head_dim)
+            keys, values = (torch.full((*shape, width), float("nan"), dtype=dtype) for width in widths)
+            self.kv_caches.append((keys, values))
         generator = torch.Generator().manual_seed(seed)
         self.free = [torch.randperm(num_blocks, generator=generator).tolist() for _ in self.windows]
         self.tables: dict[str, list[list[int]]] = {}

@@ -1,0 +1,196 @@
+"""What a ``config.json`` says to the models that run through transformers. Needs no torch to be imported.
+
+transformers' own class reads the file; here is checked what Chairlift has to know, and what it refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from chairlift.errors import ModelLoadError
+from chairlift.models.fallback.families import ALLOWED, refusal
+from chairlift.models.family import MAX_CONTEXT, Fields
+from chairlift.models.hf_config import common_fields, generation_notes, read_hf_files
+
+__all__ = ["TransformersConfig", "hf_config", "read_transformers_config"]
+
+_LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+_FLAGS: Final = {
+    "add_cross_attention": (False, "attends to another sequence"),
+    "is_causal": (True, "lets tokens see later ones"),
+    "is_encoder_decoder": (False, "has an encoder"),
+    "use_bidirectional_attention": (False, "lets tokens see later ones"),
+}
+"""Keys, the value that is served, and what another value means."""
+_LEAST_CONTEXT: Final = 32
+_QUIET: Final = {"return_dict": True, "use_cache": False}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig:
+    """What Chairlift knows of a network that transformers computes. Names are those of
+    :class:`~chairlift.models.hf_config.ModelConfig`."""
+
+    model_impl: ClassVar[str] = "transformers"
+    model_type: str
+    architecture: str
+    """The class in transformers."""
+    raw: Mapping[str, Any] = dataclasses.field(hash=False)
+    """``config.json``, without what it says of quantised weights: those become floats as they are read."""
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_model_len: int
+    """The longest sequence in tokens."""
+    dtype: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    stretched: str = ""
+    """The kind of rotation that would change with the longest text of a batch, were longer texts served."""
+
+    def step_bytes(self, itemsize: int) -> int:
+        """Bytes per token that are alive at once in the widest layer, guessed: transformers keeps more than we do."""
+        return 64 * self.hidden_size * itemsize
+
+    def notes(self, with_generation_config: bool = True) -> list[str]:
+        """Where answers differ from those of transformers for what the model's files say, a line each."""
+        found = []
+        if self.stretched:
+            found.append(
+                f"rope_type is {self.stretched!r}, of which transformers takes other frequencies for all requests of a"
+                f" batch once one is longer than {self.max_model_len:,} tokens; so that is the longest here"
+            )
+        return [*found, *generation_notes(self.generation_unapplied if with_generation_config else {})]
+
+
+def read_transformers_config(model_dir: Path) -> TransformersConfig:
+    """Read ``config.json`` and ``generation_config.json`` of a model directory.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing or damaged, when transformers is not
+    installed or does not know the model, and for what is not served: a ``model_type`` that is not in the allow-list,
+    code from the directory, layers that are neither full nor sliding attention, cross attention.
+    """
+    raw, generation, where = read_hf_files(model_dir)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in ALLOWED:
+        raise ModelLoadError(f"{where}: {refusal(model_type)}")
+    architecture = _architecture(model_type, where)
+    _check_code(raw, architecture, where)
+    raw = {
+        key: value for key, value in raw.items() if key not in ("quantization_config", "compression_config", "auto_map")
+    }
+    config = _parse(model_type, raw, where)
+    for key, (served, meaning) in _FLAGS.items():
+        if getattr(config, key, None) not in (None, served):
+            raise ModelLoadError(
+                f"{where}: {key} is {getattr(config, key)!r}: the model {meaning}; use one that is not"
+            )
+    _check_layer_types(config, where)
+    fields = Fields({key: getattr(config, key, None) for key in (*_CONTEXT_KEYS, *_SIZES)}, where)
+    context, stretched = _context(config, fields)
+    return TransformersConfig(
+        model_type=model_type,
+        architecture=architecture,
+        raw=raw,
+        vocab_size=fields.integer("vocab_size", 1, 2**22),
+        hidden_size=fields.integer("hidden_size", 1, 65_536),
+        num_hidden_layers=fields.integer("num_hidden_layers", 1, 1_024),
+        max_model_len=context,
+        stretched=stretched,
+        **common_fields({**raw, "eos_token_id": getattr(config, "eos_token_id", None)}, generation, context, where),
+    )
+
+
+_SIZES: Final = ("vocab_size", "hidden_size", "num_hidden_layers")
+
+
+def _architecture(model_type: str, where: str) -> str:
+    """The name of the class in transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelLoadError(
+            f"{where}: model_type {model_type!r} runs through transformers, which is not installed;"
+            " pip install 'chairlift[hf]'"
+        )
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if not isinstance(name, str) or getattr(transformers, name, None) is None:
+        raise ModelLoadError(
+            f"{where}: transformers {transformers.__version__} does not have model_type {model_type!r}; install another"
+            " version"
+        )
+    return name
+
+
+def _check_code(raw: Mapping[str, Any], architecture: str, where: str) -> None:
+    """Code in the directory is never run. Where it has the name of transformers' class, that is its origin."""
+    auto_map = raw.get("auto_map")
+    code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, Mapping) else None
+    if code is not None and str(code).rpartition(".")[2].lower() != architecture.lower():
+        raise ModelLoadError(
+            f"{where}: the model needs code from its own directory (auto_map: {code!r:.80}), which Chairlift never"
+            f" runs, and transformers has {architecture}; use a version of the model in a standard format"
+        )
+    named = raw.get("architectures") or [architecture]
+    if not isinstance(named, list) or architecture.lower() not in {str(each).lower() for each in named}:
+        raise ModelLoadError(f"{where}: architectures {named!r:.80} has no {architecture}; use a text-generation model")
+
+
+def hf_config(config: TransformersConfig) -> Any:
+    """transformers' own configuration of the network."""
+    return _parse(config.model_type, config.raw, config.model_type)
+
+
+def _parse(model_type: str, raw: Mapping[str, Any], where: str) -> Any:
+    """The same, with nothing asked for but the last hidden states."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict({**raw, **_QUIET})
+    except Exception as error:  # of huggingface_hub's validation, or whatever a class makes of a foreign value
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"{where}: transformers does not accept it ({type(error).__name__}: {reason})") from None
+    for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            setattr(config, name, False)
+    return config
+
+
+def _check_layer_types(config: Any, where: str) -> None:
+    kinds = getattr(config, "layer_types", None) or ()
+    other = sorted({str(kind) for kind in kinds} - _LAYER_TYPES)
+    if other:
+        raise ModelLoadError(
+            f"{where}: layer_types has {', '.join(other)}; only {' and '.join(sorted(_LAYER_TYPES))} run through"
+            " transformers, for others keep a state, or see others than the newest tokens"
+        )
+
+
+def _context(config: Any, fields: Fields) -> tuple[int, str]:
+    """The longest sequence, and the kind of rotation that forbids longer ones.
+
+    The frequencies of ``dynamic`` and ``longrope`` depend on the longest text of the batch. Up to the length that the
+    model was first trained for they are always the same.
+    """
+    key = next((each for each in _CONTEXT_KEYS if fields.get(each) is not None), _CONTEXT_KEYS[0])
+    context = fields.integer(key, _LEAST_CONTEXT, MAX_CONTEXT)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in ropes.values() if isinstance(each, Mapping)]
+    for rope in nested or [ropes]:
+        kind = rope.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            if kind == "longrope" and original is None:
+                fields.fail("rope_type is 'longrope', and original_max_position_embeddings is missing")
+            longest = context if original is None else min(context, int(original))
+            return longest, str(kind) if kind == "dynamic" or longest < context else ""
+    return context, ""

@@ -1,0 +1,209 @@
+"""A model of transformers with the weights of a directory, read by Chairlift.
+
+transformers builds its class without memory and says which stored tensors become which of its parameters (experts that
+are stored one by one are one tensor in memory). Each tensor is read when its turn comes, from our memory-mapped files,
+and the pages of the file are let go of behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from chairlift.errors import ModelLoadError
+from chairlift.kernels.cpu.packing import by_slices
+from chairlift.kernels.grouped import dequantized
+from chairlift.models.fallback.config import TransformersConfig, hf_config
+from chairlift.models.fallback.model import ATTENTION, TransformersLM, register_attention
+from chairlift.models.fallback.probe import Comparison, compare_with_eager, probe_layers
+from chairlift.models.loader import open_tensors
+from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
+
+__all__ = ["check_stored_weights", "count_parameters", "load_transformers_model"]
+
+_log = logging.getLogger(__name__)
+
+_DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+Progress = Callable[[str, float], None]
+
+
+@dataclasses.dataclass(slots=True)
+class _Stored:
+    """A tensor of a checkpoint, read when transformers asks for it as ``stored[...]``."""
+
+    name: str
+    source: Any
+    dtype: torch.dtype
+    report: Callable[[int], None]
+
+    def __getitem__(self, _: Any) -> Tensor:
+        tensor = self._read()
+        self.report(tensor.numel())
+        return tensor
+
+    def _read(self) -> Tensor:
+        if isinstance(self.source, StoredRows):
+            return torch.cat([dequantized(rows).to(self.dtype) for rows in _row_pieces(self.source)])
+        try:
+            mapped: Tensor = self.source.get_tensor(self.name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ModelLoadError(f"cannot read tensor {self.name}: {error}; download the model again") from None
+        if mapped.dtype not in _DTYPES:
+            raise ModelLoadError(
+                f"tensor {self.name} is stored as {str(mapped.dtype).removeprefix('torch.')}, and quantization_config"
+                " in config.json does not say how to read it (docs/quantization.md lists what is read); use the"
+                " original model in bfloat16, float16 or float32"
+            )
+        target = torch.empty(mapped.shape, dtype=mapped.dtype)  # not the model's: some are kept in float32
+        if mapped.dim():
+            by_slices(mapped, lambda at, rows: target[at : at + len(rows)].copy_(rows), mapped=True)
+        else:
+            target.copy_(mapped)
+        return target
+
+
+def _row_pieces(source: StoredRows) -> Iterator[Any]:
+    rows, width = source.get_shape()
+    count = max(MOST_NUMBERS // max(width, 1), 1)
+    for first in range(0, rows, count):
+        yield source[first : first + count]
+
+
+def load_transformers_model(
+    model_dir: Path,
+    config: TransformersConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> TransformersLM:
+    """Build transformers' class for ``config`` with the weights in ``model_dir``, and compare it with itself.
+
+    The comparison is :func:`~chairlift.models.fallback.probe.compare_with_eager`; what it took is said in the log.
+    ``progress`` is called with a label and the share done (0..1). Raises :class:`~chairlift.errors.ModelLoadError` when
+    weights are missing, damaged, surplus, misshapen or pickled, and when the model cannot be served.
+    """
+    with contextlib.ExitStack() as stack:
+        tensors = open_tensors(model_dir, None, stack)
+        hf = _build(model_dir, config, dtype, tensors, progress)
+    hf.to(device).requires_grad_(False)
+    where = f"{model_dir}: model_type {config.model_type!r} through transformers"
+    try:
+        model = TransformersLM(config, hf, probe_layers(hf, config.max_model_len)).eval()
+        found = compare_with_eager(model)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{where}: {error}") from None
+    _log.info("%s", _describe(where, found))
+    return model
+
+
+def _describe(where: str, found: Comparison) -> str:
+    return (
+        f"{where}: logits differ by {found.difference:.2g} of their spread from eager attention's (rounding explains"
+        f" {found.tolerance:.2g}); the comparison took {found.seconds:.2f} s"
+    )
+
+
+def _build(
+    model_dir: Path,
+    config: TransformersConfig,
+    dtype: torch.dtype,
+    tensors: Mapping[str, Any],
+    progress: Progress | None,
+) -> Any:
+    """transformers' model in memory, every parameter from the checkpoint."""
+    import transformers
+
+    register_attention()
+    done, lock = 0, threading.Lock()
+    total = max(sum(_numel(name, source) for name, source in tensors.items()), 1)
+
+    def report(count: int) -> None:
+        nonlocal done
+        with lock:  # transformers reads on several threads
+            done += count
+            if progress is not None:
+                progress("loading weights", done / total)
+
+    stored = {name: _Stored(name, source, dtype, report) for name, source in tensors.items()}
+    try:
+        with _quiet():
+            hf, info = getattr(transformers, config.architecture).from_pretrained(
+                None,
+                config=hf_config(config),
+                state_dict=stored,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are reported, and refused below
+                output_loading_info=True,
+            )
+    except (RuntimeError, ValueError) as error:  # it could not make its parameters of the tensors, or memory for them
+        if isinstance(error, (ModelLoadError, torch.OutOfMemoryError)):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"{model_dir}: transformers cannot load the weights ({reason})") from None
+    problems = {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
+        "of another shape": sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"]),
+    }
+    listed = [f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in problems.items() if names]
+    if listed or info["error_msgs"]:
+        raise ModelLoadError(
+            f"{model_dir}: the weights do not fit config.json: tensors {' and '.join(listed or info['error_msgs'])};"
+            " check that config.json and the weights belong together"
+        )
+    return hf
+
+
+def count_parameters(config: TransformersConfig) -> int:
+    """Parameters of the model; a tied head counts once."""
+    import transformers
+
+    with torch.device("meta"):
+        hf = getattr(transformers, config.architecture)(hf_config(config))
+    return sum(parameter.numel() for parameter in hf.parameters())
+
+
+def _numel(name: str, source: Any) -> int:
+    shape = source.get_shape() if isinstance(source, StoredRows) else source.get_slice(name).get_shape()
+    return int(torch.Size(shape).numel())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own bars and reports: what it finds is in our errors."""
+    from transformers.utils import logging as hf_logging
+
+    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if shown:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def check_stored_weights(model_dir: Path, dtype: torch.dtype) -> None:
+    """Read all tensors of a directory. Raises :class:`~chairlift.errors.ModelLoadError` unless every number is finite,
+    also once it is rounded to ``dtype``."""
+    with contextlib.ExitStack() as stack:
+        for name, source in open_tensors(model_dir, None, stack).items():
+            tensor = _Stored(name, source, dtype, lambda count: None)[...]
+            if tensor.numel() and not torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all():
+                raise ModelLoadError(
+                    f"{model_dir}: tensor {name} has NaN or infinity, or numbers too large for"
+                    f" {str(dtype).removeprefix('torch.')}; train, convert or download the weights again"
+                )

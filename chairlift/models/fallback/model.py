@@ -1,0 +1,209 @@
+"""A causal language model of transformers behind the surface of :class:`~chairlift.models.causal_lm.CausalLM`.
+
+Its layers run as transformers wrote them, over one flat batch [1, T] of several requests. They hand their queries, keys
+and values to a function of ours (``AttentionInterface``), which attends through the context of the step, as vLLM's
+Transformers backend does. The context is in a variable and not among the arguments, which some models do not hand on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from chairlift.errors import InvariantError, ModelLoadError
+from chairlift.models.context import LayerCache, PagedContext
+from chairlift.models.fallback.config import TransformersConfig
+
+__all__ = ["ATTENTION", "Call", "TransformersLM", "attending", "body_of", "register_attention", "use_attention"]
+
+ATTENTION: Final = "chairlift"
+"""The name of our attention in transformers."""
+
+_HARMLESS: Final = frozenset(
+    {
+        *("cache_position", "cache", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states"),
+        *("output_router_logits", "past_key_value", "past_key_values", "position_embeddings", "position_ids"),
+        *("return_dict", "use_cache"),
+    }
+)
+"""Arguments that models hand on to attention, and that do not change what it computes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One layer's call of attention, checked: queries [T, Hq, Dk], keys [T, Hkv, Dk], values [T, Hkv, Dv]."""
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    mask: Tensor | None
+    window: int | None
+    """What the layer says its window is. Some say nothing and have one all the same: see the mask."""
+
+
+class Attends(Protocol):
+    """Who answers the calls of a forward pass: [T, Hq, Dv] for each."""
+
+    def attend(self, call: Call) -> Tensor: ...
+
+
+_NOW: contextvars.ContextVar[Attends | Tensor | None] = contextvars.ContextVar("chairlift_transformers", default=None)
+"""During a forward pass, who attends; during a projection to logits, the hidden states [1, R, D]."""
+
+
+@contextlib.contextmanager
+def attending(who: Attends | Tensor) -> Iterator[None]:
+    """Let ``who`` answer the calls of attention inside."""
+    token = _NOW.set(who)
+    try:
+        yield
+    finally:
+        _NOW.reset(token)
+
+
+def register_attention() -> None:
+    """Make our attention known to transformers. Doing it again changes nothing."""
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Let all layers of a model of transformers attend by the function registered as ``name``."""
+    for config in {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}.values():
+        config._attn_implementation_internal = name
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, Hq, T, Dk], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] ->
+    [1, T, Hq, Dv]. Raises ModelLoadError for what it was not told how to do."""
+    who, name = _NOW.get(), type(module).__name__
+    if who is None or isinstance(who, Tensor):
+        raise InvariantError(f"{name} attends outside a step")
+    unknown = sorted(key for key, given in kwargs.items() if given is not None and key not in _HARMLESS)
+    if unknown or dropout or kwargs.get("is_causal") is False:
+        what = unknown or (["dropout"] if dropout else ["is_causal=False"])
+        raise ModelLoadError(f"{name} asks its attention for {', '.join(what)}, which Chairlift does not have")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int) or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        shapes = f"queries {list(query.shape)} and keys {list(key.shape)}"
+        raise ModelLoadError(f"{name} (layer {layer}) attends with {shapes}; both must be of the same tokens, [1, T]")
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    scale = float(q.shape[2] ** -0.5 if scaling is None else scaling)
+    call = Call(layer, q, k.to(q.dtype), v.to(q.dtype), scale, softcap, s_aux, attention_mask, sliding_window)
+    return who.attend(call).contiguous().unsqueeze(0), None
+
+
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """Answers a step's calls through its context, each layer once and in order."""
+
+    ctx: PagedContext
+    layers: list[LayerCache]
+    done: int = 0
+
+    def attend(self, call: Call) -> Tensor:
+        if call.layer != self.done or call.layer >= len(self.layers):
+            raise InvariantError(f"layer {call.layer} attends where layer {self.done} of {len(self.layers)} should")
+        self.done += 1
+        return self.ctx.attend(
+            call.layer,
+            call.q,
+            call.k,
+            call.v,
+            scale=call.scale,
+            window=self.layers[call.layer].window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+
+
+def body_of(hf: Any) -> Any:
+    """What computes the hidden states that the output head reads."""
+    return getattr(hf.base_model, "decoder", hf.base_model)
+
+
+class TransformersLM(nn.Module):
+    """``model(token_ids[T], positions[T], ctx) -> hidden[T, D]`` and ``compute_logits(hidden[R, D]) -> [R, V]``.
+
+    ``hf`` is a model of transformers with its weights, and ``layers`` is what each layer keeps per token.
+    """
+
+    quantization: str | None = None
+
+    def __init__(self, config: TransformersConfig, hf: Any, layers: list[LayerCache]) -> None:
+        super().__init__()
+        self.config = config
+        self.hf = hf
+        self.layers = layers
+        self._body = body_of(hf)
+        self._output_type: Any = None
+        forward = self._body.forward
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            given = _NOW.get()
+            return self._output_type(last_hidden_state=given) if isinstance(given, Tensor) else forward(*args, **kwargs)
+
+        # What a class does to logits behind its head (caps, factors) is in the forward pass of the whole model: it gets
+        # hidden states in place of those that its body would compute.
+        self._body.forward = body
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and hidden states."""
+        found: torch.dtype = self.hf.dtype
+        return found
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights; a tied head counts once."""
+        return sum(parameter.nbytes for parameter in {id(each): each for each in self.parameters()}.values())
+
+    def run(self, token_ids: Tensor, positions: Tensor, who: Attends) -> Tensor:
+        """Hidden states [T, D] of a flat batch, with ``who`` to answer the layers' calls of attention."""
+        with attending(who):
+            out = self._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        self._output_type = type(out)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def forward(self, token_ids: Tensor, positions: Tensor, ctx: PagedContext) -> Tensor:
+        """Hidden states of all tokens of a step. ``token_ids`` and ``positions`` are int64."""
+        step = _Step(ctx, self.layers)
+        hidden = self.run(token_ids, positions, step)
+        if step.done != len(self.layers):
+            raise InvariantError(f"{step.done} of {len(self.layers)} layers attended")
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, [R, V], for the hidden states of the rows that need them."""
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        with attending(hidden[None]):
+            logits: Tensor = self.hf(input_ids=ids, use_cache=False).logits[0]
+        return logits
+
+    def kv_cache_spec(self) -> list[LayerCache]:
+        """What each layer stores per token."""
+        return self.layers

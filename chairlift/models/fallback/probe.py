@@ -1,0 +1,245 @@
+"""What a model of transformers does in its layers, seen by running it, and whether it does it right in a flat batch.
+
+Neither the names in a ``config.json`` nor what a layer hands to its attention say for certain which window a layer has:
+the mask does, which transformers' own eager attention applies. So one short forward pass is made, in which each layer's
+mask is asked, far behind the few tokens of the pass, whom it shows to whom.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from chairlift.errors import ModelLoadError
+from chairlift.kernels.scored import scored_attention
+from chairlift.models.context import LayerCache, PagedContext
+from chairlift.models.fallback.model import ATTENTION, Call, TransformersLM, register_attention, use_attention
+
+__all__ = ["Comparison", "compare_with_eager", "probe_layers"]
+
+_PROBE: Final = "chairlift-probe"
+_NUM_PROBED: Final = 5
+_MOST_POSITIONS: Final = 1 << 20
+"""Positions at which a mask is looked at, at most; a longer window is none that anybody trains."""
+_LENGTHS: Final = (17, 9)
+"""Tokens of the two requests of the comparison."""
+_STEPS: Final = (((0, 8), (0, 6)), ((8, 15), (6, 7)), ((15, 16), (7, 8)), ((16, 17), (8, 9)))
+"""Per step, which tokens of each request are in the flat batch: a chunk and a prompt, a chunk and a decode, decodes."""
+_BLOCK: Final = 4
+_FLOORS: Final = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+"""Differences of logits that are rounding in any model, as a share of their spread."""
+_AMPLIFIED: Final = 4.0
+"""How many times what one rounding of the embeddings does to logits is still rounding. Tiny random models of many
+families came to 0.3 to 1.2; a mixture of experts that chooses others for some tokens may come to more."""
+
+
+_MORE: Final = "is more than causal"
+
+
+class _Probe:
+    """Attends within one sequence, and writes down what each layer asked for."""
+
+    def __init__(self, positions: int) -> None:
+        self.calls: list[Call] = []
+        self.windows: list[int | None] = []
+        self._positions = min(positions, _MOST_POSITIONS)
+        self._masks: dict[int, tuple[Tensor, int | str | None]] = {}
+
+    def mask(self, *args: Any, **kwargs: Any) -> Tensor:
+        """transformers' mask function, which remembers whom the mask shows to whom."""
+        length, device, given = kwargs["q_length"], kwargs.get("device", torch.device("cpu")), kwargs["attention_mask"]
+        window: int | str | None = _MORE
+        if not kwargs.get("use_vmap") and (given is None or bool(given.all())):
+            window = _window_of(kwargs["mask_function"], self._positions, device)
+        mask = torch.ones(1, 1, length, length, dtype=kwargs.get("dtype", torch.float32), device=device)
+        self._masks[mask.data_ptr()] = (mask, window)
+        return mask
+
+    def attend(self, call: Call) -> Tensor:
+        if call.layer != len(self.calls):
+            raise ModelLoadError(f"layer {call.layer} attends where layer {len(self.calls)} should")
+        mask = call.mask
+        if mask is None or mask.data_ptr() not in self._masks or mask.shape[-2:] != (len(call.q),) * 2:
+            raise ModelLoadError(f"layer {call.layer} attends with a mask that is not transformers' own")
+        window = self._masks[mask.data_ptr()][1]
+        if isinstance(window, str):
+            raise ModelLoadError(f"the mask of layer {call.layer} {window}")
+        if call.window is not None and call.window < self._positions and call.window != window:
+            raise ModelLoadError(
+                f"layer {call.layer} says that its window is {call.window}, and its mask has"
+                f" {'none' if window is None else window}"
+            )
+        self.calls.append(call)
+        self.windows.append(window)
+        q, k, v = call.q, call.k, call.v
+        return scored_attention(q, k, v, scale=call.scale, window=window, softcap=call.softcap, sinks=call.sinks)
+
+
+def _window_of(visible: Callable[..., Tensor], positions: int, device: Any) -> int | str | None:
+    """How many tokens a mask function shows to each query, itself included; None for all. A text says what else it
+    does than to hide later tokens, and those behind a window."""
+    found = []
+    zero = torch.tensor(0, device=device)
+    for query in (positions - 1, positions - 2, positions // 2):
+        keys = torch.arange(query + 2, device=device)
+        try:
+            shown = visible(zero, zero, torch.tensor(query, device=device), keys)
+        except (IndexError, RuntimeError, TypeError):  # one that looks at the tokens, or that was made of nothing
+            return _MORE
+        count = int(shown.sum())
+        if shown.shape != keys.shape or not count or not bool(shown[query + 1 - count : query + 1].all()):
+            return _MORE
+        found.append(count)
+    window = found[0]
+    whole = [positions, positions - 1, positions // 2 + 1]
+    if found != [min(window, each) for each in whole]:
+        return "shows another number of tokens to each query, as in chunked attention"
+    return None if window == positions else window
+
+
+def probe_layers(hf: Any, network_positions: int) -> list[LayerCache]:
+    """What each layer of a model with weights keeps per token: its heads, their widths, and its window.
+
+    Raises ModelLoadError for a model whose layers do not attend as Chairlift can: with a mask of their own, among
+    other tokens than the step's, or not through transformers' interface.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    from chairlift.models.fallback import model as ours
+
+    register_attention()
+    probe = _Probe(network_positions)
+    AttentionInterface.register(_PROBE, ours._attention)
+    AttentionMaskInterface.register(_PROBE, probe.mask)
+    use_attention(hf, _PROBE)
+    try:
+        ids = torch.arange(_NUM_PROBED, device=hf.device)[None]
+        with torch.inference_mode(), ours.attending(probe):
+            ours.body_of(hf)(input_ids=ids, position_ids=ids.clone(), use_cache=False)
+    finally:
+        AttentionMaskInterface._global_mapping.pop(_PROBE, None)
+        use_attention(hf, ATTENTION)
+    wanted = hf.config.num_hidden_layers
+    if len(probe.calls) != wanted:
+        raise ModelLoadError(f"{len(probe.calls)} of its {wanted} layers attend through transformers' interface")
+    layers = []
+    for call, window in zip(probe.calls, probe.windows, strict=True):
+        width = call.v.shape[2]
+        layers.append(LayerCache(call.k.shape[1], call.k.shape[2], window, None if width == call.k.shape[2] else width))
+    return layers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far our flat batches are from transformers' eager attention."""
+
+    difference: float
+    """The mean over the tokens of the first step, or over those of later ones if that is larger, as a share of the
+    spread of their logits."""
+    tolerance: float
+    """What rounding explains."""
+    seconds: float
+
+
+@torch.inference_mode()
+def compare_with_eager(model: TransformersLM) -> Comparison:
+    """Run two short requests whole by transformers' eager attention, and in four flat batches with paged KV.
+
+    One of them is in chunks, and decodes stand beside chunks. Costs as much as a prompt of about 100 tokens, in six
+    passes, and no second copy of the weights. Raises ModelLoadError where the difference is not rounding.
+    """
+    start, hf = time.monotonic(), model.hf
+    vocab, device = model.config.vocab_size, hf.device
+    ids = (torch.arange(2 * _LENGTHS[0], device=device) * 7919 + 13).remainder(vocab).view(2, -1)
+    use_attention(hf, "eager")
+    try:
+        expected, shaken = _eager(hf, ids), _shaken(hf, ids)
+    finally:
+        use_attention(hf, ATTENTION)
+    found = _paged(model, ids)
+    firsts, laters, noises = [], [], []
+    for row, length in enumerate(_LENGTHS):
+        reference, first = expected[row, :length].float(), _STEPS[0][row][1]
+        spread = reference.std(-1).clamp_min(1e-30)
+        away, noise = (_distance(each.float() - reference, spread) for each in (found[row], shaken[row, :length]))
+        firsts.append(away[:first])
+        laters.append(away[first:])
+        noises.append(noise)
+    difference = float(torch.stack([torch.cat(firsts).mean(), torch.cat(laters).mean()]).max())  # NaN is the largest
+    tolerance = max(_FLOORS[model.dtype], _AMPLIFIED * float(torch.cat(noises).mean()))
+    if not difference <= tolerance:
+        raise ModelLoadError(
+            f"the model was compared with transformers' eager attention, and logits differ by {difference:.2g} of their"
+            f" spread, where rounding explains {tolerance:.2g}; this model_type cannot be served by"
+            f" transformers {_version()}: please report it"
+        )
+    return Comparison(difference, tolerance, time.monotonic() - start)
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def _distance(difference: Tensor, spread: Tensor) -> Tensor:
+    """Of each token, the root mean square over the vocabulary, in shares of the token's spread."""
+    return difference.square().mean(-1).sqrt() / spread
+
+
+def _eager(hf: Any, ids: Tensor) -> Tensor:
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    logits: Tensor = hf(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return logits
+
+
+def _shaken(hf: Any, ids: Tensor) -> Tensor:
+    """The same with embeddings that are off by one rounding."""
+
+    def shake(module: Any, args: Any, out: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
+        return out * (1 + signs * torch.finfo(out.dtype).eps)
+
+    hook = hf.get_input_embeddings().register_forward_hook(shake)
+    try:
+        return _eager(hf, ids)
+    finally:
+        hook.remove()
+
+
+def _paged(model: TransformersLM, ids: Tensor) -> list[Tensor]:
+    """Logits of both requests, computed in flat batches over blocks that lie apart."""
+    spec, device = model.kv_cache_spec(), ids.device
+    blocks = -(-_LENGTHS[0] // _BLOCK)
+    table = torch.arange(2 * blocks, device=device).view(blocks, 2).t().flip(1)
+    caches = []
+    for layer in spec:
+        shape = (2 * blocks, _BLOCK, layer.num_kv_heads)
+        widths = (layer.head_dim, layer.value_dim or layer.head_dim)
+        k, v = (torch.full((*shape, width), float("nan"), dtype=model.dtype, device=device) for width in widths)
+        caches.append((k, v))
+    logits: list[list[Tensor]] = [[], []]
+    for step in _STEPS:
+        places = [torch.arange(first, end, device=device) for first, end in step]
+        slots = [table[row, place // _BLOCK] * _BLOCK + place % _BLOCK for row, place in enumerate(places)]
+        counts = [len(place) for place in places]
+        ctx = PagedContext(
+            cu_seqlens=[0, counts[0], sum(counts)],
+            seq_lens=[end for _, end in step],
+            block_tables=table[None],
+            slot_mapping=torch.cat(slots)[None],
+            kv_caches=caches,
+            layer_groups=[0] * len(spec),
+        )
+        tokens = torch.cat([ids[row, place] for row, place in enumerate(places)])
+        out = model.compute_logits(model(tokens, torch.cat(places), ctx))
+        for row, part in enumerate(torch.split(out, counts)):
+            logits[row].append(part)
+    return [torch.cat(parts) for parts in logits]

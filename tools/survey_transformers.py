@@ -1,0 +1,56 @@
+"""Run every causal language model that transformers has through Chairlift's fallback, tiny and random.
+
+::
+
+    python tools/survey_transformers.py [MODEL_TYPE ...]
+
+prints a line each: ``right``, or why it is not. What is right belongs into ``ALLOWED`` of
+``chairlift/models/fallback/families.py``, unless it is so for short texts only; the others into its table of refusals,
+with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from chairlift.models.fallback import config as fallback_config
+from chairlift.models.fallback.loading import load_transformers_model
+from tests.models.tiny_transformers import tiny_transformers_model
+
+
+def survey(model_type: str, directory: Path) -> str:
+    """One family: ``right``, or what is wrong."""
+    try:
+        model_dir = tiny_transformers_model(directory, model_type)
+        config = fallback_config.read_transformers_config(model_dir)
+        load_transformers_model(model_dir, config, torch.float32, torch.device("cpu"))
+    except Exception as error:  # a survey goes on, whatever a class of transformers raises
+        return f"{type(error).__name__}: {' '.join(str(error).split()).rpartition(str(directory))[2][:300]}"
+    return "right"
+
+
+def main() -> None:
+    """Survey the families that were named, or all."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE")
+    asked = parser.parse_args().model_types or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    fallback_config.ALLOWED = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # type: ignore[misc]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for model_type in asked:
+        with tempfile.TemporaryDirectory() as directory:
+            print(f"{model_type}: {survey(model_type, Path(directory))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
