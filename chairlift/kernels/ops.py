@@ -43,6 +43,7 @@ __all__ = [
     "packed_linear",
     "paged_attention",
     "plan_rows",
+    "relu",
     "relu_squared",
     "rms_norm",
     "rms_norm_offset",
@@ -52,6 +53,7 @@ __all__ = [
     "scale",
     "scale_queries",
     "silu_and_mul",
+    "soft_cap",
     "write_kv",
 ]
 
@@ -123,6 +125,12 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @operation(lambda x: expect(x))
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    return torch.nn.functional.relu(x)
+
+
+@operation(lambda x: expect(x))
 def relu_squared(x: Tensor) -> Tensor:
     """max(x, 0) squared (So et al., 2021)."""
     return torch.nn.functional.relu(x).square()
@@ -132,6 +140,12 @@ def relu_squared(x: Tensor) -> Tensor:
 def scale(x: Tensor, factor: float) -> Tensor:
     """``x * factor``."""
     return x * factor
+
+
+@operation(lambda x, cap: expect(x))
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)``, between -cap and cap (Gemma 2)."""
+    return cap * torch.tanh(x / cap)
 
 
 @operation(lambda gate_up: expect(gate_up) // 2)

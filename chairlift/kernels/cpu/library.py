@@ -48,7 +48,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """``CL_ABI_VERSION`` of the header this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
@@ -81,10 +81,12 @@ class Op(ctypes.Structure):
         ("window", c_int32),
         ("eps", c_float),
         ("scale", c_float),
+        ("cap", c_float),
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("sinks", c_void_p),
     ]
 
 
