@@ -9,6 +9,7 @@ from chairlift.models.ernie4_5 import ERNIE4_5
 from chairlift.models.exaone4 import EXAONE4
 from chairlift.models.family import Family
 from chairlift.models.gemma import GEMMA
+from chairlift.models.gemma2 import GEMMA2
 from chairlift.models.gemma3_text import GEMMA3_TEXT
 from chairlift.models.glm4 import GLM4
 from chairlift.models.gpt2 import GPT2
@@ -23,6 +24,7 @@ from chairlift.models.ministral3 import MINISTRAL3
 from chairlift.models.mistral import MISTRAL
 from chairlift.models.olmo2 import OLMO2
 from chairlift.models.olmo3 import OLMO3
+from chairlift.models.opt import OPT
 from chairlift.models.phi import PHI
 from chairlift.models.phi3 import PHI3
 from chairlift.models.qwen2 import QWEN2
@@ -43,6 +45,7 @@ FAMILIES: dict[str, Family] = {
         ERNIE4_5,
         EXAONE4,
         GEMMA,
+        GEMMA2,
         GEMMA3_TEXT,
         GLM4,
         GPT2,
@@ -57,6 +60,7 @@ FAMILIES: dict[str, Family] = {
         MISTRAL,
         OLMO2,
         OLMO3,
+        OPT,
         PHI,
         PHI3,
         QWEN2,
