@@ -57,9 +57,8 @@ def attend(
     One floating dtype, one device; differentiable. Hq must be a multiple of Hkv (grouped-query attention). ``scale``
     multiplies the scores (default: 1 / sqrt(Dh)); a query sees at most the ``window`` newest tokens of its sequence,
     itself included; ``dropout`` is the share of attention weights dropped. A score s becomes ``cap`` tanh(s / ``cap``)
-    (Gemma 2), and ``sinks`` [Hq] are one more logit in each head's softmax (gpt-oss), both by ``segments`` only.
-    Raises ConfigError for shapes that do not fit each other or the layout, and for a backend that cannot run on these
-    tensors.
+    (Gemma 2), ``sinks`` [Hq] are one more logit in each head's softmax (gpt-oss): both by ``segments`` only. Raises
+    ConfigError for shapes that do not fit each other or the layout, and for a backend that cannot run on these tensors.
     """
     if q.ndim != 3 or k.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
         raise ConfigError(

@@ -99,11 +99,11 @@ def test_the_cap_comes_before_penalties_temperature_and_logprobs(kernels: str, t
     assert answer.token_ids == [second] and answer.logprobs is not None
     # Log-probabilities are those of the model, before what the request asks for.
     assert abs(answer.logprobs[0][second].logprob - float(capped.log_softmax(-1)[second])) < 1e-3
-    many = [SamplingParams(temperature=4.0, max_tokens=1, ignore_eos=True, n=16, seed=seed) for seed in range(15)]
+    many = [SamplingParams(temperature=1.0, max_tokens=1, ignore_eos=True, n=16, seed=seed) for seed in range(15)]
     drawn = [one.token_ids[0] for output in llm.generate([PROMPTS[0]] * 15, many) for one in output.outputs]
-    share, expected = drawn.count(first) / len(drawn), float((capped / 4).softmax(-1)[first])
+    share, expected = drawn.count(first) / len(drawn), float(capped.softmax(-1)[first])
     assert abs(share - expected) < 4 * (expected * (1 - expected) / len(drawn)) ** 0.5
-    assert abs(expected - float((plain / 4).softmax(-1)[first])) > 0.1, "without a cap it would be noticed"
+    assert abs(expected - float(plain.softmax(-1)[first])) > 0.2, "without a cap it would be noticed"
 
 
 def drop_the_cap_of_scores(patch: pytest.MonkeyPatch) -> None:
