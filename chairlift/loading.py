@@ -149,6 +149,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         where = model_dir / "generation_config.json"
         raise ConfigError(f"{where}: {error}; correct it, or set generation_config to vllm") from None
     max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len)
+    network = network.for_length(max_model_len)
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
     model, kernels = _load_weights(config, model_dir, network, dtype, device, progress)

@@ -52,11 +52,13 @@ class NativeModelRunner:
         body = len(recorder.nodes)
         model.compute_logits(hidden)
         head = recorder.nodes[body:]
-        if len(head) != 1 or head[0].op is not ops.native_linear or head[0].inputs != (hidden,):
+        capped = len(head) == 2 and head[1].op is ops.soft_cap and head[1].inputs == (head[0].out,)
+        if len(head) != 1 + capped or head[0].op is not ops.native_linear or head[0].inputs != (hidden,):
             raise InvariantError(
-                f"compute_logits of {type(model).__name__} must be one linear layer in the native layout; "
-                "use kernels='torch' for this model"
+                f"compute_logits of {type(model).__name__} must be one linear layer in the native layout, and at most"
+                " ops.soft_cap behind it; use kernels='torch' for this model"
             )
+        self._cap: float | None = head[1].attributes["cap"] if capped else None
         self._head_weight: PackedMatrix = head[0].attributes["weight"]
         self._templates = RowTemplates(self._head_weight.n)
         self._max_tokens = max_tokens
@@ -104,11 +106,11 @@ class NativeModelRunner:
         """Sample rows ``token_rows`` of ``hidden``; where not all logits fit into the scratch memory, in turns."""
         stored = rows.storing
         if not len(stored):
-            self.program.head(self._head_weight, hidden, token_rows, rows.records, None)
+            self.program.head(self._head_weight, hidden, token_rows, rows.records, None, self._cap)
             return
         logits = self._scratch()
         if len(stored) <= len(logits):
-            self.program.head(self._head_weight, hidden, token_rows, rows.records, logits)
+            self.program.head(self._head_weight, hidden, token_rows, rows.records, logits, self._cap)
             return
         rest = np.flatnonzero(~rows.needs_logits)
         for start in range(0, len(stored), len(logits)):
@@ -116,7 +118,8 @@ class NativeModelRunner:
             if start == 0:
                 index = np.concatenate((rest, index))
             part = rows.part(index)
-            self.program.head(self._head_weight, hidden, np.ascontiguousarray(token_rows[index]), part.records, logits)
+            these = np.ascontiguousarray(token_rows[index])
+            self.program.head(self._head_weight, hidden, these, part.records, logits, self._cap)
             rows.records[index] = part.records
 
     def _scratch(self) -> Tensor:

@@ -103,6 +103,9 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
         return f"Triton cannot compile what launches them; install a C compiler and Python's headers ({error})"
     if network is not None and (network.head_dim % 2 or not 16 <= network.head_dim <= 256):
         return f"they need an even head size from 16 to 256, and this model's is {network.head_dim}"
+    if network is not None and (network.score_cap is not None or network.sinks):
+        lacks = "cap attention's scores" if network.score_cap is not None else "have sinks in attention's softmax"
+        return f"they do not {lacks}, as this model needs; use kernels='torch', or device='cpu'"
     if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MOST_GROUP:
         return f"they need at most {MOST_GROUP} query heads for each KV head, and this model has {group}"
     return ""

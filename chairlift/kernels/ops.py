@@ -48,6 +48,7 @@ __all__ = [
     "packed_linear",
     "paged_attention",
     "plan_rows",
+    "relu",
     "relu_squared",
     "rms_norm",
     "rms_norm_offset",
@@ -57,6 +58,7 @@ __all__ = [
     "scale",
     "scale_queries",
     "silu_and_mul",
+    "soft_cap",
     "write_kv",
 ]
 
@@ -135,6 +137,12 @@ def gelu_and_mul(pair: Tensor) -> Tensor:
 
 
 @operation(lambda x: expect(x))
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    return torch.nn.functional.relu(x)
+
+
+@operation(lambda x: expect(x))
 def relu_squared(x: Tensor) -> Tensor:
     """max(x, 0) squared (So et al., 2021)."""
     return torch.nn.functional.relu(x).square()
@@ -150,6 +158,12 @@ def scale(x: Tensor, factor: float) -> Tensor:
 def clip(x: Tensor, limit: float) -> Tensor:
     """``x`` with each number brought into -limit to limit (OLMoE, of q, k and v)."""
     return x.clamp(-limit, limit)
+
+
+@operation(lambda x, cap: expect(x))
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)``, between -cap and cap (Gemma 2)."""
+    return cap * torch.tanh(x / cap)
 
 
 @operation(lambda gate_up: expect(gate_up) // 2)

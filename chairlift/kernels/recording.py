@@ -178,9 +178,21 @@ class Recorder:
         self.nodes.append(node)
         return outs if several else outs[0]
 
-    def attend(self, layer: int, q: Value, k: Value, v: Value, *, scale: float, window: int | None) -> Value:
+    def attend(
+        self,
+        layer: int,
+        q: Value,
+        k: Value,
+        v: Value,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Value:
         """See :class:`~chairlift.models.context.AttentionContext`; q, k and v come from one ``ops.rotary_heads``."""
-        out = self.record(attention, (q, k, v), {"layer": layer, "scale": scale, "window": window})
+        given = {"layer": layer, "scale": scale, "window": window, "cap": cap, "sinks": sinks}
+        out = self.record(attention, (q, k, v), given)
         return cast(Value, out)
 
 
@@ -204,6 +216,15 @@ add = operation(lambda a, b: expect(b, "rows", expect(a)))(operator.add)
 
 
 @operation(_attention_width)
-def attention(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: int,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention in one layer, heads -> [T, Hq * Dh]. Only kernels compute it, for the step knows the cache."""
     raise InvariantError("attention has no call-out; see AttentionContext.attend")

@@ -41,25 +41,43 @@ def copy_blocks(cache: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
     cache.index_copy_(0, dst_ids, cache.index_select(0, src_ids))
 
 
-def _attend_row(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _attend_row(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, cap: float | None, sinks: Tensor | None
+) -> Tensor:
     """One query [Hq, Dh] over keys and values [n, Hkv, Dh] -> [Hq, Dh], in float32."""
     num_heads, head_dim = query.shape
     group = num_heads // keys.shape[1]
     wide_keys = keys.float().repeat_interleave(group, dim=1)
     wide_values = values.float().repeat_interleave(group, dim=1)
     scores = torch.einsum("hd,nhd->hn", query.float(), wide_keys) * scale
-    return torch.einsum("hn,nhd->hd", scores.softmax(-1), wide_values).reshape(num_heads, head_dim)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None]), dim=-1)
+    weights = scores.softmax(-1)[:, : len(keys)]
+    return torch.einsum("hn,nhd->hd", weights, wide_values).reshape(num_heads, head_dim)
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], *, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Sequence[int],
+    *,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention inside each segment of a packed batch: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh]."""
+    """Causal attention inside each segment of a packed batch: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh].
+
+    For ``cap`` and ``sinks`` see :func:`paged_attention`.
+    """
     rows: list[Tensor] = []
     for start, end in itertools.pairwise(cu_seqlens):
         for row in range(start, end):
             low = start if window is None else max(start, row - window + 1)
-            rows.append(_attend_row(q[row], k[low : row + 1], v[low : row + 1], scale))
+            rows.append(_attend_row(q[row], k[low : row + 1], v[low : row + 1], scale, cap, sinks))
     return torch.stack(rows).to(q.dtype)
 
 
@@ -73,11 +91,14 @@ def paged_attention(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each row's newest tokens over its blocks: q [T, Hq, Dh] -> [T, Hq, Dh].
 
     Row ``i`` holds queries ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``, the last of ``seq_lens[i]`` tokens, whose keys
-    lie in the blocks ``block_table[i]`` of caches [blocks, block_size, Hkv, Dh].
+    lie in the blocks ``block_table[i]`` of caches [blocks, block_size, Hkv, Dh]. A score s becomes ``cap`` tanh(s /
+    ``cap``) (Gemma 2); ``sinks`` [Hq] are one more logit in the softmax of each head, without a value (gpt-oss).
     """
     block_size = key_cache.shape[1]
     rows: list[Tensor] = []
@@ -89,5 +110,5 @@ def paged_attention(
             where = torch.arange(low, position + 1, device=q.device)
             blocks = block_table[i][where // block_size]
             keys, values = key_cache[blocks, where % block_size], value_cache[blocks, where % block_size]
-            rows.append(_attend_row(q[row], keys, values, scale))
+            rows.append(_attend_row(q[row], keys, values, scale, cap, sinks))
     return torch.stack(rows).to(q.dtype)

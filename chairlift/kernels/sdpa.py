@@ -3,7 +3,7 @@
 Two facts of that kernel are used. It takes any strides, so a KV head is shared by its group of query heads through a
 stride of zero instead of a copy. And it never looks beyond the tensors it is given, so keys outside a sequence or
 behind a window are left out by slicing; a mask is built only for rows that start in the middle of their sequence, for
-at most :data:`QUERY_TILE` rows at a time.
+at most :data:`QUERY_TILE` rows at a time. It knows neither capped scores nor sinks: there attention is written out.
 """
 
 from __future__ import annotations
@@ -74,13 +74,24 @@ def plan_rows(
 
 
 def paged_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, rows: Sequence[PagedRow], *, scale: float, window: int | None
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    rows: Sequence[PagedRow],
+    *,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each row's queries over its blocks (PagedAttention: Kwon et al., 2023).
 
     ``q`` is [T, Hq, Dh], the caches [blocks, block_size, Hkv, Dh]; returns [T, Hq, Dh]. Values may be of another width
-    than keys, and so is the result then. The new keys and values must have been written. Not differentiable.
+    than keys, and so is the result then. The new keys and values must have been written. A score s becomes
+    ``cap`` tanh(s / ``cap``) (Gemma 2); ``sinks`` [Hq] are one more logit in the softmax of each head, without a value
+    (gpt-oss). Not differentiable.
     """
+    shape = _Shape(scale, window, cap, sinks)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, value_dim = value_cache.shape[2:]
     group = num_heads // num_kv_heads
@@ -91,24 +102,23 @@ def paged_attention(
     outputs: list[Tensor] = []
     for row in rows:
         # A gather makes fresh, contiguous memory, so one as_strided does for view, slice and transpose.
-        shape = (1, num_kv_heads, row.num_keys)
-        keys = key_cache.index_select(0, row.block_ids).as_strided((*shape, head_dim), strides, row.skip * width)
+        size = (1, num_kv_heads, row.num_keys)
+        keys = key_cache.index_select(0, row.block_ids).as_strided((*size, head_dim), strides, row.skip * width)
         values = value_cache.index_select(0, row.block_ids)
-        values = values.as_strided((*shape, value_dim), value_strides, row.skip * value_width)
-        if row.num_queries == 1:
+        values = values.as_strided((*size, value_dim), value_strides, row.skip * value_width)
+        if row.num_queries == 1 and shape.plain:
             outputs.append(scaled_dot_product_attention(decode_rows[row.start], keys, values, scale=scale))
         else:
             queries = q[row.start : row.start + row.num_queries]
-            chunk = _attend_chunk(queries, keys, values, scale=scale, window=window)
-            chunk = chunk.view(-1, num_kv_heads, group, value_dim)
+            chunk = _attend_chunk(queries, keys, values, shape).view(-1, num_kv_heads, group, value_dim)
             # A weight of zero does not silence a value that is NaN or infinite. Where a result is not finite, the fault
             # may lie where its row must not look, so each row is computed again over the keys that it sees.
             if not chunk.isfinite().all():
                 for i in range(row.num_queries):
                     high = row.num_keys - row.num_queries + i + 1
                     seen = slice(0 if window is None else max(0, high - window), high)
-                    alone = decode_rows[row.start + i]
-                    chunk[i] = scaled_dot_product_attention(alone, keys[:, :, seen], values[:, :, seen], scale=scale)[0]
+                    alone = _attend_chunk(queries[i : i + 1], keys[:, :, seen], values[:, :, seen], shape)
+                    chunk[i] = alone.view(chunk[i].shape)
             outputs.append(chunk)
     return torch.cat(outputs).view(-1, num_heads, value_dim)
 
@@ -121,13 +131,17 @@ def packed_attention(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Causal attention inside each segment of a packed batch: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh].
 
-    Differentiable. Segments never see each other because each is a call of its own or a row of one: neighbours of one
-    length share a call, and where there are many short segments, those of similar length do, wherever they lie.
+    For ``cap`` and ``sinks`` see :func:`paged_attention`. Differentiable. Segments never see each other because each is
+    a call of its own or a row of one: neighbours of one length share a call, and where there are many short segments,
+    those of similar length do, wherever they lie.
     """
+    shape = _Shape(scale, window, cap, sinks)
     plan = _plan(tuple(cu_seqlens), window, q.device)
     if plan.order is not None:
         index, inverse, filling = plan.order
@@ -137,11 +151,13 @@ def packed_attention(
     split = [[x] if len(sizes) == 1 else torch.split_with_sizes(x, sizes) for x in (q, k, v)]
     outputs: list[Tensor] = []
     for (count, length), queries, keys, values in zip(plan.calls, *split, strict=True):
-        if count > 1:
+        if count > 1 and shape.plain:
             outputs.append(_attend_equal(queries, keys, values, length, scale=scale, dropout=dropout))
-        else:
-            keys, values = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
-            outputs.append(_attend_chunk(queries, keys, values, scale=scale, window=window, dropout=dropout))
+            continue
+        for segment in zip(*(x.split(length) for x in (queries, keys, values)), strict=True):
+            one, *both = segment
+            one_keys, one_values = (x.transpose(0, 1).unsqueeze(0) for x in both)
+            outputs.append(_attend_chunk(one, one_keys, one_values, shape, dropout))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if plan.order is None else _reorder(out, inverse, index, filling)
 
@@ -252,20 +268,48 @@ def _attend_equal(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: float,
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _attend_chunk(
-    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, dropout: float = 0.0
-) -> Tensor:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shape:
+    """What becomes of scores."""
+
+    scale: float
+    window: int | None
+    cap: float | None
+    sinks: Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's kernel knows it."""
+        return self.cap is None and self.sinks is None
+
+
+def _attend_written_out(queries: Tensor, keys: Tensor, values: Tensor, shape: _Shape, dropout: float) -> Tensor:
+    """The newest queries [Hkv, group, n, Dh] over keys and values [Hkv, m, Dh] -> [Hkv, group, n, Dh], in float32."""
+    rows, num_keys = queries.shape[2], keys.shape[1]
+    scores = queries.float() @ keys.float().unsqueeze(1).mT * shape.scale
+    if shape.cap is not None:
+        scores = shape.cap * torch.tanh(scores / shape.cap)
+    scores = scores + _tile_mask(rows, num_keys, shape.window, scores.dtype, scores.device)
+    if shape.sinks is not None:
+        sinks = shape.sinks.float().view(*queries.shape[:2], 1, 1).expand(-1, -1, rows, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.nn.functional.dropout(scores.softmax(-1)[..., :num_keys], dropout)
+    return (weights @ values.float().unsqueeze(1)).to(queries.dtype)
+
+
+def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, shape: _Shape, dropout: float = 0.0) -> Tensor:
     """Queries [n, Hq, Dh], the newest of ``keys`` and ``values`` [1, Hkv, m, Dh] -> [n, Hq, Dh], contiguous."""
+    scale, window = shape.scale, shape.window
     num_queries, num_heads = q.shape[:2]
     num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
     group, head_dim = num_heads // num_kv_heads, values.shape[3]
-    if group == 1:  # as they lie, so that the output lies as it must
+    if group == 1 and shape.plain:  # as they lie, so that the output lies as it must
         queries = q.transpose(0, 1).unsqueeze(0)
     else:  # Batch over KV heads; the group of query heads reads the same keys through a zero stride.
         queries = q.view(num_queries, num_kv_heads, group, -1).permute(1, 2, 0, 3)
         keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
         values = values.transpose(0, 1).expand(-1, group, -1, -1)
-    if num_queries == num_keys and (window is None or num_keys <= window):
+    if shape.plain and num_queries == num_keys and (window is None or num_keys <= window):
         out = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, dropout_p=dropout)
         return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
     cached = num_keys - num_queries
@@ -274,6 +318,11 @@ def _attend_chunk(
         end = min(start + QUERY_TILE, num_queries)
         low = 0 if window is None else max(0, cached + start - window + 1)
         high = cached + end
+        if not shape.plain:
+            part = queries[:, :, start:end], keys[:, 0, low:high], values[:, 0, low:high]
+            tile = _attend_written_out(*part, shape, dropout)
+            tiles.append(tile.permute(2, 0, 1, 3).reshape(end - start, num_heads, head_dim))
+            continue
         mask = _tile_mask(end - start, high - low, window, q.dtype, q.device)
         tile = scaled_dot_product_attention(
             queries[:, :, start:end],

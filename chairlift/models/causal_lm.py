@@ -25,23 +25,30 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        outer = config.embedding_width
+        self.embed_tokens = Embedding(config.vocab_size, outer or config.hidden_size)
+        self.project_in = Linear(outer, config.hidden_size) if outer else None
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = make_norm(config)
+        self.norm = make_norm(config) if config.block != "post_sum" else None
+        self.project_out = Linear(config.hidden_size, outer) if outer else None
         context = config.max_position_embeddings
         layer_ropes = [None if config.rotates_apart else rope for rope in config.layer_ropes]
         ropes = list(dict.fromkeys(rope for rope in layer_ropes if rope is not None))
         self.rotary = nn.ModuleList(RotaryEmbedding(config.head_dim, rope, context) for rope in ropes)
         self.layer_tables = [None if rope is None else ropes.index(rope) for rope in layer_ropes]
-        self.embed_positions = Embedding(context, config.hidden_size) if config.learned_positions else None
+        self.first_row = config.first_position_row
+        rows = context + self.first_row
+        self.embed_positions = Embedding(rows, config.hidden_size) if config.learned_positions else None
         self.embedding_scale, self.logit_scale = config.embedding_scale, config.logit_scale
         self.rounds_scale = config.rounds_embedding_scale
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """What the first layer gets, [T, D]."""
         hidden: Tensor = self.embed_tokens(token_ids)
+        if self.project_in is not None:
+            hidden = self.project_in(hidden)
         if self.embed_positions is not None:
-            hidden = hidden + self.embed_positions(positions)
+            hidden = hidden + ops.embedding(positions, self.embed_positions.weight[self.first_row :])
         if self.embedding_scale != 1.0:
             factor = self.embedding_scale
             hidden = ops.scale(hidden, float(torch.tensor(factor).to(hidden.dtype)) if self.rounds_scale else factor)
@@ -57,7 +64,8 @@ class Decoder(nn.Module):
         rotations = self.rotations(positions, hidden.dtype)
         for layer, rotary in zip(self.layers, rotations, strict=True):
             hidden = layer(hidden, rotary, positions, ctx)
-        out: Tensor = self.norm(hidden)
+        out: Tensor = hidden if self.norm is None else self.norm(hidden)
+        out = out if self.project_out is None else self.project_out(out)
         # Not of the logits: the head is one product, which kernels compute together with sampling.
         return out if self.logit_scale == 1.0 else ops.scale(out, self.logit_scale)
 
@@ -73,7 +81,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+        self.lm_head = Linear(config.embedding_width or config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -110,6 +118,11 @@ class CausalLM(nn.Module):
         lay_out_rest(self, dtype, device)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of activations."""
+        return next(value.dtype for name, value in self.named_parameters() if name.endswith("norm.weight"))
+
+    @property
     def quantization(self) -> str | None:
         """What weights are rounded to, all kinds joined by ``+``; None where all are of the model's dtype."""
         return quantization_of(self)
@@ -117,7 +130,7 @@ class CausalLM(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights where they lie now; a tied head counts once."""
-        return weight_bytes_of(self, self.model.norm.weight.dtype)
+        return weight_bytes_of(self, self.dtype)
 
     def finish_head(self) -> None:
         """The embedding has been written: a tied head whose format cannot share the embedding's weight packs a copy."""
@@ -133,7 +146,7 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [R, V], for the hidden states of the rows that need them."""
         logits: Tensor = self.lm_head(hidden)
-        return logits
+        return logits if self.config.logit_cap is None else ops.soft_cap(logits, self.config.logit_cap)
 
     def kv_cache_spec(self) -> list[LayerCache]:
         """What each layer stores per token."""

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
-from chairlift.kernels.scored import scored_attention
 
 __all__ = ["AttentionContext", "LayerCache", "PackedContext", "PagedContext"]
 
@@ -43,10 +42,23 @@ class LayerCache:
 class AttentionContext(Protocol):
     """How the tokens of a flat batch attend to each other and to what is cached."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention: ``q`` [T, Hq, Dh], ``k`` and ``v`` [T, Hkv, Dh] -> [T, Hq, Dh], all of one dtype.
 
-        ``scale`` multiplies the scores; a query sees at most the ``window`` newest tokens, itself included.
+        ``scale`` multiplies the scores; with a ``cap`` a score s then becomes cap * tanh(s / cap). A query sees at most
+        the ``window`` newest tokens, itself included. ``sinks`` [Hq] are one more logit in each head's softmax, without
+        a value.
         """
         ...
 
@@ -87,13 +99,10 @@ class PagedContext:
         *,
         scale: float,
         window: int | None,
-        softcap: float | None = None,
+        cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write K and V to their slots, then attend over each row's blocks. See :class:`AttentionContext`.
-
-        ``softcap`` and ``sinks`` are as in :func:`~chairlift.kernels.scored.scored_attention`, which then attends.
-        """
+        """Write K and V to their slots, then attend over each row's blocks. See :class:`AttentionContext`."""
         group = self.layer_groups[layer]
         key_cache, value_cache = self.kv_caches[layer]
         plan = self._plans.get((group, window))
@@ -102,16 +111,7 @@ class PagedContext:
             plan = ops.plan_rows(self.cu_seqlens, self.seq_lens, table, block_size, window)
             self._plans[(group, window)] = plan
         ops.write_kv(key_cache, value_cache, self.slot_mapping[group], k, v)
-        if softcap is not None or sinks is not None:
-            outputs = []
-            for row in plan:
-                seen = slice(row.skip, row.skip + row.num_keys)
-                keys, values = (cache[row.block_ids].flatten(0, 1)[seen] for cache in (key_cache, value_cache))
-                queries = q[row.start : row.start + row.num_queries]
-                out = scored_attention(queries, keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks)
-                outputs.append(out)
-            return torch.cat(outputs)
-        return ops.paged_attention(q, key_cache, value_cache, plan, scale=scale, window=window)
+        return ops.paged_attention(q, key_cache, value_cache, plan, scale=scale, window=window, cap=cap, sinks=sinks)
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,6 +121,17 @@ class PackedContext:
     cu_seqlens: list[int]
     """[N + 1] offsets of the sequences in the flat batch; the last is T. Positions restart at 0 in each."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend inside each sequence. See :class:`AttentionContext`."""
-        return ops.packed_attention(q, k, v, self.cu_seqlens, scale=scale, window=window)
+        return ops.packed_attention(q, k, v, self.cu_seqlens, scale=scale, window=window, cap=cap, sinks=sinks)

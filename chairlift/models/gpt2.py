@@ -47,7 +47,7 @@ GPT2 = Family(
         "num_key_value_heads": "n_head",
         "rms_norm_eps": "layer_norm_epsilon",
     },
-    activations={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    activations={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"},
     rotary=False,
     tensors={
         "model.embed_tokens": ("transformer.wte",),

@@ -152,19 +152,30 @@ class ModelConfig:
     """``rms`` (RMSNorm), ``rms_offset`` (times 1 + weight), ``layer`` (LayerNorm with a bias) or ``layer_no_bias``."""
     block: str = "pre"
     """Where norms are: ``pre`` (before attention and MLP), ``post`` (after them, before they are added), ``both``,
-    ``parallel`` (one norm, which attention and MLP both read) or ``parallel_two`` (each has its own)."""
+    ``post_sum`` (after they are added, and none behind the last layer), ``parallel`` (one norm, which attention and MLP
+    both read) or ``parallel_two`` (each has its own)."""
     mlp: str = "swiglu"
-    """``swiglu`` or ``geglu_tanh`` (gated); ``gelu``, ``gelu_tanh`` or ``relu2`` between two products."""
+    """``swiglu`` or ``geglu_tanh`` (gated); ``gelu``, ``gelu_tanh``, ``relu`` or ``relu2`` between two products."""
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
     """Whether that factor is rounded to the model's dtype."""
     residual_scale: float = 1.0
     """What attention and MLP are multiplied by before they are added."""
     logit_scale: float = 1.0
+    score_cap: float | None = None
+    """c: a score s of attention becomes c tanh(s / c) before the softmax (Gemma 2)."""
+    logit_cap: float | None = None
+    """The same of logits, before penalties and temperature."""
+    sinks: bool = False
+    """Whether each head has one more logit in its softmax, without a value (gpt-oss)."""
     query_scaling: tuple[float, int] | None = None
     """(beta, n): a query at position p is multiplied by 1 + beta ln(1 + floor(p / n)), as in Llama 4."""
     learned_positions: bool = False
     """A vector per position is added to the embedding."""
+    first_position_row: int = 0
+    """Which row of the table of positions is that of position 0."""
+    embedding_width: int | None = None
+    """Width of embeddings and of what the head reads, where products lead from it to ``hidden_size`` and back."""
     layer_scales: tuple[float, ...]
     """Per layer, what scores are multiplied by."""
     qkv_clip: float | None = None
@@ -211,6 +222,13 @@ class ModelConfig:
         scaled = any(rope.dim is not None and rope.rope_type in ("longrope", "yarn") for rope in ropes)
         return scaled or (self.qk_norm == "rotated" and bool(ropes))
 
+    def for_length(self, longest: int) -> ModelConfig:
+        """The network for texts of at most ``longest`` tokens: with LongRoPE, what rotates q and k depends on it."""
+        rope, window_rope = (each and each.for_length(longest) for each in (self.rope, self.window_rope))
+        if (rope, window_rope) == (self.rope, self.window_rope):
+            return self
+        return dataclasses.replace(self, rope=rope, window_rope=window_rope)
+
     def notes(self, with_generation_config: bool = True) -> list[str]:
         """Where answers differ from those of transformers for what the model's files say, a line each."""
         found = []
@@ -221,10 +239,14 @@ class ModelConfig:
                 " answers to shorter texts differ from those of transformers"
             )
         if self.rope is not None and self.rope.rope_type == "longrope":
+            original = f"{self.rope.original_max_position_embeddings:,}"
             found.append(
-                "rope_type is 'longrope': the factors for long texts are used from the first token on, as in vLLM,"
-                f" while transformers uses them only past {self.rope.original_max_position_embeddings:,} tokens;"
-                " answers to shorter texts differ from those of transformers"
+                "rope_type is 'longrope': the factors for short texts are used, as in transformers, because no text is"
+                f" longer than original_max_position_embeddings {original}"
+                if self.rope.divisors == self.rope.short_divisors
+                else "rope_type is 'longrope': the factors for long texts are used from the first token on, as in vLLM,"
+                f" while transformers uses them only past {original} tokens; answers to shorter texts differ from those"
+                f" of transformers; set max_model_len to {original} or less for the factors for short texts"
             )
         return [*found, *generation_notes(self.generation_unapplied if with_generation_config else {})]
 

@@ -278,7 +278,7 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
                 raise ModelLoadError(message) from None
         parts = _checked_parts(tensors, blank, where)
         report = progress or _tell_nobody
-        _check_finite(tensors, parts, model.model.norm.weight.dtype, where, report)
+        _check_finite(tensors, parts, model.dtype, where, report)
         try:
             _write(model, parts, tensors, lambda share: report("replacing weights", (1 + share) / 2))
         except Exception as error:

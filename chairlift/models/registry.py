@@ -9,6 +9,7 @@ from chairlift.models.ernie4_5 import ERNIE4_5
 from chairlift.models.exaone4 import EXAONE4
 from chairlift.models.family import Family
 from chairlift.models.gemma import GEMMA
+from chairlift.models.gemma2 import GEMMA2
 from chairlift.models.gemma3_text import GEMMA3_TEXT
 from chairlift.models.glm import GLM
 from chairlift.models.glm4 import GLM4
@@ -28,6 +29,7 @@ from chairlift.models.mixtral import MIXTRAL
 from chairlift.models.olmo2 import OLMO2
 from chairlift.models.olmo3 import OLMO3
 from chairlift.models.olmoe import OLMOE
+from chairlift.models.opt import OPT
 from chairlift.models.phi import PHI
 from chairlift.models.phi3 import PHI3
 from chairlift.models.qwen2 import QWEN2
@@ -50,6 +52,7 @@ FAMILIES: dict[str, Family] = {
         ERNIE4_5,
         EXAONE4,
         GEMMA,
+        GEMMA2,
         GEMMA3_TEXT,
         GLM,
         GLM4,
@@ -69,6 +72,7 @@ FAMILIES: dict[str, Family] = {
         OLMO2,
         OLMO3,
         OLMOE,
+        OPT,
         PHI,
         PHI3,
         QWEN2,

@@ -50,10 +50,18 @@ class RopeConfig:
     truncate: bool = True
     divisors: tuple[float, ...] = ()
     """What each frequency is divided by, [rotated dimensions / 2], where a file says it outright; empty elsewhere."""
+    short_divisors: tuple[float, ...] = ()
+    """The same for texts within ``original_max_position_embeddings``, where a file has two lists (LongRoPE)."""
     dim: int | None = None
     """How many dimensions of a head are rotated, its first; None for all."""
     interleaved: bool = False
     """Whether a checkpoint pairs neighbouring dimensions. In memory the pairs are the halves of a head."""
+
+    def for_length(self, longest: int) -> RopeConfig:
+        """The rotation for texts of at most ``longest`` tokens: LongRoPE has one for short texts and one for long."""
+        if not self.short_divisors or longest > self.original_max_position_embeddings:
+            return self
+        return dataclasses.replace(self, divisors=self.short_divisors)
 
 
 def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> dict[str, RopeConfig | None]:
@@ -139,12 +147,17 @@ def _rotated(fields: Fields, family: Family, head_dim: int) -> int:
 
 def _longrope(fields: Fields, context: int, original: int, dim: int) -> dict[str, Any]:
     """LongRoPE (Ding et al., 2024): a divisor for each frequency, those for long texts where the model is for them."""
-    key = "long_factor" if context > original else "short_factor"
-    divisors, most = fields.get(key), 1e6
-    numbers = isinstance(divisors, list) and all(type(each) in (int, float) and 0 < each < most for each in divisors)
-    if not numbers or len(divisors) != dim // 2:
-        fields.fail(f"{key} must be {dim // 2} numbers above 0, got {divisors!r:.80}")
+    most = 1e6
+    found: dict[str, tuple[float, ...]] = {}
+    for key in ("short_factor", "long_factor") if context > original else ("short_factor",):
+        divisors = fields.get(key)
+        valid = isinstance(divisors, list) and all(type(each) in (int, float) and 0 < each < most for each in divisors)
+        if not valid or len(divisors) != dim // 2:
+            fields.fail(f"{key} must be {dim // 2} numbers above 0, got {divisors!r:.80}")
+        found[key] = tuple(map(float, divisors))
     factor = fields.number("factor", 0.0, most, default=context / original)
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     attention_factor = fields.number("attention_factor", 0.0, most, default=scale)
-    return {"factor": factor, "attention_factor": attention_factor, "divisors": tuple(map(float, divisors))}
+    short = found["short_factor"]
+    numbers: dict[str, Any] = {"factor": factor, "attention_factor": attention_factor}
+    return {**numbers, "divisors": found.get("long_factor", short), "short_divisors": short}

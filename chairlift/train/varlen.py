@@ -47,6 +47,8 @@ def attend(
     *,
     scale: float | None = None,
     window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
     dropout: float = 0.0,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -54,8 +56,9 @@ def attend(
 
     One floating dtype, one device; differentiable. Hq must be a multiple of Hkv (grouped-query attention). ``scale``
     multiplies the scores (default: 1 / sqrt(Dh)); a query sees at most the ``window`` newest tokens of its sequence,
-    itself included; ``dropout`` is the share of attention weights dropped. Raises ConfigError for shapes that do not
-    fit each other or the layout, and for a backend that cannot run on these tensors.
+    itself included; ``dropout`` is the share of attention weights dropped. A score s becomes ``cap`` tanh(s / ``cap``)
+    (Gemma 2), ``sinks`` [Hq] are one more logit in each head's softmax (gpt-oss): both by ``segments`` only. Raises
+    ConfigError for shapes that do not fit each other or the layout, and for a backend that cannot run on these tensors.
     """
     if q.ndim != 3 or k.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
         raise ConfigError(
@@ -69,9 +72,13 @@ def attend(
     if backend not in get_args(Backend):
         raise ConfigError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    chosen = _choose(q, v, dropout) if backend == "auto" else backend
+    shaped = cap is not None or sinks is not None
+    chosen = ("segments" if shaped else _choose(q, v, dropout)) if backend == "auto" else backend
     if chosen == "segments":
-        return packed_attention(q, k, v, layout.cu_seqlens, scale=scale, window=window, dropout=dropout)
+        given: dict[str, Any] = {"scale": scale, "window": window, "cap": cap, "sinks": sinks}
+        return packed_attention(q, k, v, layout.cu_seqlens, dropout=dropout, **given)
+    if shaped:
+        raise ConfigError(f"backend {chosen!r} knows neither cap nor sinks; use backend='segments' or 'auto'")
     if not q.is_cuda or (chosen == "torch" and dropout):
         raise ConfigError(
             f"backend {chosen!r} runs on CUDA tensors{', without dropout' if chosen == 'torch' else ''}; "
@@ -130,9 +137,20 @@ class VarlenContext:
     def __post_init__(self) -> None:
         self.layout = Layout(tuple(sorted(set(self.cu_seqlens))))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend inside each sequence: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh], one dtype."""
-        return attend(q, k, v, self.layout, scale=scale, window=window)
+        return attend(q, k, v, self.layout, scale=scale, window=window, cap=cap, sinks=sinks)
 
 
 class HFPatch:

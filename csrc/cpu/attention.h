@@ -205,6 +205,15 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
   state.highest[row] = highest;
 }
 
+// Scores of columns [from, to) become tanh(score * factor).
+template <typename T>
+static void cap_scores(AttentionScratch<T>& s, int rows, int from, int to, float factor) {
+  for (int row = 0; row < rows; row++) {
+    float* scores = s.scores + row * SCORES_STRIDE;
+    for (int j = from; j < to; j += LANES) vstore(scores + j, vtanh(vmul(vload(scores + j), vset(factor))));
+  }
+}
+
 template <typename T>
 static void apply_factors(const AttentionTask& task, const AttentionScratch<T>& s, SoftmaxState& state) {
   const int dim = task.kv.head_dim;
@@ -357,7 +366,7 @@ template <typename T, typename Stored>
 __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask& task, AttentionScratch<T>& s,
                                                              SoftmaxState& state, int from, int to,
                                                              const Sixteens<Stored>& after, Stored* edges) {
-  const float scale = task.op.scale * 1.44269504f;
+  const float cap = task.op.cap, scale = (cap > 0.0f ? cap : task.op.scale) * 1.44269504f;
   const int limit = (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS, per_tile = Sixteens<Stored>::MOST;
   clear(state, task.rows, task.kv.head_dim);
   Sixteens<Stored> tiles[2];
@@ -370,6 +379,7 @@ __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask
     const Reading<Stored> reading{at, next, after};
     const int begin_column = at.first * CL_KV_TOKENS - start, end_column = end * CL_KV_TOKENS - start;
     score(task, s, reading, begin_column);
+    if (cap > 0.0f) cap_scores(s, task.rows, begin_column, end_column, task.op.scale / cap);
     for (int row = 0; row < task.rows; row++)
       weigh_row(s, state, row, begin_column, end_column, start, scale);
     if (edges) leave_out_unseen(at, edges, task.kv.head_dim, from, to);
@@ -474,12 +484,25 @@ static void attend_split(const AttentionPiece& piece, const AttentionTask& task,
   load_queries<Stored>(piece, q, stride, s);
 }
 
+// One row's output, where the softmax has one more logit that has no value.
+template <typename T>
+static void store_with_sink(const SoftmaxState& state, int row, float sink, T* to, int dim) {
+  const float logit = sink * 1.44269504f, before = state.highest[row], highest = logit > before ? logit : before;
+  const vf factor = vexp2(vset(before - highest));
+  const vf sum = vadd(vmul(vset(state.sum[row]), factor), vexp2(vset(logit - highest)));
+  for (int d = 0; d < dim; d += LANES) vstore(to + d, vdiv(vmul(vload(state.values + row * dim + d), factor), sum));
+}
+
 template <typename T>
 static void store_outputs(const AttentionPiece& piece, const SoftmaxState& state, T* out, int64_t stride) {
   const int dim = piece.op.head_dim;
   for (int row = 0; row < piece.rows; row++) {
     T* to = out + piece.token(row) * stride + piece.head(row) * dim;
     if (piece.head(row) == piece.op.heads - 1) clear_pad(to + dim - piece.op.heads * dim, piece.op.heads * dim);
+    if (piece.op.sinks) {
+      store_with_sink(state, row, piece.op.sinks[piece.head(row)], to, dim);
+      continue;
+    }
     const vf sum = vset(state.sum[row]);
     for (int d = 0; d < dim; d += LANES) vstore(to + d, vdiv(vload(state.values + row * dim + d), sum));
   }

@@ -36,17 +36,26 @@ enum {
 // One fused operation. Unused fields are zero, unused buffers -1. Buffers are [T, width] rows of the program's dtype.
 enum cl_op_kind {
   CL_OP_CALL = 0,         // ends a native run: Python computes `out`, then goes on behind it
-  CL_OP_EMBED = 1,        // out[T, k] = rows token_ids of weight [n, k]; flags & CL_PACKED: weight is packed
+  CL_OP_EMBED = 1,        // out[T, k] = rows token_ids of weight [n, k], times scale; flags: CL_PACKED, CL_POSITIONS
   CL_OP_ROTARY = 2,       // float32 cos and sin of every token into rotary table `layer`: weight = inverse frequencies [head_dim / 2], scale = factor
   CL_OP_RMS_NORM = 3,     // out[T, k] = rms_norm(in) * weight[k] (float32), eps
-  CL_OP_LINEAR = 4,       // out[T, n] = in[T, k] @ weight.T + bias (+ aux[T, n]); out may be aux
+  CL_OP_LINEAR = 4,       // out[T, n] = scale * f(in[T, k] @ weight.T + bias) (+ aux[T, n]); out may be aux; flags: f, a cl_activation
   CL_OP_LINEAR_SILU = 5,  // out[T, n / 2] = silu(gate) * up of that product; gate and up panels alternate
   CL_OP_QKV = 6,          // that product as heads: norm, rotation, K and V to the cache of `layer`, q to out[T, heads * head_dim]
-  CL_OP_ATTENTION = 7,    // out[T, heads * head_dim] = causal attention of in (q) over the cache of `layer`
+  CL_OP_ATTENTION = 7,    // out[T, heads * head_dim] = causal attention of in (q) over the cache of `layer`; see cap, sinks
   CL_OP_ADD = 8,          // out[T, n] = in + aux
   CL_OP_EXPERTS = 9,      // out[T, k] = each token of in[T, k] through the experts it chooses (+ aux[T, k]); see cl_experts
+  CL_OP_LAYER_NORM = 16,  // out[T, k] = layer_norm(in) * weight[k] + bias[k] (float32; bias may be null), eps
+  CL_OP_LINEAR_GELU = 17,  // as LINEAR_SILU, with the tanh form of GELU
+  CL_OP_SCALE = 18,       // out[T, n] = in * scale
+  CL_OP_HEADS = 19,       // what QKV does with its product, of rows in[T, (heads + 2 kv_heads) * head_dim]; flags: CL_ALL_HEADS
 };
-enum { CL_PACKED = 1 };
+enum {
+  CL_PACKED = 1,     // the weight is packed
+  CL_POSITIONS = 2,  // rows by positions, not by token_ids
+  CL_ALL_HEADS = 4,  // q_norm [heads * head_dim] and k_norm [kv_heads * head_dim] are each one norm over all heads
+};
+enum cl_activation { CL_NONE = 0, CL_GELU = 1, CL_GELU_TANH = 2, CL_RELU = 3, CL_RELU_SQUARED = 4 };
 
 // What scores of experts are made of logits: over all experts, over those chosen by their logits, or of each by itself. And
 // the score of a group of neighbouring experts: the sum of its best two, or the best.
@@ -77,12 +86,14 @@ typedef struct {
   int32_t rotary;         // rotary table (ROTARY, QKV); -1: no rotation
   int32_t heads, kv_heads, head_dim;
   int32_t window;         // tokens a query sees, itself included; 0: all
-  float eps, scale;
+  float eps, scale;       // scale 0: 1
+  float cap;              // c > 0: scores (ATTENTION) and logits (cl_head) s become c * tanh(s / c), before masks; 0: none
   const void* weight;     // packed panels (see cl_pack) for products
   const float* bias;      // float32 in packed column order, padded to whole panels; or null
   const float* q_norm;    // float32 [head_dim] or null
   const float* k_norm;
   const cl_experts* experts;  // of EXPERTS
+  const float* sinks;     // ATTENTION: float32 [heads], one more logit in the softmax of each head, without a value; or null
 } cl_op;
 
 // K and V of one layer. Per block, KV head and 16 tokens: K as [head_dim / P][16][P] elements, then V as [16 / P][head_dim][P],
@@ -201,7 +212,7 @@ CL_EXPORT int64_t cl_expert_bytes(const cl_op* op, int32_t dtype, int32_t tokens
 CL_EXPORT int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, int32_t first_op);
 
 // Output head: rows token_rows[R] of hidden (rows of `stride` elements) times the weight [n, k] of `product`, then one token per
-// row, of n ids. Of `product` the fields n, k, format, group, weight and bias count.
+// row, of n ids. Of `product` the fields n, k, format, group, weight, bias and cap count.
 // logits: float32 scratch [rows that need stored logits, stride vocab rounded up to 32], or null to have none of them.
 CL_EXPORT int32_t cl_head(cl_pool* pool, const cl_program* program, const void* hidden, int64_t stride,
                           const int32_t* token_rows, int32_t num_rows, const cl_op* product, cl_sampling_row* rows,

@@ -35,20 +35,29 @@ static void unpack_column(const Panels<Code<B, M>>& weight, int32_t id, int k, T
   }
 }
 
+// A row times a number, its pad too.
+template <typename T>
+CL_INLINE void scale_row(const T* from, T* to, int size, float factor) {
+  for (int i = 0; i < size; i += LANES) vstore(to + i, vmul(vload(from + i), vset(factor)));
+  clear_pad(to, size);
+}
+
 template <typename T>
 static void embed(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   T* out = static_cast<T*>(program.buffers[op.out]);
   const int64_t stride = program.strides[op.out];
+  const int32_t* ids = op.flags & CL_POSITIONS ? batch.positions : batch.token_ids;
   for (int t = share.begin; t < share.end; t++) {
-    const int32_t id = batch.token_ids[t];
+    const int32_t id = ids[t];
     CL_ASSERT(id >= 0 && id < op.n);
     T* row = out + t * stride;
     clear_pad(row, op.k);
     if (!(op.flags & CL_PACKED)) {
       memcpy(row, static_cast<const T*>(op.weight) + int64_t(id) * op.k, op.k * sizeof(T));
-      continue;
+    } else {
+      with_weight<T>(op, [&](const auto& weight) { unpack_column(weight, id, op.k, row); });
     }
-    with_weight<T>(op, [&](const auto& weight) { unpack_column(weight, id, op.k, row); });
+    if (op.scale != 0.0f && op.scale != 1.0f) scale_row(row, row, op.k, op.scale);
   }
 }
 
@@ -98,6 +107,51 @@ static void rms_norm(const cl_op& op, const cl_program& program, Share share) {
       y[i] = from_float(weight[i] * to_float(from_float(to_float(x[i]) * factor, T())), T());
     clear_pad(y, op.k);
   }
+}
+
+// Sum of `size` elements less `mean`, or of the squares of that, in four fixed chains. What lies behind them up to a multiple
+// of 16 is left out.
+template <bool SQUARED, typename T>
+CL_INLINE float sum_around(const T* x, int size, float mean) {
+  vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
+  for (int i = 0; i < size; i += LANES) {
+    vf v = vsub(vload(x + i), vset(mean));
+    if (i + LANES > size) v = vkeep(v, 0, size - i, 0.0f);
+    sum[i / LANES % 4] = SQUARED ? vfma(v, v, sum[i / LANES % 4]) : vadd(v, sum[i / LANES % 4]);
+  }
+  return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
+}
+
+// Rounded to T once, behind weight and bias, as PyTorch does it.
+template <typename T>
+static void layer_norm(const cl_op& op, const cl_program& program, Share share) {
+  const T* in = static_cast<const T*>(program.buffers[op.in]);
+  T* out = static_cast<T*>(program.buffers[op.out]);
+  const float* weight = static_cast<const float*>(op.weight);
+  const int whole = op.k / LANES * LANES;
+  for (int t = share.begin; t < share.end; t++) {
+    const T* x = in + t * program.strides[op.in];
+    T* y = out + t * program.strides[op.out];
+    const float mean = sum_around<false>(x, op.k, 0.0f) / float(op.k);
+    const float factor = 1.0f / sqrtf(sum_around<true>(x, op.k, mean) / float(op.k) + op.eps);
+    for (int i = 0; i < whole; i += LANES) {
+      const vf v = vmul(vmul(vsub(vload(x + i), vset(mean)), vset(factor)), vload(weight + i));
+      vstore(y + i, op.bias ? vadd(v, vload(op.bias + i)) : v);
+    }
+    for (int i = whole; i < op.k; i++) {
+      const float v = (to_float(x[i]) - mean) * factor * weight[i];
+      y[i] = from_float(op.bias ? v + op.bias[i] : v, T());
+    }
+    clear_pad(y, op.k);
+  }
+}
+
+template <typename T>
+static void scale(const cl_op& op, const cl_program& program, Share share) {
+  const T* in = static_cast<const T*>(program.buffers[op.in]);
+  T* out = static_cast<T*>(program.buffers[op.out]);
+  for (int t = share.begin; t < share.end; t++)
+    scale_row(in + t * program.strides[op.in], out + t * program.strides[op.out], op.n, op.scale);
 }
 
 template <typename T>

@@ -270,7 +270,7 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
       for (int r = rows.begin; r < rows.end; r++) put_row<Row>(weight, in + s.token[r] * in_stride, s.row_stride, r, gathered);
       const int64_t stride = put_row<Row>(weight, nullptr, s.row_stride, 0, gathered);
       pool.barrier(thread);
-      const StoreGated<Row> store{static_cast<Row*>(s.inner), s.inner_stride, nullptr};
+      const StoreGated<Row, false> store{static_cast<Row*>(s.inner), s.inner_stride, nullptr};
       expert_products<Row>(pool, thread, weight, s, 2, gathered, stride, scratch, store);
     });
     pool.barrier(thread);

@@ -36,6 +36,10 @@ static size_t head_shared_bytes(int num_threads, int num_rows, int64_t stride, i
   return rows_bytes(num_rows, stride, dtype, k) + aligned64(sizeof(Best) * num_threads * num_rows) + aligned64(sizeof(int32_t) * num_rows);
 }
 
+static void cap_logits(float* logits, int count, float cap) {
+  for (int c = 0; c < count; c += LANES) vstore(logits + c, vmul(vset(cap), vtanh(vdiv(vload(logits + c), vset(cap)))));
+}
+
 struct ChooseOrStore {
   const HeadCall& call;
   const HeadShared& shared;
@@ -52,6 +56,7 @@ struct ChooseOrStore {
       if (const float* bias = call.product->bias)
         for (int c = 0; c < panels * CL_PANEL; c += LANES)
           vstore(logits + c, vadd(vload(logits + c), vload(bias + first_id + c)));
+      if (call.product->cap > 0.0f) cap_logits(logits, panels * CL_PANEL, call.product->cap);
       const int row = row0 + r;
       if (shared.stored[row] < 0)
         consider(best[row], logits, first_id, count, call.rows[row]);

@@ -45,6 +45,9 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_ROTARY: rotary_table(op, program, batch, share); break;
       case CL_OP_RMS_NORM: rms_norm<T>(op, program, share); break;
       case CL_OP_ADD: add<T>(op, program, share); break;
+      case CL_OP_LAYER_NORM: layer_norm<T>(op, program, share); break;
+      case CL_OP_SCALE: scale<T>(op, program, share); break;
+      case CL_OP_HEADS: heads<T>(op, program, batch, share); break;
       case CL_OP_ATTENTION:
         attention<T>(pool, thread, op, program, batch, plan, scratch.attention, fetches_far());
         kv.look(i + 1, end_op);

@@ -34,7 +34,6 @@ CL_INLINE vi load_pairs(const code8* p) { return _mm512_cvtepu8_epi16(_mm256_loa
 CL_INLINE vf numbers_of(__m128i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(codes)); }
 CL_INLINE __m128i codes_of(vf x) { return _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(x)); }
 CL_INLINE void store_int16(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x))); }
-CL_INLINE vf vabs(vf x) { return _mm512_abs_ps(x); }
 #else
 CL_INLINE vi load_pairs(const code8* p) {
   return vi{_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)),
@@ -53,10 +52,6 @@ CL_INLINE __m128i codes_of(vf x) {
   return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 CL_INLINE void store_int16(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, words_of(x)); }
-CL_INLINE vf vabs(vf x) {
-  const __m256 sign = _mm256_set1_ps(-0.0f);
-  return vf{_mm256_andnot_ps(sign, x.lo), _mm256_andnot_ps(sign, x.hi)};
-}
 #endif
 CL_INLINE __m128i load_codes(const code8* p) { return _mm_loadu_si128((const __m128i*)p); }
 

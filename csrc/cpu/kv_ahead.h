@@ -76,7 +76,8 @@ class KVAhead {
   int pieces_per_block() const { return 2 * kv_->kv_heads * (kv_->block_size / CL_KV_TOKENS); }
 
   static int64_t weight_bytes(const cl_op& op) {
-    const bool product = op.kind == CL_OP_LINEAR || op.kind == CL_OP_LINEAR_SILU || op.kind == CL_OP_QKV;
+    const bool product = op.kind == CL_OP_LINEAR || op.kind == CL_OP_LINEAR_SILU || op.kind == CL_OP_LINEAR_GELU ||
+                         op.kind == CL_OP_QKV;
     const int bits = op.format == CL_DENSE ? 8 * int(sizeof(T)) : op.format == CL_Q8 || op.format == CL_Q8_MIN ? 8 : 4;
     return product ? int64_t(op.n) * op.k * bits / 8 : 0;
   }

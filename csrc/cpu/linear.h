@@ -12,7 +12,23 @@ CL_INLINE void fetch_to_write(T* at, int64_t stride, int rows) {
   for (int r = 0; r < rows; r++) _mm_prefetch((const char*)(at + r * stride), _MM_HINT_T0);
 }
 
-// out = tile + bias (+ residual). Columns beyond n are cleared: zero weights alone leave a broken row's NaN there.
+// The activation of a product, chosen once for a tile of it.
+template <typename Do>
+static void with_activation(int activation, const Do& act) {
+  switch (activation) {
+    case CL_GELU: return act([](vf x) { return vgelu(x); });
+    case CL_GELU_TANH: return act([](vf x) { return vgelu_tanh(x); });
+    case CL_RELU: return act([](vf x) { return vmax(vset(0.0f), x); });
+    case CL_RELU_SQUARED:
+      return act([](vf x) {
+        const vf positive = vmax(vset(0.0f), x);
+        return vmul(positive, positive);
+      });
+    default: return act([](vf x) { return x; });
+  }
+}
+
+// out = scale * activation(tile + bias) (+ residual). Columns beyond n are cleared: zero weights alone leave a broken row's NaN there.
 template <typename T>
 struct StoreResult {
   T* out;
@@ -21,18 +37,31 @@ struct StoreResult {
   int64_t residual_stride;
   const float* bias;
   int n;
+  int activation;
+  float scale;  // 1: none
 
   void fetch(int row0, int rows, int panel) const {
     fetch_to_write(out + row0 * stride + int64_t(panel) * CL_PANEL, stride, rows);
   }
 
   void operator()(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride) const {
+    if (activation == CL_NONE && scale == 1.0f)
+      store<false>(row0, rows, panel0, panels, tile, tile_stride, [](vf x) { return x; });
+    else
+      with_activation(activation, [&](const auto& act) { store<true>(row0, rows, panel0, panels, tile, tile_stride, act); });
+  }
+
+ private:
+  template <bool SCALED, typename Act>
+  void store(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride, const Act& act) const {
     const int64_t column0 = int64_t(panel0) * CL_PANEL;
     for (int r = 0; r < rows; r++)
       for (int c = 0; c < panels * CL_PANEL; c += LANES) {
         const int64_t column = column0 + c;
         vf x = vload(tile + r * tile_stride + c);
         if (bias) x = vadd(x, vload(bias + column));
+        x = act(x);
+        if (SCALED) x = vmul(x, vset(scale));
         if (residual) x = vadd(x, vload(residual + (row0 + r) * residual_stride + column));
         if (column + LANES > n) x = vkeep(x, 0, int(n - column), 0.0f);
         vstore(out + (row0 + r) * stride + column, x);
@@ -40,8 +69,8 @@ struct StoreResult {
   }
 };
 
-// out = silu(gate) * up; gate and up panels alternate.
-template <typename T>
+// out = silu(gate) * up, or gelu(gate) * up; gate and up panels alternate.
+template <typename T, bool GELU>
 struct StoreGated {
   T* out;
   int64_t stride;
@@ -61,8 +90,8 @@ struct StoreGated {
             gate = vadd(gate, vload(bias + (panel0 + p) * CL_PANEL + c));
             up = vadd(up, vload(bias + (panel0 + p + 1) * CL_PANEL + c));
           }
-          vf silu = vdiv(gate, vadd(vset(1.0f), vexp(vsub(vset(0.0f), gate))));
-          vstore(out + (row0 + r) * stride + (panel0 + p) / 2 * CL_PANEL + c, vmul(silu, up));
+          const vf opened = GELU ? vgelu_tanh(gate) : vdiv(gate, vadd(vset(1.0f), vexp(vsub(vset(0.0f), gate))));
+          vstore(out + (row0 + r) * stride + (panel0 + p) / 2 * CL_PANEL + c, vmul(opened, up));
         }
   }
 };
@@ -89,6 +118,14 @@ struct StoreHeads {
       store_heads<T>(row0, rows, panel0, panels, tile, tile_stride);
   }
 
+  // Rows that lie in a buffer: `share` of them, each [(heads + 2 kv_heads) * head_dim].
+  void store(const T* in, int64_t stride, Share share) const {
+    if (kv.kind == CL_KV_INT8)
+      store_rows<code8>(in, stride, share);
+    else
+      store_rows<T>(in, stride, share);
+  }
+
  private:
   enum { P = Packed<T>::P };
 
@@ -102,16 +139,52 @@ struct StoreHeads {
         float* x = tile + r * tile_stride + (h - first_head) * dim;
         if (op.bias)
           for (int d = 0; d < dim; d += LANES) vstore(x + d, vadd(vload(x + d), vload(op.bias + h * dim + d)));
-        const int t = row0 + r;
-        if (h < op.heads + op.kv_heads) shape(x, h < op.heads ? op.q_norm : op.k_norm, t);
-        if (h < op.heads) {
-          for (int d = 0; d < dim; d += LANES) vstore(q + t * q_stride + h * dim + d, vload(x + d));
-        } else if (h < op.heads + op.kv_heads) {
-          store_key(x, keys_of<Stored>(slots[t], h - op.heads), t);
-        } else {
-          store_value(x, keys_of<Stored>(slots[t], h - op.heads - op.kv_heads), t);
-        }
+        if (h < op.heads + op.kv_heads) shape(x, h < op.heads ? op.q_norm : op.k_norm, row0 + r);
+        store_head<Stored>(x, h, row0 + r);
       }
+  }
+
+  template <typename Stored>
+  void store_head(const float* x, int h, int t) const {
+    const int dim = op.head_dim;
+    if (h < op.heads) {
+      for (int d = 0; d < dim; d += LANES) vstore(q + t * q_stride + h * dim + d, vload(x + d));
+    } else if (h < op.heads + op.kv_heads) {
+      store_key(x, keys_of<Stored>(slots[t], h - op.heads), t);
+    } else {
+      store_value(x, keys_of<Stored>(slots[t], h - op.heads - op.kv_heads), t);
+    }
+  }
+
+  // Of all heads of q, or of k.
+  float all_heads_factor(const T* row, int width) const {
+    return 1.0f / sqrtf(sum_of_squares(row, width) / float(width) + op.eps);
+  }
+
+  template <typename Stored>
+  void store_rows(const T* in, int64_t stride, Share share) const {
+    const int dim = op.head_dim, width = op.heads * dim, kv_width = op.kv_heads * dim;
+    const bool all = op.flags & CL_ALL_HEADS;
+    for (int t = share.begin; t < share.end; t++) {
+      const T* row = in + t * stride;
+      const float q_factor = all && op.q_norm ? all_heads_factor(row, width) : 1.0f;
+      const float k_factor = all && op.k_norm ? all_heads_factor(row + width, kv_width) : 1.0f;
+      for (int h = 0; h < op.heads + 2 * op.kv_heads; h++) {
+        float x[512];
+        for (int d = 0; d < dim; d += LANES) vstore(x + d, vload(row + h * dim + d));
+        const float* norm = h < op.heads ? op.q_norm : h < op.heads + op.kv_heads ? op.k_norm : nullptr;
+        if (all && norm) {  // as rms_norm does it, which rounds twice
+          const float factor = h < op.heads ? q_factor : k_factor;
+          const float* weight = norm + (h < op.heads ? h : h - op.heads) * dim;
+          for (int d = 0; d < dim; d += LANES) {
+            const vf normed = vmul(vload(weight + d), vrounded(vmul(vload(x + d), vset(factor)), T()));
+            vstore(x + d, vrounded(normed, T()));
+          }
+        }
+        if (h < op.heads + op.kv_heads) shape(x, all ? nullptr : norm, t);
+        store_head<Stored>(x, h, t);
+      }
+    }
   }
 
   void shape(float* x, const float* norm, int t) const {
@@ -203,10 +276,12 @@ CL_INLINE int panels_per_heads(int head_dim) {
   return columns / CL_PANEL;
 }
 
+CL_INLINE bool gated(const cl_op& op) { return op.kind == CL_OP_LINEAR_SILU || op.kind == CL_OP_LINEAR_GELU; }
+
 // How many panels of a product's weight make a chunk.
 template <typename Row, typename Weight>
 static int chunk_of(const cl_op& op, const Panels<Weight>& weight, int m, int threads) {
-  const int unit = op.kind == CL_OP_QKV ? panels_per_heads(op.head_dim) : op.kind == CL_OP_LINEAR_SILU ? 2 : 1;
+  const int unit = op.kind == CL_OP_QKV ? panels_per_heads(op.head_dim) : gated(op) ? 2 : 1;
   return chunk_panels<Row>(weight, unit, m, threads);
 }
 
@@ -214,10 +289,11 @@ static int chunk_of(const cl_op& op, const Panels<Weight>& weight, int m, int th
 template <typename Row>
 static Ahead first_weights(const cl_program& program, int at, int end, int m, int thread, int threads) {
   do at++;
-  while (at < end && (program.ops[at].kind == CL_OP_RMS_NORM || program.ops[at].kind == CL_OP_ADD));
+  while (at < end && (program.ops[at].kind == CL_OP_RMS_NORM || program.ops[at].kind == CL_OP_ADD ||
+                      program.ops[at].kind == CL_OP_LAYER_NORM || program.ops[at].kind == CL_OP_SCALE));
   if (at == end) return NOTHING;
   const cl_op& op = program.ops[at];
-  if (op.kind != CL_OP_LINEAR && op.kind != CL_OP_LINEAR_SILU && op.kind != CL_OP_QKV) return NOTHING;
+  if (op.kind != CL_OP_LINEAR && !gated(op) && op.kind != CL_OP_QKV) return NOTHING;
   Ahead found = NOTHING;
   with_weight<Row>(op, [&](const auto& weight) {
     const int chunk = chunk_of<Row>(op, weight, m, threads);
@@ -256,10 +332,13 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const Panels<Weig
   const int64_t out_stride = program.strides[op.out];
   if (op.kind == CL_OP_LINEAR) {
     const Row* residual = op.aux >= 0 ? static_cast<const Row*>(program.buffers[op.aux]) : nullptr;
-    StoreResult<Row> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n};
+    StoreResult<Row> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n,
+                           op.flags, op.scale != 0.0f ? op.scale : 1.0f};
     gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
   } else if (op.kind == CL_OP_LINEAR_SILU) {
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row>{out, out_stride, op.bias}, then, &kv);
+    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row, false>{out, out_stride, op.bias}, then, &kv);
+  } else if (op.kind == CL_OP_LINEAR_GELU) {
+    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row, true>{out, out_stride, op.bias}, then, &kv);
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
     const cl_kv_layer& layer = program.kv_layers[op.layer];
@@ -267,6 +346,19 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const Panels<Weig
     StoreHeads<Row> store{op, layer, slots, m, rotary, out, out_stride};
     gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
   }
+}
+
+// Heads of rows that another operation left in a buffer.
+template <typename T>
+static void heads(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
+  const cl_kv_layer& layer = program.kv_layers[op.layer];
+  const int m = batch.num_tokens;
+  const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
+  T* q = static_cast<T*>(program.buffers[op.out]);
+  const int64_t stride = program.strides[op.out];
+  const StoreHeads<T> store{op, layer, batch.slot_mapping + int64_t(layer.group) * m, m, rotary, q, stride};
+  store.store(static_cast<const T*>(program.buffers[op.in]), program.strides[op.in], share);
+  for (int t = share.begin; t < share.end; t++) clear_pad(q + t * stride, op.heads * op.head_dim);
 }
 
 }  // namespace CL_NS

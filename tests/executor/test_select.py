@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import subprocess
@@ -228,6 +229,14 @@ def test_a_tile_holds_all_heads_that_share_a_kv_head() -> None:
     models = [network(128, num_attention_heads=heads, num_key_value_heads=2) for heads in (64, 66)]
     reasons = [why_not_triton(model, torch.bfloat16, torch.device("cuda")) for model in models]
     assert reasons == ["", "they need at most 32 query heads for each KV head, and this model has 33"]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_caps_and_sinks_of_attention_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    for change, words in (({"score_cap": 50.0}, "cap attention's scores"), ({"sinks": True}, "have sinks")):
+        model = dataclasses.replace(network(), **change)  # type: ignore[arg-type]
+        assert f"they do not {words}" in why_not_triton(model, torch.bfloat16, torch.device("cuda"))
+    assert why_not_triton(dataclasses.replace(network(), logit_cap=30.0), torch.bfloat16, torch.device("cuda")) == ""
 
 
 @pytest.mark.usefixtures("hopper")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss
 
 from chairlift.kernels import ops, reference, sdpa
 
@@ -45,6 +49,8 @@ def paged_case(
     window=st.sampled_from([None, 1, 2, 5, 16, 100]),
     tile=st.sampled_from([1, 4, 256]),
     dtype=st.sampled_from(list(TOLERANCE)),
+    cap=st.sampled_from([None, None, 0.5, 4.0]),
+    with_sinks=st.booleans(),
 )
 def test_paged_attention_equals_its_definition(
     rows: list[tuple[int, int]],
@@ -53,6 +59,8 @@ def test_paged_attention_equals_its_definition(
     window: int | None,
     tile: int,
     dtype: torch.dtype,
+    cap: float | None,
+    with_sinks: bool,
 ) -> None:
     rows = [(max(pair), min(pair)) for pair in rows]
     keys, values, table = paged_case(rows, block_size, heads[1], 16, window, dtype)
@@ -62,10 +70,11 @@ def test_paged_attention_equals_its_definition(
     seq_lens = [seq_len for seq_len, _ in rows]
     q = random_tensor(cu_seqlens[-1], heads[0], 16, dtype=dtype, seed=99)
     plan = ops.plan_rows(cu_seqlens, seq_lens, table, block_size, window)
+    how: dict[str, Any] = {"cap": cap, "sinks": random_tensor(heads[0], seed=98) if with_sinks else None}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdpa, "QUERY_TILE", tile)
-        ours = ops.paged_attention(q, keys, values, plan, scale=0.3, window=window)
-    truth = reference.paged_attention(q, keys, values, cu_seqlens, seq_lens, table, scale=0.3, window=window)
+        ours = ops.paged_attention(q, keys, values, plan, scale=0.3, window=window, **how)
+    truth = reference.paged_attention(q, keys, values, cu_seqlens, seq_lens, table, scale=0.3, window=window, **how)
     torch.testing.assert_close(ours, truth, rtol=0, atol=TOLERANCE[dtype])
 
 
@@ -75,9 +84,11 @@ def test_paged_attention_equals_its_definition(
     heads=st.sampled_from([(4, 2), (4, 4), (6, 1)]),
     window=st.sampled_from([None, 1, 4, 100]),
     tile=st.sampled_from([3, 256]),
+    cap=st.sampled_from([None, 2.0]),
+    with_sinks=st.booleans(),
 )
 def test_packed_attention_and_its_gradients_equal_the_definition(
-    lengths: list[int], heads: tuple[int, int], window: int | None, tile: int
+    lengths: list[int], heads: tuple[int, int], window: int | None, tile: int, cap: float | None, with_sinks: bool
 ) -> None:
     cu_seqlens = [0]
     for length in lengths:
@@ -90,10 +101,32 @@ def test_packed_attention_and_its_gradients_equal_the_definition(
         for attend in (ops.packed_attention, reference.packed_attention):
             inputs = [random_tensor(*shape, seed=i).requires_grad_(True) for i, shape in enumerate(shapes)]
             q, k, v = inputs
-            out = attend(q, k, v, cu_seqlens, scale=0.4, window=window)
+            sinks = random_tensor(heads[0], seed=8).requires_grad_(True) if with_sinks else None
+            inputs += [] if sinks is None else [sinks]
+            out = attend(q, k, v, cu_seqlens, scale=0.4, window=window, cap=cap, sinks=sinks)
             results.append([out, *torch.autograd.grad((out * weight).sum(), inputs)])
     for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=0, atol=2e-5)
+
+
+def test_sinks_are_those_of_gpt_oss_and_caps_those_of_gemma2() -> None:
+    """As transformers computes them, of one sequence."""
+    q, k, v, sinks = (
+        random_tensor(*shape, seed=i) for i, shape in enumerate([(9, 4, 16), (9, 2, 16), (9, 2, 16), (4,)])
+    )
+    mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
+    theirs = (x.transpose(0, 1)[None] for x in (q, k, v))
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks, module.training = 2, sinks, False
+    query, key, value = theirs
+    (sunk, _), (capped, _) = (
+        gpt_oss(module, query, key, value, mask, 0.7),
+        gemma2(module, query, key, value, mask, scaling=0.7, softcap=1.5),
+    )
+    how: dict[str, Any] = {"scale": 0.7, "window": None}
+    for attend in (ops.packed_attention, reference.packed_attention):
+        torch.testing.assert_close(attend(q, k, v, [0, 9], **how, sinks=sinks), sunk[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(attend(q, k, v, [0, 9], **how, cap=1.5), capped[0], rtol=0, atol=1e-5)
 
 
 def test_rows_without_queries_take_no_part() -> None:
@@ -106,15 +139,16 @@ def test_rows_without_queries_take_no_part() -> None:
     torch.testing.assert_close(ours, others, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_broken_token_reaches_only_those_that_see_it(window: int | None, bad: float) -> None:
+def test_a_broken_token_reaches_only_those_that_see_it(window: int | None, bad: float, cap: float | None) -> None:
     keys, values, table = paged_case([(9, 7)], 4, 2, 16, window, torch.float32)
     q = random_tensor(7, 4, 16)
     plan = ops.plan_rows([0, 7], [9], table, 4, window)
-    before = ops.paged_attention(q, keys, values, plan, scale=0.3, window=window)
+    before = ops.paged_attention(q, keys, values, plan, scale=0.3, window=window, cap=cap)
     keys[table[0, 1], 1], values[table[0, 1], 1] = bad, bad  # token 5
-    after = ops.paged_attention(q, keys, values, plan, scale=0.3, window=window)
+    after = ops.paged_attention(q, keys, values, plan, scale=0.3, window=window, cap=cap)
     sees = [position >= 5 and (window is None or position - window < 5) for position in range(2, 9)]
     assert after.isfinite().flatten(1).all(1).tolist() == [not seen for seen in sees]
     well = ~torch.tensor(sees)

@@ -37,6 +37,14 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 32},
     "exaone4": {"sliding_window": 9, "num_hidden_layers": 4},
     "gemma": {"head_dim": 32},
+    "gemma2": {
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 12.0,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 9,
+    },
     "gemma3_text": {
         "head_dim": 32,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -54,6 +62,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 32},
     "olmo2": {},
     "olmo3": {"sliding_window": 9, "num_hidden_layers": 4},
+    "opt": {"ffn_dim": 96, "pad_token_id": None, "word_embed_proj_dim": 64},
     "phi": {},
     "phi3": {"pad_token_id": None},
     "seed_oss": {"head_dim": 32},

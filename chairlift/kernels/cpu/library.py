@@ -106,11 +106,13 @@ class Op(ctypes.Structure):
         ("window", c_int32),
         ("eps", c_float),
         ("scale", c_float),
+        ("cap", c_float),
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("experts", POINTER(Experts)),
+        ("sinks", c_void_p),
     ]
 
 

@@ -1,8 +1,9 @@
 """From recorded nodes to fused operations and the buffers they share. Plain data; nothing here calls the library.
 
-Three patterns cover what decoder layers are made of, each where the product in it has no other reader: a product whose
-halves are gated is one operation, a product added to something is one, and a product split into heads goes through
-norm and rotation into the KV cache without being stored.
+Four patterns cover what decoder layers are made of, each where the product in it has no other reader: a product whose
+halves are gated is one operation, one with an activation is one, a product (or a number times it) added to something is
+one, and a product split into heads goes through norm and rotation into the KV cache without being stored. A number
+times an embedding is part of the look-up.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
-from chairlift.kernels.cpu.packing import PackedMatrix, PackedWeight
+from chairlift.kernels.cpu.packing import PackedMatrix
 from chairlift.kernels.recording import Node, Op, Value, add, attention
 
-__all__ = ["FusedOp", "OpKind", "Plan", "lower", "narrow_at"]
+__all__ = ["Activation", "FusedOp", "OpFlag", "OpKind", "Plan", "lower", "narrow_at"]
 
 
 class OpKind(enum.IntEnum):
@@ -37,6 +37,28 @@ class OpKind(enum.IntEnum):
     ATTENTION = 7
     ADD = 8
     EXPERTS = 9
+    LAYER_NORM = 16
+    LINEAR_GELU = 17
+    SCALE = 18
+    HEADS = 19
+
+
+class OpFlag(enum.IntFlag):
+    """Bits of ``cl_op.flags`` that are no activation."""
+
+    PACKED = 1
+    POSITIONS = 2
+    ALL_HEADS = 4
+
+
+class Activation(enum.IntEnum):
+    """``cl_activation``."""
+
+    NONE = 0
+    GELU = 1
+    GELU_TANH = 2
+    RELU = 3
+    RELU_SQUARED = 4
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -49,6 +71,9 @@ class FusedOp:
     """Activations it reads: ``in``, then ``aux``; for a call-out all arguments."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight: Tensor | PackedMatrix | None = None
+    bias: Tensor | None = None
+    """That of a norm; a product's is its weight's."""
+    sinks: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     norm_offset: float = 0.0
@@ -82,7 +107,7 @@ def lower(nodes: Sequence[Node], output: Value) -> Plan:
 
 def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
     """From which operation on a token no longer matters to others, and the activations that are read from there on."""
-    shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV)
+    shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS)
     at = max((i for i, op in enumerate(ops) if op.kind in shared), default=-1) + 1
     read = {value for op in ops[at:] for value in op.inputs} | {output}
     return at, read & {op.out for op in ops[:at] if op.out.role == "rows"}
@@ -96,9 +121,7 @@ class _Fuser:
         self.readers = collections.Counter(value for node in nodes for value in set(node.inputs))
         self.readers[output] += 1
         self.absorbed: dict[Value, Node] = {}
-        """Products that their reader computes."""
-        self.ones: dict[int, PackedWeight] = {}
-        """Identity matrices by size."""
+        """Results that their reader computes, and how."""
 
     def fuse(self) -> list[FusedOp]:
         for node in self.nodes:
@@ -107,20 +130,34 @@ class _Fuser:
         return [op for node in rest for op in _KERNELS.get(node.op, _call)(self, node)]
 
     def _absorb(self, node: Node) -> None:
-        """Claim the product that ``node`` can compute itself."""
-        if node.op not in (add, ops.silu_and_mul, ops.rotary_heads):
+        """Claim the product, or whatever else, that ``node`` can compute itself."""
+        if node.op not in _CLAIMED:
             return
         # Of a sum with two products the later one is claimed: the earlier may be long done, and its input gone.
         candidates = reversed(node.inputs) if node.op is add else node.inputs[:1]
         for value in candidates:
-            product = value.node
-            if product is None or product.op is not ops.native_linear:
+            claimed = value.node
+            if claimed is None or claimed.op not in _CLAIMED[node.op] or not self._only_reader(node, value):
                 continue
-            if self.readers[value] > 1 or node.inputs.count(value) > 1:
+            if claimed.op is ops.scale:  # of a product, in a sum
+                inner = claimed.inputs[0]
+                if inner.node is None or not self._is_product(inner.node) or not self._only_reader(claimed, inner):
+                    continue
+                self.absorbed[inner] = inner.node
+            elif claimed.op is ops.native_linear:
+                if not self._is_product(claimed, gated=node.op in _GATED):
+                    continue
+            elif claimed.op is ops.embedding and claimed.inputs[0].role != "token_ids":
                 continue
-            if product.attributes["weight"].interleaved == (node.op is ops.silu_and_mul):
-                self.absorbed[value] = product
-                return
+            self.absorbed[value] = claimed
+            return
+
+    def _only_reader(self, node: Node, value: Value) -> bool:
+        return self.readers[value] == 1 and node.inputs.count(value) == 1
+
+    @staticmethod
+    def _is_product(node: Node, *, gated: bool = False) -> bool:
+        return node.op is ops.native_linear and node.attributes["weight"].interleaved == gated
 
 
 def _call(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
@@ -128,14 +165,21 @@ def _call(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     yield FusedOp(OpKind.CALL, node.out, node.inputs, call=node)
 
 
-def _embedding(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+def _embedding(fuser: _Fuser, node: Node, out: Value | None = None, factor: float = 1.0) -> Iterator[FusedOp]:
     weight = node.attributes["weight"]
     packed = isinstance(weight, PackedMatrix)
-    if node.inputs[0].role != "token_ids":
-        yield from _call(fuser, node)
-        return
     rows, width = (weight.out_features, weight.k) if packed else weight.shape
-    yield FusedOp(OpKind.EMBED, node.out, (), {"n": rows, "k": width, "flags": int(packed)}, weight)
+    flags = (OpFlag.PACKED if packed else 0) | (OpFlag.POSITIONS if node.inputs[0].role == "positions" else 0)
+    fields = {"n": rows, "k": width, "flags": int(flags), "scale": factor}
+    yield FusedOp(OpKind.EMBED, out or node.out, (), fields, weight)
+
+
+def _scale(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    embedding, factor = fuser.absorbed.get(node.inputs[0]), node.attributes["factor"]
+    if embedding is None:
+        yield FusedOp(OpKind.SCALE, node.out, node.inputs, {"n": node.out.width, "scale": factor})
+    else:
+        yield from _embedding(fuser, embedding, node.out, factor)
 
 
 def _rotary_table(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
@@ -149,29 +193,49 @@ def _rms_norm(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     yield FusedOp(OpKind.RMS_NORM, node.out, node.inputs, fields, node.attributes["weight"], norm_offset=offset)
 
 
+def _layer_norm(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    fields = {"k": node.out.width, "eps": node.attributes["eps"]}
+    weight, bias = node.attributes["weight"], node.attributes["bias"]
+    yield FusedOp(OpKind.LAYER_NORM, node.out, node.inputs, fields, weight, bias=bias)
+
+
 def _linear(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     if node.attributes["weight"].interleaved:
         raise InvariantError(
-            "the product of gate and up may only be read by ops.silu_and_mul; "
+            "the product of gate and up may only be read by ops.silu_and_mul or another gate; "
             "make them two layers, or one that does not pair its rows"
         )
     yield _product(OpKind.LINEAR, node, node.out)
 
 
-def _silu_and_mul(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+def _gated(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     product = fuser.absorbed.get(node.inputs[0])
     if product is None:
         yield from _call(fuser, node)
     else:
-        yield _product(OpKind.LINEAR_SILU, product, node.out)
+        yield _product(_GATED[node.op], product, node.out)
+
+
+def _activation(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    product = fuser.absorbed.get(node.inputs[0])
+    if product is None:
+        yield from _call(fuser, node)
+    else:
+        op = _product(OpKind.LINEAR, product, node.out)
+        op.fields["flags"] = int(_ACTIVATIONS[node.op])
+        yield op
 
 
 def _add(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     for value, other in (node.inputs, node.inputs[::-1]):
-        product = fuser.absorbed.get(value)
-        if product is not None:
-            yield _product(OpKind.LINEAR, product, node.out, other)
-            return
+        found = fuser.absorbed.get(value)
+        if found is None:
+            continue
+        scaled = found.op is ops.scale
+        op = _product(OpKind.LINEAR, fuser.absorbed[found.inputs[0]] if scaled else found, node.out, other)
+        op.fields["scale"] = found.attributes["factor"] if scaled else 1.0
+        yield op
+        return
     yield FusedOp(OpKind.ADD, node.out, node.inputs, {"n": node.out.width})
 
 
@@ -192,35 +256,59 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     given, attended, qkv = heads.attributes, node.attributes, heads.inputs[0]
     sizes = {"heads": given["num_heads"], "kv_heads": given["num_kv_heads"], "head_dim": given["head_dim"]}
     sizes["layer"] = attended["layer"]
-    product = fuser.absorbed.get(qkv)
-    if product is None:
-        # Only products are split into heads natively; and one times a number is that number.
-        if qkv.width not in fuser.ones:
-            fuser.ones[qkv.width] = PackedWeight(qkv.width, qkv.width, qkv.dtype)
-            fuser.ones[qkv.width].pack_rows(torch.eye(qkv.width))
-        product = Node(ops.native_linear, (qkv,), {"weight": fuser.ones[qkv.width]}, (qkv,))
+    found = fuser.absorbed.get(qkv)
     q = Value(qkv.recorder, "rows", node.out.width)
-    op = _product(OpKind.QKV, product, q)
+    if found is None:
+        op = FusedOp(OpKind.HEADS, q, (qkv,))
+    elif found.op is ops.norm_all_heads:
+        op = FusedOp(OpKind.HEADS, q, found.inputs, {"flags": int(OpFlag.ALL_HEADS)})
+        given = given | found.attributes
+    else:
+        op = _product(OpKind.QKV, found, q)
     op.fields |= {**sizes, "eps": given.get("eps", 0.0)}
     op.q_norm, op.k_norm = given.get("q_norm"), given.get("k_norm")
     op.norm_offset = given.get("norm_offset", 0.0)
     op.rotary = heads.inputs[1] if len(heads.inputs) == 2 else None
     yield op
-    fields = {**sizes, "scale": attended["scale"], "window": attended["window"] or 0}
-    yield FusedOp(OpKind.ATTENTION, node.out, (q,), fields)
+    fields = {**sizes, "scale": attended["scale"], "window": attended["window"] or 0, "cap": attended["cap"] or 0.0}
+    yield FusedOp(OpKind.ATTENTION, node.out, (q,), fields, sinks=attended["sinks"])
 
+
+_GATED: dict[Op[..., Any], OpKind] = {
+    ops.gelu_tanh_and_mul: OpKind.LINEAR_GELU,
+    ops.silu_and_mul: OpKind.LINEAR_SILU,
+}
+"""Gates, and the product that each is a part of."""
+
+_ACTIVATIONS: dict[Op[..., Any], Activation] = {
+    ops.gelu: Activation.GELU,
+    ops.gelu_tanh: Activation.GELU_TANH,
+    ops.relu: Activation.RELU,
+    ops.relu_squared: Activation.RELU_SQUARED,
+}
+
+_CLAIMED: dict[Op[..., Any], tuple[Op[..., Any], ...]] = {
+    add: (ops.native_linear, ops.scale),
+    ops.rotary_heads: (ops.native_linear, ops.norm_all_heads),
+    ops.scale: (ops.embedding,),
+    **dict.fromkeys((*_GATED, *_ACTIVATIONS), (ops.native_linear,)),
+}
+"""Which operations can compute which others themselves."""
 
 _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     add: _add,
     attention: _attention,
     ops.embedding: _embedding,
     ops.experts: _experts,
+    ops.layer_norm: _layer_norm,
     ops.native_linear: _linear,
     ops.rms_norm: _rms_norm,
     ops.rms_norm_offset: _rms_norm,
     ops.rotary_heads: lambda fuser, node: (),  # computed by the attention that reads it
     ops.rotary_table: _rotary_table,
-    ops.silu_and_mul: _silu_and_mul,
+    ops.scale: _scale,
+    **dict.fromkeys(_ACTIVATIONS, _activation),
+    **dict.fromkeys(_GATED, _gated),
 }
 """How operations that have a native kernel become those."""
 

@@ -135,13 +135,15 @@ class StepProgram:
         token_rows: npt.NDArray[np.int32],
         rows: npt.NDArray[np.void],
         logits: Tensor | None,
+        cap: float | None = None,
     ) -> None:
         """Multiply rows ``token_rows`` [R] of ``hidden`` [T, k] with an output head [V, k], and sample.
 
         ``rows`` [R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW` say how, and take the results. ``logits`` is
-        float32 scratch [S, V rounded up to 32] for those of them that ``cl_needs_logits`` names.
+        float32 scratch [S, V rounded up to 32] for those of them that ``cl_needs_logits`` names. With a ``cap`` a logit
+        s is cap * tanh(s / cap) before anything else is done with it.
         """
-        product = lib.Op(n=weight.n, k=weight.k)
+        product = lib.Op(n=weight.n, k=weight.k, cap=cap or 0.0)
         weight.point(product)
         code = self._library.cl_head(
             self._pool.handle,
@@ -190,6 +192,10 @@ class StepProgram:
             struct.weight = self._keep(op.weight, dtype, op.norm_offset)
         if op.experts is not None:
             struct.experts = ctypes.pointer(self._experts(**op.experts))
+        if op.bias is not None:
+            struct.bias = self._keep(op.bias, torch.float32)
+        if op.sinks is not None:
+            struct.sinks = self._keep(op.sinks, torch.float32)
         struct.q_norm, struct.k_norm = (
             None if norm is None else self._keep(norm, torch.float32, op.norm_offset) for norm in (op.q_norm, op.k_norm)
         )

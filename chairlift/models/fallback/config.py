@@ -54,6 +54,10 @@ class TransformersConfig:
     stretched: str = ""
     """The kind of rotation that would change with the longest text of a batch, were longer texts served."""
 
+    def for_length(self, max_model_len: int) -> TransformersConfig:
+        """The same: transformers chooses by itself what depends on the length of texts."""
+        return self
+
     def step_bytes(self, itemsize: int) -> int:
         """Bytes per token that are alive at once in the widest layer, guessed: transformers keeps more than we do."""
         return 64 * self.hidden_size * itemsize

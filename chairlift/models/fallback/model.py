@@ -135,7 +135,7 @@ class _Step:
             call.v,
             scale=call.scale,
             window=self.layers[call.layer].window,
-            softcap=call.softcap,
+            cap=call.softcap,
             sinks=call.sinks,
         )
 

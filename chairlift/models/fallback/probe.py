@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import ModelLoadError
-from chairlift.kernels.scored import scored_attention
+from chairlift.kernels.sdpa import packed_attention
 from chairlift.models.context import LayerCache, PagedContext
 from chairlift.models.fallback.model import ATTENTION, Call, TransformersLM, register_attention, use_attention
 
@@ -77,7 +77,8 @@ class _Probe:
         self.calls.append(call)
         self.windows.append(window)
         q, k, v = call.q, call.k, call.v
-        return scored_attention(q, k, v, scale=call.scale, window=window, softcap=call.softcap, sinks=call.sinks)
+        segment, scale, cap = (0, len(q)), call.scale, call.softcap
+        return packed_attention(q, k, v, segment, scale=scale, window=window, cap=cap, sinks=call.sinks)
 
 
 def _window_of(visible: Callable[..., Tensor], positions: int, device: Any) -> int | str | None:

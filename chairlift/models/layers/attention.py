@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from chairlift.kernels import ops
@@ -41,6 +44,8 @@ class Attention(nn.Module):
             RMSNorm(n, config.norm_eps, offset=self.norm_offset) if config.qk_norm else None for n in sizes
         )
         self.query_scaling, self.clip = config.query_scaling, config.qkv_clip
+        self.cap = config.score_cap
+        self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if config.sinks else None
         rope = config.layer_ropes[layer]
         self.rotary = None
         if rope is not None and config.rotates_apart:
@@ -63,6 +68,7 @@ class Attention(nn.Module):
         if self.query_scaling is not None:
             qkv = ops.scale_queries(qkv, positions, self.num_heads * self.head_dim, *self.query_scaling)
         q, k, v = ops.rotary_heads(qkv, rotary, *heads, q_norm, k_norm, self.eps, self.norm_offset)
-        out = ctx.attend(self.layer, q, k, v, scale=self.scale, window=self.window)
+        how: dict[str, Any] = {"scale": self.scale, "window": self.window, "cap": self.cap, "sinks": self.sinks}
+        out = ctx.attend(self.layer, q, k, v, **how)
         projected: Tensor = self.o_proj(out.flatten(1))
         return projected

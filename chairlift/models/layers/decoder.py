@@ -24,6 +24,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         before, after = config.block != "post", config.block in ("post", "both")
+        self.sums_first = config.block == "post_sum"
         self.parallel = config.block in ("parallel", "parallel_two")
         self.residual_scale = config.residual_scale
         self.input_layernorm = make_norm(config) if before else None
@@ -34,6 +35,9 @@ class DecoderLayer(nn.Module):
         self.mlp_out_norm = make_norm(config) if after else None
 
     def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        if self.sums_first:
+            x = _normed(self.input_layernorm, x + self._scaled(self.self_attn(x, rotary, positions, ctx)))
+            return _normed(self.post_attention_layernorm, x + self._scaled(self.mlp(x)))
         normed = _normed(self.input_layernorm, x)
         attended = self._scaled(_normed(self.attention_out_norm, self.self_attn(normed, rotary, positions, ctx)))
         if self.parallel:

@@ -15,6 +15,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_tanh",
     "geglu_tanh": "gelu_tanh_and_mul",
+    "relu": "relu",
     "relu2": "relu_squared",
     "swiglu": "silu_and_mul",
 }
@@ -25,7 +26,7 @@ class MLP(nn.Module):
     """[T, D] -> [T, D], as ``config.mlp`` says.
 
     ``swiglu`` (Shazeer, 2020) is down(silu(gate(x)) * up(x)), with gate and up as one product, and ``geglu_tanh`` the
-    same with gelu; ``gelu``, ``gelu_tanh`` and ``relu2`` (So et al., 2021) are down(activation(up(x))).
+    same with gelu; ``gelu``, ``gelu_tanh``, ``relu`` and ``relu2`` (So et al., 2021) are down(activation(up(x))).
     """
 
     def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
@@ -35,8 +36,7 @@ class MLP(nn.Module):
         self.activation = _ACTIVATIONS[config.mlp]
         self.gated = config.gated
         if self.gated:
-            # Kernels pair the rows of gate and up for silu.
-            self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, interleaved=config.mlp == "swiglu")
+            self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, interleaved=True)
         else:
             self.up_proj = Linear(hidden, inner, bias=bias)
         self.down_proj = Linear(inner, hidden, bias=bias)

@@ -66,6 +66,9 @@ class Case:
     block_size: int
     window: int
     scale: float
+    cap: float = 0.0
+    sinks: Tensor | None = None
+    """float32 [heads]"""
 
     @classmethod
     def make(
@@ -106,7 +109,11 @@ class Case:
         rows = rows or [(1, rng.randint(1, 300))]
         block_size = rng.choice((16, 32, 48, 64, 256))
         window = rng.choice((0, 0, rng.randint(1, 40), rng.randint(1, 3000), rng.choice((16, 255, 256, 257, 1024))))
-        return cls.make(rng, dtype, rows, kv_heads, group, head_dim, block_size, window)
+        case = cls.make(rng, dtype, rows, kv_heads, group, head_dim, block_size, window)
+        case.cap = rng.choice((0.0, 0.0, 0.5, 3.0, 50.0))
+        if rng.random() < 0.4:
+            case.sinks = normal(rng, kv_heads * group, scale=rng.choice((1.0, 10.0)))
+        return case
 
     @property
     def whole(self) -> list[Piece]:
@@ -139,7 +146,7 @@ class Case:
         q = Buffer(rng, machine, len(queries), heads * dim, queries.flatten(1))
         out = Buffer(rng, machine, len(queries), heads * dim)
         batch = Batch([(piece.end - piece.start, piece.end) for piece in pieces], [cache])
-        sizes |= {"heads": heads, "window": self.window, "scale": self.scale}
+        sizes |= {"heads": heads, "window": self.window, "scale": self.scale, "cap": self.cap, "sinks": self.sinks}
         run(machine, OpKind.ATTENTION, batch, [q, out], [cache], in_=0, out=1, **sizes)
         return list(torch.split(out.rows.view(-1, heads, dim), [piece.end - piece.start for piece in pieces]))
 
@@ -152,17 +159,27 @@ class Case:
         keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (keys, values))
         queries = queries.transpose(0, 1)
         scores = queries @ keys.mT * self.scale
+        if self.cap:
+            scores = self.cap * torch.tanh(scores / self.cap)
         context, dim = keys.shape[1:]
         magnitude = (queries.abs() @ keys.abs().mT * self.scale).amax(-1, keepdim=True)
         position = torch.arange(context - queries.shape[1], context)[:, None]
         seen = torch.arange(context) <= position
         if self.window:
             seen &= torch.arange(context) > position - self.window
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., :context]
         value = weights @ values
         # A score is off by what its sum and the exponential's argument are, and so is the logarithm of its weight;
         # sums of weights and of weighted values round like any sum.
         off = 2 * (4 * math.sqrt(dim) + 4) * U * magnitude + 8 * math.sqrt(context) * U
+        if self.cap:  # what rounds a tanh
+            off = off + 20 * U * magnitude.clamp_max(self.cap)
+        if self.sinks is not None:
+            off = off + 4 * U * (self.sinks.double().abs()[:, None, None] + 4)
         error = off * (weights @ values.abs())
         if machine.int8_kv:
             error = error + of_codes(machine, queries * self.scale, keys, values, weights)
@@ -175,7 +192,7 @@ class Case:
         heads, kv_heads = self.queries[0].shape[1], self.keys[0].shape[1]
         return (
             f"rows {rows}, {heads} heads on {kv_heads} of {self.keys[0].shape[2]}, block_size {self.block_size},"
-            f" window {self.window}"
+            f" window {self.window}, cap {self.cap}, sinks {self.sinks is not None}"
         )
 
 
@@ -226,6 +243,37 @@ def test_random_batches(machine: Machine, count: int, request: pytest.FixtureReq
         check(machine, Case.draw(rng, machine.dtype), rng)
 
     sweep(request, count, one)
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.7, 50.0])
+@pytest.mark.parametrize("sink", [None, -1e30, -8.0, 0.0, 8.0, 1e30], ids=str)
+def test_caps_and_sinks(cap: float, sink: float | None, isa: str, dtype: torch.dtype, int8_kv: bool) -> None:
+    """Over several splits and with a window; a sink far below changes nothing, and one far above leaves nothing."""
+    machine, rng = Machine(isa, dtype, 2, int8_kv), random.Random(0)
+    for window in (0, 700):
+        case = Case.make(rng, dtype, [(1, 1), (3, 40), (2, 2100)], 2, 2, 32, window=window)
+        case.cap = cap
+        without = case.attend(machine, rng, case.whole)
+        case.sinks = None if sink is None else torch.full((4,), sink)
+        found = case.attend(machine, rng, case.whole)
+        if sink is None or abs(sink) < 1e20:
+            check(machine, case, rng)
+        for out, other in zip(found, without, strict=True):
+            if sink != -8.0:  # which bfloat16 may round away
+                assert equal_bits(out, other) == (sink in (None, -1e30))
+            assert (out == 0).all() == (sink == 1e30)
+
+
+def test_each_head_has_its_own_sink_and_the_cap_comes_before_the_mask(machine: Machine) -> None:
+    """One head's sink changes that head alone; and a key behind the window stays out however low the cap is."""
+    rng = random.Random(0)
+    case = Case.make(rng, machine.dtype, [(20, 60)], 2, 3, 48, window=7)
+    case.cap, case.sinks = 0.01, torch.zeros(6)
+    (before,) = case.attend(machine, rng, case.whole)
+    check(machine, case, rng)
+    case.sinks[4] = 2.0
+    (after,) = case.attend(machine, rng, case.whole)
+    assert [equal_bits(before[:, head], after[:, head]) for head in range(6)] == [True] * 4 + [False, True]
 
 
 @pytest.mark.parametrize("context", [1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 2048, 4096])

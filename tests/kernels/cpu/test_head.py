@@ -46,6 +46,7 @@ class Head:
     weight: Tensor
     bias: Tensor | None
     tokens: list[int]
+    cap: float = 0.0
 
     @classmethod
     def draw(cls, rng: random.Random, dtype: torch.dtype, *, exact: bool) -> Head:
@@ -63,7 +64,8 @@ class Head:
     def logits(self) -> Approximate:
         """Of all tokens, [rows, vocab]."""
         logits = products(self.hidden, self.weight)
-        return logits if self.bias is None else logits + Approximate.exactly(self.bias)
+        logits = logits if self.bias is None else logits + Approximate.exactly(self.bias)
+        return logits.capped(self.cap) if self.cap else logits
 
     def sample(self, machine: Machine, rng: random.Random, which: list[int], rows: list[dict[str, Any]]) -> Sampled:
         """Rows number ``which`` of the sampled ones in a call of their own, each with its settings."""
@@ -88,7 +90,9 @@ class Head:
             hidden.whole.stride(0),
             token_rows.ctypes.data,
             len(which),
-            lib.Op(n=vocab, k=k, weight=weight.data_ptr(), bias=None if bias is None else bias.data_ptr()),
+            lib.Op(
+                n=vocab, k=k, cap=self.cap, weight=weight.data_ptr(), bias=bias if bias is None else bias.data_ptr()
+            ),
             records.ctypes.data,
             logits.data_ptr(),
             stored,
@@ -137,6 +141,7 @@ def check_rows(machine: Machine, seed: int) -> None:
     """Logits within rounding of the product; tokens and logprobs the same bits in any company."""
     rng = random.Random(seed)
     head = Head.draw(rng, machine.dtype, exact=False)
+    head.cap = rng.choice((0.0, 0.0, 1.0, 30.0))
     everyone = list(range(len(head.tokens)))
     settings: list[dict[str, Any]] = []
     for _ in everyone:
@@ -146,7 +151,8 @@ def check_rows(machine: Machine, seed: int) -> None:
     stored = [i for i, row in enumerate(settings) if "num_logprobs" in row]
     if stored:
         assert_near(found.logits, head.logits[[head.tokens[i] for i in stored]], f"{len(stored)} rows of logits")
-        assert_is_the_linear_operation(machine, rng, head, [head.tokens[i] for i in stored], found.logits)
+        if not head.cap:
+            assert_is_the_linear_operation(machine, rng, head, [head.tokens[i] for i in stored], found.logits)
     some = rng.sample(everyone, rng.randint(1, min(len(everyone), 20)))
     for which in (some, some[:1]):
         # Whether logits are stored must not matter either.
@@ -184,6 +190,22 @@ def test_logits_are_the_product_and_rows_are_independent(
     machine: Machine, count: int, request: pytest.FixtureRequest
 ) -> None:
     sweep(request, count, lambda seed: check_rows(machine, 1000 + seed))
+
+
+def test_a_cap_comes_before_penalties_and_temperature(machine: Machine) -> None:
+    """A penalty of 3 takes the best id below the second best once logits of 100 and 50 are 29.9 and 28."""
+    rng = random.Random(0)
+    head = Head(torch.ones(1, 1, dtype=machine.dtype), torch.tensor([[100.0], [50.0], [1.0], [0.0]]), None, [0])
+    head.weight, history = head.weight.to(machine.dtype), np.array([0], dtype=np.int32)
+    penalised = {**STORED, "presence": 3.0, "history": history.ctypes.data, "history_len": 1, "num_prompt_tokens": 0}
+    assert head.sample(machine, rng, [0], [penalised]).tokens == [0]
+    head.cap = 30.0
+    assert head.sample(machine, rng, [0], [penalised]).tokens == [1]
+    assert head.sample(machine, rng, [0], [{}]).tokens == [0]
+    noise = [head.sample(machine, rng, [0], [{"temperature": 2.0, "seed": seed}]).tokens[0] for seed in range(200)]
+    assert 20 < noise.count(1) < 80  # 28.0 against 29.9 at a temperature of 2; 50 against 100 would never win
+    found = head.sample(machine, rng, [0], [{**STORED, "temperature": 2.0}])
+    assert_near(found.logits, head.logits, "capped logits")
 
 
 @pytest.mark.parametrize("vocab", [5, 31, 32, 33, 127, 128, 129, 4097])

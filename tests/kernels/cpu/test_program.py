@@ -93,7 +93,7 @@ def test_a_layer_that_is_not_packed_is_called(tmp_path: Path) -> None:
     model = load_model(model_dir, read_config(model_dir), "float32", weight_format=ONEDNN)
     recorder = Recorder(torch.float32)
     hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
-    called = ["RMS_NORM", "CALL", "QKV", "ATTENTION", "CALL", "ADD", "RMS_NORM", "CALL", "CALL", "CALL", "ADD"]
+    called = ["RMS_NORM", "CALL", "HEADS", "ATTENTION", "CALL", "ADD", "RMS_NORM", "CALL", "CALL", "CALL", "ADD"]
     assert kinds(lower(recorder.nodes, hidden)) == ["EMBED", "ROTARY", *3 * called, "RMS_NORM"]
 
 
@@ -284,13 +284,54 @@ def test_token_ids_and_positions_may_be_called_with(recorder: Recorder) -> None:
     table = torch.randn(64, 8)
     x = embedded(recorder, 8)
     y: Any = ops.embedding(recorder.positions, table)  # type: ignore[arg-type]
-    z = ops.call_out(lambda ids: ids[:, None].expand(-1, 8).float(), recorder.token_ids, width=8)  # type: ignore[arg-type]
+    given = recorder.token_ids, recorder.positions
+    z = ops.call_out(lambda ids, at: (ids + 100 * at)[:, None].expand(-1, 8).float(), *given, width=8)  # type: ignore[arg-type]
     program = compiled(recorder, x + y + z)
     out = program.run(arrays([4, 9]))
     generator = torch.Generator().manual_seed(1)
     words = torch.randn(50, 8, generator=generator)[[4, 9]]
-    torch.testing.assert_close(out, words + table[:2] + torch.tensor([[4.0], [9.0]]))
-    assert kinds(program.plan) == ["EMBED", "CALL", "CALL", "ADD", "ADD"]
+    torch.testing.assert_close(out, words + table[:2] + torch.tensor([[4.0], [109.0]]))
+    assert kinds(program.plan) == ["EMBED", "EMBED", "CALL", "ADD", "ADD"]
+
+
+@pytest.mark.parametrize("activation", [ops.gelu, ops.gelu_tanh, ops.relu, ops.relu_squared], ids=lambda op: op.name)
+def test_an_activation_is_part_of_the_product_before_it(activation: Any, recorder: Recorder) -> None:
+    layer, table = native_linear(40, 32, bias=True), torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
+    x = embedded(recorder, 32)
+    program = compiled(recorder, activation(product(layer, x)))
+    assert kinds(program.plan) == ["EMBED", "LINEAR"]
+    expected = activation(product(layer, table[[4, 9]]))
+    torch.testing.assert_close(program.run(arrays([4, 9])), expected, rtol=1e-4, atol=1e-5)
+    other = Recorder(torch.float32)
+    y = product(layer, embedded(other, 32))
+    assert kinds(lower(other.nodes, activation(y) + y)) == ["EMBED", "LINEAR", "CALL", "ADD"]
+
+
+def test_factors_are_part_of_the_embedding_or_of_the_sum(recorder: Recorder) -> None:
+    layer, table = native_linear(32, 32), torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
+    x = ops.scale(embedded(recorder, 32), 3.0)
+    y = x + ops.scale(product(layer, x), 0.5)
+    program = compiled(recorder, ops.scale(y, 2.0))
+    assert kinds(program.plan) == ["EMBED", "LINEAR", "SCALE"]
+    rows = 3 * table[[4, 9]]
+    expected = 2 * (rows + 0.5 * product(layer, rows))
+    torch.testing.assert_close(program.run(arrays([4, 9])), expected, rtol=1e-4, atol=1e-4)
+    other = Recorder(torch.float32)
+    x = embedded(other, 32)
+    twice = ops.scale(product(layer, x), 0.5)
+    assert kinds(lower(other.nodes, (x + twice) + twice)) == ["EMBED", "LINEAR", "SCALE", "ADD", "ADD"]
+
+
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 32)], ids=["no bias", "bias"])
+def test_layer_norm_runs_natively_and_reads_new_weights(bias: Tensor | None, recorder: Recorder) -> None:
+    weight, table = torch.linspace(0.5, 1.5, 32), torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
+    program = compiled(recorder, ops.layer_norm(embedded(recorder, 32), weight, bias, 1e-5))
+    assert kinds(program.plan) == ["EMBED", "LAYER_NORM"]
+    for _ in range(2):
+        expected = ops.layer_norm(table[[4, 9]], weight, bias, 1e-5)
+        torch.testing.assert_close(program.run(arrays([4, 9])), expected, rtol=1e-5, atol=1e-5)
+        weight += 1
+        program.refresh()
 
 
 def test_tokens_that_no_other_needs_are_left_out_behind_the_last_kv(recorder: Recorder) -> None:

@@ -87,7 +87,7 @@ def answers(model_dir: Path, kernels: str) -> tuple[list[Any], Any]:
         ),
         (
             ScaledLayer,
-            [*("RMS_NORM", "LINEAR", "CALL", "QKV", "ATTENTION", "LINEAR", "RMS_NORM", "LINEAR_SILU", "LINEAR")],
+            [*("RMS_NORM", "LINEAR", "CALL", "HEADS", "ATTENTION", "LINEAR", "RMS_NORM", "LINEAR_SILU", "LINEAR")],
         ),
     ],
 )
