@@ -9,6 +9,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from chairlift.errors import RequestError
 from chairlift.server.errors import ApiError
 from chairlift.server.protocol import ChatRequest, TokenizeRequest, template_variables
 from chairlift.server.state import ServerState
@@ -61,14 +62,18 @@ class ChatPlan:
 
 def plan_prompt(state: ServerState, asked: ChatRequest | TokenizeRequest, ignored: list[str]) -> ChatPlan:
     """The tools and variables of a prompt. Names of fields that mean nothing here are added to ``ignored``. Raises
-    ApiError and RequestError."""
+    ApiError."""
     template = state.engine.chat_template
     choice, parallel = None, None
     variables = template_variables(asked.chat_template_kwargs)
     if isinstance(asked, ChatRequest):
         choice, parallel = asked.tool_choice, asked.parallel_tool_calls
         variables = _with_effort(asked.reasoning_effort, variables, template or "", ignored)
-    tools = check_tools(asked.tools, choice, parallel)
+    try:
+        tools = check_tools(asked.tools, choice, parallel)
+    except RequestError as error:
+        param = str(error).partition(" ")[0]
+        raise ApiError(400, str(error), code="invalid_value", param=param) from None
     ignored += [
         f"tools[{index}].function.strict"
         for index, tool in enumerate(tools.definitions)
@@ -99,7 +104,7 @@ def _with_effort(effort: str | None, variables: dict[str, Any], template: str, i
 
 
 def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> ChatPlan:
-    """How the answers to a request are read. Raises ApiError and RequestError."""
+    """How the answers to a request are read. Raises ApiError."""
     plan = plan_prompt(state, chat, ignored)
     template, config = state.engine.chat_template, state.config
     reasoning = None

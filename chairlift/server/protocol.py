@@ -13,6 +13,8 @@ advance) or a class that the server was given; others are refused. Where the sch
 nothing, the reply says ``default``, and a ``priority`` other than 0 and the deadlines are refused. The header
 ``x-slo-ttft-ms`` is the field ``ttft_ms``, which goes before it.
 
+What chats know about calls and reasoning, but for ``tools`` and ``tool_choice``, is a hint to a completion of a text.
+
 ===================  ================================================================================================
 What happens         Fields
 ===================  ================================================================================================
@@ -30,8 +32,7 @@ supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, 
                      ``separate_reasoning``
 supported, texts     ``prompt``, ``echo``, ``best_of`` (not with ``stream``), ``add_special_tokens``
 ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
-                     ``verbosity``, ``prediction``, ``prompt_cache_key``, ``prompt_cache_retention``, and of texts
-                     ``parallel_tool_calls``, ``reasoning_effort``, ``separate_reasoning``, ``include_reasoning``,
+                     ``verbosity``, ``prediction``, ``prompt_cache_key``, ``prompt_cache_retention``,
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
 refused              ``functions``, ``function_call`` but ``none``, ``tool_choice`` but ``auto`` and ``none``, of texts
                      ``tools``, ``response_format``
@@ -245,7 +246,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: TemplateVariables | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str, Meta(max_length=64)] | Annotated[dict[str, Any], Meta(max_length=16)] | None = None
     """auto (the model decides) or none. required, or a function by name, is refused until answers can be held to it."""
     parallel_tool_calls: bool | None = None
     """false: calls after the first are left out of the answer."""
