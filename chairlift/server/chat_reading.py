@@ -145,8 +145,8 @@ def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, pr
         content = chat.messages[-1].get("content")
         text = content if isinstance(content, str) else ""
         return dataclasses.replace(plan, inside=text.rfind(form.begin) > text.rfind(form.end))
-    tail = tokenizer.decode(prompt[-_TAIL:], False, final=False).rstrip()
-    return dataclasses.replace(plan, inside=tail.endswith(form.begin))
+    tail = tokenizer.decode(prompt[-_TAIL:], False, final=False)
+    return dataclasses.replace(plan, inside=form.is_open_after(tail))
 
 
 class AnswerReading:

@@ -276,20 +276,20 @@ _ROWS: Final = (
         call_end="</function>",
     ),
     ToolFormat(
-        name="hermes",
-        body=Body.JSON,
-        signs=(("<tool_call>", '"arguments"'), ("<tool_call>", '\\"arguments\\"')),
-        section=("<tool_call>",),
-        section_end="</tool_call>",
-        wrapped=("<tool_call>\n", "arguments", "\n</tool_call>"),
-    ),
-    ToolFormat(
         name="tool_calls_list",
         body=Body.JSON,
         signs=(("<tool_calls>", "</tool_calls>", "arguments"),),
         section=("<tool_calls>",),
         section_end="</tool_calls>",
         wrapped=("<tool_calls>[", "arguments", "]</tool_calls>"),
+    ),
+    ToolFormat(
+        name="hermes",
+        body=Body.JSON,
+        signs=(("<tool_call>", '"arguments"'), ("<tool_call>", '\\"arguments\\"')),
+        section=("<tool_call>",),
+        section_end="</tool_call>",
+        wrapped=("<tool_call>\n", "arguments", "\n</tool_call>"),
     ),
     ToolFormat(
         name="nemotron_v2",
@@ -328,6 +328,10 @@ class ReasoningFormat:
     """As in :class:`ToolFormat`."""
     opened: bool = False
     """Every answer begins inside the reasoning, whether the template writes ``begin`` or not."""
+
+    def is_open_after(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends with this text has opened the reasoning for the answer."""
+        return prompt_end.rstrip().endswith(self.begin)
 
 
 _REASONING_ROWS: Final = (
