@@ -247,7 +247,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: Annotated[str, Meta(max_length=64)] | Annotated[dict[str, Any], Meta(max_length=16)] | None = None
-    """auto (the model decides) or none. required, or a function by name, is refused until answers can be held to it."""
+    """auto (the model decides) or none. required, or a function by name, is refused: no grammar holds answers yet."""
     parallel_tool_calls: bool | None = None
     """false: calls after the first are left out of the answer."""
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
