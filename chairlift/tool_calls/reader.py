@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from chairlift.tool_calls.formats import Body, ReasoningFormat, ToolFormat
-from chairlift.tool_calls.scan import CUT_OFF, CodeBlocks, Reading, TextScanner
+from chairlift.tool_calls.scan import CUT_OFF, CodeBlocks, Reading, TextScanner, markers_of
 from chairlift.tool_calls.values import NotReadable, by_schema, gemma_call, json_value, python_calls
 
 __all__ = ["Answer", "AnswerReader", "Broken", "Call", "Event", "Piece", "read_answer"]
@@ -181,7 +181,7 @@ class AnswerReader:
 
     def _stream(self, kind: str, markers: tuple[str, ...]) -> Reading[str]:
         """Deliver text up to the first marker, which is returned; empty at the end of the answer."""
-        every = (*markers, *self._hidden)
+        every = markers_of((*markers, *self._hidden))
         while True:
             text, marker = yield from self._text.flow(every)
             self._emit(kind, text)

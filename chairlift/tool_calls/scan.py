@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from chairlift.tool_calls.values import JsonScanner, NotReadable
 
-__all__ = ["CUT_OFF", "CodeBlocks", "Reading", "TextScanner"]
+__all__ = ["CUT_OFF", "CodeBlocks", "Markers", "Reading", "TextScanner", "markers_of"]
 
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]
@@ -22,23 +22,27 @@ CUT_OFF: Final = "the answer ends inside the call"
 _SPACE: Final = re.compile(r"[ \t\r\n]+")
 
 
-@functools.lru_cache(maxsize=256)
-def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(each) for each in sorted(markers, key=len, reverse=True)))
+class Markers:
+    """Texts to look for. A set of them is prepared once, because a model may have a thousand special tokens."""
+
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
+        self._beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def find(self, text: str, at: int) -> tuple[int, str]:
+        """(place, marker) of the first marker; without one, where the end of the text begins that may be the
+        beginning of one, and nothing."""
+        places = range(max(at, len(text) - self._longest), len(text))
+        held = next((start for start in places if text[start:] in self._beginnings), len(text))
+        found = None if self._pattern is None else self._pattern.search(text, at)
+        return (found.start(), found[0]) if found is not None and found.start() <= held else (held, "")
 
 
 @functools.lru_cache(maxsize=256)
-def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
-    """Every text that a marker may go on from, and the length of the longest."""
-    found = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
-    return found, max(map(len, found), default=0)
-
-
-def _held(text: str, at: int, markers: tuple[str, ...]) -> int:
-    """Where the end of a text begins that may be the beginning of a marker."""
-    beginnings, longest = _beginnings(markers)
-    places = range(max(at, len(text) - longest), len(text))
-    return next((start for start in places if text[start:] in beginnings), len(text))
+def markers_of(texts: tuple[str, ...]) -> Markers:
+    """The markers of these texts, prepared once."""
+    return Markers(texts)
 
 
 class TextScanner:
@@ -107,38 +111,34 @@ class TextScanner:
         self.advance(self.at + len(marker))
         return marker
 
-    def until(self, markers: tuple[str, ...], keep: Sequence[str] = ()) -> Reading[str]:
-        """The text before the first marker, which is read unless it is one to ``keep``. Raises NotReadable at the end
-        of the text."""
-        pieces = []
+    def until(self, texts: tuple[str, ...]) -> Reading[str]:
+        """The text before the first marker, which is read. Raises NotReadable at the end of the text."""
+        markers, pieces = markers_of(texts), []
         while True:
-            found, held = _pattern(markers).search(self.rest, self.at), _held(self.rest, self.at, markers)
-            if found is not None and found.start() <= held:
-                pieces.append(self.advance(found.start()))
-                self.advance(found.start() if found[0] in keep else found.end())
+            place, found = markers.find(self.rest, self.at)
+            pieces.append(self.advance(place))
+            if found:
+                self.advance(place + len(found))
                 return "".join(pieces)
-            pieces.append(self.advance(held))
             if not (yield from self.more()):
                 self.advance(len(self.rest))
                 raise NotReadable(CUT_OFF)
 
-    def word(self, markers: tuple[str, ...], keep: Sequence[str] = (), most: int = 128) -> Reading[tuple[str, str]]:
-        """(text, marker) as :meth:`until`, of one line and ``most`` characters. Raises NotReadable for more, where the
-        text is too long or has a line break."""
-        text = ""
+    def word(self, texts: tuple[str, ...], keep: Sequence[str] = (), most: int = 128) -> Reading[tuple[str, str]]:
+        """(text, marker): what stands before the first marker, which is read unless it is one to ``keep``. Raises
+        NotReadable for more than ``most`` characters or a line break, at that place."""
+        markers, text = markers_of(texts), ""
         while True:
             left = self.at + most - len(text)
-            found, held = _pattern(markers).search(self.rest, self.at), _held(self.rest, self.at, markers)
-            end = found.start() if found is not None and found.start() <= held else held
+            end, found = markers.find(self.rest, self.at)
             line = self.rest.find("\n", self.at, min(end, left))
             if line >= 0 or end > left:
                 self.advance(line if line >= 0 else left)
                 raise NotReadable("no name follows the marker")
             text += self.advance(end)
-            if found is not None and end == found.start():
-                if found[0] not in keep:
-                    self.advance(found.end())
-                return text, found[0]
+            if found:
+                self.advance(end + (0 if found in keep else len(found)))
+                return text, found
             if not (yield from self.more()):
                 self.advance(len(self.rest))
                 raise NotReadable(CUT_OFF)
@@ -155,18 +155,15 @@ class TextScanner:
             if not (yield from self.more()):
                 raise NotReadable(CUT_OFF)
 
-    def flow(self, markers: tuple[str, ...]) -> Reading[tuple[str, str]]:
-        """The text that is certain to come before any marker, and the marker where it follows at once. Returns with
-        text, a marker, or neither where the text has ended."""
+    def flow(self, markers: Markers) -> Reading[tuple[str, str]]:
+        """(text, marker): text that is certain to come before any marker, and the marker where it follows at once.
+        Both are empty where the text has ended."""
         while True:
-            found = _pattern(markers).search(self.rest, self.at) if markers else None
-            held = _held(self.rest, self.at, markers)
-            if found is not None and found.start() <= held:
-                text = self.advance(found.start())
-                self.advance(found.end())
-                return text, found[0]
-            if held > self.at:
-                return self.advance(held), ""
+            place, found = markers.find(self.rest, self.at)
+            if found or place > self.at:
+                text = self.advance(place)
+                self.advance(place + len(found))
+                return text, found
             if not (yield from self.more()):
                 return self.advance(len(self.rest)), ""
 
