@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
 from chairlift.service_class import ServiceClass, parse_service_classes, parse_tenant_weights
+from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -51,6 +52,8 @@ _CHOICES = {
     "prefill_mode": ("mixed", "prefill_first", "decode_first", "separate", "auto"),
     "metrics_prefix": ("chairlift", "vllm"),
     "log_format": ("text", "json"),
+    "tool_call_parser": ("auto", *TOOL_FORMATS, NONE),
+    "reasoning_parser": ("auto", *REASONING_FORMATS, NONE),
 }
 _RANGES: dict[str, tuple[float, float]] = {
     "threads": (1, 256),
@@ -325,6 +328,11 @@ class ServerConfig:
     """Host name that clients may use in the Host header, besides the loopback names and this machine's."""
     chat_template: str | None = None
     """File with a chat template, instead of the model's own."""
+    tool_call_parser: str = "auto"
+    """Format of the model's tool calls. auto: the one that its chat template prints. none: requests with tools are
+    refused."""
+    reasoning_parser: str = "auto"
+    """How the model marks its reasoning. auto: as its chat template does. none: reasoning is part of the answer."""
     max_num_queued_reqs: int | None = None
     """Most requests that wait; more are answered 429. None: 4 x max_num_seqs, at least 64."""
     max_num_queued_tokens: int | None = None

@@ -29,6 +29,7 @@ from chairlift.pooled_loading import is_pooling, load_pooling
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.chat_template import ChatTemplate
 from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.tool_calls import Answer, AnswerReader, check_tools, read_answer, reasoning_format_of, tool_format_of
 
 __all__ = ["LLM"]
 
@@ -223,12 +224,15 @@ class LLM:
         use_tqdm: bool = False,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several. A conversation is a list of ``{"role": ..., "content": ...}``.
 
-        All but the messages and the variables of the template is as in :meth:`generate`.
-        Raises TemplateError when the model has no chat template, or it fails.
+        ``tools`` are functions that the model may call, in OpenAI's form; :meth:`read_answers` finds the calls in the
+        outputs. All but the messages, the tools and the variables of the template is as in :meth:`generate`.
+        Raises RequestError for tools of another form, or that the template does not print, and TemplateError when the
+        model has no chat template, or it fails.
         """
         self._generates("chat")
         given: object = messages  # whatever the type says, text and single messages are what people send
@@ -239,18 +243,47 @@ class LLM:
             )
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        prompts: list[Prompt] = [self.encode_chat(each, **template_variables) for each in conversations]
+        offered = check_tools(tools).offered or None
+        prompts: list[Prompt] = [self.encode_chat(each, tools=offered, **template_variables) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, **template_variables: Any
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_variables: Any,
     ) -> list[int]:
         """The token ids of a conversation, laid out by the model's chat template."""
         self._generates("chat")
         if self.tokenizer is None:
             raise RequestError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
-        text = self._template.render(messages, add_generation_prompt=add_generation_prompt, **template_variables)
+        text = self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **template_variables
+        )
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def read_answers(self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] | None = None) -> list[Answer]:
+        """The answers of a chat, read: content, reasoning, and the calls of the ``tools`` that the chat was given.
+
+        Tool calls and reasoning are looked for in the formats that the model's chat template prints. Raises
+        RequestError for tools of another form, and where no format is known for the template.
+        """
+        if self.tokenizer is None:
+            raise RequestError("answers are read by the tokenizer, which was not loaded (skip_tokenizer_init)")
+        schemas, template, tokenizer = check_tools(tools).schemas, self.tokenizer.chat_template, self.tokenizer
+        form, reasoning = tool_format_of(template) if schemas else None, reasoning_format_of(template)
+        if schemas and form is None:
+            raise RequestError("tools has functions, but no format of tool calls is known for the chat template")
+        tail = tokenizer.decode(output.prompt_token_ids[-64:], False, final=False)
+        inside = reasoning is not None and reasoning.is_open_after(tail)
+        hidden = tuple(filter(None, tokenizer.special_texts.values()))
+        read = []
+        for answer in output.outputs:
+            reader = AnswerReader(form, reasoning, schemas, inside=inside, hidden=hidden)
+            read.append(read_answer(tokenizer.decode(answer.token_ids, False), reader))
+        return read
 
     def update_weights(
         self, source: str | Path | Mapping[str, Any], version: int, *, in_flight: str = "continue"

@@ -590,3 +590,29 @@ def test_a_model_that_says_what_nobody_could_ask_for(model_dir: Path, tmp_path: 
     with pytest.raises(ConfigError, match=rf"generation_config.json: {name} must .*set generation_config to vllm"):
         make(model)
     assert make(model, generation_config="vllm").generate(PROMPT, greedy())
+
+
+_CALLING = (
+    '{# <tool_call> "arguments" <think> #}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}'
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+def test_chat_takes_tools_and_answers_are_read(tmp_path: Path) -> None:
+    from tests.tokenizer.tiny import byte_level_backend
+
+    model_dir = tiny_hf_model(tmp_path, "llama", vocab_size=512)
+    byte_level_backend().save(str(model_dir / "tokenizer.json"))
+    (model_dir / "chat_template.jinja").write_text(_CALLING)
+    llm = make(model_dir, skip_tokenizer_init=False)
+    assert llm.tokenizer is not None
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    (output,) = llm.chat([{"role": "user", "content": "Hi"}], greedy(), tools=tools)
+    assert llm.tokenizer.decode(output.prompt_token_ids) == "look Hi"
+    said = '<think>a</think>b<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    output.outputs[0].token_ids = llm.tokenizer.encode(said, False)
+    (answer,) = llm.read_answers(output, tools)
+    assert (answer.content, answer.reasoning, [call.name for call in answer.calls]) == ("b", "a", ["look"])
+    assert llm.read_answers(output)[0].calls == []
+    with pytest.raises(RequestError, match=r"tools\[0\].function.name"):
+        llm.chat([{"role": "user", "content": "Hi"}], greedy(), tools=[{"function": {}}])

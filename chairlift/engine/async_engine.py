@@ -237,17 +237,24 @@ class AsyncEngine:
         with self._front() as encoder:
             return await encoder.encode_words(params.bad_words or ())
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template that lays out chats: the one given, or the model's own."""
+        own = None if self.tokenizer is None else self.tokenizer.chat_template
+        return own if self._chat_template is None else self._chat_template
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation, laid out by the chat template. Raises RequestError and TemplateError."""
         with self._front() as encoder:
-            return await encoder.encode_chat(messages, add_generation_prompt, continue_final_message, variables)
+            return await encoder.encode_chat(messages, add_generation_prompt, continue_final_message, variables, tools)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
         """What ``work`` on long texts brings, on a thread, when its turn has come. Raises QueueFullError."""

@@ -13,8 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from chairlift.engine.output_stream import OutputStream
-from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
+from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
+from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, opened_by
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
@@ -27,7 +28,6 @@ from chairlift.server.protocol import (
     no_prompt_logprobs_in_stream,
     parse,
     sampling_params,
-    template_variables,
     warning_headers,
 )
 from chairlift.server.state import ServerState
@@ -48,10 +48,14 @@ from chairlift.server.streaming import (
     timing,
     truncate,
 )
+from chairlift.tool_calls import Call, Event, Piece, check_history
 
 __all__ = ["ChatCompletion", "encode_messages", "routes"]
 
 _encode: Final = msgspec.json.encode
+_TEXTS: Final = ("content", "reasoning")
+_ARGUMENTS: Final = 4096
+"""Characters of a call's arguments that one delta carries at most."""
 
 
 class TokenLogprob(msgspec.Struct):
@@ -78,12 +82,33 @@ class ChoiceLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    """Part of :class:`ToolCall`."""
+
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the model wants to be made."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct):
     """The answer."""
 
     role: str
-    content: str
+    content: str | None
+    """null where there is nothing but tool calls."""
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same: clients look for either name."""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -96,6 +121,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None
     """The stop token or stop string that ended it."""
     token_ids: list[int] | UnsetType = UNSET
+    tool_call_errors: list[str] | UnsetType = UNSET
+    """Why text that began like a tool call is in the content."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -122,24 +149,32 @@ async def create_chat_completion(request: Request) -> Response:
     model = check_model(state, chat.model)
     caller = read_promises(request, chat, ignored)
     info = generating_info(state)
-    params = _params(chat, info.sampling_defaults)
+    plan = chat_plan(state, chat, ignored)
+    params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
     state.engine.check_room(1, class_of(params))
     async with until_tokens(request, chat):
-        prompt = truncate(await encode_messages(state, chat), chat.truncate_prompt_tokens, info, params.max_tokens)
+        laid_out = await encode_messages(state, chat, plan)
+        prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
+    plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
     hold_logprobs(request, chat, [prompt])
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
     head = reply_head("chatcmpl", model, info, streams)
     texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
     headers = warning_headers(ignored)
     if chat.stream:
-        return await start_stream(state, streams, _ChatChunks(head, chat, streams, texts), headers)
+        return await start_stream(state, streams, _ChatChunks(head, chat, streams, texts, plan, params), headers)
     (output,) = await collect(streams)
     meter = Meter(streams)
     meter.note(0, output)
     most, pieces = chat.prompt_logprobs, Pieces()
+    readings = [AnswerReading(plan, state.engine.tokenizer, params.skip_special_tokens) for _ in output.outputs]
+    read = list(zip(output.outputs, readings, strict=True))
+    choices = [_choice(chat, answer, texts, pieces, reading if plan.reads else None) for answer, reading in read]
+    if plan.reasoning is not None:
+        meter.reasoning_tokens = sum(reading.reasoning_tokens for reading in readings)
     reply = ChatCompletion(
         **head,
-        choices=[_choice(chat, answer, texts, pieces) for answer in output.outputs],
+        choices=choices,
         usage=meter.usage(),
         prompt_logprobs=UNSET if most is None else prompt_logprobs(output.prompt_logprobs, texts, most, pieces),
         prompt_token_ids=prompt if chat.return_token_ids else UNSET,
@@ -148,21 +183,22 @@ async def create_chat_completion(request: Request) -> Response:
     return respond(state, reply, pieces, headers)
 
 
-async def encode_messages(state: ServerState, request: ChatRequest | TokenizeRequest) -> list[int]:
+async def encode_messages(state: ServerState, request: ChatRequest | TokenizeRequest, plan: ChatPlan) -> list[int]:
     """The token ids of a conversation. Raises ApiError, RequestError or TemplateError."""
     opens = request.add_generation_prompt
     if opens and request.continue_final_message:
         message = "add_generation_prompt and continue_final_message exclude each other; leave one out"
         raise ApiError(400, message, code="invalid_value", param="continue_final_message")
     return await state.engine.encode_chat(
-        request.messages or (),
+        check_history(request.messages or ()),
         add_generation_prompt=not request.continue_final_message if opens is None else opens,
         continue_final_message=bool(request.continue_final_message),
-        **template_variables(request.chat_template_kwargs),
+        tools=plan.tools.offered or None,
+        **plan.variables,
     )
 
 
-def _params(chat: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def _params(chat: ChatRequest, defaults: Mapping[str, Any], *, keeps_special: bool = False) -> SamplingParams:
     if chat.top_logprobs and not chat.logprobs:
         message = "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out"
         raise ApiError(400, message, code="invalid_value", param="top_logprobs")
@@ -172,16 +208,20 @@ def _params(chat: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
         defaults,
         max_tokens=chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens,
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        **({"skip_special_tokens": False} if keeps_special else {}),
     )
 
 
-def _choice(chat: ChatRequest, answer: CompletionOutput, texts: TokenTexts, pieces: Pieces) -> ChatChoice:
+def _choice(
+    chat: ChatRequest, answer: CompletionOutput, texts: TokenTexts, pieces: Pieces, reading: AnswerReading | None
+) -> ChatChoice:
+    """A finished answer; ``reading`` finds the calls and the reasoning in it."""
     logprobs, top = None, chat.top_logprobs or 0
     if answer.logprobs is not None:
         content = json_items(_chosen(entry, top, texts) for entry in answer.logprobs)
         part = itertools.chain([b'{"content":'], content, [b',"refusal":null}'])
         logprobs = pieces.later(part, len(answer.logprobs) * (top + 1))
-    return ChatChoice(
+    choice = ChatChoice(
         index=answer.index,
         message=ChatMessage("assistant", answer.text),
         logprobs=logprobs,
@@ -189,6 +229,27 @@ def _choice(chat: ChatRequest, answer: CompletionOutput, texts: TokenTexts, piec
         stop_reason=answer.stop_reason,
         token_ids=answer.token_ids if chat.return_token_ids else UNSET,
     )
+    if reading is not None:
+        _read_into(choice, reading.read(answer.text, answer.token_ids, ended=True))
+        choice.finish_reason = _finish_reason(answer, reading)
+        choice.tool_call_errors = reading.broken or UNSET
+    return choice
+
+
+def _read_into(choice: ChatChoice, events: Sequence[Event]) -> None:
+    """Put what was read in an answer into its message."""
+    told = {kind: "".join(e.text for e in events if isinstance(e, Piece) and e.kind == kind) for kind in _TEXTS}
+    calls = [ToolCall(e.id, CalledFunction(e.name, e.arguments)) for e in events if isinstance(e, Call)]
+    message = choice.message
+    message.content = told["content"] or (None if calls else "")
+    message.tool_calls = calls or UNSET
+    message.reasoning = message.reasoning_content = told["reasoning"] or UNSET
+
+
+def _finish_reason(answer: CompletionOutput, reading: AnswerReading) -> str | None:
+    """``tool_calls`` for an answer that came to its end and has some."""
+    called = answer.finish_reason is FinishReason.STOP and reading.ids
+    return "tool_calls" if called else answer.finish_reason
 
 
 def _logprobs(entries: Sequence[Mapping[int, Logprob]], top: int, texts: TokenTexts) -> ChoiceLogprobs:
@@ -214,7 +275,13 @@ class _ChatChunks(ChunkWriter):
     """The events of a streamed chat completion."""
 
     def __init__(
-        self, head: Mapping[str, Any], chat: ChatRequest, streams: Sequence[OutputStream], texts: TokenTexts
+        self,
+        head: Mapping[str, Any],
+        chat: ChatRequest,
+        streams: Sequence[OutputStream],
+        texts: TokenTexts,
+        plan: ChatPlan,
+        params: SamplingParams,
     ) -> None:
         super().__init__({**head, "object": "chat.completion.chunk"}, chat, streams)
         self._num_choices = chat.n or 1
@@ -222,7 +289,12 @@ class _ChatChunks(ChunkWriter):
         self._texts = texts
         self._ids = bool(chat.return_token_ids)
         self._prompt_token_ids = streams[0].prompt_token_ids
-        self._openings = [b'{"index":%d,"delta":{"content":' % index for index in range(self._num_choices)]
+        self._openings = [b'{"index":%d,"delta":' % index for index in range(self._num_choices)]
+        skips, tokenizer = params.skip_special_tokens, texts.tokenizer
+        self._readings = [AnswerReading(plan, tokenizer, skips) for _ in range(self._num_choices if plan.reads else 0)]
+        self._counts = plan.reasoning is not None
+        if self._counts:
+            self.meter.reasoning_tokens = 0
 
     def start(self) -> bytes:
         ids = b',"prompt_token_ids":' + _encode(self._prompt_token_ids) if self._ids else b""
@@ -232,20 +304,62 @@ class _ChatChunks(ChunkWriter):
         )
 
     def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[bytes]:
-        if answer.text or (answer.token_ids and (self._ids or self._continuous or answer.logprobs)):
+        told = answer.token_ids and (self._ids or self._continuous or answer.logprobs)
+        if self._readings:
+            yield from self._read(answer, bool(told))
+        elif answer.text or told:
             for part in parts(answer, self._top):
-                yield self._news(part)
+                yield self._news(part, b'{"content":%b}' % _encode(part.text))
         if answer.finish_reason is not None:
-            end = (answer.index, _encode(answer.finish_reason), _encode(answer.stop_reason))
-            yield b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % end
+            reason: str | None = answer.finish_reason
+            more = b""
+            if self._readings:
+                reading = self._readings[answer.index]
+                reason = _finish_reason(answer, reading)
+                more = b',"tool_call_errors":' + _encode(reading.broken) if reading.broken else b""
+            end = (answer.index, _encode(reason), _encode(answer.stop_reason), more)
+            yield b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b%b}' % end
 
-    def _news(self, answer: CompletionOutput) -> bytes:
+    def _read(self, answer: CompletionOutput, told: bool) -> Iterator[bytes]:
+        """The deltas of what was read in an answer's news. Log-probabilities and ids go with the first of them."""
+        reading = self._readings[answer.index]
+        before = len(reading.ids)
+        events = reading.read(answer.text, answer.token_ids, answer.finish_reason is not None)
+        if self._counts:
+            self.meter.reasoning_tokens = sum(each.reasoning_tokens for each in self._readings)
+        deltas = [delta for event in events for delta in _deltas(event, reading.ids, before)]
+        if told:
+            for part in parts(answer, self._top):
+                yield self._news(part, deltas.pop(0) if deltas else b'{"content":""}')
+        for delta in deltas:
+            yield b'%b%b,"logprobs":null,"finish_reason":null}' % (self._openings[answer.index], delta)
+
+    def _news(self, answer: CompletionOutput, delta: bytes) -> bytes:
         logprobs = b"null"
         if answer.logprobs:
             logprobs = _encode(_logprobs(answer.logprobs, self._top, self._texts))
         ids = b',"token_ids":' + _encode(answer.token_ids) if self._ids else b""
-        text = _encode(answer.text)
-        return b'%b%b},"logprobs":%b,"finish_reason":null%b}' % (self._openings[answer.index], text, logprobs, ids)
+        return b'%b%b,"logprobs":%b,"finish_reason":null%b}' % (self._openings[answer.index], delta, logprobs, ids)
+
+
+def _deltas(event: Event, ids: Sequence[str], before: int) -> Iterator[bytes]:
+    """The deltas of one event: a text, or a call's index, id and name, and then its arguments."""
+    if isinstance(event, Call):
+        index = ids.index(event.id, before)
+        name = b'{"name":%b,"arguments":""}' % _encode(event.name)
+        yield b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":%b}]}' % (
+            index,
+            _encode(event.id),
+            name,
+        )
+        for start in range(0, len(event.arguments), _ARGUMENTS):
+            piece = _encode(event.arguments[start : start + _ARGUMENTS])
+            yield b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, piece)
+    elif isinstance(event, Piece) and event.kind == "reasoning":
+        text = _encode(event.text)
+        yield b'{"reasoning_content":%b,"reasoning":%b}' % (text, text)
+    elif isinstance(event, Piece):
+        yield b'{"content":%b}' % _encode(event.text)
 
 
 routes: Final = [Route("/v1/chat/completions", create_chat_completion, methods=["POST"])]

@@ -13,6 +13,8 @@ advance) or a class that the server was given; others are refused. Where the sch
 nothing, the reply says ``default``, and a ``priority`` other than 0 and the deadlines are refused. The header
 ``x-slo-ttft-ms`` is the field ``ttft_ms``, which goes before it.
 
+What chats know about calls and reasoning, but for ``tools`` and ``tool_choice``, is a hint to a completion of a text.
+
 ===================  ================================================================================================
 What happens         Fields
 ===================  ================================================================================================
@@ -25,13 +27,15 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      ``priority``, ``cache_salt``, ``service_tier``, ``user``, and ours: ``queue_timeout``
                      (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
-                     ``continue_final_message``, ``chat_template_kwargs``
+                     ``continue_final_message``, ``chat_template_kwargs``, ``tools``, ``tool_choice`` (``auto``,
+                     ``none``), ``parallel_tool_calls``, ``reasoning_effort``, ``include_reasoning``,
+                     ``separate_reasoning``
 supported, texts     ``prompt``, ``echo``, ``best_of`` (not with ``stream``), ``add_special_tokens``
 ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
-                     ``parallel_tool_calls``, ``reasoning_effort``, ``verbosity``, ``prediction``,
-                     ``prompt_cache_key``, ``prompt_cache_retention``, ``separate_reasoning``, ``include_reasoning``,
+                     ``verbosity``, ``prediction``, ``prompt_cache_key``, ``prompt_cache_retention``,
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
-refused              ``tools``, ``functions``, ``tool_choice`` and ``function_call`` but ``none``, ``response_format``
+refused              ``functions``, ``function_call`` but ``none``, ``tool_choice`` but ``auto`` and ``none``, of texts
+                     ``tools``, ``response_format``
                      but type ``text``, ``structured_outputs``, ``guided_json``, ``guided_regex``, ``guided_choice``,
                      ``guided_grammar``, ``structural_tag``, ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
                      ``extra_body``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
@@ -58,6 +62,7 @@ from msgspec import Meta
 from chairlift.errors import RequestError
 from chairlift.sampling_params import SamplingLimits, SamplingParams
 from chairlift.server.errors import ApiError
+from chairlift.tool_calls.request import MAX_TOOLS
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
@@ -207,6 +212,26 @@ Message = Annotated[dict[str, Any], Meta(max_length=64, extra_json_schema=_MESSA
 """Checked by :func:`~chairlift.tokenizer.messages.normalize_messages`, from HTTP as from Python."""
 
 
+_TOOL_SCHEMA: Final = {
+    "description": "A function that the model may call.",
+    "required": ["function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+                "description": {"type": "string"},
+                "parameters": {"description": "JSON schema of the arguments, an object.", "type": "object"},
+            },
+        },
+    },
+}
+Tool = Annotated[dict[str, Any], Meta(max_length=16, extra_json_schema=_TOOL_SCHEMA)]
+"""Checked by :func:`~chairlift.tool_calls.request.check_tools`, from HTTP as from Python."""
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
@@ -219,6 +244,18 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
+    tool_choice: Annotated[str, Meta(max_length=64)] | Annotated[dict[str, Any], Meta(max_length=16)] | None = None
+    """auto (the model decides) or none. required, or a function by name, is refused: no grammar holds answers yet."""
+    parallel_tool_calls: bool | None = None
+    """false: calls after the first are left out of the answer."""
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    """none, minimal, low, medium, high, xhigh or max, where the chat template has a place for it."""
+    include_reasoning: bool | None = None
+    """false: the reasoning is left out of the reply; it is counted all the same."""
+    separate_reasoning: bool | None = None
+    """false: the reasoning stays part of the content, as the model wrote it."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -260,6 +297,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    """For messages only."""
     return_token_strs: bool | None = None
 
 
@@ -270,16 +309,17 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=2**18)]
 
 
-_TOOLS: Final = "tools are not supported yet; leave it out"
+_TOOLS: Final = "it belongs to /v1/chat/completions; leave it out"
+_OLD_TOOLS: Final = "it is the older form of tools; send tools instead"
 _GRAMMAR: Final = "answers cannot be held to a format yet; leave it out and ask for the format in the prompt"
 _CHAT_ONLY: Final = "it belongs to /v1/chat/completions; leave it out"
 _TEXT_ONLY: Final = "it belongs to /v1/completions; leave it out"
 
 REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "tools": ((), _TOOLS),
-    "functions": ((), _TOOLS),
+    "functions": ((), _OLD_TOOLS),
     "tool_choice": (("none",), _TOOLS),
-    "function_call": (("none",), _TOOLS),
+    "function_call": (("none",), _OLD_TOOLS),
     "response_format": (({"type": "text"},), _GRAMMAR),
     "structured_outputs": ((), _GRAMMAR),
     "guided_json": ((), _GRAMMAR),
@@ -304,7 +344,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "logits_processors": ((), "requests cannot bring code; leave it out"),
     "use_beam_search": ((), "beam search is not supported; use best_of or n"),
     "length_penalty": ((1,), "it belongs to beam search, which is not supported; leave it out"),
-    "thinking_token_budget": ((), "thinking is not told apart from the answer; use max_tokens"),
+    "thinking_token_budget": ((), "reasoning cannot be held to a length yet; use max_tokens"),
     "suffix": (("",), "text cannot be inserted before a suffix; leave it out, or lay the prompt out yourself"),
     "echo": ((), _TEXT_ONLY),
     "best_of": ((1,), _TEXT_ONLY),

@@ -37,6 +37,7 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
     "ChunkWriter",
+    "CompletionTokensDetails",
     "EventStream",
     "Meter",
     "PromptLogprob",
@@ -79,6 +80,13 @@ class PromptTokensDetails(msgspec.Struct):
     """Prompt tokens read from the prefix cache."""
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Part of :class:`Usage`."""
+
+    reasoning_tokens: int
+    """Tokens of the answers' reasoning, its marks included."""
+
+
 class Usage(msgspec.Struct):
     """Tokens read and delivered."""
 
@@ -86,6 +94,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """There where reasoning is told from the answer."""
 
 
 class Timing(msgspec.Struct):
@@ -118,6 +128,8 @@ class Meter:
         self._prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
         self._cached = [0] * len(streams)
         self._completion_tokens = 0
+        self.reasoning_tokens: int | None = None
+        """None where reasoning is not told from the answer."""
 
     def note(self, prompt: int, output: RequestOutput) -> None:
         """The answers in ``output`` are delivered."""
@@ -127,7 +139,9 @@ class Meter:
 
     def usage(self) -> Usage:
         read, written = self._prompt_tokens, self._completion_tokens
-        return Usage(read, written, read + written, PromptTokensDetails(sum(self._cached)))
+        thought = self.reasoning_tokens
+        details = UNSET if thought is None else CompletionTokensDetails(thought)
+        return Usage(read, written, read + written, PromptTokensDetails(sum(self._cached)), details)
 
 
 # --- the engine's side ------------------------------------------------------------------------------------------------
@@ -309,7 +323,7 @@ class TokenTexts:
     """How tokens are written in log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
 
     def text(self, token_id: int, entry: Logprob) -> str:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from chairlift.server.chat import encode_messages
+from chairlift.server.chat_reading import plan_prompt
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.models import check_model, engine_info
@@ -54,7 +55,7 @@ async def tokenize(request: Request) -> Response:
         raise ApiError(400, message, code="invalid_value", param="add_special_tokens")
     async with until_tokens(request):
         if asked.prompt is None:
-            ids = await encode_messages(state, asked)
+            ids = await encode_messages(state, asked, plan_prompt(state, asked, ignored))
         else:
             ids = await state.engine.encode(asked.prompt, asked.add_special_tokens is not False)
         reply = TokenizeReply(count=len(ids), max_model_len=info.max_model_len, tokens=ids)

@@ -18,7 +18,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from chairlift.errors import RequestError, TemplateError, TemplateFailedError
-from chairlift.tokenizer.messages import normalize_messages
+from chairlift.tokenizer.messages import normalize_messages, plain_tools
 from chairlift.tokenizer.template_forms import TemplateForms
 
 __all__ = ["MAX_TEXT", "ChatTemplate", "check_variables"]
@@ -27,6 +27,7 @@ MAX_TEXT: Final = 16 * 1024 * 1024
 """Characters a template may render or build by repetition; far above any model's context."""
 _INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 _OPTIONAL_INPUTS: Final = ("tools", "documents", "chat_template")
+_PROBE: Final = "probe_function"
 _END_OF_FINAL_MESSAGE: Final = "CHAIRLIFT_END_OF_FINAL_MESSAGE"
 
 
@@ -47,6 +48,7 @@ class ChatTemplate:
         self._source = template
         self._max_chars = max_chars
         self._named_tokens = dict(named_tokens or {})
+        self._prints_tools: bool | None = None
 
     def render(
         self,
@@ -54,6 +56,7 @@ class ChatTemplate:
         /,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **scalars: Any,
     ) -> str:
         """The text of a chat, ready for ``Tokenizer.encode(text, add_special_tokens=False)``.
@@ -63,16 +66,21 @@ class ChatTemplate:
         newlines. All other keys (``reasoning_content``, ``tool_calls``, ...) reach the template too.
         ``add_generation_prompt`` opens the assistant's turn. ``continue_final_message`` leaves the last message open
         instead, for the model to go on with it: the text ends where the template puts the end of its content, found by
-        a mark as in transformers. ``scalars`` are further variables (``enable_thinking=False``): text, numbers,
-        booleans, None.
+        a mark as in transformers. ``tools`` are functions that the model may call, in OpenAI's form
+        (``{"type": "function", "function": {"name": ..., "parameters": ...}}``). ``scalars`` are further variables
+        (``enable_thinking=False``): text, numbers, booleans, None.
 
-        Raises :class:`~chairlift.errors.RequestError` for messages of another form, or in a role that the template
-        prints nothing of, and :class:`~chairlift.errors.TemplateError` when there is no template, it fails, or it does
-        not lay out the final message so that it can be continued.
+        Raises :class:`~chairlift.errors.RequestError` for messages of another form, in a role that the template
+        prints nothing of, or with tools that it does not print, and
+        :class:`~chairlift.errors.TemplateError` when there is no template, it fails, or it does not lay out the final
+        message so that it can be continued.
         """
         check_variables(scalars)
         plain = normalize_messages(messages)
         chat = self._forms.fit(plain)
+        if listed := plain_tools(tools):
+            self._check_tools()
+            scalars = {**scalars, "tools": listed}
         if not continue_final_message:
             return self._render(chat, add_generation_prompt, scalars)
         marked = [*chat[:-1], _marked(chat[-1])]
@@ -83,6 +91,22 @@ class ChatTemplate:
     ) -> str:
         variables: dict[str, Any] = dict.fromkeys(_INPUTS[:3]) | self._named_tokens | dict(scalars or {})
         return self._generate(variables | {"messages": chat, "add_generation_prompt": add_generation_prompt})
+
+    def _check_tools(self) -> None:
+        """Raise RequestError when the template does not print tools. It is tried once."""
+        if self._prints_tools is None:
+            function = {"name": _PROBE, "description": "x", "parameters": {"type": "object", "properties": {}}}
+            chat = self._forms.fit([{"role": "user", "content": "x"}])
+            try:
+                text = self._render(chat, True, {"tools": [{"type": "function", "function": function}]})
+            except TemplateError:
+                text = ""
+            self._prints_tools = _PROBE in text
+        if not self._prints_tools:
+            raise RequestError(
+                "tools has functions, but the model's chat template does not print them; use a model whose template "
+                "takes tools, or describe the functions in the system message"
+            )
 
     def parse(self) -> None:
         """Raise :class:`~chairlift.errors.TemplateError` for a template that is no Jinja. Nothing of it runs, where
@@ -308,6 +332,11 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _from_json(text: Any) -> Any:
+    """The value of a JSON text, as some templates read arguments that come as text; other values stay as they are."""
+    return json.loads(text) if isinstance(text, str) else text
+
+
 def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
@@ -321,6 +350,7 @@ def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
 def _environment() -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
+    environment.filters["from_json"] = _from_json
     functions: dict[str, Callable[..., Any]] = {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

@@ -135,15 +135,17 @@ class Encoder:
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, laid out by the chat template. Raises RequestError and TemplateError, and
         PromptTooLongError before anything is laid out."""
         if self._templates is None:
             raise TemplateError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
         plain = normalize_messages(messages)
-        self._check_length("the messages have", text_size(plain), "fewer or shorter messages")
+        size = text_size(plain) + text_size(list(tools or ()))
+        self._check_length("the messages have", size, "fewer or shorter messages or tools")
         text = await self._templates.render(
-            plain, add_generation_prompt, variables, continue_final_message=continue_final_message
+            plain, add_generation_prompt, variables, continue_final_message=continue_final_message, tools=tools
         )
         self._check_length("the messages, as the chat template writes them, have", len(text), "fewer or shorter ones")
         return await self.encode(text, add_special_tokens=False)

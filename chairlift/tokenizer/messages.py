@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from chairlift.errors import RequestError
 
-__all__ = ["REASONING_KEYS", "normalize_messages", "text_size"]
+__all__ = ["REASONING_KEYS", "normalize_messages", "plain_tools", "text_size"]
 
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send an assistant's reasoning back. The first that is there counts, as in transformers."""
@@ -35,6 +35,14 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     if not messages:
         raise RequestError("messages is empty; send at least one")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """New dicts of exact plain types for the tools that a chat template prints. Raises RequestError for other forms."""
+    given: Any = () if tools is None else tools
+    if not isinstance(given, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in given):
+        raise RequestError(f"chat template variable 'tools' must be a list of objects, got {_given(tools)}")
+    return [_plain(f"tools[{index}]", tool, 1) for index, tool in enumerate(given)]
 
 
 def text_size(value: Any) -> int:

@@ -10,7 +10,9 @@ every content. llama.cpp renders small chats and looks for their words; so does 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ _FIRST: Final = "alphachair"
 _SECOND: Final = "omegalift"
 _DUMP: Final = "dumpedpart"
 _KEY: Final = "argumentkey"
+_SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 
 Render = Callable[[list[dict[str, Any]], bool], str]
 """Messages, and whether the assistant's turn is opened -> the text. Raises TemplateError."""
@@ -65,6 +68,7 @@ class TemplateForms:
         self._content: dict[tuple[str, bool], ContentForm | None] = {}
         self._arguments: str | None = None
         self._no_content: bool | None = None
+        self._short: bool | None = None
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Plain messages as the template takes them.
@@ -75,6 +79,8 @@ class TemplateForms:
           ``reasoning`` for a template that knows this name.
         - A message without a content has an empty one, unless the template takes it as it is.
         - The ``arguments`` of tool calls are objects, unless the template wants JSON text.
+        - The ids of tool calls have nine letters or digits for a template that takes no others, as Mistral's; a longer
+          one becomes a hash.
 
         Raises RequestError for a role that the template does not know, or prints nothing of.
         """
@@ -100,6 +106,8 @@ class TemplateForms:
         if "tool_calls" in fitted:
             calls = enumerate(fitted["tool_calls"])
             fitted["tool_calls"] = [self._call(f"{where}.tool_calls[{i}]", call) for i, call in calls]
+        if "tool_call_id" in fitted:
+            fitted["tool_call_id"] = self._id(fitted["tool_call_id"])
         return fitted
 
     def _role(self, where: str, role: str) -> str:
@@ -164,15 +172,42 @@ class TemplateForms:
         if self._no_content is None:
             calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
             del calling["content"]
-            try:
-                self._render([{"role": "user", "content": self._fitted("user", "x")}, calling], False)
-                self._no_content = True
-            except TemplateError:
-                self._no_content = False
+            user = {"role": "user", "content": self._fitted("user", "x")}
+            result = {"role": "tool", "tool_call_id": "call12345", "name": "look", "content": "x"}
+            self._no_content = self._renders([user, calling], False) and (
+                self._renders([user, calling, result], True)
+                or not self._renders([user, {**calling, "content": ""}, result], True)
+            )
         return self._no_content
+
+    def _id(self, given: Any) -> Any:
+        """The id of a call as the template takes it."""
+        if not isinstance(given, str) or _SHORT_ID.fullmatch(given) or not self._takes_short_ids():
+            return given
+        return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
+
+    def _takes_short_ids(self) -> bool:
+        """Whether it takes ids of nine letters or digits only."""
+        if self._short is None:
+            calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
+            user, renders = {"role": "user", "content": self._fitted("user", "x")}, list[bool]()
+            for call_id in ("call12345", "call_0123456789abcdefghij"):
+                calls = [{**calling["tool_calls"][0], "id": call_id}]
+                result = {"role": "tool", "tool_call_id": call_id, "name": "look", "content": "x"}
+                renders.append(self._renders([user, {**calling, "tool_calls": calls}, result], True))
+            self._short = renders == [True, False]
+        return self._short
+
+    def _renders(self, chat: list[dict[str, Any]], opens: bool) -> bool:
+        try:
+            self._render(chat, opens)
+        except TemplateError:
+            return False
+        return True
 
     def _call(self, where: str, call: Mapping[str, Any]) -> dict[str, Any]:
         inner = call.get("function")
+        call = {**call, "id": self._id(call["id"])} if "id" in call else call
         if isinstance(inner, dict):
             return {**call, "function": self._with_arguments(f"{where}.function", inner)}
         return self._with_arguments(where, call)

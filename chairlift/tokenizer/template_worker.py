@@ -24,7 +24,7 @@ from typing import IO, Any, Final
 from chairlift.errors import OverloadedError, RequestError, TemplateError, TemplateFailedError, WorkerLostError
 from chairlift.parent import child_environment, die_with_parent, has_ended, kill_child
 from chairlift.tokenizer.chat_template import MAX_TEXT, ChatTemplate, check_variables
-from chairlift.tokenizer.messages import normalize_messages
+from chairlift.tokenizer.messages import normalize_messages, plain_tools
 from chairlift.tokenizer.turns import Turns
 
 __all__ = ["TemplateWorker", "WorkerPool", "limit_resources", "serve"]
@@ -269,6 +269,7 @@ class TemplateWorker(WorkerPool):
         variables: Mapping[str, Any] | None = None,
         *,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The text of a chat; see :meth:`ChatTemplate.render <chairlift.tokenizer.ChatTemplate.render>`.
 
@@ -287,6 +288,7 @@ class TemplateWorker(WorkerPool):
             "add_generation_prompt": bool(add_generation_prompt),
             "continue_final_message": bool(continue_final_message),
             "variables": variables,
+            "tools": plain_tools(tools),
         }
         return await self._text_of(self.ask(fields, self._time_limit))
 
@@ -439,7 +441,11 @@ def _reply(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
             template.check()
             return {"text": ""}
         text = template.render(
-            chat["messages"], chat["add_generation_prompt"], chat["continue_final_message"], **chat["variables"]
+            chat["messages"],
+            chat["add_generation_prompt"],
+            chat["continue_final_message"],
+            chat.get("tools"),
+            **chat["variables"],
         )
     except RequestError as error:
         return {"error": str(error)[:_MAX_ERROR], "kind": "request"}

@@ -234,6 +234,10 @@ class FakeEngine:
         self.num_beside += 1
         return work()
 
+    @property
+    def chat_template(self) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.chat_template
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -1,0 +1,207 @@
+"""What a chat request wants read out of its answers, tool calls and reasoning, and the readers for that."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from chairlift.errors import RequestError
+from chairlift.server.errors import ApiError
+from chairlift.server.protocol import ChatRequest, TokenizeRequest, template_variables
+from chairlift.server.state import ServerState
+from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.tool_calls import (
+    NONE,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    AnswerReader,
+    Broken,
+    Call,
+    Event,
+    Tools,
+    check_tools,
+    reasoning_format_of,
+    tool_format_of,
+)
+from chairlift.tool_calls.formats import ReasoningFormat, ToolFormat
+
+__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "opened_by", "plan_prompt"]
+
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_ALPHABET: Final = string.ascii_letters + string.digits
+_TAIL: Final = 64
+"""Tokens at the end of the prompt in which an opened reasoning is looked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """How the answers to one chat request are read."""
+
+    tools: Tools
+    variables: Mapping[str, Any]
+    """For the chat template."""
+    tool_format: ToolFormat | None = None
+    """None: nothing is a call."""
+    reasoning: ReasoningFormat | None = None
+    """None: reasoning is not told from the answer."""
+    include_reasoning: bool = True
+    hidden: tuple[str, ...] = ()
+    """Special tokens to leave out of the text; not empty where the engine keeps them for the reader."""
+    inside: bool = False
+    """The prompt has opened the reasoning."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether answers are more than their text."""
+        return self.tool_format is not None or self.reasoning is not None
+
+
+def plan_prompt(state: ServerState, asked: ChatRequest | TokenizeRequest, ignored: list[str]) -> ChatPlan:
+    """The tools and variables of a prompt. Names of fields that mean nothing here are added to ``ignored``. Raises
+    ApiError."""
+    template = state.engine.chat_template
+    choice, parallel = None, None
+    variables = template_variables(asked.chat_template_kwargs)
+    if isinstance(asked, ChatRequest):
+        choice, parallel = asked.tool_choice, asked.parallel_tool_calls
+        variables = _with_effort(asked.reasoning_effort, variables, template or "", ignored)
+    try:
+        tools = check_tools(asked.tools, choice, parallel)
+    except RequestError as error:
+        param = str(error).partition(" ")[0]
+        raise ApiError(400, str(error), code="invalid_value", param=param) from None
+    ignored += [
+        f"tools[{index}].function.strict"
+        for index, tool in enumerate(tools.definitions)
+        if tool["function"].get("strict")
+    ]
+    if tools.choice in ("required", "named"):
+        message = (
+            f"tool_choice is {tools.named or tools.choice!r}, which is not supported yet: answers cannot be held to a "
+            "call; use 'auto', and ask for the call in the prompt"
+        )
+        raise ApiError(400, message, code="unsupported_parameter", param="tool_choice")
+    return ChatPlan(tools, variables)
+
+
+def _with_effort(effort: str | None, variables: dict[str, Any], template: str, ignored: list[str]) -> dict[str, Any]:
+    """``reasoning_effort`` as the template takes it: by that name, or ``none`` as ``enable_thinking=false``."""
+    if effort is None:
+        return variables
+    if effort not in EFFORTS:
+        message = f"reasoning_effort must be one of {', '.join(EFFORTS)}; got {effort!r}"
+        raise ApiError(400, message, code="invalid_value", param="reasoning_effort")
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort, **variables}
+    if effort == "none" and "enable_thinking" in template:
+        return {"enable_thinking": False, **variables}
+    ignored.append("reasoning_effort")
+    return variables
+
+
+def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> ChatPlan:
+    """How the answers to a request are read. Raises ApiError."""
+    plan = plan_prompt(state, chat, ignored)
+    template, config = state.engine.chat_template, state.config
+    reasoning = None
+    if chat.separate_reasoning is not False and config.reasoning_parser != NONE:
+        chosen = REASONING_FORMATS.get(config.reasoning_parser)
+        reasoning = reasoning_format_of(template) if chosen is None else chosen
+    tool_format = None
+    if plan.tools.offered:
+        tool_format = TOOL_FORMATS.get(config.tool_call_parser) or tool_format_of(template)
+        if config.tool_call_parser == NONE or tool_format is None:
+            why = "the server was started with --tool-call-parser none"
+            if config.tool_call_parser != NONE:
+                why = "no format of tool calls is known for the model's chat template; --tool-call-parser names one"
+            raise ApiError(400, f"tools cannot be used: {why}", code="unsupported_parameter", param="tools")
+    plan = dataclasses.replace(
+        plan, tool_format=tool_format, reasoning=reasoning, include_reasoning=chat.include_reasoning is not False
+    )
+    return _with_special_tokens(plan, state.engine.tokenizer, chat.skip_special_tokens is not False)
+
+
+def _with_special_tokens(plan: ChatPlan, tokenizer: Tokenizer | None, hide: bool) -> ChatPlan:
+    """Keep special tokens for the reader where they are marks of a format; it leaves out the others."""
+    if tokenizer is None or not hide:
+        return plan
+    marks = (*(plan.tool_format.markers if plan.tool_format else ()),)
+    marks += (plan.reasoning.begin, plan.reasoning.end) if plan.reasoning else ()
+    special = tuple(dict.fromkeys(text for text in tokenizer.special_texts.values() if text))
+    needed = any(text in mark for mark in marks for text in special)
+    return dataclasses.replace(plan, hidden=special) if needed else plan
+
+
+def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> ChatPlan:
+    """The plan, with whether the prompt ends inside the reasoning."""
+    form = plan.reasoning
+    if form is None or tokenizer is None:
+        return plan
+    if chat.continue_final_message:
+        content = chat.messages[-1].get("content")
+        text = content if isinstance(content, str) else ""
+        return dataclasses.replace(plan, inside=text.rfind(form.begin) > text.rfind(form.end))
+    tail = tokenizer.decode(prompt[-_TAIL:], False, final=False)
+    return dataclasses.replace(plan, inside=form.is_open_after(tail))
+
+
+class AnswerReading:
+    """Reads one answer as it comes. ``ids`` are those of its calls, in order."""
+
+    def __init__(self, plan: ChatPlan, tokenizer: Tokenizer | None, skips: bool) -> None:
+        self._reader = AnswerReader(
+            plan.tool_format,
+            plan.reasoning,
+            plan.tools.schemas,
+            inside=plan.inside,
+            hidden=plan.hidden,
+            parallel=plan.tools.parallel,
+        )
+        self._include_reasoning = plan.include_reasoning
+        self._size = functools.partial(_num_bytes, tokenizer, skips)
+        self._starts: list[int] = []
+        """Bytes of the text before each token."""
+        self._bytes = 0
+        self.ids: list[str] = []
+        self.broken: list[str] = []
+
+    def read(self, text: str, token_ids: Sequence[int], ended: bool) -> list[Event]:
+        """The news in this text and these tokens; calls have an id, and there is nothing that is not wanted."""
+        for token_id in token_ids:
+            self._starts.append(self._bytes)
+            self._bytes += self._size(token_id)
+        events = self._reader.feed(text) + (self._reader.finish() if ended else [])
+        told: list[Event] = []
+        for event in events:
+            if isinstance(event, Broken):
+                self.broken.append(event.reason)
+            elif isinstance(event, Call):
+                told.append(dataclasses.replace(event, id=self._new_id(event)))
+            elif event.kind == "content" or self._include_reasoning:
+                told.append(event)
+        return told
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its marks included."""
+        return self._reader.num_reasoning_tokens(self._starts)
+
+    def _new_id(self, call: Call) -> str:
+        """The id that the model gave the call, or one of nine letters and digits, which all templates take."""
+        found = call.id
+        while not found or found in self.ids:
+            found = "call" + "".join(secrets.choice(_ALPHABET) for _ in range(5))
+        self.ids.append(found)
+        return found
+
+
+def _num_bytes(tokenizer: Tokenizer | None, skips: bool, token_id: int) -> int:
+    if tokenizer is None:
+        return 0
+    if tokenizer.byte_decoding is not None:
+        return len(tokenizer.token_bytes(token_id, skips))
+    return 0 if skips and token_id in tokenizer.special_ids else len(tokenizer.token_text(token_id).encode())

@@ -1,0 +1,23 @@
+"""Tool calls and reasoning in the text of an answer: formats as data, one streaming reader, the checks of requests."""
+
+from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS, reasoning_format_of, tool_format_of
+from chairlift.tool_calls.reader import Answer, AnswerReader, Broken, Call, Event, Piece, read_answer
+from chairlift.tool_calls.request import Tools, check_history, check_tools
+
+__all__ = [
+    "NONE",
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "Answer",
+    "AnswerReader",
+    "Broken",
+    "Call",
+    "Event",
+    "Piece",
+    "Tools",
+    "check_history",
+    "check_tools",
+    "read_answer",
+    "reasoning_format_of",
+    "tool_format_of",
+]

@@ -1,0 +1,362 @@
+"""How models write tool calls and reasoning: a row of data per format, and which row a chat template belongs to.
+
+The rows follow what the models' published chat templates print. llama.cpp derives most of such markers by rendering a
+template in pairs and comparing the texts; a table is shorter, can be read, and can be overridden by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Final
+
+__all__ = [
+    "NONE",
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "Body",
+    "ReasoningFormat",
+    "ToolFormat",
+    "reasoning_format_of",
+    "tool_format_of",
+]
+
+NONE: Final = "none"
+"""Name that turns a parser off."""
+
+
+class Body(enum.Enum):
+    """What stands between the markers of a call."""
+
+    JSON = "json"
+    """One JSON object with name and arguments, or a list of such objects."""
+    NAMED = "named"
+    """The name as text, then the arguments as a JSON object."""
+    TAGGED = "tagged"
+    """The name as text, then a tag per argument. The values are text."""
+    PYTHON = "python"
+    """A list of Python calls with keyword arguments."""
+    GEMMA = "gemma"
+    """``call:NAME{key:value,...}`` with texts between ``<|"|>``."""
+    HARMONY = "harmony"
+    """The messages of gpt-oss: a header with channel and recipient, then the text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """One way to write tool calls. Markers are literal text; white space between parts is always allowed."""
+
+    name: str
+    """What ``--tool-call-parser`` calls it."""
+    body: Body
+    signs: tuple[tuple[str, ...], ...]
+    """A chat template has this format when it contains all texts of one of these groups."""
+    section: tuple[str, ...] = ()
+    """Texts that begin one call or a series of calls. None: the call is the whole message."""
+    section_end: str = ""
+    call: str = ""
+    """Text that begins each call of a series."""
+    bare_call: bool = False
+    """``call`` may come without a ``section`` before it."""
+    name_ends: tuple[str, ...] = ()
+    """Texts that end the name."""
+    id_mark: str = ""
+    """Text between the name and an id that the model gives the call."""
+    call_end: str = ""
+    key: str = ""
+    key_end: str = ""
+    values: tuple[tuple[str, str], ...] = (("", "schema"),)
+    """(text before a value, how to read it: ``schema`` by the tool's schema, ``text``, ``json``)."""
+    value_end: str = ""
+    prefix: str = ""
+    """Text before a tool's name that is no part of it."""
+    numbered: bool = False
+    """The model writes ``NAME:NUMBER``, and that is the id of the call."""
+    wrapped: tuple[str, str, str] | None = None
+    """Of forced calls with a JSON body: text before, the key of the arguments, text after."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The texts with which calls begin in an answer."""
+        return (*self.section, self.call) if self.bare_call else self.section
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All texts that must not be hidden from the reader, even where they are special tokens."""
+        parts = (*self.begins, self.section_end, self.call, *self.name_ends, self.id_mark, self.call_end)
+        values = tuple(mark for mark, _ in self.values)
+        tags = (self.key, self.key_end, self.value_end, *values, *_BODY_MARKERS.get(self.body, ()))
+        return tuple(dict.fromkeys(each for each in (*parts, *tags) if each))
+
+
+_HARMONY_MARKERS: Final = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+    "<|constrain|>",
+)
+_BODY_MARKERS: Final = {Body.HARMONY: _HARMONY_MARKERS, Body.GEMMA: ('<|"|>',)}
+_BAR: Final = "｜"
+_DSML: Final = f"{_BAR}DSML{_BAR}"
+
+
+def _deepseek(name: str, call: str, name_end: str, call_end: str, signs: tuple[tuple[str, ...], ...]) -> ToolFormat:
+    return ToolFormat(
+        name=name,
+        body=Body.NAMED,
+        signs=signs,
+        section=("<｜tool▁calls▁begin｜>",),
+        section_end="<｜tool▁calls▁end｜>",
+        call=call,
+        name_ends=(name_end,),
+        call_end=call_end,
+    )
+
+
+def _dsml(name: str, section: str) -> ToolFormat:
+    return ToolFormat(
+        name=name,
+        body=Body.TAGGED,
+        signs=((_DSML, section),),
+        section=(f"<{_DSML}{section}>",),
+        section_end=f"</{_DSML}{section}>",
+        call=f'<{_DSML}invoke name="',
+        name_ends=('">',),
+        key=f'<{_DSML}parameter name="',
+        key_end='" string="',
+        values=(('true">', "text"), ('false">', "json")),
+        value_end=f"</{_DSML}parameter>",
+        call_end=f"</{_DSML}invoke>",
+    )
+
+
+def _functions(name: str, section: str, bare: bool, signs: tuple[tuple[str, ...], ...]) -> ToolFormat:
+    return ToolFormat(
+        name=name,
+        body=Body.TAGGED,
+        signs=signs,
+        section=(f"<{section}>",),
+        section_end=f"</{section}>",
+        call="<function=",
+        bare_call=bare,
+        name_ends=(">",),
+        key="<parameter=",
+        key_end=">",
+        value_end="</parameter>",
+        call_end="</function>",
+    )
+
+
+_ROWS: Final = (
+    ToolFormat(
+        name="harmony",
+        body=Body.HARMONY,
+        signs=(("<|channel|>", "<|message|>", "<|call|>"), ("<|channel|>", "to=functions.")),
+        prefix="functions.",
+        wrapped=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", "<|call|>"),
+    ),
+    _dsml("deepseek_v32", "function_calls"),
+    _dsml("deepseek_v4", "tool_calls"),
+    ToolFormat(
+        name="kimi_k2",
+        body=Body.NAMED,
+        signs=(("<|tool_call_argument_begin|>",),),
+        section=("<|tool_calls_section_begin|>",),
+        section_end="<|tool_calls_section_end|>",
+        call="<|tool_call_begin|>",
+        name_ends=("<|tool_call_argument_begin|>",),
+        call_end="<|tool_call_end|>",
+        prefix="functions.",
+        numbered=True,
+    ),
+    _deepseek(
+        "deepseek_v3",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```json\n",
+        "```<｜tool▁call▁end｜>",
+        (("<｜tool▁sep｜>", "```json"),),
+    ),
+    _deepseek("deepseek_v31", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", (("<｜tool▁sep｜>",),)),
+    ToolFormat(
+        name="minimax_m2",
+        body=Body.TAGGED,
+        signs=(("<minimax:tool_call>",), ("minimax:tool_call", "<invoke name=")),
+        section=("<minimax:tool_call>",),
+        section_end="</minimax:tool_call>",
+        call='<invoke name="',
+        name_ends=('">',),
+        key='<parameter name="',
+        key_end='">',
+        value_end="</parameter>",
+        call_end="</invoke>",
+    ),
+    ToolFormat(
+        name="gemma4",
+        body=Body.GEMMA,
+        signs=(("<|tool_call>", "<tool_call|>"),),
+        section=("<|tool_call>",),
+        section_end="<tool_call|>",
+        prefix="call:",
+    ),
+    ToolFormat(
+        name="glm",
+        body=Body.TAGGED,
+        signs=(("<arg_key>", "<arg_value>"),),
+        section=("<tool_call>",),
+        name_ends=("\n", "<arg_key>", "</tool_call>"),
+        key="<arg_key>",
+        key_end="</arg_key>",
+        values=(("<arg_value>", "schema"),),
+        value_end="</arg_value>",
+        call_end="</tool_call>",
+    ),
+    _functions("seed_oss", "seed:tool_call", False, (("<seed:tool_call>",), ("seed:tool_call", "<function="))),
+    _functions("qwen3_coder", "tool_call", True, (("<function=", "<parameter="),)),
+    ToolFormat(
+        name="mistral",
+        body=Body.NAMED,
+        signs=(("[TOOL_CALLS]", "[ARGS]"),),
+        section=("[TOOL_CALLS]",),
+        name_ends=("[ARGS]", "[CALL_ID]"),
+        id_mark="[CALL_ID]",
+    ),
+    ToolFormat(
+        name="mistral_nemo",
+        body=Body.JSON,
+        signs=(("[TOOL_CALLS]",),),
+        section=("[TOOL_CALLS]",),
+        wrapped=('[TOOL_CALLS][{"name": ', "arguments", "]"),
+    ),
+    ToolFormat(
+        name="lfm2",
+        body=Body.PYTHON,
+        signs=(("<|tool_call_start|>",),),
+        section=("<|tool_call_start|>",),
+        section_end="<|tool_call_end|>",
+    ),
+    ToolFormat(
+        name="granite",
+        body=Body.JSON,
+        signs=(("<|tool_call|>", "<|start_of_role|>"),),
+        section=("<|tool_call|>",),
+        wrapped=("<|tool_call|>[", "arguments", "]"),
+    ),
+    ToolFormat(
+        name="phi4",
+        body=Body.JSON,
+        signs=(("<|tool_call|>",), ("<|tool|>", "<|/tool|>")),
+        section=("<|tool_call|>", "functools"),
+        section_end="<|/tool_call|>",
+        wrapped=("<|tool_call|>[", "arguments", "]<|/tool_call|>"),
+    ),
+    ToolFormat(
+        name="command_r7b",
+        body=Body.JSON,
+        signs=(("<|START_ACTION|>",),),
+        section=("<|START_ACTION|>",),
+        section_end="<|END_ACTION|>",
+    ),
+    ToolFormat(
+        name="functools",
+        body=Body.JSON,
+        signs=(("functools[",), (" functools",)),
+        section=("functools",),
+        wrapped=("functools[", "arguments", "]"),
+    ),
+    ToolFormat(
+        name="functionary_v31",
+        body=Body.NAMED,
+        signs=(("<function=", "</function>"),),
+        section=("<function=",),
+        name_ends=(">",),
+        call_end="</function>",
+    ),
+    ToolFormat(
+        name="tool_calls_list",
+        body=Body.JSON,
+        signs=(("<tool_calls>", "</tool_calls>", "arguments"),),
+        section=("<tool_calls>",),
+        section_end="</tool_calls>",
+        wrapped=("<tool_calls>[", "arguments", "]</tool_calls>"),
+    ),
+    ToolFormat(
+        name="hermes",
+        body=Body.JSON,
+        signs=(("<tool_call>", '"arguments"'), ("<tool_call>", '\\"arguments\\"')),
+        section=("<tool_call>",),
+        section_end="</tool_call>",
+        wrapped=("<tool_call>\n", "arguments", "\n</tool_call>"),
+    ),
+    ToolFormat(
+        name="nemotron_v2",
+        body=Body.JSON,
+        signs=(("<TOOLCALL>",),),
+        section=("<TOOLCALL>",),
+        section_end="</TOOLCALL>",
+        wrapped=("<TOOLCALL>[", "arguments", "]</TOOLCALL>"),
+    ),
+    ToolFormat(
+        name="llama3_json",
+        body=Body.JSON,
+        signs=(("<|start_header_id|>", '"parameters"'), ("<|start_header_id|>", "ipython", "parameters")),
+        wrapped=("", "parameters", ""),
+    ),
+    ToolFormat(
+        name="pythonic",
+        body=Body.PYTHON,
+        signs=(("<|header_start|>", "tools"), ("func_name1(params_name1=",)),
+    ),
+)
+
+TOOL_FORMATS: Final = {row.name: row for row in _ROWS}
+"""Every format by name. The first whose signs a template has is the template's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model marks what it thinks before it answers."""
+
+    name: str
+    """What ``--reasoning-parser`` calls it."""
+    begin: str
+    end: str
+    signs: tuple[tuple[str, ...], ...]
+    """As in :class:`ToolFormat`."""
+    opened: bool = False
+    """Every answer begins inside the reasoning, whether the template writes ``begin`` or not."""
+
+    def is_open_after(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends with this text has opened the reasoning for the answer."""
+        return prompt_end.rstrip().endswith(self.begin)
+
+
+_REASONING_ROWS: Final = (
+    ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>", TOOL_FORMATS["harmony"].signs),
+    ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", (("<|channel>", "<channel|>"),)),
+    ReasoningFormat("command_r7b", "<|START_THINKING|>", "<|END_THINKING|>", (("<|START_THINKING|>",),)),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]", (("[THINK]",),)),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", (("<seed:think>",), ("seed:think",))),
+    ReasoningFormat("think", "<think>", "</think>", (("<think>",), ("</think>",))),
+    ReasoningFormat("deepseek_r1", "<think>", "</think>", (), True),
+)
+
+REASONING_FORMATS: Final = {row.name: row for row in _REASONING_ROWS}
+"""Every format by name. The first whose signs a template has is the template's."""
+
+
+def tool_format_of(template: str | None) -> ToolFormat | None:
+    """The format in which a chat template prints tool calls; None when the table has none for it."""
+    return next((row for row in _ROWS if _has(template, row.signs)), None)
+
+
+def reasoning_format_of(template: str | None) -> ReasoningFormat | None:
+    """The format in which a chat template prints reasoning; None when it prints none, or in one that is not known."""
+    return next((row for row in _REASONING_ROWS if _has(template, row.signs)), None)
+
+
+def _has(template: str | None, groups: Sequence[Sequence[str]]) -> bool:
+    return template is not None and any(all(sign in template for sign in signs) for signs in groups)

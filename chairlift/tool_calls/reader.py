@@ -1,0 +1,514 @@
+"""The streaming reader of answers: text in, pieces of content and reasoning and whole tool calls out.
+
+One state machine for all formats, written as generators; what differs stands in the rows of
+:mod:`~chairlift.tool_calls.formats`. A call is delivered when it is complete and proves to be one: its function is
+offered and its arguments are an object. What begins like a call and turns out to be none is delivered as text, with a
+reason. The events, joined, are a function of the whole text: it does not matter where its pieces were cut.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from chairlift.tool_calls.formats import Body, ReasoningFormat, ToolFormat
+from chairlift.tool_calls.scan import CUT_OFF, CodeBlocks, Reading, TextScanner, markers_of
+from chairlift.tool_calls.values import NotReadable, by_schema, gemma_call, json_value, python_calls
+
+__all__ = ["Answer", "AnswerReader", "Broken", "Call", "Event", "Piece", "read_answer"]
+
+_CONTENT: Final = "content"
+_REASONING: Final = "reasoning"
+_ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+_HEADERS: Final = ("<|start|>", "<|channel|>")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Text: ``content`` or ``reasoning``."""
+
+    kind: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call. ``arguments`` is the JSON text of an object; ``id`` is empty unless the model gave one."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Broken:
+    """Why something that began like a call was delivered as text."""
+
+    reason: str
+
+
+Event = Piece | Call | Broken
+
+
+@dataclasses.dataclass(slots=True)
+class Answer:
+    """An answer, read as a whole."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    broken: list[str] = dataclasses.field(default_factory=list)
+    """Reasons, one for each text that began like a call."""
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Append what a reader brought."""
+        for event in events:
+            if isinstance(event, Call):
+                self.calls.append(event)
+            elif isinstance(event, Broken):
+                self.broken.append(event.reason)
+            elif event.kind == _REASONING:
+                self.reasoning += event.text
+            else:
+                self.content += event.text
+
+
+class AnswerReader:
+    """Reads one answer. ``tools`` maps the names of the offered functions to the schemas of their arguments.
+
+    Without ``tool_format`` nothing is a call, and without ``reasoning`` everything is content. ``inside``: the prompt
+    has opened the reasoning already. ``hidden`` are texts of special tokens that are left out of content and reasoning.
+    Where ``parallel`` is false, calls after the first are left out.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        inside: bool = False,
+        hidden: Sequence[str] = (),
+        parallel: bool = True,
+    ) -> None:
+        self._format, self._reasoning, self._tools = tool_format, reasoning, tools or {}
+        self._inside = inside or (reasoning is not None and reasoning.opened)
+        wanted = {*(tool_format.markers if tool_format else ())}
+        wanted |= {reasoning.begin, reasoning.end} if reasoning else set()
+        self._hidden = tuple(text for text in hidden if text not in wanted)
+        self._parallel = parallel
+        self._text = TextScanner()
+        self._code = CodeBlocks()
+        self._space = ""
+        """White space that is delivered if text of the same kind follows."""
+        self._kind = _CONTENT
+        self._at_start = False
+        """White space is dropped."""
+        self._said: set[str] = set()
+        """Kinds of text that were delivered."""
+        self.num_calls = 0
+        self._num_left_out = 0
+        self._spans: list[int] = []
+        """Begin and end of each reasoning, in bytes of the text; an open one has no end."""
+        self._events: list[Event] = []
+        self._run = self._harmony() if self._is_harmony() else self._whole()
+        next(self._run, None)
+
+    def feed(self, text: str) -> list[Event]:
+        """What is certain with this text behind what was there."""
+        if text:
+            self._text.add(text)
+            next(self._run, None)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """What is left, now that the answer has ended."""
+        self._text.ended = True
+        for _ in self._run:
+            pass
+        if self._space and self._kind == _CONTENT and not self.num_calls and not self._is_harmony():
+            self._events.append(Piece(self._kind, self._space))
+            self._space = ""
+        if self._num_left_out:
+            reason = f"parallel_tool_calls is false, and {self._num_left_out} more calls were left out"
+            self._events.append(Broken(reason))
+        return self._take()
+
+    def num_reasoning_tokens(self, starts: Sequence[int]) -> int:
+        """How many tokens are reasoning or its markers; ``starts`` are their first bytes in the text, in order."""
+        spans = [*self._spans, *([1 << 62] if len(self._spans) % 2 else [])]
+        ends = [bisect.bisect_left(starts, place) for place in spans]
+        return sum(ends[1::2]) - sum(ends[::2])
+
+    def _take(self) -> list[Event]:
+        """The events since the last call; neighbouring pieces of a kind are one."""
+        events: list[Event] = []
+        for event in self._events:
+            last = events[-1] if events else None
+            if isinstance(event, Piece) and isinstance(last, Piece) and event.kind == last.kind:
+                events[-1] = Piece(event.kind, last.text + event.text)
+            else:
+                events.append(event)
+        self._events = []
+        return events
+
+    def _is_harmony(self) -> bool:
+        return (self._format is not None and self._format.body is Body.HARMONY) or (
+            self._reasoning is not None and self._reasoning.name == "harmony"
+        )
+
+    # --- text -------------------------------------------------------------------------------------------------------
+
+    def _emit(self, kind: str, text: str) -> None:
+        if kind != self._kind:
+            self._kind, self._space, self._at_start = kind, "", True
+        if kind == _CONTENT:
+            self._code.feed(text)
+        if self._at_start:
+            text = text.lstrip()
+        if not text:
+            return
+        self._at_start = False
+        body = text.rstrip()
+        if body:
+            self._events.append(Piece(kind, self._space + body))
+            self._space = ""
+            self._said.add(kind)
+        self._space += text[len(body) :]
+
+    def _stream(self, kind: str, markers: tuple[str, ...]) -> Reading[str]:
+        """Deliver text up to the first marker, which is returned; empty at the end of the answer."""
+        every = markers_of((*markers, *self._hidden))
+        while True:
+            text, marker = yield from self._text.flow(every)
+            self._emit(kind, text)
+            if marker in markers and kind == _CONTENT and self._code.inside and marker not in _ENDS:
+                self._emit(kind, marker)
+            elif marker in markers:
+                return marker
+            elif not text and not marker:
+                return ""
+
+    def _think(self) -> Reading[None]:
+        form, text = self._reasoning, self._text
+        if form is None:
+            return
+        begin = text.num_bytes
+        text.record = []
+        yield from text.skip_space()
+        opened = yield from text.take((form.begin,))
+        space = text.take_record()
+        if not opened and not self._inside:
+            self._emit(_CONTENT, space)
+            return
+        self._spans.append(begin)
+        yield from self._stream(_REASONING, (form.end,))
+        self._spans.append(text.num_bytes)
+        self._emit(_CONTENT, "")
+        self._space, self._at_start = "", True
+
+    def _whole(self) -> Reading[None]:
+        """The life of an answer."""
+        yield from self._think()
+        form = self._format
+        if form is None:
+            yield from self._stream(_CONTENT, ())
+            return
+        if not form.begins:
+            yield from self._message(form)
+        while marker := (yield from self._stream(_CONTENT, form.begins)):
+            self._text.record = [marker]
+            yield from self._try(_BODIES[form.body](self, form, marker))
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _try(self, body: Reading[None]) -> Reading[None]:
+        """Read calls; what is none is delivered as text."""
+        try:
+            yield from body
+            self._text.record = None
+        except NotReadable as error:
+            self._emit(_CONTENT, self._text.take_record())
+            if str(error):
+                self._events.append(Broken(str(error)))
+
+    def _commit(self, name: str, arguments: Mapping[str, Any], call_id: str = "") -> None:
+        """A call is complete."""
+        self._text.record = []
+        if self._kind == _CONTENT:
+            self._space, self._at_start = "", True
+        if self.num_calls and not self._parallel:
+            self._num_left_out += 1
+            return
+        self.num_calls += 1
+        self._events.append(Call(name, json.dumps(arguments, ensure_ascii=False), call_id))
+
+    def _tool(self, written: str) -> str:
+        """The name of an offered function. Raises NotReadable."""
+        name, prefix = written.strip(), self._format.prefix if self._format else ""
+        if name not in self._tools and self._format is not None and self._format.numbered:
+            name = name.rpartition(":")[0] if name.rpartition(":")[2].isdigit() else name
+        if name not in self._tools and prefix:
+            name = name.removeprefix(prefix)
+        if name not in self._tools:
+            known = ", ".join(self._tools)[:120] or "there are none"
+            raise NotReadable(f"{written.strip()[:64]!r} is none of the tools ({known})")
+        return name
+
+    def _object(self, text: str) -> dict[str, Any]:
+        value, _ = json_value(text)
+        if not isinstance(value, dict):
+            raise NotReadable("the arguments are no object")
+        return value
+
+    def _from_json(self, value: Any) -> tuple[str, dict[str, Any]]:
+        """(name, arguments) of an object that describes a call. Raises NotReadable."""
+        if not isinstance(value, dict):
+            raise NotReadable("a call is no object")
+        value = value["function"] if isinstance(value.get("function"), dict) else value
+        name = next((value[key] for key in ("name", "tool_name", "function") if key in value), None)
+        arguments = next((value[key] for key in ("arguments", "parameters") if key in value), None)
+        if not isinstance(name, str):
+            raise NotReadable("a call has no name")
+        if isinstance(arguments, str):
+            arguments = self._object(arguments or "{}")
+        if not isinstance(arguments, (dict, type(None))):
+            raise NotReadable("the arguments are no object")
+        return self._tool(name), arguments or {}
+
+    def _json_body(self, form: ToolFormat, marker: str) -> Reading[None]:
+        text = self._text
+        while True:
+            if not (yield from text.skip_space()):
+                raise NotReadable(CUT_OFF)
+            if not (yield from text.peek(("{", "["))):
+                raise NotReadable("")  # a word about the marker
+            value, _ = json_value((yield from text.json()))
+            for name, arguments in [self._from_json(each) for each in (value if isinstance(value, list) else [value])]:
+                self._commit(name, arguments)
+            if not (yield from text.skip_space()) or not form.section_end:
+                return
+            if (yield from text.peek((form.section_end, "{"))) != "{":
+                yield from text.take((form.section_end,))
+                return
+
+    def _begins_call(self, form: ToolFormat, is_first: bool) -> Reading[bool]:
+        """Read what comes before a name in a series of calls; False where the series has ended."""
+        goes_on = yield from self._text.skip_space()
+        if not goes_on and is_first:
+            raise NotReadable(CUT_OFF)
+        marks = tuple(mark for mark in (form.call, form.section_end) if mark)
+        mark = (yield from self._text.take(marks)) if goes_on else ""
+        if is_first and mark != form.call:
+            raise NotReadable("no call follows the marker")
+        return bool(mark) and mark == form.call
+
+    def _series(self, form: ToolFormat, marker: str, one: Callable[[ToolFormat], Reading[None]]) -> Reading[None]:
+        """The calls of a section, or the one where there are no sections."""
+        if not form.call:
+            yield from one(form)
+            return
+        is_first = True
+        while (is_first and marker == form.call) or (yield from self._begins_call(form, is_first)):
+            is_first = False
+            yield from one(form)
+
+    def _named_body(self, form: ToolFormat, marker: str) -> Reading[None]:
+        yield from self._series(form, marker, self._named_call)
+
+    def _named_call(self, form: ToolFormat) -> Reading[None]:
+        text, call_id = self._text, ""
+        yield from text.skip_space()
+        written, end = yield from text.word(form.name_ends)
+        name = self._tool(written)
+        if form.id_mark and end == form.id_mark:
+            call_id, _ = yield from text.word(tuple(each for each in form.name_ends if each != form.id_mark))
+        if form.numbered and written.strip().rpartition(":")[2].isdigit():
+            call_id = written.strip()
+        yield from text.skip_space()
+        arguments = self._object((yield from text.json()))
+        if form.call_end and (yield from text.skip_space()) and not (yield from text.take((form.call_end,))):
+            raise NotReadable(f"{form.call_end} does not follow the arguments")
+        self._commit(name, arguments, call_id.strip())
+
+    def _tagged_body(self, form: ToolFormat, marker: str) -> Reading[None]:
+        yield from self._series(form, marker, self._tagged_call)
+
+    def _tagged_call(self, form: ToolFormat) -> Reading[None]:
+        text = self._text
+        yield from text.skip_space()
+        written, _ = yield from text.word(form.name_ends, keep=(form.key, form.call_end))
+        name, arguments = self._tool(written), dict[str, Any]()
+        while True:
+            yield from text.skip_space()
+            mark = yield from text.take((form.key, form.call_end))
+            if not mark:
+                raise NotReadable(CUT_OFF if text.ended else "there is text between the arguments")
+            if mark == form.call_end:
+                break
+            key, _ = yield from text.word((form.key_end,))
+            how = form.values[0][1]
+            if form.values[0][0]:
+                yield from text.skip_space()
+                begin = yield from text.take([mark for mark, _ in form.values])
+                if not begin:
+                    raise NotReadable(f"no value follows the argument {key.strip()[:40]!r}")
+                how = dict(form.values)[begin]
+            value = yield from text.until((form.value_end,))
+            if key.strip() in arguments:
+                raise NotReadable(f"the argument {key.strip()[:40]!r} is there twice")
+            arguments[key.strip()] = self._value(name, key.strip(), how, value)
+        self._commit(name, arguments)
+
+    def _value(self, name: str, key: str, how: str, text: str) -> Any:
+        if how == "text":
+            return text
+        if how == "json":
+            return json_value(text.strip())[0]
+        text = text.removeprefix("\n").removesuffix("\n")
+        properties = self._tools[name].get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        return by_schema(text, schema, self._tools[name])
+
+    def _python_body(self, form: ToolFormat, marker: str) -> Reading[None]:
+        written = yield from self._text.until((form.section_end,))
+        for name, arguments in [(self._tool(name), arguments) for name, arguments in python_calls(written)]:
+            self._commit(name, arguments)
+
+    def _gemma_body(self, form: ToolFormat, marker: str) -> Reading[None]:
+        written = yield from self._text.until((form.section_end,))
+        name, arguments = gemma_call(written.strip().removeprefix(form.prefix))
+        self._commit(self._tool(name), arguments)
+
+    # --- answers that are a call as a whole -------------------------------------------------------------------------
+
+    def _message(self, form: ToolFormat) -> Reading[None]:
+        """A message that is nothing but calls; any other is text, and so is JSON that describes no call."""
+        text = self._text
+        text.record, reason = [], ""
+        sign = "{" if form.body is Body.JSON else "["
+        while (yield from text.skip_space()) and self._hidden:
+            if not (yield from text.take(self._hidden)):
+                break
+        if (yield from text.peek((sign,))):
+            try:
+                calls = yield from (self._json_message() if sign == "{" else self._python_message())
+            except NotReadable as error:
+                reason = str(error) if "is none of the tools" in str(error) else ""
+            else:
+                for name, arguments in calls:
+                    self._commit(name, arguments)
+                text.record = None
+                return
+        self._emit(_CONTENT, text.take_record())
+        if reason:
+            self._events.append(Broken(reason))
+
+    def _json_message(self) -> Reading[list[tuple[str, dict[str, Any]]]]:
+        text, calls = self._text, []
+        while True:
+            value, _ = json_value((yield from text.json()))
+            if not isinstance(value, dict) or not set(value) <= {"type", "id", "name", "parameters", "arguments"}:
+                raise NotReadable("it describes no call")
+            if not isinstance(value.get("parameters", value.get("arguments")), dict):
+                raise NotReadable("it describes no call")
+            calls.append(self._from_json(value))
+            if not (yield from text.skip_space()):
+                return calls
+            if not (yield from text.take((";",))):
+                raise NotReadable("text follows the call")
+            yield from text.skip_space()
+
+    def _python_message(self) -> Reading[list[tuple[str, dict[str, Any]]]]:
+        text = self._text
+        before = len(text.record or ())
+        text.advance(text.at + 1)
+        yield from text.skip_space()
+        name, _ = yield from text.word(("(",), most=80)
+        if not name.replace("_", "a").replace(".", "a").replace("-", "a").isalnum():
+            raise NotReadable("it describes no call")
+        self._tool(name)
+        while (yield from text.more()):
+            text.advance(len(text.rest))
+        text.advance(len(text.rest))
+        calls = python_calls("".join((text.record or [])[before:]))
+        return [(self._tool(each), arguments) for each, arguments in calls]
+
+    # --- gpt-oss ----------------------------------------------------------------------------------------------------
+
+    def _harmony(self) -> Reading[None]:
+        """Messages one after another, each with a header; text before the first header is content."""
+        text = self._text
+        marker = yield from text.take((*_HEADERS, " to=", "to="))
+        marker = marker or (yield from self._stream(_CONTENT, _HEADERS))
+        while marker:
+            text.record, begin = [marker], text.num_bytes - len(marker)
+            try:
+                header, _ = yield from text.word(("<|message|>",), most=400)
+            except NotReadable as error:
+                self._emit(_CONTENT, text.take_record())
+                self._events.append(Broken(f"a message has no text: {error}"))
+                marker = yield from self._stream(_CONTENT, _HEADERS)
+                continue
+            header = "".join(text.record)
+            recipient = header.partition("to=")[2].split("<")[0].split(" ")[0]
+            if recipient.startswith("functions."):
+                marker = yield from self._harmony_call(recipient)
+                continue
+            text.record = None
+            thinks = header.rpartition("<|channel|>")[2].startswith("analysis") and self._reasoning is not None
+            if thinks:
+                self._spans.append(begin)
+            kind = _REASONING if thinks else _CONTENT
+            self._emit(kind, "")
+            self._space, self._at_start = "\n" if kind in self._said else "", True
+            marker = yield from self._stream(kind, _ENDS)
+            if thinks:
+                self._spans.append(text.num_bytes)
+            marker = yield from self._next_header(marker)
+
+    def _next_header(self, marker: str) -> Reading[str]:
+        """The marker that begins the next header, after the end of a message."""
+        if marker in _HEADERS or not marker:
+            return marker
+        return (yield from self._stream(_CONTENT, _HEADERS))
+
+    def _harmony_call(self, recipient: str) -> Reading[str]:
+        text, marker = self._text, ""
+
+        def body() -> Reading[None]:
+            nonlocal marker
+            name = self._tool(recipient)
+            if not (yield from text.skip_space()):
+                raise NotReadable(CUT_OFF)
+            arguments = self._object((yield from text.json()))
+            goes_on = yield from text.skip_space()
+            marker = yield from text.take(_ENDS)
+            if goes_on and not marker:
+                raise NotReadable("text follows the arguments")
+            self._commit(name, arguments)
+
+        yield from self._try(body())
+        if marker:
+            return (yield from self._next_header(marker))
+        return (yield from self._stream(_CONTENT, _HEADERS))
+
+
+_BODIES: Final[Mapping[Body, Callable[[AnswerReader, ToolFormat, str], Reading[None]]]] = {
+    Body.JSON: AnswerReader._json_body,
+    Body.NAMED: AnswerReader._named_body,
+    Body.TAGGED: AnswerReader._tagged_body,
+    Body.PYTHON: AnswerReader._python_body,
+    Body.GEMMA: AnswerReader._gemma_body,
+}
+
+
+def read_answer(text: str, reader: AnswerReader) -> Answer:
+    """A whole answer, by a new reader."""
+    answer = Answer()
+    answer.add(reader.feed(text))
+    answer.add(reader.finish())
+    return answer

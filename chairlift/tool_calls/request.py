@@ -1,0 +1,194 @@
+"""What a request says about tools, checked: definitions, the choice, and the calls and results in the conversation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from chairlift.errors import RequestError
+
+__all__ = ["MAX_TOOLS", "Tools", "check_history", "check_tools"]
+
+MAX_TOOLS: Final = 128
+_MAX_CHARS: Final = 262_144
+_MAX_DEPTH: Final = 48
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LONGEST: Final = 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of one request, and which calls it wants."""
+
+    definitions: tuple[Mapping[str, Any], ...] = ()
+    """``{"type": "function", "function": {...}}`` each, as the chat template gets them."""
+    choice: str = "auto"
+    """``auto``, ``none``, ``required``, or ``named``."""
+    named: str = ""
+    """The function that must be called."""
+    parallel: bool = True
+    """Several calls in one answer are wanted."""
+
+    @property
+    def offered(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the model is told about."""
+        return () if self.choice == "none" else self.definitions
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """JSON schema of the arguments, by the name of the function."""
+        functions = [definition["function"] for definition in self.offered]
+        return {function["name"]: function.get("parameters") or {} for function in functions}
+
+
+def check_tools(tools: Any, tool_choice: Any = None, parallel: bool | None = None) -> Tools:
+    """The fields ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request, in the form of OpenAI's API.
+
+    Raises RequestError that begins with the path of what is wrong.
+    """
+    given: Sequence[Any] = () if tools is None else tools
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
+        _wrong("tools", "must be a list of functions", tools)
+    if len(given) > MAX_TOOLS:
+        raise RequestError(f"tools has {len(given)} entries; at most {MAX_TOOLS} are taken: leave some out")
+    definitions = tuple(_definition(f"tools[{index}]", tool) for index, tool in enumerate(given))
+    names = [definition["function"]["name"] for definition in definitions]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise RequestError(f"tools[{index}].function.name is {name!r} again; give every function its own name")
+    choice, named = _choice(tool_choice, names)
+    return Tools(definitions, choice, named, parallel is not False)
+
+
+def _definition(where: str, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping):
+        _wrong(where, 'must be {"type": "function", "function": {"name": ..., "parameters": ...}}', tool)
+    if tool.get("type", "function") != "function":
+        raise RequestError(f"{where}.type must be 'function', got {str(tool['type'])[:_LONGEST]!r}; leave the tool out")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        _wrong(f"{where}.function", "must be an object with a name", function)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        _wrong(f"{where}.function.name", "must be 1 to 64 characters from A-Z, a-z, 0-9, '_', '-' and '.'", name)
+    if not isinstance(function.get("description") or "", str):
+        _wrong(f"{where}.function.description", "must be a text", function["description"])
+    parameters = function.get("parameters")
+    if parameters is not None:
+        _schema(f"{where}.function.parameters", parameters)
+    try:  # plain data of its own: no subclass of dict reaches the template
+        plain: dict[str, Any] = json.loads(json.dumps({key: v for key, v in tool.items() if v is not None}))
+    except (TypeError, ValueError, RecursionError):
+        raise RequestError(f"{where} must be plain JSON data, at most {_MAX_DEPTH} deep") from None
+    if len(json.dumps(plain)) > _MAX_CHARS or _too_deep(plain, _MAX_DEPTH):
+        raise RequestError(f"{where} is too large: at most {_MAX_CHARS:,} characters, {_MAX_DEPTH} deep; shorten it")
+    plain["type"] = "function"
+    plain["function"] = {key: value for key, value in plain["function"].items() if value is not None}
+    return plain
+
+
+def _schema(where: str, schema: Any) -> None:
+    """A schema of arguments describes an object."""
+    if not isinstance(schema, Mapping):
+        _wrong(where, "must be a JSON schema of an object", schema)
+    if schema.get("type", "object") != "object":
+        _wrong(f"{where}.type", "must be 'object': arguments have names", schema["type"])
+    properties = schema.get("properties")
+    if properties is not None and not isinstance(properties, Mapping):
+        _wrong(f"{where}.properties", "must be an object", properties)
+    for name, value in (properties or {}).items():
+        if not isinstance(value, (Mapping, bool)):
+            _wrong(f"{where}.properties.{name!s:.40}", "must be a JSON schema", value)
+    required = schema.get("required")
+    if required is not None and not (
+        isinstance(required, Sequence) and all(isinstance(each, str) for each in required)
+    ):
+        _wrong(f"{where}.required", "must be a list of names", required)
+
+
+def _too_deep(value: Any, left: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left < 0 or any(_too_deep(each, left - 1) for each in inner)
+
+
+def _choice(given: Any, names: Sequence[str]) -> tuple[str, str]:
+    if given is None or given == "auto":
+        return "auto", ""
+    if given == "none":
+        return "none", ""
+    if given == "required":
+        if not names:
+            raise RequestError("tool_choice is 'required', but there are no tools; send tools, or leave it out")
+        return "required", ""
+    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        _wrong(
+            "tool_choice",
+            'must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+            given,
+        )
+    if name not in names:
+        raise RequestError(
+            f"tool_choice names the function {name[:_LONGEST]!r}, which is none of tools"
+            f" ({', '.join(names)[:200] or 'there are none'}); send its definition, or name one of those"
+        )
+    return "named", name
+
+
+def check_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a conversation, with the ``name`` of the function in every tool's message that lacks one.
+
+    Some templates print the name of the function beside its result, and clients send the id of the call only. Raises
+    RequestError for a call without a name, for ids that are twice in one message, and for a result whose id no earlier
+    call has. Messages of another form are left to the validator of chats.
+    """
+    known: dict[str, str] = {}
+    checked: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        where, plain = f"messages[{index}]", dict(message)
+        calls = plain.get("tool_calls")
+        if isinstance(calls, list):
+            known |= _ids(where, calls)
+        answered = plain.get("tool_call_id")
+        if plain.get("role") == "tool" and answered is not None:
+            if not isinstance(answered, str):
+                _wrong(f"{where}.tool_call_id", "must be the id of a call", answered)
+            if answered not in known:
+                raise RequestError(
+                    f"{where}.tool_call_id is {answered[:_LONGEST]!r}, but no message before it has a call with this"
+                    " id; send the assistant's message with its tool_calls too"
+                )
+            plain.setdefault("name", known[answered])
+            if plain["name"] is None:
+                plain["name"] = known[answered]
+        checked.append(plain)
+    return checked
+
+
+def _ids(where: str, calls: Sequence[Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            _wrong(f"{where}.tool_calls[{index}].function.name", "must be the name of a function", name)
+        call_id = call.get("id")
+        if call_id is None:
+            continue
+        if not isinstance(call_id, str) or not call_id:
+            _wrong(f"{where}.tool_calls[{index}].id", "must be a text", call_id)
+        if call_id in found:
+            raise RequestError(
+                f"{where}.tool_calls[{index}].id is {call_id[:_LONGEST]!r} again; give each call its own"
+            )
+        found[call_id] = name
+    return found
+
+
+def _wrong(where: str, allowed: str, given: Any) -> NoReturn:
+    got = "nothing" if given is None else repr(given)[:_LONGEST]
+    raise RequestError(f"{where} {allowed}; got {got}")

@@ -1,0 +1,370 @@
+"""Arguments of tool calls as models write them: where JSON ends, Python and Gemma literals, text read by a schema.
+
+Nothing here evaluates what it reads (CVE-2025-9141 is a parser that did), no pattern has nested quantifiers, and depth
+is bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+__all__ = ["MAX_DEPTH", "JsonScanner", "NotReadable", "by_schema", "gemma_call", "json_value", "python_calls"]
+
+MAX_DEPTH: Final = 64
+"""Lists and objects inside each other."""
+
+
+class NotReadable(ValueError):
+    """The text is not what it should be; the message says why."""
+
+
+_PLAIN: Final = re.compile(r'[^"\\]+')
+_SPACE: Final = re.compile(r"[ \t\r\n]+")
+_SCALAR: Final = re.compile(r"[-+.0-9A-Za-z_]+")
+_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_ESCAPES: Final = '"\\/bfnrtu'
+_HEX: Final = "0123456789abcdefABCDEF"
+
+
+class JsonScanner:
+    """Finds the end of one JSON object or list in text that comes in pieces, and the first place where it is no JSON.
+
+    Raw control characters inside strings pass, because models write line breaks there.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self.fault = ""
+        """Why it is no JSON; empty as long as it may be."""
+        self._stack: list[str] = []
+        self._want = "value"
+        self._scalar = ""
+        self._escape = 0
+        """Characters of an escape that are still to come."""
+
+    def feed(self, text: str, at: int) -> int:
+        """Read from ``at``; the place behind what was read. Stops at the end of the value and at a fault."""
+        while at < len(text) and not self.done and not self.fault:
+            at = self._in_string(text, at) if self._want in ("key text", "text") else self._outside(text, at)
+        return at
+
+    def _in_string(self, text: str, at: int) -> int:
+        if self._escape:
+            char = text[at]
+            if self._escape == 5:
+                self._escape = 4 if char == "u" else 0
+                self.fault = "" if char in _ESCAPES else "a string has an escape that JSON does not know"
+            elif char in _HEX:
+                self._escape -= 1
+            else:
+                self.fault = "a string has a broken \\u escape"
+            return at if self.fault else at + 1
+        if (plain := _PLAIN.match(text, at)) is not None:
+            return plain.end()
+        if text[at] == "\\":
+            self._escape = 5
+        else:
+            self._want = "colon" if self._want == "key text" else "next"
+        return at + 1
+
+    def _outside(self, text: str, at: int) -> int:
+        scalar = _SCALAR.match(text, at)
+        if scalar is not None:
+            if self._want not in ("value", "first value") or not self._stack:
+                self.fault = "there is a word where JSON has none"
+                return at
+            self._scalar += scalar[0]
+            if len(self._scalar) > 400:
+                self.fault = "a number is too long"
+            return scalar.end()
+        if self._scalar:
+            if self._scalar not in ("true", "false", "null") and not _NUMBER.fullmatch(self._scalar):
+                self.fault = f"{self._scalar[:40]} is no JSON value"
+                return at
+            self._scalar, self._want = "", "next"
+        if (space := _SPACE.match(text, at)) is not None:
+            return space.end()
+        return self._sign(text[at], at)
+
+    def _sign(self, char: str, at: int) -> int:
+        want, inside = self._want, self._stack[-1] if self._stack else ""
+        if want in ("value", "first value") and char in "{[" and len(self._stack) < MAX_DEPTH:
+            self._stack.append(char)
+            self._want = "first key" if char == "{" else "first value"
+        elif want in ("value", "first value") and char == '"' and inside:
+            self._want = "text"
+        elif want in ("first key", "key") and char == '"':
+            self._want = "key text"
+        elif want == "colon" and char == ":":
+            self._want = "value"
+        elif want == "next" and char == ",":
+            self._want = "key" if inside == "{" else "value"
+        elif (want in ("next", "first key") and char == "}" and inside == "{") or (
+            want in ("next", "first value") and char == "]" and inside == "["
+        ):
+            self._stack.pop()
+            self._want, self.done = "next", not self._stack
+        else:
+            self.fault = f"there is {char!r} where JSON has something else" if inside else "there is no JSON object"
+            return at
+        return at + 1
+
+
+def json_value(text: str) -> tuple[Any, str]:
+    """A value and its JSON text: ``text`` itself where it is strict JSON, else written again. Raises NotReadable."""
+    try:
+        return _loads(text, True), text
+    except ValueError:
+        value = _loads(text, False)
+        return value, json.dumps(value, ensure_ascii=False)
+
+
+def _loads(text: str, strict: bool) -> Any:
+    try:
+        return json.loads(
+            text, strict=strict, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
+    except NotReadable:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise NotReadable(f"it is no JSON ({str(error)[:80]})") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise NotReadable("an object has the same name twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise NotReadable(f"{name} is no JSON value")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise NotReadable("a number is too large")
+    return value
+
+
+# --- literals that are no JSON ----------------------------------------------------------------------------------------
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_WORDS: Final = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_PYTHON_ESCAPES: Final = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "\\": "\\",
+    "'": "'",
+    '"': '"',
+    "\n": "",
+}
+_GEMMA_QUOTE: Final = '<|"|>'
+
+
+class _Literals:
+    """Reads Python or Gemma literals from a text. Raises NotReadable."""
+
+    def __init__(self, text: str, at: int = 0) -> None:
+        self.text, self.at = text, at
+
+    def peek(self) -> str:
+        space = _SPACE.match(self.text, self.at)
+        self.at = space.end() if space else self.at
+        return self.text[self.at : self.at + 1]
+
+    def take(self, sign: str) -> None:
+        if self.peek() != sign:
+            raise NotReadable(f"there is {self.peek() or 'the end'!r} where {sign!r} must be")
+        self.at += 1
+
+    def name(self) -> str:
+        self.peek()
+        found = _NAME.match(self.text, self.at)
+        if found is None:
+            raise NotReadable(f"there is {self.peek() or 'the end'!r} where a name must be")
+        self.at = found.end()
+        return found[0]
+
+    def value(self, depth: int = 0) -> Any:
+        sign = self.peek()
+        if depth > MAX_DEPTH:
+            raise NotReadable(f"lists and objects are more than {MAX_DEPTH} deep")
+        if self.text.startswith(_GEMMA_QUOTE, self.at):
+            return self._gemma_text()
+        if sign in ("'", '"'):
+            return self._python_text(sign)
+        if sign == "[":
+            return self._items("[", "]", lambda: self.value(depth + 1))
+        if sign == "(":
+            return self._items("(", ")", lambda: self.value(depth + 1))
+        if sign == "{":
+            return _unique(self._items("{", "}", lambda: self._pair(depth)))
+        scalar = _SCALAR.match(self.text, self.at)
+        if scalar is None:
+            raise NotReadable(f"there is {sign or 'the end'!r} where a value must be")
+        self.at = scalar.end()
+        if scalar[0] in _WORDS:
+            return _WORDS[scalar[0]]
+        if not _NUMBER.fullmatch(scalar[0]) or len(scalar[0]) > 400:
+            raise NotReadable(f"{scalar[0][:40]} is no value")
+        return _loads(scalar[0], True)
+
+    def _items(self, begin: str, end: str, item: Callable[[], Any]) -> list[Any]:
+        self.take(begin)
+        items = []
+        while self.peek() != end:
+            items.append(item())
+            if self.peek() != end:
+                self.take(",")
+        self.at += 1
+        return items
+
+    def _pair(self, depth: int) -> tuple[str, Any]:
+        sign = self.peek()
+        quoted = sign in ("'", '"') or self.text.startswith(_GEMMA_QUOTE, self.at)
+        key = self.value(depth + 1) if quoted else self.name()
+        self.take(":")
+        return key, self.value(depth + 1)
+
+    def _gemma_text(self) -> str:
+        begin = self.at + len(_GEMMA_QUOTE)
+        end = self.text.find(_GEMMA_QUOTE, begin)
+        if end < 0:
+            raise NotReadable("a text has no end")
+        self.at = end + len(_GEMMA_QUOTE)
+        return self.text[begin:end]
+
+    def _python_text(self, quote: str) -> str:
+        pieces, at = list[str](), self.at + 1
+        while at < len(self.text) and self.text[at] != quote:
+            char = self.text[at]
+            if char != "\\":
+                pieces.append(char)
+                at += 1
+                continue
+            sign = self.text[at + 1 : at + 2]
+            digits = {"x": 2, "u": 4, "U": 8}.get(sign, 0)
+            code = self.text[at + 2 : at + 2 + digits]
+            if digits and len(code) == digits and all(each in _HEX for each in code) and int(code, 16) < 0x110000:
+                pieces.append(chr(int(code, 16)))
+                at += 2 + digits
+            else:
+                pieces.append(_PYTHON_ESCAPES.get(sign, "\\" + sign))
+                at += 2
+        if at >= len(self.text):
+            raise NotReadable("a text has no end")
+        self.at = at + 1
+        return "".join(pieces)
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        name, arguments = self.name(), dict[str, Any]()
+
+        def argument() -> None:
+            key = self.name()
+            self.take("=")
+            if key in arguments:
+                raise NotReadable(f"the argument {key[:40]} is there twice")
+            arguments[key] = self.value()
+
+        self._items("(", ")", argument)
+        return name, arguments
+
+    def end(self) -> None:
+        if self.peek():
+            raise NotReadable(f"there is more text behind the call: {self.text[self.at : self.at + 20]!r}")
+
+
+def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """(name, arguments) of each call in ``[look(place="Ulm"), ...]``; values are literals. Raises NotReadable."""
+    reader = _Literals(text)
+    calls = reader._items("[", "]", reader.call)
+    reader.end()
+    if not calls:
+        raise NotReadable("the list of calls is empty")
+    return calls
+
+
+def gemma_call(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, arguments) of ``look{place:<|"|>Ulm<|"|>,days:2}``. Raises NotReadable."""
+    reader = _Literals(text)
+    name = reader.name()
+    if reader.peek() != "{":
+        raise NotReadable("there is no object with the arguments")
+    arguments = reader.value()
+    reader.end()
+    return name, arguments
+
+
+# --- text read by a schema --------------------------------------------------------------------------------------------
+
+_PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def by_schema(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """The value that an argument's text stands for, by the argument's JSON schema; ``root`` is where ``$ref`` looks.
+
+    A text stays a text where the schema wants one, and where it fits nothing that the schema allows.
+    """
+    types = _types(schema, root, 0)
+    if types == {"string"}:
+        return text
+    word = text.strip()
+    candidate: Any = NotReadable
+    try:
+        candidate = _loads(word, True)
+    except NotReadable:
+        try:
+            reader = _Literals(word)
+            candidate = reader.value()
+            reader.end()
+        except NotReadable:
+            candidate = _WORDS.get(word.capitalize(), NotReadable)
+    if candidate is NotReadable or (not types and isinstance(candidate, str)):
+        return text
+    if not types:
+        return candidate
+    if isinstance(candidate, float) and candidate.is_integer() and "integer" in types and "number" not in types:
+        return int(candidate)
+    fits = any(type(candidate) in _PYTHON_TYPES.get(each, ()) for each in types)
+    return candidate if fits else text
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    """The types that a schema allows; empty where it says nothing."""
+    if not isinstance(schema, Mapping) or depth > 8:
+        return set()
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target: Any = root
+        for step in reference[2:].split("/"):
+            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        return _types(target, root, depth + 1)
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {each for each in kind if isinstance(each, str)}
+    given = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if isinstance(given, list) and given:
+        return {name for name, kinds in _PYTHON_TYPES.items() for each in given if type(each) in kinds}
+    found = set[str]()
+    for key in ("anyOf", "oneOf", "allOf"):
+        for each in schema.get(key) or () if isinstance(schema.get(key), list) else ():
+            found |= _types(each, root, depth + 1)
+    return found

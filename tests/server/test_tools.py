@@ -1,0 +1,315 @@
+"""Tools and reasoning in chat completions, as the official client uses them, against a scripted model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import tokenizers
+from starlette.testclient import TestClient
+
+from chairlift.server.app import make_app
+from chairlift.tokenizer.tokenizer import Tokenizer
+from tests.server.fake_engine import EOS, INFO, FakeEngine, byte_tokenizer, make_state
+from tests.server.harness import run, serving
+
+HERMES = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    '{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Weather",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+ASK: list[Any] = [{"role": "user", "content": "Hi"}]
+CALLS = (
+    '<think>\nHm. é\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {"place": "Ulm 😀"}}\n'
+    "</tool_call>\n"
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+
+
+def says(engine: FakeEngine, text: str, template: str = HERMES) -> None:
+    """Let every answer be this text, from a model with this template."""
+    own = byte_tokenizer()
+    engine.tokenizer = Tokenizer(own.backend, own.named_tokens, template)
+    engine.script = [*own.encode(text, False), EOS]
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    made = FakeEngine()
+    says(made, CALLS)
+    return made
+
+
+@pytest.fixture
+def http(engine: FakeEngine) -> Iterator[TestClient]:
+    with TestClient(make_app(make_state(engine)), base_url="http://localhost") as client:
+        yield client
+    assert engine.num_requests == 0
+
+
+@pytest.fixture
+def client(http: TestClient) -> openai.OpenAI:
+    made: Any = http
+    return openai.OpenAI(base_url="http://localhost/v1", api_key="unused", http_client=made, max_retries=0)
+
+
+def create(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": "fake", "messages": ASK, "tools": TOOLS, "max_tokens": 400, **fields}
+    )
+
+
+def refused(http: TestClient, **fields: Any) -> dict[str, Any]:
+    reply = http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS, **fields})
+    assert reply.status_code == 400, reply.text
+    error: dict[str, Any] = reply.json()["error"]
+    return error
+
+
+def test_an_answer_has_its_calls_and_its_reasoning(client: openai.OpenAI) -> None:
+    reply = create(client, n=2)
+    for choice in reply.choices:
+        message = choice.message
+        assert (message.content, message.reasoning_content, message.reasoning) == ("I look.", "Hm. é", "Hm. é")
+        first, second = message.tool_calls
+        assert (first.type, first.function.name) == ("function", "look")
+        assert json.loads(first.function.arguments) == {"place": "Ulm 😀"}
+        assert (second.function.name, second.function.arguments) == ("now", "{}")
+        assert first.id != second.id and len(first.id) == 9 and first.id.isalnum()
+        assert choice.finish_reason == "tool_calls"
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 2 * len("<think>\nHm. é\n</think>".encode())
+
+
+def test_a_stream_brings_the_same(client: openai.OpenAI) -> None:
+    whole = create(client, seed=1)
+    chunks = list(create(client, seed=1, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "I look."
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm. é"
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
+        (0, "look", ""),
+        (0, None, '{"place": "Ulm 😀"}'),
+        (1, "now", ""),
+        (1, None, "{}"),
+    ]
+    assert [call.id is None for call in calls] == [False, True, False, True]
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage == whole.usage
+
+
+def test_the_clients_accumulator_reads_several_streamed_answers(client: openai.OpenAI, engine: FakeEngine) -> None:
+    with client.chat.completions.stream(
+        model="fake", messages=ASK, tools=TOOLS, max_tokens=400, n=3, logprobs=True
+    ) as stream:
+        reply = stream.get_final_completion()
+    for choice in reply.choices:
+        assert [call.function.name for call in choice.message.tool_calls or ()] == ["look", "now"]
+        assert choice.message.content == "I look."
+        assert choice.logprobs and choice.logprobs.content and len(choice.logprobs.content) == len(engine.script)
+
+
+def test_an_agent_goes_round_over_http() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        says(engine, '<tool_call>\n{"name": "look", "arguments": {"place": "Ulm"}}\n</tool_call>')
+        async with serving(make_app(make_state(engine))) as server:
+            url = f"http://127.0.0.1:{server.port}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+                messages = list(ASK)
+                asked: dict[str, Any] = {"model": "fake", "tools": TOOLS, "max_tokens": 200}
+                reply = await client.chat.completions.create(messages=messages, **asked)
+                message = reply.choices[0].message
+                assert message.content is None and message.tool_calls
+                messages.append(message.model_dump())
+                messages.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Rain."})
+                says(engine, "It rains.")
+                reply = await client.chat.completions.create(messages=messages, **asked)
+                assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("It rains.", "stop")
+        prompt = byte_tokenizer().decode(engine.submitted[1][0], False)
+        assert '"name": "look", "arguments": {"place": "Ulm"}' in prompt and "Rain." in prompt
+        assert '"description": "Weather"' in prompt
+
+    run(test())
+
+
+def test_a_broken_call_is_content_with_a_reason(client: openai.OpenAI, engine: FakeEngine) -> None:
+    text = '<tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call>'
+    says(engine, text)
+    (choice,) = create(client).choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+    assert choice.tool_call_errors == ["'fly' is none of the tools (look, now)"]
+    chunks = list(create(client, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert chunks[-1].choices[0].tool_call_errors == choice.tool_call_errors
+
+
+def test_an_answer_that_is_cut_off_says_length(client: openai.OpenAI) -> None:
+    (choice,) = create(client, max_tokens=len(CALLS.encode()) - 30).choices
+    assert choice.finish_reason == "length" and len(choice.message.tool_calls) == 1
+    assert choice.message.content.startswith("I look.<tool_call>")
+    assert choice.tool_call_errors == ["the answer ends inside the call"]
+
+
+def test_a_stop_string_ends_an_answer_with_calls_too(client: openai.OpenAI) -> None:
+    (choice,) = create(client, stop='\n<tool_call>\n{"name": "now"').choices
+    assert (choice.finish_reason, len(choice.message.tool_calls)) == ("tool_calls", 1)
+
+
+def test_without_tools_or_with_choice_none_a_call_is_text(client: openai.OpenAI, engine: FakeEngine) -> None:
+    for fields in ({"tool_choice": "none"}, {"tools": openai.omit}, {"tools": []}):
+        (choice,) = create(client, **fields).choices
+        assert choice.message.tool_calls is None and "<tool_call>" in choice.message.content
+        assert choice.finish_reason == "stop"
+        assert "Weather" not in byte_tokenizer().decode(engine.submitted[-1][0], False)
+
+
+def test_one_call_where_several_are_not_wanted(client: openai.OpenAI) -> None:
+    (choice,) = create(client, parallel_tool_calls=False).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["look"]
+    assert "1 more calls" in choice.tool_call_errors[0]
+
+
+def test_reasoning_can_be_left_out_or_left_in(client: openai.OpenAI) -> None:
+    without = create(client, extra_body={"include_reasoning": False})
+    assert not hasattr(without.choices[0].message, "reasoning_content")
+    assert without.choices[0].message.content == "I look."
+    assert without.usage.completion_tokens_details.reasoning_tokens > 0
+    together = create(client, extra_body={"separate_reasoning": False})
+    assert together.choices[0].message.content.startswith("<think>\nHm. é\n</think>\n\nI look.")
+    assert together.usage.completion_tokens_details is None
+
+
+def test_thinking_can_be_turned_off(client: openai.OpenAI, engine: FakeEngine) -> None:
+    for fields in ({"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}):
+        create(client, **fields)
+        assert byte_tokenizer().decode(engine.submitted[-1][0], False).endswith("<think>\n\n</think>\n\n")
+
+
+def test_a_prompt_that_opens_the_reasoning(client: openai.OpenAI, engine: FakeEngine) -> None:
+    says(engine, "Hm.\n</think>\n\nYes.", HERMES.replace("assistant\n", "assistant\n<think>\n"))
+    message = create(client).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
+    says(engine, "m.</think>Yes.")
+    continued = [*ASK, {"role": "assistant", "content": "<think>H"}]
+    message = create(client, messages=continued, extra_body={"continue_final_message": True}).choices[0].message
+    assert (message.reasoning_content, message.content) == ("m.", "Yes.")
+
+
+def test_efforts_reach_templates_that_have_a_place_for_them(http: TestClient, engine: FakeEngine) -> None:
+    assert "none, minimal, low" in refused(http, reasoning_effort="huge")["message"]
+    fields = {"messages": ASK, "max_tokens": 3, "reasoning_effort": "low"}
+    assert "reasoning_effort" in http.post("/v1/chat/completions", json=fields).headers["warning"]
+    says(engine, "x", "{{ reasoning_effort }}: " + HERMES)
+    assert "warning" not in http.post("/v1/chat/completions", json=fields).headers
+    assert byte_tokenizer().decode(engine.submitted[-1][0], False).startswith("low: ")
+
+
+def test_marks_that_are_special_tokens_are_read_and_others_left_out(client: openai.OpenAI, engine: FakeEngine) -> None:
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|other|>"]
+    own = tokenizers.Tokenizer.from_str(byte_tokenizer().backend.to_str())
+    own.add_special_tokens(marks)
+    template = "{# <|channel|><|message|><|call|> #}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    template += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    engine.tokenizer = Tokenizer(own, {"eos_token": "<|im_end|>"}, template)
+    engine.info = dataclasses.replace(INFO, vocab_size=engine.tokenizer.vocab_size)
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.now"
+    engine.script = [*engine.tokenizer.encode(text + " <|constrain|>json<|message|>{}<|call|>", False), EOS]
+    choice = create(client).choices[0]
+    assert (choice.message.content, choice.message.reasoning) == (None, "Hm.")
+    assert choice.message.tool_calls[0].function.name == "now"
+    text = "<|channel|>final<|message|>One<|other|> two<|end|>"
+    engine.script = [*engine.tokenizer.encode(text, False), EOS]
+    assert create(client).choices[0].message.content == "One two"
+    chunks = create(client, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "One two"
+    assert engine.submitted[-1][1].skip_special_tokens is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [{"type": "web"}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"function": {}}]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name", "again"),
+        ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters", "JSON schema"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools[0].function.parameters.type",
+            "'object'",
+        ),
+        ({"tools": [1]}, "tools[0]", "object"),
+        ({"tool_choice": "sometimes"}, "tool_choice", '"auto"'),
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice", "'fly'"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "no tools"),
+        ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice", "not supported yet"),
+        ({"functions": [{"name": "f"}]}, "functions", "send tools instead"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_said(http: TestClient, fields: dict[str, Any], param: str, words: str) -> None:
+    error = refused(http, **fields)
+    assert error["param"] == param and words in error["message"]
+
+
+def test_what_is_wrong_with_a_history_is_said(http: TestClient) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+    def history(calls: list[Any], answered: Any) -> list[Any]:
+        said = {"role": "assistant", "content": None, "tool_calls": calls}
+        return [*ASK, said, {"role": "tool", "tool_call_id": answered, "content": "x"}]
+
+    for messages, param in (
+        (history([call], "b"), "messages[2].tool_call_id"),
+        (history([call, call], "a"), "messages[1].tool_calls[1].id"),
+        (history([{"id": "a", "function": {}}], "a"), "messages[1].tool_calls[0].function.name"),
+        (history([{**call, "function": {"name": "look", "arguments": "["}}], "a"), None),
+    ):
+        error = refused(http, messages=messages)
+        assert error["param"] == param or (param is None and "must be a JSON object" in error["message"])
+
+
+def test_models_that_know_no_tools_refuse_them(http: TestClient, engine: FakeEngine) -> None:
+    says(engine, "x", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert "--tool-call-parser" in refused(http)["message"]
+    says(engine, "x", '<tool_call> "arguments" {% for m in messages %}{{ m.content }}{% endfor %}')
+    assert "does not print" in refused(http)["message"]
+
+
+def test_parsers_can_be_forced_and_turned_off() -> None:
+    engine = FakeEngine()
+    says(engine, CALLS)
+    state = make_state(engine, tool_call_parser="none", reasoning_parser="none")
+    with TestClient(make_app(state), base_url="http://localhost") as http:
+        assert "--tool-call-parser none" in refused(http)["message"]
+        reply = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 400}).json()
+        assert reply["choices"][0]["message"]["content"] == CALLS
+    says(engine, "[now()]")
+    with TestClient(make_app(make_state(engine, tool_call_parser="pythonic")), base_url="http://localhost") as http:
+        reply = http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS, "max_tokens": 99}).json()
+        assert reply["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
+
+
+def test_prompts_with_tools_can_be_counted(http: TestClient, engine: FakeEngine) -> None:
+    http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS, "max_tokens": 2})
+    reply = http.post("/tokenize", json={"messages": ASK, "tools": TOOLS}).json()
+    assert reply["tokens"] == engine.submitted[-1][0]
