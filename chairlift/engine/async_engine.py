@@ -38,6 +38,7 @@ from chairlift.errors import (
     QueueTimeoutError,
     RequestError,
 )
+from chairlift.grammar.checker import GrammarChecker
 from chairlift.metrics.stats import RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
@@ -121,6 +122,7 @@ class AsyncEngine:
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
         self._encoder: Encoder | None = None
+        self._grammars: GrammarChecker | None = None
         self._streams: dict[str, OutputStream] = {}
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
@@ -231,6 +233,17 @@ class AsyncEngine:
         with self._front() as encoder:
             return await encoder.encode_words(params.bad_words or ())
 
+    async def check_grammar(self, params: SamplingParams) -> None:
+        """Whether the answer can be held to what ``params`` ask for. Raises RequestError, QueueFullError when too many
+        grammars wait to be tried, and OverloadedError."""
+        self._ready()
+        if params.structured_outputs is None:
+            return
+        if self._grammars is None:
+            raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
+        with self._refusing():
+            await self._grammars.check(params.structured_outputs.value)
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -292,6 +305,8 @@ class AsyncEngine:
             prompt = await self.encode(prompt)
         if bad_word_ids is None and isinstance(params, SamplingParams):
             bad_word_ids = await self.encode_words(params)
+        if isinstance(params, SamplingParams):
+            await self.check_grammar(params)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
@@ -367,6 +382,8 @@ class AsyncEngine:
         self._fail_all()
         if self._encoder is not None:
             await self._encoder.close()
+        if self._grammars is not None:
+            await self._grammars.close()
         if not self._first_outcome.done():
             self._first_outcome.cancel()
 
@@ -511,6 +528,8 @@ class AsyncEngine:
             most = self.intake.max_requests + self.config.scheduler.max_num_seqs
             self._encoder = Encoder(self.tokenizer, info.max_model_len, most, self._chat_template)
             await self._encoder.start()
+            if self.tokenizer is not None:
+                self._grammars = GrammarChecker(self.tokenizer, info.vocab_size, most)
             problem = info.too_much_reserved(self.service_classes)
             for each in [*self.config.without_effect(), *info.notes, *([problem] if problem else [])]:
                 _log.warning("%s", each)

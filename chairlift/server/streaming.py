@@ -26,7 +26,7 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
-from chairlift.sampling_params import SHAPED_REASONS, SamplingParams
+from chairlift.sampling_params import SamplingParams, is_of_the_caller
 from chairlift.server.auth import Caller, salt_for
 from chairlift.server.errors import ApiError, error_body, to_api_error
 from chairlift.server.pieces import Pieces, json_items
@@ -262,7 +262,7 @@ def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
     """Raise ApiError for an answer that ended in another way than its request asked for."""
     if answer.finish_reason is FinishReason.ERROR:
         reason = output.error or "its logits could not be used"
-        status, code = (400, "invalid_value") if reason in SHAPED_REASONS else (500, "generation_failed")
+        status, code = (400, "invalid_value") if is_of_the_caller(reason) else (500, "generation_failed")
         raise ApiError(status, f"the answer could not be generated: {reason}", code=code)
     if answer.finish_reason is FinishReason.DEADLINE:
         raise ApiError(503, output.error or "the deadline has passed", code="deadline_exceeded")
