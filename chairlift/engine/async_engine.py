@@ -303,9 +303,8 @@ class AsyncEngine:
         begin, (prompt, text) = time.monotonic(), unnamed(prompt)
         if isinstance(prompt, str):
             prompt = await self.encode(prompt)
-        if bad_word_ids is None and isinstance(params, SamplingParams):
-            bad_word_ids = await self.encode_words(params)
         if isinstance(params, SamplingParams):
+            bad_word_ids = await self.encode_words(params) if bad_word_ids is None else bad_word_ids
             await self.check_grammar(params)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:

@@ -33,6 +33,7 @@ from chairlift.server.pieces import Pieces, json_items
 from chairlift.server.promises import class_of
 from chairlift.server.protocol import GenerationRequest, StreamOptions
 from chairlift.server.state import ServerState
+from chairlift.server.structured import naming
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
@@ -175,6 +176,9 @@ async def submit_all(
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
     salt = salt_for(caller.holder, request.cache_salt or "")
     bad_word_ids = await state.engine.encode_words(params)
+    if params.structured_outputs is not None:
+        with naming(request):
+            await state.engine.check_grammar(params)
     state.engine.check_room(len(prompts), class_of(params), sum(map(len, prompts)), caller.tenant)
     try:
         for index, prompt in enumerate(prompts):
