@@ -207,7 +207,7 @@ class Grammars:
                 continue
             if matcher.num_consumed <= request.num_output_tokens:
                 self._follow(row, [tokens.token_ids[index]])
-            if matcher.error:
+            if matcher.error and matcher.num_consumed <= request.num_output_tokens:  # else it concerns a later token
                 tokens.token_ids[index], tokens.errors[index] = FAILED_ROW, matcher.error
 
     def complete(self, rows: Sequence[tuple[int, GrammarRow]]) -> list[Request]:

@@ -80,6 +80,7 @@ ALLOWED: dict[str, list[str]] = {
         *BRAIN,
         "engine",
         "executor",
+        "grammar",
         "models.hashlm",
         "sampling",
         "step_batch",
