@@ -114,7 +114,7 @@ def make_world(seed: int) -> World:
     scripted = seed % 10 == 7
     if scripted:
         _script(random.Random(seed ^ 0x3A5C), [event for event in events if event.kind == "arrive"])
-    grammars = seed % 10 == 9
+    grammars = seed % 20 == 19
     if grammars:
         with_text = True  # without a tokenizer there are none
         _hold(random.Random(seed ^ 0x6A3B), [event for event in events if event.kind == "arrive"])
