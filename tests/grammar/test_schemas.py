@@ -45,10 +45,20 @@ def test_verdicts(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_samples_satisfy_the_schema(name: str) -> None:
+    check_samples(name, 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_many_samples_satisfy_the_schema(name: str) -> None:
+    check_samples(name, 40)
+
+
+def check_samples(name: str, count: int) -> None:
     schema = SCHEMAS[name][0]
     made = compiled(json=schema)
     checked = jsonschema_rs.validator_for(schema, validate_formats=True)
-    texts = [sampled(made, seed, most=150) for seed in range(6)]
+    texts = [sampled(made, seed, most=100) for seed in range(count)]
     for text in texts:
         if text is not None:
             assert checked.is_valid(json.loads(text, parse_float=finite)), text
