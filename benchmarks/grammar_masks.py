@@ -5,7 +5,6 @@ python benchmarks/grammar_masks.py [DIRECTORY WITH tokenizer.json]
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
@@ -63,9 +62,7 @@ def steps() -> None:
     """Milliseconds per decode step of the bundled model with 32 rows: free, and held to a schema."""
     llm = LLM(max_num_seqs=32)
     for name, asked in (("free", None), ("held", {"json": SCHEMA})) * 2:
-        params = SamplingParams(
-            max_tokens=100, seed=1, temperature=1.0, structured_outputs=asked, ignore_eos=asked is None
-        )
+        params = SamplingParams(max_tokens=100, seed=1, temperature=1.0, structured_outputs=asked)
         before = len(llm.engine.step_log)
         llm.generate([f"Item {i}" for i in range(32)], params)
         records = [each for each in list(llm.engine.step_log)[before:] if len(each.rows) == 32 and not each.chunks]
@@ -77,5 +74,4 @@ def steps() -> None:
 
 if __name__ == "__main__":
     masks(sys.argv[1] if len(sys.argv) > 1 else str(Path(chairlift.__file__).parent / "assets"))
-    print(json.dumps({"llguidance": __import__("importlib.metadata").metadata.version("llguidance")}))
     steps()
