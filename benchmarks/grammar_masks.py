@@ -62,7 +62,8 @@ def steps() -> None:
     """Milliseconds per decode step of the bundled model with 32 rows: free, and held to a schema."""
     llm = LLM(max_num_seqs=32)
     for name, asked in (("free", None), ("held", {"json": SCHEMA})) * 2:
-        params = SamplingParams(max_tokens=100, seed=1, temperature=1.0, structured_outputs=asked)
+        fields = {"ignore_eos": True} if asked is None else {"structured_outputs": asked}
+        params = SamplingParams(max_tokens=100, seed=1, temperature=1.0, **fields)
         before = len(llm.engine.step_log)
         llm.generate([f"Item {i}" for i in range(32)], params)
         records = [each for each in list(llm.engine.step_log)[before:] if len(each.rows) == 32 and not each.chunks]

@@ -22,8 +22,8 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      ``min_tokens``, ``ignore_eos``, ``stop_token_ids``, ``bad_words``, ``allowed_token_ids``,
                      ``include_stop_str_in_output``, ``skip_special_tokens``, ``prompt_logprobs`` (not with
                      ``stream``), ``truncate_prompt_tokens``, ``return_token_ids``, ``return_tokens_as_token_ids``,
-                     ``response_format`` and ``structured_outputs`` (one of them, or one of ``guided_json``,
-                     ``guided_regex``, ``guided_choice``, ``guided_grammar``, ``structural_tag``),
+                     one of ``response_format``, ``structured_outputs``, ``guided_json``, ``guided_regex``,
+                     ``guided_choice``, ``guided_grammar`` and ``structural_tag``,
                      ``priority``, ``cache_salt``, ``service_tier``, ``user``, and ours: ``queue_timeout``
                      (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
@@ -60,6 +60,7 @@ from chairlift.errors import RequestError
 from chairlift.sampling_params import SamplingLimits, SamplingParams
 from chairlift.server.errors import ApiError
 from chairlift.server.structured import structured_outputs
+from chairlift.structured_outputs import MAX_GRAMMAR_CHARS
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
@@ -113,6 +114,8 @@ Scalar = (
 )
 VariableName = Annotated[str, Meta(pattern=_NAME)]
 TemplateVariables = Annotated[dict[VariableName, Scalar], Meta(max_length=32)]
+Form = Annotated[dict[str, Any], Meta(max_length=64)]
+GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
 LogitBias = Annotated[
     dict[Annotated[str, Meta(pattern=_ID)], Annotated[float, Meta(ge=-100, le=100)]],
     Meta(max_length=_LIMITS.max_logit_bias),
@@ -161,16 +164,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Write tokens as ``token_id:17`` in logprobs, so that no two look the same."""
-    response_format: dict[str, Any] | None = None
+    response_format: Form | None = None
     """Type ``text``, ``json_object``, ``json_schema`` (enforced, whatever ``strict`` says) or ``structural_tag``."""
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: Form | None = None
     """One of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar`` and ``structural_tag``."""
     guided_json: Any = None
     """The older name of ``structured_outputs.json``, and so on."""
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    structural_tag: dict[str, Any] | str | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Annotated[list[GrammarText], Meta(max_length=4096)] | None = None
+    guided_grammar: GrammarText | None = None
+    structural_tag: Form | GrammarText | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
     cache_salt: CacheSalt | None = None
     """Only requests with the same salt share cached prompts."""
