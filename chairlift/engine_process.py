@@ -18,12 +18,15 @@ import time
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.core_process import Connection, CoreProcess, FrameLogHandler
+from chairlift.engine.grammars import Grammars
 from chairlift.engine.messages import Loading, NotLoaded, Start
 from chairlift.engine.pooling_process import PoolingProcess
 from chairlift.errors import ChairliftError, ConfigError
-from chairlift.loading import load_executor
+from chairlift.grammar.compiler import GrammarCompiler
+from chairlift.loading import load_executor, read_tokenizer
 from chairlift.parent import die_with_parent
 from chairlift.pooled_loading import is_pooling, load_pooling
+from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["main"]
 
@@ -70,9 +73,17 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
         max_model_len=loaded.max_model_len,
         cache=config.cache,
         cache_secret=os.urandom(16),
+        grammars=Grammars(
+            GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids)
+        ),
     )
     info = loaded.info(config, core.kv.capacity_tokens)
     return CoreProcess(connection, core, info, config.scheduler.promises, progress)
+
+
+def _tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer | None:
+    """For grammars; text is made in the process that asked."""
+    return None if config.model.skip_tokenizer_init else read_tokenizer(config, model_dir)
 
 
 def _start_message(connection: Connection) -> Start | None:

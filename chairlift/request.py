@@ -99,6 +99,7 @@ class Request:
         "due_at",
         "finish_reason",
         "is_guaranteed",
+        "is_ready",
         "last_node",
         "limit",
         "max_total_tokens",
@@ -180,6 +181,8 @@ class Request:
         self.siblings: list[Request] = []
         """Requests that wait for this one's prompt to be computed, then fork from it."""
         self.status = RequestStatus.WAITING
+        self.is_ready = True
+        """Whether it may join: not before its grammar is compiled."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.sequence = 0

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from chairlift.errors import RequestError
+from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, StructuredOutputsParams
 
-__all__ = ["SHAPED_REASONS", "SamplingLimits", "SamplingParams"]
+__all__ = ["SHAPED_REASONS", "SamplingLimits", "SamplingParams", "is_of_the_caller"]
 
 SHAPED_REASONS: Final = (
     "no token is left to choose from: allowed_token_ids, bad_words, logit_bias, min_tokens or the grammar exclude every"
@@ -19,6 +20,11 @@ SHAPED_REASONS: Final = (
 )
 """Errors of answers for which these parameters are at fault together, and not the model."""
 _INT32_MAX = 2**31 - 1
+
+
+def is_of_the_caller(reason: str | None) -> bool:
+    """Whether the error with which an answer ended is the fault of its parameters, and not of the model or engine."""
+    return reason is not None and (reason in SHAPED_REASONS or reason.startswith(CANNOT_BE_FOLLOWED))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +94,9 @@ class SamplingParams:
     """Report this many most likely tokens per generated token, and the chosen one (of the raw logits)."""
     prompt_logprobs: int | None = None
     """The same for every prompt token."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer is held to: a JSON schema, a pattern, a choice, a grammar or structural tags. It ends where
+    nothing may follow. Not with :attr:`min_tokens` and :attr:`ignore_eos`."""
     priority: int | None = None
     """Lower goes first, where the scheduling policy looks at it. None: that of its class of service."""
     service_tier: str | None = None
@@ -135,6 +144,14 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0.0, 1e9, above=True)
         self._normalise(limits)
+        if self.structured_outputs is not None:
+            _set(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+            for name in ("min_tokens", "ignore_eos"):
+                if getattr(self, name):
+                    raise RequestError(
+                        f"{name} is {getattr(self, name)!r}, but with structured_outputs an answer ends where its"
+                        " grammar says; leave one of them out"
+                    )
 
     def _normalise(self, limits: SamplingLimits) -> None:
         """Turn the list-like fields into tuples, so that a shared SamplingParams can never change under a request. The

@@ -76,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template to text prompts")
     parser.add_argument("--quiet", "-q", action="store_true", help="no progress bar")
     add_sampling_flags(parser, _MAX_TOKENS)
+    parser.add_argument(
+        "--json-schema", metavar="FILE", type=Path, help="hold every answer to the JSON schema in this file"
+    )
     # --seed is the one of sampling: an engine seed would give each prompt a seed of its own.
     add_engine_flags(parser, leave_out={"seed"})
 
@@ -83,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer everything; 0 when all were answered, 1 when some were, 2 when none."""
     engine, sampling = read_settings(args, sampling=True)
+    if args.json_schema is not None:
+        sampling["structured_outputs"] = {"json": _read_schema(args.json_schema)}
     SamplingParams.from_dict(sampling)  # what is wrong for all is told once, before the model loads
     jobs = _read_jobs(args)
     with contextlib.ExitStack() as stack:
@@ -117,6 +122,14 @@ def _read_jobs(args: argparse.Namespace) -> list[_Job]:
     if not jobs:
         raise ConfigError(f"{source} holds no prompts; write one per line")
     return jobs
+
+
+def _read_schema(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the schema {path}: {reason}; give another --json-schema") from None
 
 
 def _same_file(one: str, other: Path) -> bool:

@@ -41,6 +41,7 @@ from chairlift.errors import (
     QueueTimeoutError,
     RequestError,
 )
+from chairlift.grammar.checker import GrammarChecker
 from chairlift.metrics.stats import RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
@@ -126,6 +127,7 @@ class AsyncEngine:
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
         self._encoder: Encoder | None = None
+        self._grammars: GrammarChecker | None = None
         self._streams: dict[str, OutputStream] = {}
         self._pooled = PooledRequests(self.intake, self.stats)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -243,6 +245,17 @@ class AsyncEngine:
         own = None if self.tokenizer is None else self.tokenizer.chat_template
         return own if self._chat_template is None else self._chat_template
 
+    async def check_grammar(self, params: SamplingParams) -> None:
+        """Whether the answer can be held to what ``params`` ask for. Raises RequestError, QueueFullError when too many
+        grammars wait to be tried, and OverloadedError."""
+        self._ready()
+        if params.structured_outputs is None:
+            return
+        if self._grammars is None:
+            raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
+        with self._refusing():
+            await self._grammars.check(params.structured_outputs.value)
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -303,8 +316,9 @@ class AsyncEngine:
         begin, (prompt, text) = time.monotonic(), unnamed(prompt)
         if isinstance(prompt, str):
             prompt = await self.encode(prompt)
-        if bad_word_ids is None and isinstance(params, SamplingParams):
-            bad_word_ids = await self.encode_words(params)
+        if isinstance(params, SamplingParams):
+            bad_word_ids = await self.encode_words(params) if bad_word_ids is None else bad_word_ids
+            await self.check_grammar(params)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
@@ -406,6 +420,8 @@ class AsyncEngine:
         self._fail_all()
         if self._encoder is not None:
             await self._encoder.close()
+        if self._grammars is not None:
+            await self._grammars.close()
         if not self._first_outcome.done():
             self._first_outcome.cancel()
 
@@ -559,6 +575,8 @@ class AsyncEngine:
             chats = info.pooling is None
             self._encoder = Encoder(self.tokenizer, info.max_model_len, most, self._chat_template, chats=chats)
             await self._encoder.start()
+            if self.tokenizer is not None:
+                self._grammars = GrammarChecker(self.tokenizer, info.vocab_size, most)
             problem = info.too_much_reserved(self.service_classes)
             idle = self.config.without_effect() if chats else []
             for each in [*idle, *info.notes, *([problem] if problem and chats else [])]:

@@ -17,6 +17,7 @@ from chairlift.config import CacheConfig, SchedulerConfig
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.events import Events
+from chairlift.engine.grammars import GrammarRow, Grammars
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.outlook import outlook_from
@@ -55,6 +56,8 @@ _MAX_TIMES_PASSED = 16
 """After that nobody passes a waiting request, so that large ones start."""
 _MAX_PREEMPTIONS = 8
 """After that a request resumes only with all blocks it may ever need, so that it ends."""
+_GRAMMAR_PAUSE = 0.001
+"""Seconds after which a loop that has nothing else to do looks again for compiled grammars."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 _TOO_LATE = "the request could not be answered by its deadline"
 _NO_ERRORS: Mapping[str, str] = {}
@@ -136,6 +139,26 @@ class CoreOutputs:
         self.decode_seconds = max(self.decode_seconds, later.decode_seconds)
 
 
+@dataclasses.dataclass(slots=True)
+class _Flight:
+    """A step that was launched."""
+
+    out: SchedulerOutput
+    pending: PendingTokens | Exception
+    start: float
+    grammars: Sequence[tuple[int, GrammarRow]]
+    """Sample positions of requests with a grammar."""
+    known: SampledTokens | None = None
+
+    def tokens(self) -> SampledTokens:
+        """Wait for what was sampled; raises what the step raised."""
+        if self.known is None:
+            if isinstance(self.pending, Exception):
+                raise self.pending
+            self.known = self.pending.result()
+        return self.known
+
+
 class EngineClient(Protocol):
     """How the front (text, checks, HTTP) talks to a core, wherever that runs. What steps bring comes another way:
     from :meth:`EngineCore.step` in this process, as frames from another."""
@@ -181,7 +204,9 @@ class EngineCore(EngineClient):
         clock: Clock | None = None,
         policy: Policy | None = None,
         kv: KVCacheManager | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        self.grammars = Grammars(None) if grammars is None else grammars
         self.clock: Clock = clock or SystemClock()
         self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
@@ -218,7 +243,7 @@ class EngineCore(EngineClient):
         self.num_lookahead_steps = executor.num_lookahead_steps if asked is None else asked
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
-        self._flights: deque[tuple[SchedulerOutput, PendingTokens | Exception, float]] = deque()
+        self._flights: deque[_Flight] = deque()
         self._landed_at = 0.0
         self._counted = EngineStats()
         self._reserved = [name for name, each in (config.promises or {}).items() if each.min_seqs]
@@ -239,6 +264,9 @@ class EngineCore(EngineClient):
     def add(self, request: PreparedRequest) -> None:
         """Queue all answers of a request, or none. Raises RequestError, and whatever else went wrong."""
         sequences, now = request.make_sequences(), self.clock.now()
+        asked = request.params.structured_outputs
+        if asked is not None:
+            self.grammars.add(sequences, asked.value)
         try:
             for sequence in sequences:
                 self.scheduler.add(sequence)
@@ -249,6 +277,7 @@ class EngineCore(EngineClient):
                 if self.scheduler.requests.get(sequence.request_id) is sequence:
                     self.scheduler.abort(sequence.request_id)
                     self.causes.ended(sequence, now)
+                    self.grammars.forget(sequence.request_id)
             raise
         for sequence in sequences:
             self.events.tell("added", sequence)
@@ -271,6 +300,7 @@ class EngineCore(EngineClient):
         now = self.clock.now()
         if self.governor is not None:
             self.governor.govern(now)
+        ended = self._take_grammars(now)
         out = self.scheduler.schedule(now)
         self.causes.scheduled(out, now)
         self.events.tell("scheduled", out, now)
@@ -283,11 +313,24 @@ class EngineCore(EngineClient):
         if self._flights and (len(self._flights) > self.num_lookahead_steps or not out.num_tokens):
             outputs = self._land()
         if self.scheduler.dropped:
+            ended += self._finished(self.scheduler.dropped, self.clock.now(), _TOO_LATE)
+            self.scheduler.dropped = []
+        if ended:
             if outputs is None:  # who is dropped may have joined a step that is in flight
                 outputs, self._joined = CoreOutputs(joined=self._joined), []
-            outputs.finished += self._finished(self.scheduler.dropped, self.clock.now(), _TOO_LATE)
-            self.scheduler.dropped = []
+            outputs.finished += ended
         return outputs
+
+    def _take_grammars(self, now: float) -> list[FinishedSequence]:
+        """Let requests into the waiting queue whose grammar is compiled, and end those whose grammar cannot be."""
+        ended: list[FinishedSequence] = []
+        if self.scheduler.batch.unready or self.grammars.is_compiling:
+            ready, failed = self.grammars.take_ready()
+            for request in ready:
+                self.scheduler.ready(request, now)
+            for request, reason in failed:
+                ended += self._end([request.request_id], FinishReason.ERROR, reason)
+        return ended
 
     def land(self) -> CoreOutputs | None:
         """Take what the oldest step in flight brings, without launching another; None when there is none."""
@@ -329,7 +372,11 @@ class EngineCore(EngineClient):
 
     def next_event(self) -> float | None:
         """When :meth:`step` has something to do if nobody comes or goes; None if only then."""
-        return self.clock.now() if self._flights else self.scheduler.next_event(self.clock.now())
+        now = self.clock.now()
+        when = now if self._flights else self.scheduler.next_event(now)
+        if self.scheduler.batch.unready:
+            when = now + _GRAMMAR_PAUSE if when is None else min(when, now + _GRAMMAR_PAUSE)
+        return when
 
     def stats(self) -> EngineStats:
         """The state after the newest step; who has how much of it, as it was at most a second ago."""
@@ -339,7 +386,7 @@ class EngineCore(EngineClient):
         stats = dataclasses.replace(
             self._counted,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.batch.unready),
             used_blocks=counts.used,
             cached_blocks=counts.cached,
             free_blocks=counts.free,
@@ -382,6 +429,7 @@ class EngineCore(EngineClient):
         for sequence_id in list(self.scheduler.requests):
             self.scheduler.abort(sequence_id)
         self._flights.clear()
+        self.grammars.shutdown()
         self.executor.shutdown()
 
     def _end(
@@ -403,29 +451,50 @@ class EngineCore(EngineClient):
                     self._counted.prefix_cache_hits += request.num_cached_tokens
         if not self._flights:
             self.causes.began(out, self.clock.now())
+        rows = self.grammars.rows_of(out)
+        # What steps in flight draw is known when they have ended, and the model need not wait for that.
+        early = self.grammars.begin(rows, self._drawn) if rows and not self._flights else None
         try:
-            handle = self.executor.execute(out)
+            try:
+                handle = self.executor.execute(out)
+            finally:
+                if early is not None:
+                    early.exception()
             masks = None if self.masks_of is None else self.masks_of(out)
+            if rows:
+                filled = (early or self.grammars.begin(rows, self._drawn)).result()
+                masks = {**(masks or {}), **filled} or None
             pending: PendingTokens | Exception = self.executor.sample(handle, masks)
         except Exception as error:
             pending = error
-        self._flights.append((out, pending, now))
+        self._flights.append(_Flight(out, pending, now, rows))
+
+    def _drawn(self, request: Request) -> list[int] | None:
+        """Tokens that steps in flight have drawn for a request with a grammar, oldest first; None where one failed."""
+        drawn: list[int] = []
+        for flight in self._flights:
+            for index, row in flight.grammars:
+                if row.request is request and request.resumed_at_step <= flight.out.step:
+                    try:
+                        drawn.append(flight.tokens().token_ids[index])
+                    except Exception:  # its requests end when it lands
+                        return None
+        return drawn
 
     def _land(self) -> CoreOutputs:
         """Wait for the oldest step in flight, and take what it brings."""
-        out, pending, start = self._flights.popleft()
+        flight = self._flights.popleft()
+        out, start = flight.out, flight.start
         outputs, self._joined = CoreOutputs(joined=self._joined), []
         try:
-            if isinstance(pending, Exception):
-                raise pending
-            tokens = pending.result()
+            tokens = flight.tokens()
         except Exception as failure:
             _log.exception("step %d failed; its requests end with an error, the others go on", out.step)
             now = self._landed(out)
             result = self.scheduler.fail_step(out, now)
             outputs.finished = self._finished(result.finished, now, f"the step failed: {type(failure).__name__}")
         else:
-            result = self._update(out, tokens, outputs, self._landed(out))
+            result = self._update(flight, tokens, outputs, self._landed(out))
             self._note_chunks(out)
         outputs.progress, self._progress = self._progress, []
         outputs.decode_seconds, outputs.decoding = self.causes.decode_seconds, self.causes.decoding
@@ -468,13 +537,16 @@ class EngineCore(EngineClient):
         now = self.clock.now()
         self.causes.landed(out, now)
         if self._flights:
-            self.causes.began(self._flights[0][0], now)
+            self.causes.began(self._flights[0].out, now)
         return now
 
-    def _update(self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs, now: float) -> StepResult:
+    def _update(self, flight: _Flight, tokens: SampledTokens, outputs: CoreOutputs, now: float) -> StepResult:
+        out = flight.out
         ended = self._take_prompt_logprobs(out, tokens, outputs, now)
         records = self._token_records(tokens)
+        self.grammars.landed(flight.grammars, out.step, tokens)
         result = self.scheduler.update(out, tokens.token_ids, now)
+        complete = self._complete(flight, now)
         rows = [row for row, request in enumerate(result.sampled) if request is not None]
         rows = [row for row in rows if tokens.token_ids[row] != FAILED_ROW]
         outputs.sequence_ids = [result.sampled[row].request_id for row in rows]  # type: ignore[union-attr]
@@ -483,8 +555,18 @@ class EngineCore(EngineClient):
             outputs.logprobs = [records[row] for row in rows]
         failed = ((result.sampled[row], reason) for row, reason in tokens.errors.items())
         errors = {request.request_id: reason for request, reason in failed if request is not None}
-        outputs.finished = ended + self._finished(result.finished, now, errors=errors)
+        outputs.finished = ended + self._finished([*result.finished, *complete], now, errors=errors)
         return result
+
+    def _complete(self, flight: _Flight, now: float) -> list[Request]:
+        """End the answers that nothing may follow. Returns the requests that have left now."""
+        left: list[Request] = []
+        for request in self.grammars.complete(flight.grammars):
+            if request.finish_reason is FinishReason.LENGTH:  # the limit cut nothing off
+                request.finish_reason = FinishReason.STOP
+            elif request.finish_reason is None:
+                left += self.scheduler.finish(request.request_id, FinishReason.STOP, None, now)
+        return left
 
     def _take_prompt_logprobs(
         self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs, now: float
@@ -531,6 +613,7 @@ class EngineCore(EngineClient):
         ended well leave with them), ``errors`` for those it names."""
         for request in ended:
             self.answer_lengths.add(request)
+            self.grammars.forget(request.request_id)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
         for request, causes, preempted_by, _ in charged:
             self.events.tell("ended", request, now, causes, preempted_by)

@@ -8,11 +8,13 @@ import uuid
 from chairlift.config import CacheConfig, SchedulerConfig
 from chairlift.engine.clock import Clock
 from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
+from chairlift.engine.grammars import Grammars
 from chairlift.engine.input_processor import InputProcessor, ModelLimits, Prompt
 from chairlift.engine.output_processor import OutputProcessor, RequestState
 from chairlift.engine.step_log import StepLog
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from chairlift.executor.executor import Executor, WeightSource
+from chairlift.grammar.compiler import GrammarCompiler
 from chairlift.kv_cache.manager import KVCacheManager
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
@@ -41,7 +43,10 @@ class Engine:
         clock: Clock | None = None,
         policy: Policy | None = None,
         kv: KVCacheManager | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        if grammars is None and tokenizer is not None:
+            grammars = Grammars(GrammarCompiler(lambda: tokenizer, limits.vocab_size, limits.eos_token_ids))
         self.core = EngineCore(
             executor,
             config,
@@ -51,6 +56,7 @@ class Engine:
             clock=clock,
             policy=policy,
             kv=kv,
+            grammars=grammars,
         )
         self.clock: Clock = self.core.clock
         self._inputs = InputProcessor(limits, tokenizer, self.core.kv, seed)
@@ -107,6 +113,8 @@ class Engine:
         now = self.clock.now()
         params = SamplingParams() if params is None else params
         prepared = self._inputs.prepare(request_id, prompt, params, now, cache_salt, tenant)
+        if params.structured_outputs is not None:
+            self.core.grammars.check(params.structured_outputs.value)
         try:
             self.core.add(prepared)
             self._outputs.add(prepared, stream)

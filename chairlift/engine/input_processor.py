@@ -215,6 +215,8 @@ class InputProcessor:
             raise RequestError(
                 "stop strings and bad_words need the tokenizer, which was not loaded; use stop_token_ids"
             )
+        if self._tokenizer is None and params.structured_outputs is not None:
+            raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
 
     def _promise(self, params: SamplingParams, arrival: float, tenant: str) -> tuple[int, Service]:
         """Priority and promise of a request: its own words, else those of its class."""

@@ -15,7 +15,7 @@ from chairlift.engine.input_processor import PreparedRequest
 from chairlift.metrics.stats import DEADLINE_KINDS, FinishedRequest, RequestStats
 from chairlift.outputs import CompletionOutput, FinishReason, FlatLogprobs, RequestMetrics, RequestOutput
 from chairlift.sampling.failures import output_reason
-from chairlift.sampling_params import SHAPED_REASONS
+from chairlift.sampling_params import is_of_the_caller
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["OutputProcessor", "RequestPhase", "RequestProgress", "RequestState"]
@@ -197,7 +197,7 @@ class RequestState:
         """Why one of its answers is none, where that is not for what its caller asked: the others are of no use."""
         reasons = [answer.finish_reason for answer in self.answers]
         failed = [reason for reason in (FinishReason.ERROR, FinishReason.DEADLINE) if reason in reasons]
-        return failed[0] if failed and self.error not in SHAPED_REASONS else None
+        return failed[0] if failed and not is_of_the_caller(self.error) else None
 
     @property
     def num_tokens(self) -> int:
@@ -252,7 +252,7 @@ class RequestState:
     def record(self, now: float, *, aborted: bool = False) -> FinishedRequest:
         """What the statistics keep of it."""
         metrics = self.metrics
-        aborted = aborted or self.error in SHAPED_REASONS  # no fault of ours
+        aborted = aborted or is_of_the_caller(self.error)  # no fault of ours
         first, token = metrics.first_scheduled_time, metrics.first_token_time
         ended = None if aborted else self.answers[0].finish_reason
         record = FinishedRequest(

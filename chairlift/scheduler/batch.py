@@ -22,8 +22,8 @@ __all__ = ["Batch"]
 
 
 class Batch:
-    """Rows and blocks of all requests. A request waits, runs in a row, or is a sibling that waits for the prompt of
-    the request it forks from."""
+    """Rows and blocks of all requests. A request waits, runs in a row, is a sibling that waits for the prompt of the
+    request it forks from, or is not ready yet."""
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class Batch:
         self.max_preemptions = 0 if preemption.never else max_preemptions
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
+        self.unready: dict[str, Request] = {}
+        """Requests whose grammar is being compiled. They take their place in the waiting queue when they are ready."""
         self.reserve: dict[str, Request] = {}
         """Short requests that run in reserved rows and blocks."""
         self.paced: dict[str, float] = {}
@@ -132,7 +134,10 @@ class Batch:
         return min(total, most)
 
     def wait(self, request: Request, now: float) -> None:
-        """Queue a request that has arrived, or that has lost its row."""
+        """Queue a request that has arrived, or that has lost its row; one that is not ready when it is."""
+        if not request.is_ready:
+            self.unready[request.request_id] = request
+            return
         request.is_guaranteed = self.membership.closed or is_pinned(request, self.max_preemptions)
         self.policy.queued(request, now)
         if request.size == SIZE_UNKNOWN:
@@ -230,6 +235,8 @@ class Batch:
             self.vacate(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        elif request.request_id in self.unready:
+            del self.unready[request.request_id]
         elif request.source is not None:
             request.source.siblings.remove(request)
         self.kv.drop_swapped(request)

@@ -89,7 +89,8 @@ class SchedulerOutput:
     """Decodes that rest from this step on, for want of a block."""
     held_up_by: str = ""
     """What the first in line that was not let in waits for: ``slots``, ``blocks``, ``tokens``, ``reservation`` (rows
-    kept for another class) or ``batch``; empty when nobody waits. Set also where there is nothing to execute."""
+    kept for another class) or ``batch``; ``grammar`` when only requests wait whose grammar is being compiled, and empty
+    when nobody waits. Set also where there is nothing to execute."""
     context_tokens: int = 0
     """Positions that the decode rows attend to, together: what the cost of a decode grows with."""
     num_waiting: int = 0

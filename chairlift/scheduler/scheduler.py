@@ -240,7 +240,7 @@ class Scheduler:
             self._run_decodes(step)
         self._seal(step)
         if not self.waiting:
-            out.held_up_by = ""
+            out.held_up_by = "grammar" if self.batch.unready else ""
         elif not out.held_up_by:
             out.held_up_by = "slots" if not self.batch.open_rows else "blocks" if out.preempted else "tokens"
         if self.preemptor.preempted_for:
@@ -418,6 +418,12 @@ class Scheduler:
         if request is None or (request.finish_reason is not None and reason is not FinishReason.ABORT):
             return []
         return self._end(request, reason, stop_reason, now)
+
+    def ready(self, request: Request, now: float) -> None:
+        """What a request waited for before it may join is there; nothing happens when it has left."""
+        request.is_ready = True
+        if self.batch.unready.pop(request.request_id, None) is not None:
+            self.batch.wait(request, now)
 
     def abort(self, request_id: str, now: float = 0.0) -> list[Request]:
         """End a request in any state, at once; nothing happens when the id is unknown or has ended."""

@@ -1,7 +1,7 @@
 """What a request body may hold: the OpenAI fields, vLLM's extensions, a type and bounds for each.
 
 The rule for fields that are known but not served: a value that asks for what happens anyway (null, false, an empty
-text, list or object, the values named below) is accepted. Of the fields that ask for a format only null does: ``{}`` is
+text, list or object, the values named below) is accepted. Of the fields that ask for a form only null does: ``{}`` is
 a schema, and so is ``false``. Of the others, a hint is ignored, because the answer is still an answer to what was
 asked, and the reply says so in a header (``Warning: 299 chairlift "ignored: user"``). A value without which the answer
 would be an answer to another question is refused with status 400. Fields that nobody knows are ignored like
@@ -24,6 +24,8 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      ``min_tokens``, ``ignore_eos``, ``stop_token_ids``, ``bad_words``, ``allowed_token_ids``,
                      ``include_stop_str_in_output``, ``skip_special_tokens``, ``prompt_logprobs`` (not with
                      ``stream``), ``truncate_prompt_tokens``, ``return_token_ids``, ``return_tokens_as_token_ids``,
+                     one of ``response_format``, ``structured_outputs``, ``guided_json``, ``guided_regex``,
+                     ``guided_choice``, ``guided_grammar`` and ``structural_tag``,
                      ``priority``, ``cache_salt``, ``service_tier``, ``user``, and ours: ``queue_timeout``
                      (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
@@ -35,9 +37,7 @@ ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_iden
                      ``verbosity``, ``prediction``, ``prompt_cache_key``, ``prompt_cache_retention``,
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
 refused              ``functions``, ``function_call`` but ``none``, ``tool_choice`` but ``auto`` and ``none``, of texts
-                     ``tools``, ``response_format``
-                     but type ``text``, ``structured_outputs``, ``guided_json``, ``guided_regex``, ``guided_choice``,
-                     ``guided_grammar``, ``structural_tag``, ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
+                     ``tools``, ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
                      ``extra_body``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
                      ``chat_template``, ``documents``, ``lora_path``,
                      ``kv_transfer_params``, ``prompt_embeds``, ``logits_processors``, ``use_beam_search``,
@@ -62,6 +62,8 @@ from msgspec import Meta
 from chairlift.errors import RequestError
 from chairlift.sampling_params import SamplingLimits, SamplingParams
 from chairlift.server.errors import ApiError
+from chairlift.server.structured import structured_outputs
+from chairlift.structured_outputs import MAX_GRAMMAR_CHARS
 from chairlift.tool_calls.request import MAX_TOOLS
 
 __all__ = [
@@ -116,6 +118,8 @@ Scalar = (
 )
 VariableName = Annotated[str, Meta(pattern=_NAME)]
 TemplateVariables = Annotated[dict[VariableName, Scalar], Meta(max_length=32)]
+Form = Annotated[dict[str, Any], Meta(max_length=64)]
+GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
 LogitBias = Annotated[
     dict[Annotated[str, Meta(pattern=_ID)], Annotated[float, Meta(ge=-100, le=100)]],
     Meta(max_length=_LIMITS.max_logit_bias),
@@ -164,6 +168,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Write tokens as ``token_id:17`` in logprobs, so that no two look the same."""
+    response_format: Form | None = None
+    """Type ``text``, ``json_object``, ``json_schema`` (enforced, whatever ``strict`` says) or ``structural_tag``."""
+    structured_outputs: Form | None = None
+    """One of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar`` and ``structural_tag``."""
+    guided_json: Any = None
+    """The older name of ``structured_outputs.json``, and so on."""
+    guided_regex: GrammarText | None = None
+    guided_choice: Annotated[list[GrammarText], Meta(max_length=4096)] | None = None
+    guided_grammar: GrammarText | None = None
+    structural_tag: Form | GrammarText | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
     cache_salt: CacheSalt | None = None
     """Only requests with the same salt share cached prompts."""
@@ -311,7 +325,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 _TOOLS: Final = "it belongs to /v1/chat/completions; leave it out"
 _OLD_TOOLS: Final = "it is the older form of tools; send tools instead"
-_GRAMMAR: Final = "answers cannot be held to a format yet; leave it out and ask for the format in the prompt"
+_GRAMMAR: Final = "answers are held to a form by response_format or structured_outputs; use one of them"
 _CHAT_ONLY: Final = "it belongs to /v1/chat/completions; leave it out"
 _TEXT_ONLY: Final = "it belongs to /v1/completions; leave it out"
 
@@ -320,13 +334,6 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "functions": ((), _OLD_TOOLS),
     "tool_choice": (("none",), _TOOLS),
     "function_call": (("none",), _OLD_TOOLS),
-    "response_format": (({"type": "text"},), _GRAMMAR),
-    "structured_outputs": ((), _GRAMMAR),
-    "guided_json": ((), _GRAMMAR),
-    "guided_regex": ((), _GRAMMAR),
-    "guided_choice": ((), _GRAMMAR),
-    "guided_grammar": ((), _GRAMMAR),
-    "structural_tag": ((), _GRAMMAR),
     "json_schema": ((), _GRAMMAR),
     "grammar": ((), _GRAMMAR),
     "regex": ((), _GRAMMAR),
@@ -413,6 +420,7 @@ def warning_headers(ignored: Sequence[str]) -> dict[str, str]:
 def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
     """The request's sampling settings over ``defaults``, ``fields`` over both. Raises ApiError, naming the field."""
     given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
+    given["structured_outputs"] = structured_outputs(request)
     try:
         return SamplingParams(**{**defaults, **given, **fields})
     except RequestError as error:

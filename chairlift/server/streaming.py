@@ -26,13 +26,14 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.output_stream import OutputStream
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
-from chairlift.sampling_params import SHAPED_REASONS, SamplingParams
+from chairlift.sampling_params import SamplingParams, is_of_the_caller
 from chairlift.server.auth import Caller, salt_for
 from chairlift.server.errors import ApiError, error_body, to_api_error
 from chairlift.server.pieces import Pieces, json_items
 from chairlift.server.promises import class_of
 from chairlift.server.protocol import GenerationRequest, StreamOptions
 from chairlift.server.state import ServerState
+from chairlift.server.structured import naming
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
@@ -189,6 +190,9 @@ async def submit_all(
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
     salt = salt_for(caller.holder, request.cache_salt or "")
     bad_word_ids = await state.engine.encode_words(params)
+    if params.structured_outputs is not None:
+        with naming(request):
+            await state.engine.check_grammar(params)
     state.engine.check_room(len(prompts), class_of(params), sum(map(len, prompts)), caller.tenant)
     try:
         for index, prompt in enumerate(prompts):
@@ -276,7 +280,7 @@ def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
     """Raise ApiError for an answer that ended in another way than its request asked for."""
     if answer.finish_reason is FinishReason.ERROR:
         reason = output.error or "its logits could not be used"
-        status, code = (400, "invalid_value") if reason in SHAPED_REASONS else (500, "generation_failed")
+        status, code = (400, "invalid_value") if is_of_the_caller(reason) else (500, "generation_failed")
         raise ApiError(status, f"the answer could not be generated: {reason}", code=code)
     if answer.finish_reason is FinishReason.DEADLINE:
         raise ApiError(503, output.error or "the deadline has passed", code="deadline_exceeded")

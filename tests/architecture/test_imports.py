@@ -12,7 +12,7 @@ import pytest
 from tests.architecture.source import imports, modules, tree
 
 # Package or module -> what of ours it may import besides itself. The longest name that matches a module decides.
-PLAIN = ["errors", "config", "outputs", "sampling_params", "service_class"]
+PLAIN = ["errors", "config", "outputs", "sampling_params", "service_class", "structured_outputs"]
 BRAIN = ["request", "kv_cache", "scheduler"]
 ALLOWED: dict[str, list[str]] = {
     "errors": [],
@@ -21,7 +21,9 @@ ALLOWED: dict[str, list[str]] = {
     "step_batch": [],
     "config": ["errors", "service_class", "tool_calls.formats"],
     "service_class": ["errors"],
-    "sampling_params": ["errors"],
+    "structured_outputs": ["errors"],
+    "sampling_params": ["errors", "structured_outputs"],
+    "grammar": ["errors", "structured_outputs", "tokenizer"],
     "request": ["errors", "outputs", "kv_cache.prefix_node"],
     "kv_cache.prefix_node": [],
     "kv_cache": ["errors", "config", "request"],
@@ -40,6 +42,7 @@ ALLOWED: dict[str, list[str]] = {
         *PLAIN,
         *BRAIN,
         "executor.executor",
+        "grammar",
         "metrics.stats",
         "parent",
         "sampling.failures",
@@ -54,7 +57,7 @@ ALLOWED: dict[str, list[str]] = {
     "pooled_llm": ["errors", "outputs", "engine"],
     "pooled_loading": ["errors", "config", "engine", "executor", "loading", "models"],
     "async_llm": [*PLAIN, "engine", "loading"],
-    "engine_process": ["errors", "config", "engine", "loading", "parent", "pooled_loading"],
+    "engine_process": ["errors", "config", "engine", "grammar", "loading", "parent", "pooled_loading", "tokenizer"],
     "server": [*PLAIN, "version", "engine", "loading", "metrics", "parent", "replay", "tokenizer", "tool_calls"],
     "writing": ["errors"],
     "replay": [*PLAIN, "engine", "step_batch", "models.hf_config", "models.model_files", "scheduler", "writing"],
@@ -80,6 +83,7 @@ ALLOWED: dict[str, list[str]] = {
         *BRAIN,
         "engine",
         "executor",
+        "grammar",
         "models.hashlm",
         "sampling",
         "step_batch",

@@ -224,6 +224,10 @@ class FakeEngine:
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [await self.encode(text, add_special_tokens) for text in texts]
 
+    async def check_grammar(self, params: SamplingParams) -> None:
+        if params.structured_outputs is not None:
+            raise RequestError("structured_outputs cannot be followed: this engine's answers are scripted")
+
     async def encode_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         self.words_asked.append(tuple(params.bad_words or ()))
         return ()

@@ -9,8 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from chairlift.engine.core import EngineCore
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.engine import Engine
+from chairlift.engine.grammars import Grammars
 from chairlift.engine.output_processor import OutputProcessor
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
@@ -697,6 +699,94 @@ def charged_twice_after_preemption(patch: Patch) -> None:
             original(self, request)
 
     patch(VirtualTokenCounters, "joined", joined)
+
+
+@mutant
+def grammar_does_not_go_back_with_a_dropped_token(patch: Patch) -> None:
+    original = Grammars._follow
+
+    def follow(row: Any, drawn: Any) -> bool:
+        rewind, row.matcher.rewind = row.matcher.rewind, lambda num_consumed: True
+        try:
+            return original(row, drawn)
+        finally:
+            row.matcher.rewind = rewind
+
+    patch(Grammars, "_follow", staticmethod(follow))
+
+
+@mutant
+def answers_of_a_request_share_a_matcher(patch: Patch) -> None:
+    original = Grammars._start
+
+    def start(self: Grammars, requests: Any, compiled: Any) -> None:
+        original(self, requests, compiled)
+        for request in requests:
+            self._rows[request.request_id].matcher = self._rows[requests[0].request_id].matcher
+
+    patch(Grammars, "_start", start)
+
+
+@mutant
+def mask_ignores_tokens_in_flight(patch: Patch) -> None:
+    patch(EngineCore, "_drawn", lambda self, request: [])
+
+
+@mutant
+def mask_goes_to_the_row_that_was_there_before(patch: Patch) -> None:
+    original = Grammars.rows_of
+
+    def rows_of(self: Grammars, out: SchedulerOutput) -> Any:
+        if self._decode_rows and out.decode_rows:
+            self._decode_rows = out.decode_rows
+        return original(self, out)
+
+    patch(Grammars, "rows_of", rows_of)
+
+
+@mutant
+def request_joins_before_its_grammar_is_compiled(patch: Patch) -> None:
+    original = Grammars.add
+
+    def add(self: Grammars, requests: Any, grammar: Any) -> None:
+        original(self, requests, grammar)
+        for request in requests:
+            request.is_ready = True
+
+    patch(Grammars, "add", add)
+
+
+@mutant
+def complete_answer_goes_on(patch: Patch) -> None:
+    patch(Grammars, "complete", lambda self, rows: [])
+
+
+@mutant
+def grammar_that_fails_is_never_told(patch: Patch) -> None:
+    original = Grammars.take_ready
+    patch(Grammars, "take_ready", lambda self: (original(self)[0], []))
+
+
+@mutant
+def token_that_the_grammar_refuses_is_delivered(patch: Patch) -> None:
+    patch(
+        Grammars,
+        "landed",
+        lambda self, rows, step, tokens: [self._follow(row, [tokens.token_ids[i]]) for i, row in rows],
+    )
+
+
+@mutant
+def aborted_request_is_still_compiled_for(patch: Patch) -> None:
+    original = Batch.remove
+
+    def remove(self: Batch, request: Request, now: float) -> None:
+        kept = self.unready.get(request.request_id)
+        original(self, request, now)
+        if kept is not None:
+            self.unready[request.request_id] = kept
+
+    patch(Batch, "remove", remove)
 
 
 @promise_mutant("displaces")

@@ -12,6 +12,10 @@ MOST_SEEDS = 2_000
 SEEN_AT = {
     "collision_taken_for_the_same_content": 1_378,
     "copy_of_a_failed_step_kept": 1_131,
+    "grammar_does_not_go_back_with_a_dropped_token": 719,
+    "token_that_the_grammar_refuses_is_delivered": 299,
+    "mask_goes_to_the_row_that_was_there_before": 119,
+    "request_joins_before_its_grammar_is_compiled": 99,
     "host_copies_of_untrusted_content_kept": 1_131,
 }
 """Where the search begins for what few seeds notice: it saves a minute; when worlds change, it takes longer."""

@@ -26,7 +26,16 @@ so up the row whose window would have given them back; an id taken again before 
 
 
 NAMES = ("preempted", "cached", "forked", "late", "held", "failed", "text", "passed", "swapped", "tails", "dropped")
-NAMES += ("past deadline", "brought back", "reserved", "jumped", "masks", "sample positions")
+NAMES += (
+    "past deadline",
+    "brought back",
+    "reserved",
+    "jumped",
+    "masks",
+    "sample positions",
+    "grammars",
+    "broken grammars",
+)
 
 
 def run_seed(seed: int) -> dict[str, int]:
@@ -55,6 +64,8 @@ def run_seed(seed: int) -> dict[str, int]:
         "jumped": share.num_jumps if share else 0,
         "masks": scripts.num_masks if scripts else 0,
         "sample positions": scripts.num_checked if scripts else 0,
+        "grammars": engine.core.grammars.num_compiled,
+        "broken grammars": engine.core.grammars.num_failed,
     }
 
 

@@ -14,6 +14,7 @@ from chairlift.sampling.row import SamplingRow
 from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.workbench.sim.grammars import GrammarScript, scripted_tokens
 from chairlift.workbench.sim.world import EOS, LETTERS, VOCAB_SIZE, allowed_at
 
 __all__ = ["Expected", "byte_tokenizer", "expected_answer"]
@@ -58,10 +59,14 @@ def expected_answer(
         num_prompt_tokens=len(args["prompt"]),
         tag=int.from_bytes(args["salt"].encode()[:8], "little"),
     )
-    tokens = reference_tokens(
-        args["prompt"], row, windows, VOCAB_SIZE, args["max_tokens"], lambda position: allowed_at(args, position)
-    )
     stops = set(args["stop_token_ids"]) | (set() if args["ignore_eos"] else {EOS})
+    end = "length"
+    if args.get("grammar"):
+        tokens, end = scripted_tokens(GrammarScript(**args["grammar"]), args, row, windows, stops)
+    else:
+        tokens = reference_tokens(
+            args["prompt"], row, windows, VOCAB_SIZE, args["max_tokens"], lambda position: allowed_at(args, position)
+        )
     strings = args.get("stop", []) if with_text else []
     include = bool(args.get("include_stop_str_in_output"))
     for count in range(1, len(tokens) + 1):
@@ -77,7 +82,8 @@ def expected_answer(
         if stop is not None:
             return Expected(given, cut, FinishReason.STOP, stop)
     text, stop = _cut(_text(args["prompt"], tokens, with_text), strings, include)  # its last bytes may complete a stop
-    return Expected(tokens, text, FinishReason.LENGTH if stop is None else FinishReason.STOP, stop)
+    reason = {"complete": FinishReason.STOP, "error": FinishReason.ERROR}.get(end, FinishReason.LENGTH)
+    return Expected(tokens, text, reason if stop is None else FinishReason.STOP, stop)
 
 
 def _text(prompt: list[int], tokens: list[int], with_text: bool, *, final: bool = True) -> str:

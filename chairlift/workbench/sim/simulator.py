@@ -26,6 +26,8 @@ from chairlift.scheduler.policies import policy_from_config
 from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.scheduler import Scheduler
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
+from chairlift.structured_outputs import StructuredOutputsParams
+from chairlift.workbench.sim.grammars import GrammarScript, ScriptedGrammars
 from chairlift.workbench.sim.oracle import Expected, byte_tokenizer, expected_answer
 from chairlift.workbench.sim.policy_watch import PolicyWatch, Violation
 from chairlift.workbench.sim.scripts import Scripts
@@ -185,6 +187,7 @@ class Simulation:
             policy=self.policy,
             kv=kv,
             seed=world.seed,
+            grammars=ScriptedGrammars() if world.grammars else None,
         )
         self._set_bounds()
         self.share = None if policy else _share_watch(self.engine.scheduler, config)
@@ -317,6 +320,7 @@ class Simulation:
             service_tier=args.get("service_tier"),
             ttft_ms=args.get("ttft_ms"),
             deadline_ms=args.get("deadline_ms"),
+            structured_outputs=_structured_outputs(args),
         )
         need = len(args["prompt"]) + args["max_tokens"] - 1
         fits, known = self.engine.kv.fits_when_empty(need), set(self.engine.scheduler.requests.values())
@@ -356,6 +360,8 @@ class Simulation:
     def _step(self) -> None:
         self.num_steps += 1
         scheduler = self.engine.scheduler
+        if isinstance(self.engine.core.grammars, ScriptedGrammars):
+            self.engine.core.grammars.tick()
         stuck = {
             name: request.num_preemptions
             for name, request in scheduler.running.items()
@@ -455,6 +461,17 @@ class Simulation:
             raise Violation(f"{where}: {len(given)} tokens after {submitted.seen[answer.index]}")
         submitted.seen[answer.index] = len(given)
         if answer.finish_reason is FinishReason.ERROR:
+            broken = any(event.kind in ("nan", "raise") for event in self.world.events)
+            if (
+                self.world.grammars
+                and not broken
+                and (given, FinishReason.ERROR)
+                != (
+                    expected.token_ids,
+                    expected.finish_reason,
+                )
+            ):
+                raise Violation(f"{where}: failed after {given}, and not {expected}")
             return
         if answer.finish_reason is FinishReason.DEADLINE:
             if self.world.scheduler.get("late_requests") != "drop" or not _has_deadline(submitted.args):
@@ -472,6 +489,8 @@ class Simulation:
         self.policy.check_drained()
         if scheduler.has_unfinished or scheduler.running or len(scheduler.waiting):
             raise Violation("the scheduler still has requests after all of them ended")
+        if len(self.engine.core.grammars) or scheduler.batch.unready:
+            raise Violation("grammars are still followed after all requests ended")
         if len(self.engine.core.causes):
             raise Violation(f"{len(self.engine.core.causes)} requests that have ended are still charged for time")
         if scheduler.num_preemptions and (scheduler.batch.preemption.never or scheduler.membership.held):
@@ -492,6 +511,11 @@ def _share_watch(scheduler: Scheduler, config: SchedulerConfig) -> ShareWatch | 
         return None
     reserving = {name for name, each in (config.promises or {}).items() if each.min_step_tokens}
     return ShareWatch(scheduler, config.policy_share, config.max_num_batched_tokens, reserving)
+
+
+def _structured_outputs(args: dict[str, Any]) -> StructuredOutputsParams | None:
+    script = args.get("grammar")
+    return None if script is None else StructuredOutputsParams(regex=GrammarScript(**script).text)
 
 
 def _has_deadline(args: dict[str, Any]) -> bool:

@@ -53,6 +53,8 @@ class World:
     prefix_offload: bool = False
     scripted: bool = False
     """Whether requests have masks, or several sample positions in a chunk."""
+    grammars: bool = False
+    """Whether some requests have a grammar."""
 
 
 CLASSES = {
@@ -112,6 +114,10 @@ def make_world(seed: int) -> World:
     scripted = seed % 10 == 7
     if scripted:
         _script(random.Random(seed ^ 0x3A5C), [event for event in events if event.kind == "arrive"])
+    grammars = seed % 20 == 19
+    if grammars:
+        with_text = True  # without a tokenizer there are none
+        _hold(random.Random(seed ^ 0x6A3B), [event for event in events if event.kind == "arrive"])
     return World(
         seed=seed,
         block_size=block_size,
@@ -127,6 +133,7 @@ def make_world(seed: int) -> World:
         num_host_blocks=num_host_blocks,
         prefix_offload=prefix_offload,
         scripted=scripted,
+        grammars=grammars,
     )
 
 
@@ -142,6 +149,23 @@ def _script(rng: random.Random, arrivals: list[Event]) -> None:
         event.args["sample_positions"] = rng.choice([1, 1, 2, 3, 9])
         some = [sorted(rng.sample(range(VOCAB_SIZE), rng.choice([1, 2, 5, 12]))) for _ in range(rng.choice([1, 2, 4]))]
         event.args["masks"] = rng.choice([None, some, [None, *some]])
+
+
+def _hold(rng: random.Random, arrivals: list[Event]) -> None:
+    """Grammars for most requests, few enough that some share one; some of them break, in each way."""
+    outcomes = ["good"] * 8 + ["refused", "lost", "empty", "broken"]
+    scripts = [
+        {
+            "seed": rng.randrange(1 << 20),
+            "delay": rng.choice([0, 0, 1, 3, 10]),
+            "outcome": rng.choice(outcomes),
+            "at": rng.randrange(6),
+        }
+        for _ in range(rng.choice([1, 2, 4, 8]))
+    ]
+    for event in arrivals:
+        if rng.random() < 0.7:
+            event.args["grammar"], event.args["ignore_eos"] = rng.choice(scripts), False
 
 
 def _scheduler(rng: random.Random, maybe: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], dict[str, int]]:

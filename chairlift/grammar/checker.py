@@ -1,0 +1,108 @@
+"""Callers' grammars tried in processes that can be killed, before the engine compiles them.
+
+A small schema may take seconds and gigabytes, and what runs in a native library cannot be stopped by its own process.
+So each grammar is compiled once under the kernel's limits of time and memory, with a tokenizer of bytes in place of the
+model's: what is wrong with a grammar does not depend on the tokens, and the model's tables are large.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from chairlift.errors import RequestError
+from chairlift.grammar.compiler import have_llguidance, markers_of, matcher_for
+from chairlift.grammar.structural_tag import Markers
+from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
+from chairlift.tokenizer.byte_level import byte_tokenizer
+from chairlift.tokenizer.template_worker import Answer, WorkerPool, serve
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["GrammarChecker"]
+
+_SECONDS: Final = 2.0
+"""Processor time that a grammar may take; real ones take 1 to 50 ms."""
+_CPU_SECONDS: Final = 4
+"""After which the kernel ends a worker that nobody killed."""
+_MAX_REPLY: Final = 16_384
+_MOST_KEPT: Final = 1024
+_END: Final = "<|end|>"
+
+
+class GrammarChecker(WorkerPool):
+    """Tells whether grammars can be followed by a model of ``vocab_size`` logits.
+
+    At most ``most_waiting`` grammars wait for their turn. Workers start when the first grammar comes. One event loop
+    owns the object.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        most_waiting: int = 256,
+        *,
+        memory_bytes: int = 256 << 20,
+        time_limit: float = _SECONDS,
+    ) -> None:
+        markers = markers_of(tokenizer)
+        setup = {
+            "special": markers.special,
+            "others": markers.others,
+            "vocab_size": max(vocab_size, tokenizer.vocab_size),
+            "memory_bytes": memory_bytes,
+        }
+        super().__init__(__name__, setup, "grammars", _MAX_REPLY, num_workers=2, most_waiting=most_waiting)
+        self._byte_decoding = tokenizer.byte_decoding
+        self._time_limit = time_limit
+        self._good: OrderedDict[bytes, None] = OrderedDict()
+
+    async def check(self, grammar: Grammar) -> None:
+        """Raise RequestError for a grammar that cannot be followed, or takes too long or too much memory, and what
+        :meth:`WorkerPool.ask` raises when it is not to blame."""
+        have_llguidance()
+        key = grammar.key
+        if key in self._good:
+            self._good.move_to_end(key)
+            return
+        fields = {
+            "kind": grammar.kind,
+            "text": grammar.text,
+            "compact": grammar.compact,
+            "cpu_seconds": _CPU_SECONDS,
+        }
+        try:
+            reply = await self.ask(fields, self._time_limit)
+        except TimeoutError:
+            raise RequestError(
+                f"{CANNOT_BE_FOLLOWED}it was not compiled after {self._time_limit:g} s of processor time; simplify it"
+            ) from None
+        except (EOFError, ValueError):
+            raise RequestError(f"{CANNOT_BE_FOLLOWED}it takes more memory than it may; make it simpler") from None
+        if "error" in reply:
+            raise RequestError(str(reply["error"]))
+        self._good[key] = None
+        if len(self._good) > _MOST_KEPT:
+            self._good.popitem(last=False)
+
+
+def _prepare(setup: Mapping[str, Any]) -> tuple[Answer, Callable[[], object]]:
+    from llguidance import LLTokenizer
+
+    markers = Markers(setup["special"], setup["others"])
+    width = max(int(setup["vocab_size"]), 257)
+    tables = LLTokenizer(byte_tokenizer((_END,), eos=_END).backend.to_str(), n_vocab=width, eos_token=[256])
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        try:
+            matcher_for(Grammar(asked["kind"], asked["text"], asked["compact"]), tables, markers)
+        except RequestError as error:
+            return {"error": str(error)}
+        return {}
+
+    return answer, lambda: None
+
+
+if __name__ == "__main__":
+    serve(_prepare, f"{CANNOT_BE_FOLLOWED}it takes more memory than it may; make it simpler")

@@ -1,0 +1,330 @@
+"""From a grammar to what follows it token by token: the only module that calls llguidance.
+
+What compiles here is compiled under limits of its size, and a schema that llguidance would not hold in full is refused
+by the name of the keyword. Callers cannot switch that off: options inside a schema lose against ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.errors import RequestError
+from chairlift.grammar.structural_tag import Markers, structural_tag_grammar
+from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Compiled", "Compiler", "GrammarCompiler", "Matcher", "have_llguidance", "markers_of"]
+
+_WHITESPACE: Final = "[ \\n\\t]{0,8}"
+"""Between the parts of a JSON text. Without an end, models write blanks up to ``max_tokens``."""
+_LIMITS: Final[dict[str, Any]] = {
+    "max_grammar_size": 20_000,
+    "step_max_items": 2_000,
+    "max_items_in_row": 200,
+    "verbose_errors": False,
+}
+_FIRST_MASK_SECONDS: Final = 2.0
+"""Processor time for the first mask, which builds most of the lexer."""
+_MASK_SECONDS: Final = 0.1
+"""Processor time for each later mask."""
+_ALL_MASKS_SECONDS: Final = 10.0
+"""Processor time for all masks of an answer."""
+_MAX_ERROR: Final = 400
+_UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+
+class Matcher(Protocol):
+    """One answer's place in its grammar. One thread at a time."""
+
+    num_consumed: int
+    """Tokens of the answer it has seen."""
+    error: str
+    """Why it cannot go on, in words; empty while it can. For good."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing but the end may follow."""
+        ...
+
+    def consume(self, token_id: int) -> bool:
+        """Take the next token. False, and :attr:`error` is set, where the grammar does not allow it."""
+        ...
+
+    def rewind(self, num_consumed: int) -> bool:
+        """Go back to the first ``num_consumed`` tokens. False, and :attr:`error` is set, where that fails."""
+        ...
+
+    def mask(self) -> npt.NDArray[np.uint32] | None:
+        """What may come next, as in :data:`~chairlift.step_batch.Masks`; valid until it is asked again. None where
+        :attr:`error` is set."""
+        ...
+
+
+class Compiled(Protocol):
+    """A compiled grammar; matchers of it are independent."""
+
+    def matcher(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
+        """One at the beginning. ``stop_token_ids`` are allowed wherever the answer may end."""
+        ...
+
+
+class Compiler(Protocol):
+    """Makes grammars ready for one model."""
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Raises RequestError for a grammar that cannot be followed."""
+        ...
+
+
+def have_llguidance() -> None:
+    """Raise RequestError, saying what to install, where llguidance is not installed."""
+    if importlib.util.find_spec("llguidance") is None:
+        raise RequestError(
+            "structured_outputs needs llguidance, which is not installed; pip install llguidance, or leave it out"
+        )
+
+
+def markers_of(tokenizer: Tokenizer) -> Markers:
+    """The added tokens of a tokenizer by their text."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    special = {token.content: token_id for token_id, token in added.items() if token.special}
+    return Markers(special, {token.content: i for i, token in added.items() if not token.special})
+
+
+class GrammarCompiler:
+    """Grammars for a model of ``vocab_size`` logits. ``read_tokenizer`` is called when the first grammar comes, and
+    makes the tokenizer, or None where there is none; an answer ends with one of ``eos_token_ids`` and the tokenizer's.
+
+    The tokenizer's tables are made once, which takes 0.1 to 4 s and 30 to 370 MB. Safe to share between threads.
+    """
+
+    def __init__(
+        self, read_tokenizer: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._read_tokenizer = read_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tables: tuple[Any, int, tuple[int, ...], Markers] | None = None
+
+    def compile(self, grammar: Grammar) -> _CompiledGrammar:
+        """Raises RequestError for a grammar that cannot be followed, that is too large or takes too long, and where
+        llguidance or a tokenizer that it knows is missing."""
+        have_llguidance()
+        tables, width, eos, markers = self._known_tables()
+        return _CompiledGrammar(matcher_for(grammar, tables, markers), width, self._vocab_size, eos)
+
+    def _known_tables(self) -> tuple[Any, int, tuple[int, ...], Markers]:
+        with self._lock:
+            if self._tables is None:
+                self._tables = self._make_tables()
+            return self._tables
+
+    def _make_tables(self) -> tuple[Any, int, tuple[int, ...], Markers]:
+        tokenizer = self._read_tokenizer()
+        if tokenizer is None:
+            raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
+        width = max(self._vocab_size, tokenizer.vocab_size)
+        eos = tuple(sorted({*self._eos_token_ids, *tokenizer.eos_token_ids}))
+        if not eos:
+            raise RequestError("structured_outputs needs a token that ends the answer, and the model has none")
+        if tokenizer.byte_decoding is None:
+            raise RequestError(
+                "structured_outputs needs a tokenizer whose tokens are bytes of the text (byte-level, or with byte"
+                " fallback), and the model's looks at neighbours; leave it out"
+            )
+        from llguidance import LLTokenizer
+
+        try:
+            tables = LLTokenizer(_without_markers(tokenizer), n_vocab=width, eos_token=list(eos))
+        except Exception as error:
+            reason = " ".join(str(error).split())[:_MAX_ERROR]
+            raise RequestError(f"structured_outputs cannot be used with the model's tokenizer: {reason}") from None
+        return tables, width, eos, markers_of(tokenizer)
+
+
+class _CompiledGrammar:
+    """What :meth:`GrammarCompiler.compile` makes."""
+
+    def __init__(self, base: Any, width: int, vocab_size: int, eos: tuple[int, ...]) -> None:
+        self._base = base
+        self._lock = threading.Lock()
+        self.width, self.vocab_size, self.eos = width, vocab_size, eos
+
+    def matcher(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
+        """See :class:`Compiled`."""
+        with self._lock:
+            return _LLMatcher(self._base.deep_copy(), self, stop_token_ids)
+
+
+class _LLMatcher:
+    """A :class:`Matcher` over llguidance's."""
+
+    def __init__(self, matcher: Any, compiled: _CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
+        self.num_consumed = 0
+        self.error = ""
+        self._matcher = matcher
+        self._eos = compiled.eos
+        self._bits = np.zeros(-(-compiled.width // 32), dtype=np.uint32)
+        self._mask = self._bits[: -(-compiled.vocab_size // 32)]
+        self._tail = np.uint32((1 << (compiled.vocab_size % 32 or 32)) - 1)
+        self._ends = [i for i in stop_token_ids if 0 <= i < compiled.vocab_size and i not in compiled.eos]
+        self._seconds = 0.0
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def consume(self, token_id: int) -> bool:
+        if self.error:
+            return False
+        # An error state allows the end only: unless it is asked for, a fault looks like an answer that ended early.
+        if not self._matcher.consume_token(token_id) or self._matcher.is_error():
+            return self._fail(self._matcher.get_error())
+        self.num_consumed += 1
+        return True
+
+    def rewind(self, num_consumed: int) -> bool:
+        if self.error:
+            return False
+        if num_consumed < self.num_consumed:
+            if not self._matcher.rollback(self.num_consumed - num_consumed) or self._matcher.is_error():
+                return self._fail(self._matcher.get_error())
+            self.num_consumed = num_consumed
+        return True
+
+    def mask(self) -> npt.NDArray[np.uint32] | None:
+        if self.error:
+            return None
+        begin = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        took = time.thread_time() - begin
+        self._seconds += took
+        reason = self._matcher.get_error() if self._matcher.is_error() else ""
+        if not reason and (took > _MASK_SECONDS or self._seconds > _ALL_MASKS_SECONDS):
+            reason = (
+                f"one step took {took:.2g} s of processor time and the answer {self._seconds:.2g} s, and"
+                f" {_MASK_SECONDS:g} and {_ALL_MASKS_SECONDS:g} s are allowed; make the grammar simpler"
+            )
+        if reason:
+            self._fail(reason)
+            return None
+        if self._ends and any(_is_set(self._bits, i) for i in self._eos):
+            for token_id in self._ends:
+                self._bits[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self._mask[-1] &= self._tail
+        return self._mask
+
+    def _fail(self, message: str) -> bool:
+        self.error = CANNOT_BE_FOLLOWED + readable(message)
+        return False
+
+
+def _is_set(bits: npt.NDArray[np.uint32], token_id: int) -> bool:
+    return bool(int(bits[token_id // 32]) >> token_id % 32 & 1)
+
+
+def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> Any:
+    """llguidance's matcher for a grammar, with its first mask computed. Raises RequestError."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        text = _lowered(grammar, markers)
+    except RequestError:
+        raise
+    except RecursionError:
+        raise RequestError(f"{CANNOT_BE_FOLLOWED}it is nested too deeply; make it flatter") from None
+    except Exception as error:
+        raise RequestError(CANNOT_BE_FOLLOWED + readable(str(error))) from None
+    matcher = LLMatcher(tables, text, log_level=0, limits=LLParserLimits(**_LIMITS))
+    problems = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+    if problems:
+        raise RequestError(CANNOT_BE_FOLLOWED + readable(problems[0]))
+    begin = time.thread_time()
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)
+    took = time.thread_time() - begin
+    if matcher.is_error():
+        raise RequestError(CANNOT_BE_FOLLOWED + readable(matcher.get_error()))
+    if took > _FIRST_MASK_SECONDS:
+        raise RequestError(
+            f"{CANNOT_BE_FOLLOWED}its first step takes {took:.2g} s of processor time, and {_FIRST_MASK_SECONDS:g} s"
+            " are allowed; make it simpler"
+        )
+    if not bits.any():
+        raise RequestError(f"{CANNOT_BE_FOLLOWED}no answer satisfies it; relax it")
+    return matcher
+
+
+def _lowered(grammar: Grammar, markers: Markers) -> str:
+    """The grammar in a form that llguidance takes."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    options = _json_options(grammar.compact)
+    if grammar.kind == "json_schema":
+        return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides=options))
+    if grammar.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(grammar.text))
+    if grammar.kind == "choice":
+        return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.text)))))
+    if grammar.kind == "structural_tag":
+        return str(LLMatcher.grammar_from_lark(structural_tag_grammar(json.loads(grammar.text), markers, options)))
+    return str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text) if grammar.kind == "gbnf" else grammar.text))
+
+
+def _json_options(compact: bool) -> Any:
+    fixed = {"lenient": False, "coerce_one_of": False, "item_separator": ",", "key_separator": ":"}
+    return fixed | ({"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE})
+
+
+def readable(message: str) -> str:
+    """An error of llguidance for the caller: what is wrong, and which keyword it is about."""
+    if found := _UNIMPLEMENTED.search(message):
+        names = found[1].replace('\\"', '"')
+        several = "keywords" if "," in names else "keyword"
+        return f"the schema has the {several} {names}, and no answer can be held to that; write it another way"
+    lines = [" ".join(line.split()) for line in message.splitlines()]
+    lines = [line for line in lines if line and not set(line) <= set("^|0123456789 ") and "<non-verbose" not in line]
+    told = [line for line in lines if line.startswith("error:")]
+    first = lines[0] if lines else "it is not understood"
+    return (f"{first} {told[0]}" if told and told[0] not in first else first)[:_MAX_ERROR]
+
+
+def _without_markers(tokenizer: Tokenizer) -> str:
+    """The text of ``tokenizer.json`` in which no text spells an added token.
+
+    A literal that spells one would be a dead end: llguidance offers its id, and refuses it when it comes. Added tokens
+    of the vocabulary that are not special become ordinary ones; all others get a name that nobody can guess, and are
+    reached by their id only.
+    """
+    parts = json.loads(tokenizer.backend.to_str())
+    nonce = secrets.token_hex(8)
+    vocabulary = parts["model"].get("vocab", {})
+    pieces = {piece: i for i, (piece, _) in enumerate(vocabulary)} if isinstance(vocabulary, list) else vocabulary
+    kept = []
+    for token in parts.get("added_tokens") or []:
+        known = token["content"] in pieces
+        if known and not token["special"]:
+            continue
+        name = f"<|{nonce}:{token['id']}|>"
+        if known and isinstance(vocabulary, list):
+            vocabulary[pieces[token["content"]]][0] = name
+        elif known:
+            vocabulary[name] = vocabulary.pop(token["content"])
+        kept.append({**token, "content": name, "special": True, "normalized": False})
+    for rule in ("unk_token",):
+        renamed = {token["id"]: token["content"] for token in kept}
+        if parts["model"].get(rule) in pieces and pieces[parts["model"][rule]] in renamed:
+            parts["model"][rule] = renamed[pieces[parts["model"][rule]]]
+    parts["added_tokens"], parts["post_processor"] = kept, None
+    return json.dumps(parts)

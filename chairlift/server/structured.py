@@ -1,0 +1,85 @@
+"""Which form a request asks its answer to have: one value from the fields of OpenAI, vLLM and older vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from chairlift.errors import RequestError
+from chairlift.server.errors import ApiError
+from chairlift.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from chairlift.server.protocol import GenerationRequest
+
+__all__ = ["FIELDS", "naming", "structured_outputs"]
+
+FIELDS: Final = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "structural_tag",
+)
+"""Fields that ask for a form; a request may have one of them."""
+_INSIDE: Final = {
+    "response_format": "response_format.json_schema.schema",
+    "guided_json": "guided_json",
+    "guided_regex": "guided_regex",
+    "guided_choice": "guided_choice",
+    "guided_grammar": "guided_grammar",
+}
+
+
+def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
+    """What the answer is to be held to; None for free text. Raises ApiError, naming the field."""
+    given = _given(request)
+    if len(given) > 1:
+        message = f"{' and '.join(given)} each ask for a form of the answer; leave all but one out"
+        raise ApiError(400, message, code="invalid_value", param=given[1])
+    if not given:
+        return None
+    name = given[0]
+    value: Any = getattr(request, name)
+    with naming(request):
+        if name == "response_format":
+            return _of_response_format(value)
+        if name == "structured_outputs":
+            return StructuredOutputsParams.of(value)
+        return StructuredOutputsParams.of({name.removeprefix("guided_"): value})
+
+
+@contextlib.contextmanager
+def naming(request: GenerationRequest) -> Iterator[None]:
+    """Errors about a grammar name the field that asked for it, in ``param`` and in words."""
+    try:
+        yield
+    except RequestError as error:
+        message, given = str(error), _given(request)
+        if not given or not message.startswith("structured_outputs"):
+            raise
+        name, inside = given[0], _INSIDE.get(given[0], given[0])
+        if name != "structured_outputs":
+            kind, _, rest = message.removeprefix("structured_outputs").partition(" ")
+            message = f"{inside if kind else name} {rest}"
+        raise ApiError(400, message, code="invalid_value", param=name) from None
+
+
+def _given(request: GenerationRequest) -> list[str]:
+    """The fields that ask for anything but text."""
+    named = [name for name in FIELDS if getattr(request, name) is not None]
+    return [name for name in named if getattr(request, name) != {"type": "text"} or name != "response_format"]
+
+
+def _of_response_format(given: dict[str, Any]) -> StructuredOutputsParams:
+    kind = given.get("type")
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag={name: each for name, each in given.items() if name != "type"})
+    if kind == "json_schema":
+        schema = given.get("json_schema")
+        if not isinstance(schema, dict) or "schema" not in schema:
+            message = "response_format.json_schema must be an object with a schema: {'name': ..., 'schema': {...}}"
+            raise ApiError(400, message, code="invalid_value", param="response_format")
+        return StructuredOutputsParams(json=schema["schema"])
+    message = f"response_format.type must be text, json_object, json_schema or structural_tag; got {kind!r:.80}"
+    raise ApiError(400, message, code="invalid_value", param="response_format")

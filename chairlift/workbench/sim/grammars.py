@@ -1,0 +1,173 @@
+"""Scripted grammars: what a grammar asks of an engine, without a library that knows any.
+
+A script is a function of the answer's tokens: which ids may follow, whether the answer may end there, and whether it
+must. Scripts compile after a number of ticks, or not at all, and some break later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.engine.grammars import Grammars
+from chairlift.errors import RequestError
+from chairlift.grammar.compiler import Compiled
+from chairlift.models.hashlm import reference_tokens
+from chairlift.sampling.row import SamplingRow
+from chairlift.step_batch import mask_bits
+from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
+from chairlift.workbench.sim.world import EOS, VOCAB_SIZE
+
+__all__ = ["GrammarScript", "ScriptedGrammars", "scripted_tokens"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GrammarScript:
+    """The settings of a world's grammar."""
+
+    seed: int
+    delay: int = 0
+    """Ticks until it is compiled."""
+    outcome: str = "good"
+    """``good``, ``refused`` (it does not compile), ``lost`` (the compiler dies of it), ``empty`` (no id may follow at
+    ``at``), ``broken`` (the token at ``at`` is refused though it was allowed)."""
+    at: int = 0
+
+    @property
+    def text(self) -> str:
+        """As the pattern of a request; :meth:`of` reads it."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def of(cls, grammar: Grammar) -> GrammarScript:
+        return cls(**json.loads(grammar.text))
+
+    def _rng(self, tokens: Sequence[int]) -> random.Random:
+        return random.Random(f"{self.seed}:{list(tokens)}")
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        """Whether nothing may follow."""
+        return bool(tokens) and self._rng(tokens).random() < 0.08
+
+    def allowed(self, tokens: Sequence[int], stop_token_ids: Sequence[int]) -> list[int]:
+        """The ids that may follow, ascending."""
+        if self.outcome == "empty" and len(tokens) == self.at:
+            return []
+        rng = self._rng(tokens)
+        rng.random()
+        some = set(rng.sample(range(EOS), rng.choice([1, 2, 5, 12])))
+        return sorted(some | ({EOS, *stop_token_ids} if rng.random() < 0.2 else set()))
+
+
+class _Matcher:
+    def __init__(self, script: GrammarScript, stop_token_ids: Sequence[int]) -> None:
+        self.error = ""
+        self._script, self._stops = script, stop_token_ids
+        self._tokens: list[int] = []
+
+    @property
+    def num_consumed(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def stopped(self) -> bool:
+        return self._script.complete(self._tokens)
+
+    def consume(self, token_id: int) -> bool:
+        broken = self._script.outcome == "broken" and len(self._tokens) == self._script.at
+        if broken or token_id not in self._script.allowed(self._tokens, self._stops):
+            self.error = f"{CANNOT_BE_FOLLOWED}token {token_id} is refused"
+            return False
+        self._tokens.append(token_id)
+        return True
+
+    def rewind(self, num_consumed: int) -> bool:
+        del self._tokens[num_consumed:]
+        return True
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        return mask_bits(self._script.allowed(self._tokens, self._stops), VOCAB_SIZE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Script:
+    script: GrammarScript
+
+    def matcher(self, stop_token_ids: Sequence[int] = ()) -> Any:
+        return _Matcher(self.script, stop_token_ids)
+
+
+class ScriptedCompiler:
+    """A :class:`~chairlift.grammar.compiler.Compiler` of scripts."""
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        script = GrammarScript.of(grammar)
+        if script.outcome == "refused":
+            raise RequestError(f"{CANNOT_BE_FOLLOWED}injected: it does not compile")
+        if script.outcome == "lost":
+            raise OSError("injected: the compiler died")
+        return _Script(script)
+
+
+class ScriptedGrammars(Grammars):
+    """Compiles scripts on the clock of a simulation: :meth:`tick` once per step."""
+
+    def __init__(self) -> None:
+        super().__init__(ScriptedCompiler(), self._later, fill_beside=False)
+        self._waiting: list[tuple[int, Callable[[], Compiled], Future[Compiled]]] = []
+        self._delay = 0
+        self._tick = 0
+
+    def check(self, grammar: Grammar) -> None:
+        """All of them are compiled beside the loop."""
+
+    def add(self, requests: Any, grammar: Grammar) -> None:
+        self._delay = GrammarScript.of(grammar).delay
+        super().add(requests, grammar)
+
+    def tick(self) -> None:
+        """Compile what is due."""
+        self._tick += 1
+        for due in [each for each in self._waiting if each[0] <= self._tick]:
+            self._waiting.remove(due)
+            _, work, future = due
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _later(self, work: Callable[[], Compiled]) -> Future[Compiled]:
+        future: Future[Compiled] = Future()
+        self._waiting.append((self._tick + self._delay, work, future))
+        return future
+
+
+def scripted_tokens(
+    script: GrammarScript, args: dict[str, Any], row: SamplingRow, windows: Sequence[int | None], stops: set[int]
+) -> tuple[list[int], str]:
+    """The answer of a request served alone, and how it ends: ``length``, ``stop`` (a stop token), ``complete`` or
+    ``error``."""
+    tokens: list[int] = []
+    if script.outcome in ("refused", "lost"):
+        return tokens, "error"
+    while len(tokens) < args["max_tokens"]:
+        allowed = script.allowed(tokens, sorted(stops))
+        if not allowed:
+            return tokens, "error"
+        settings = (row, windows, VOCAB_SIZE, 1, lambda _, allowed=allowed: allowed)
+        token = reference_tokens([*args["prompt"], *tokens], *settings)[0]
+        if token in stops:
+            return [*tokens, token], "stop"
+        if script.outcome == "broken" and len(tokens) == script.at:
+            return tokens, "error"
+        tokens.append(token)
+        if script.complete(tokens):
+            return tokens, "complete"
+    return tokens, "length"

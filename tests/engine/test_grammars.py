@@ -1,0 +1,196 @@
+"""Grammars in the engine: the answer is what it is alone, whatever happens to its request."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from chairlift import LLM, SamplingParams
+from chairlift.engine.grammars import Grammars
+from chairlift.engine.input_processor import PreparedRequest
+from chairlift.outputs import FinishReason, RequestOutput
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["name", "tags", "age"],
+    "additionalProperties": False,
+}
+PROMPTS = ["Describe a lift.", "Who are you?", "Chairlift is", "One two three", "Describe a lift. Again."]
+
+
+def held(**more: Any) -> SamplingParams:
+    fields = {"structured_outputs": {"json": SCHEMA}, "temperature": 1.0, "max_tokens": 120, "seed": 11, **more}
+    return SamplingParams(**fields)
+
+
+def make(**settings: Any) -> LLM:
+    return LLM(**{"num_kv_blocks": 200, "max_num_seqs": 8, "dtype": "float32", "threads": 1, **settings})
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[list[int]]]:
+    """Each prompt by itself: free and held in turns, two answers each."""
+    llm = make(max_num_seqs=2)
+    return [tokens(llm.generate(prompt, params))[0] for prompt, params in mixed()]
+
+
+def mixed() -> list[tuple[str, SamplingParams]]:
+    free = SamplingParams(temperature=1.0, max_tokens=40, seed=11, n=2)
+    return [(prompt, free if i % 2 else held(n=2)) for i, prompt in enumerate(PROMPTS)]
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"num_lookahead_steps": 1},
+    {"num_lookahead_steps": 2},
+    {"num_kv_blocks": 20, "preemption_mode": "recompute"},
+    {"num_kv_blocks": 20, "preemption_mode": "swap", "swap_space_bytes": 1 << 24, "num_lookahead_steps": 2},
+    {"max_num_batched_tokens": 8, "num_lookahead_steps": 1},
+    {"batching": "static"},
+    {"batching": "dynamic", "enable_prefix_caching": False},
+    {"kernels": "torch"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_together_as_alone(settings: dict[str, Any], alone: list[list[list[int]]]) -> None:
+    llm = make(**settings)
+    asked = mixed()
+    outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    assert tokens(outputs) == alone
+    if "num_kv_blocks" in settings:
+        assert llm.engine.scheduler.num_preemptions
+    for output, (_, params) in zip(outputs, asked, strict=True):
+        for answer in output.outputs if params.structured_outputs else ():
+            if answer.finish_reason is FinishReason.STOP:
+                assert set(json.loads(answer.text)) == {"name", "tags", "age"}
+    assert not len(llm.engine.core.grammars)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return make()
+
+
+def test_an_answer_ends_where_nothing_may_follow(llm: LLM) -> None:
+    for limit in (40, 8):  # with the second, the last token is also the last there may be
+        output = llm.generate("Hi", SamplingParams(structured_outputs={"regex": "[0-9]{8}"}, max_tokens=limit))[0]
+        answer = output.outputs[0]
+        if len(answer.token_ids) <= limit and re.fullmatch("[0-9]{8}", answer.text):
+            assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, None)
+
+
+def test_one_that_is_cut_off_says_length_and_keeps_its_text(llm: LLM) -> None:
+    answer = llm.generate("Hi", held(max_tokens=4))[0].outputs[0]
+    assert answer.finish_reason is FinishReason.LENGTH and answer.text.startswith("{") and len(answer.token_ids) == 4
+
+
+def test_other_settings_go_with_it(llm: LLM) -> None:
+    asked = held(logprobs=2, repetition_penalty=1.2, presence_penalty=0.5, bad_words=["lift"], top_p=0.95)
+    answer = llm.generate("Hi", asked)[0].outputs[0]
+    assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
+    assert json.loads(answer.text) and "lift" not in answer.text
+    stopped = llm.generate("Hi", held(stop='"tags"'))[0].outputs[0]
+    assert stopped.stop_reason == '"tags"' and '"tags"' not in stopped.text
+
+
+def test_a_mask_and_a_list_without_a_token_in_common_is_an_error_of_one(llm: LLM) -> None:
+    none = SamplingParams(structured_outputs={"regex": "a+"}, allowed_token_ids=[5], max_tokens=9)
+    broken, good = llm.generate(["Hi", "Hi"], [none, held()])
+    assert broken.error is not None and "no token is left" in broken.error and good.error is None
+    assert json.loads(good.outputs[0].text)
+
+
+class _Slow:
+    """Compiles when it is told to."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.work: list[tuple[Any, Future[Any]]] = []
+        self.grammars = llm.engine.core.grammars = Grammars(llm.engine.core.grammars._compiler, self._later)
+
+    def _later(self, work: Any) -> Future[Any]:
+        self.work.append((work, Future()))
+        return self.work[-1][1]
+
+    def finish(self, error: Exception | None = None) -> None:
+        for work, future in self.work:
+            if error is None:
+                future.set_result(work())
+            else:
+                future.set_exception(error)
+
+
+def _add(llm: LLM, name: str, params: SamplingParams) -> PreparedRequest:
+    prepared = llm.engine._inputs.prepare(name, "Hi", params, llm.engine.clock.now())
+    llm.engine.core.add(prepared)
+    llm.engine._outputs.add(prepared, False)
+    return prepared
+
+
+def _drain(llm: LLM) -> dict[str, RequestOutput]:
+    done: dict[str, RequestOutput] = {}
+    while llm.engine.has_unfinished:
+        for output in llm.engine.step():
+            done[output.request_id] = output
+        llm.engine.check_invariants()
+    return done
+
+
+def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
+    llm = make(num_kv_blocks=60)
+    slow = _Slow(llm)
+    _add(llm, "held", held(n=2))
+    _add(llm, "free", SamplingParams(max_tokens=3))
+    done: list[str] = []
+    while not done:
+        done += [output.request_id for output in llm.engine.step()]
+        llm.engine.check_invariants()
+    assert done == ["free"] and llm.engine.step_log[-1].held_up_by == "grammar" and llm.engine.core.has_work
+    slow.finish()
+    output = _drain(llm)["held"]
+    assert all(json.loads(answer.text) for answer in output.outputs)
+    assert output.metrics is not None and output.metrics.causes is not None
+    assert output.metrics.causes["waiting_grammar"] > 0 and not len(slow.grammars)
+
+
+@pytest.mark.parametrize("aborted", ["held", "both"])
+def test_an_abort_while_it_compiles_leaves_nothing(aborted: str) -> None:
+    llm = make(num_kv_blocks=60)
+    slow = _Slow(llm)
+    for name in ("held", "other"):
+        _add(llm, name, held())
+    for name in ("held", "other") if aborted == "both" else ("held",):
+        assert llm.engine.abort(name)
+    slow.finish()
+    assert set(_drain(llm)) == (set() if aborted == "both" else {"other"})
+    assert not len(slow.grammars) and not llm.engine.scheduler.batch.unready and len(slow.work) == 1
+
+
+def test_a_compiler_that_dies_ends_its_requests_only(caplog: pytest.LogCaptureFixture) -> None:
+    llm = make(num_kv_blocks=60)
+    slow = _Slow(llm)
+    _add(llm, "held", held(n=2))
+    _add(llm, "free", SamplingParams(max_tokens=3))
+    slow.finish(OSError("injected"))
+    done = _drain(llm)
+    assert done["free"].error is None and "could not be compiled" in (done["held"].error or "")
+
+
+def test_equal_grammars_are_compiled_once(llm: LLM) -> None:
+    before = llm.engine.core.grammars.num_compiled
+    params = SamplingParams(structured_outputs={"choice": ["one", "two"]}, max_tokens=9)
+    llm.generate(["a", "b", "c"], params)
+    assert llm.engine.core.grammars.num_compiled == before + 1
