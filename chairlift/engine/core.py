@@ -40,6 +40,7 @@ from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.preemption import PreemptionMode
 from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.scheduler import Scheduler
+from chairlift.spec_decode.adaptive import speculator_from_config
 from chairlift.step_batch import Masks, SampledTokens
 
 if TYPE_CHECKING:
@@ -202,6 +203,7 @@ class EngineCore(EngineClient):
             costs=self.costs,
             policy_share=config.policy_share,
             drop_late=config.late_requests == "drop",
+            speculator=speculator_from_config(config, self.costs),
         )
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
@@ -280,7 +282,8 @@ class EngineCore(EngineClient):
         if out.num_tokens:
             self._launch(out, now)
         outputs = None
-        if self._flights and (len(self._flights) > self.num_lookahead_steps or not out.num_tokens):
+        depth = 0 if self.scheduler.drafts is not None else self.num_lookahead_steps
+        if self._flights and (len(self._flights) > depth or not out.num_tokens):
             outputs = self._land()
         if self.scheduler.dropped:
             if outputs is None:  # who is dropped may have joined a step that is in flight

@@ -53,6 +53,8 @@ class World:
     prefix_offload: bool = False
     scripted: bool = False
     """Whether requests have masks, or several sample positions in a chunk."""
+    drafts: bool = False
+    """Whether requests have drafts."""
 
 
 CLASSES = {
@@ -127,6 +129,7 @@ def make_world(seed: int) -> World:
         num_host_blocks=num_host_blocks,
         prefix_offload=prefix_offload,
         scripted=scripted,
+        drafts=seed % 10 in (2, 6),
     )
 
 
