@@ -354,6 +354,7 @@ class EngineCore(EngineClient):
             num_swap_preemptions=scheduler.preemptor.num_swaps,
             num_tail_preemptions=scheduler.preemptor.num_tails,
             num_offloaded_blocks=self.kv.num_offloaded,
+            **self._draft_counts(),
             num_brought_back_blocks=self.kv.num_brought_back,
             num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
             num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,
@@ -365,6 +366,17 @@ class EngineCore(EngineClient):
             num_governor_decisions=0 if self.governor is None else self.governor.num_decisions,
         )
         return stats
+
+    def _draft_counts(self) -> dict[str, Any]:
+        drafts = self.scheduler.drafts
+        if drafts is None:
+            return {}
+        return {
+            "num_verified_rows": drafts.num_verified,
+            "num_draft_tokens": drafts.num_drafts,
+            "num_accepted_tokens": drafts.num_accepted,
+            "accepted_at": drafts.accepted_at,
+        }
 
     def _note_shares(self) -> None:
         """Look through all running requests and tenants; not in every step, which steady decode keeps free of that."""
