@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import os
 import re
 import textwrap
@@ -29,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "SpeculativeConfig",
     "flat_fields",
     "server_fields",
 ]
@@ -173,6 +175,43 @@ class CacheConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding. Names are vLLM's."""
+
+    method: str
+    """ngram."""
+    num_speculative_tokens: int = 8
+    """Most drafts of a row in one step."""
+    prompt_lookup_min: int = 3
+    """Tokens that must be equal for a draft."""
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
+        """From a JSON object. Raises ConfigError that names the key."""
+        given = value
+        if isinstance(value, str):
+            try:
+                given = json.loads(value)
+            except ValueError as error:
+                raise ConfigError(f"speculative_config is not JSON ({error}): {value!r:.200}") from None
+        if not isinstance(given, Mapping):
+            raise ConfigError(f'speculative_config must be an object like {{"method": "ngram"}}, got {value!r:.200}')
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(str(key) for key in given if key not in known)
+        if unknown:
+            raise ConfigError(f"speculative_config has unknown keys {unknown}; known: {sorted(known)}")
+        if given.get("method") != "ngram":
+            raise ConfigError(f"speculative_config: method must be ngram, got {given.get('method')!r:.80}")
+        for name, most in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
+            number = given.get(name, 1)
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+                raise ConfigError(
+                    f"speculative_config: {name} must be a whole number from 1 to {most}, got {number!r:.80}"
+                )
+        return cls(**given)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Who computes when."""
 
@@ -209,6 +248,11 @@ class SchedulerConfig:
     num_lookahead_steps: int | None = None
     """Steps scheduled ahead of the newest known tokens: 0, 1 or 2. None: 1 where Triton's kernels run on a GPU, else
     0."""
+    speculative_config: str = ""
+    """JSON object that turns speculative decoding on, like {"method": "ngram"}. ngram drafts what followed the last few
+    tokens where they stood before. num_speculative_tokens (8) is the most drafts of a row, prompt_lookup_min (3) the
+    tokens that must be equal. How many are computed follows from what a step costs; answers stay the same, bit for bit.
+    Steps are not scheduled ahead then."""
     admission_watermark: float = 0.01
     """Share of the blocks kept free when a request joins a running batch."""
     governor: str = "off"
@@ -227,6 +271,11 @@ class SchedulerConfig:
         if (sizes and not given) or not all(re.fullmatch("[1-9][0-9]{0,4}", part) for part in given):
             raise ConfigError(f"preferred_batch_sizes must be whole numbers above 0, like 4,8; got {sizes!r}")
         return tuple(sorted({int(part) for part in given}))
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; None where none are. Raises ConfigError."""
+        return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config else None
 
     @property
     def most_running(self) -> int:

@@ -103,6 +103,7 @@ class Request:
         "last_node",
         "limit",
         "max_total_tokens",
+        "may_draft",
         "may_share",
         "min_tokens",
         "num_cached_tokens",
@@ -183,6 +184,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.is_ready = True
         """Whether it may join: not before its grammar is compiled."""
+        self.may_draft = True
+        """Whether it may have drafts: not with a grammar, whose masks are made for one token at a time."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.sequence = 0

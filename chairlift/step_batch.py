@@ -70,6 +70,8 @@ class StepBatch:
     """(group, source block, destination block) to copy then, before anything is written."""
     swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     """(group, host block, block) to bring back after that."""
+    verifies: list[tuple[int, int, Any]] = dataclasses.field(default_factory=list)
+    """(first sample position, slot, chunk) of rows with drafts, whose tokens are not known but proposed."""
     prompt_rows: list[tuple[int, int, _Int32]] = dataclasses.field(default_factory=list)
     """(row, first position, prompt tokens) of chunks whose request asked for prompt log-probabilities."""
 

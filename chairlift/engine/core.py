@@ -41,6 +41,7 @@ from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.preemption import PreemptionMode
 from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.scheduler import Scheduler
+from chairlift.spec_decode.adaptive import speculator_from_config
 from chairlift.step_batch import Masks, SampledTokens
 
 if TYPE_CHECKING:
@@ -227,6 +228,7 @@ class EngineCore(EngineClient):
             costs=self.costs,
             policy_share=config.policy_share,
             drop_late=config.late_requests == "drop",
+            speculator=speculator_from_config(config, self.costs),
         )
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
@@ -310,7 +312,8 @@ class EngineCore(EngineClient):
         if out.num_tokens:
             self._launch(out, now)
         outputs = None
-        if self._flights and (len(self._flights) > self.num_lookahead_steps or not out.num_tokens):
+        depth = 0 if self.scheduler.drafts is not None else self.num_lookahead_steps
+        if self._flights and (len(self._flights) > depth or not out.num_tokens):
             outputs = self._land()
         if self.scheduler.dropped:
             ended += self._finished(self.scheduler.dropped, self.clock.now(), _TOO_LATE)
@@ -398,6 +401,7 @@ class EngineCore(EngineClient):
             num_swap_preemptions=scheduler.preemptor.num_swaps,
             num_tail_preemptions=scheduler.preemptor.num_tails,
             num_offloaded_blocks=self.kv.num_offloaded,
+            **self._draft_counts(),
             num_brought_back_blocks=self.kv.num_brought_back,
             num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
             num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,
@@ -409,6 +413,17 @@ class EngineCore(EngineClient):
             num_governor_decisions=0 if self.governor is None else self.governor.num_decisions,
         )
         return stats
+
+    def _draft_counts(self) -> dict[str, Any]:
+        drafts = self.scheduler.drafts
+        if drafts is None:
+            return {}
+        return {
+            "num_verified_rows": drafts.num_verified,
+            "num_draft_tokens": drafts.num_drafts,
+            "num_accepted_tokens": drafts.num_accepted,
+            "accepted_at": drafts.accepted_at,
+        }
 
     def _note_shares(self) -> None:
         """Look through all running requests and tenants; not in every step, which steady decode keeps free of that."""

@@ -161,6 +161,7 @@ class Grammars:
 
     def _start(self, requests: Sequence[Request], compiled: Compiled) -> None:
         for request in requests:
+            request.may_draft = False
             matcher = compiled.matcher(sorted(request.stop_token_ids))
             self._rows[request.request_id] = GrammarRow(request, matcher)
 

@@ -126,7 +126,10 @@ class _Reader:
             self.rows.pop(slot, None)
         self.rows.update(dict(line.get("on", ())))
         start, end = line["t"]
-        chunks = [Chunk(slot, at, count, samples, why) for _, slot, at, count, samples, why in line.get("chunks", ())]
+        chunks = [
+            Chunk(slot, at, count, samples, why, (0,) * (count - 1) if why == "verify" else ())
+            for _, slot, at, count, samples, why in line.get("chunks", ())
+        ]
         count, context = 0 if line.get("rest") else len(self.rows), line.get("ctx", 0)
         if type(context) is not int or context < 0:
             raise ValueError(context)

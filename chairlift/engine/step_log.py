@@ -23,7 +23,7 @@ class RowRecord:
     slot: int
     num_tokens: int
     why: str
-    """``decode``, ``prefill``, ``recompute`` or ``stalled``."""
+    """``decode``, or the chunk's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class StepRecord:
     """Allocated KV positions that hold nothing (internal fragmentation)."""
     padding_avoided: int
     """Tokens that a padded engine would have computed on top."""
+    accepted: dict[str, int]
+    """Request id -> tokens that a row with drafts yielded: those that were right, and one more."""
 
     @classmethod
     def of(cls, out: SchedulerOutput, result: StepResult, start: float, end: float) -> StepRecord:
@@ -72,6 +74,7 @@ class StepRecord:
             blocks=out.blocks or BlockCounts(0, 0, 0),
             unused_slots=out.unused_slots,
             padding_avoided=out.padding_avoided,
+            accepted=_accepted(out, result),
         )
 
     @property
@@ -93,6 +96,18 @@ class StepRecord:
         fields["chunks"] = [(name, chunk.start, chunk.num_tokens, chunk.why) for name, chunk in self.chunks]
         fields["blocks"] = dataclasses.asdict(self.blocks)
         return json.dumps({**fields, **self.features._asdict()}, separators=(",", ":"))
+
+
+def _accepted(out: SchedulerOutput, result: StepResult) -> dict[str, int]:
+    """See :attr:`StepRecord.accepted`."""
+    found: dict[str, int] = {}
+    place = len(result.sampled)
+    for name, chunk in zip(reversed(out.chunk_ids), reversed(out.chunks), strict=True):
+        if not chunk.drafts:  # those with drafts are the last
+            break
+        place -= chunk.samples
+        found[name] = sum(request is not None for request in result.sampled[place : place + chunk.samples])
+    return found if place >= 0 else {}
 
 
 class StepLog:

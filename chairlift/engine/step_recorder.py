@@ -18,7 +18,7 @@ import msgspec
 from chairlift.config import SchedulerConfig
 from chairlift.engine.step_log import StepRecord
 from chairlift.request import Request, RequestStatus
-from chairlift.scheduler.output import SchedulerOutput
+from chairlift.scheduler.output import Chunk, SchedulerOutput
 
 if TYPE_CHECKING:
     from chairlift.engine.core import EngineCore
@@ -193,7 +193,7 @@ class StepRecorder:
             line["ctx"] = record.context_tokens
         if record.chunks:
             line["chunks"] = [
-                (self._number(name), chunk.slot, chunk.start, chunk.num_tokens, chunk.samples > 0, chunk.why)
+                (*self._place(name, chunk), record.accepted.get(name, min(1, chunk.samples)), chunk.why)
                 for name, chunk in record.chunks
             ]
         blocks = record.blocks
@@ -201,6 +201,9 @@ class StepRecorder:
         if status != self._status:
             line["state"] = self._status = status
         return line
+
+    def _place(self, name: str, chunk: Chunk) -> tuple[int, int, int, int]:
+        return self._number(name), chunk.slot, chunk.start, chunk.num_tokens
 
     def _write(self, line: dict[str, Any]) -> None:
         data = _encode(line)

@@ -25,6 +25,8 @@ class Awaited:
     slots: _Int32
     ends: _Int32
     """Their places in the sequences of ``slots``, one per sample position."""
+    verifies: list[tuple[int, int, Chunk]] = dataclasses.field(default_factory=list)
+    """See :attr:`StepBatch.verifies`."""
 
 
 class InputBatch:
@@ -77,6 +79,8 @@ class InputBatch:
             self._decodes = np.array(out.decode_slots, dtype=np.int32)
         for chunk in out.chunks:
             self.num_computed[chunk.slot] = chunk.end
+            if chunk.drafts:
+                self.tokens[chunk.slot, chunk.end - len(chunk.drafts) : chunk.end] = chunk.drafts
         self.num_computed[self._decodes] += 1  # the last: all else may be done twice
 
     def expect(self, step: StepBatch) -> Awaited:
@@ -84,17 +88,28 @@ class InputBatch:
         self._ticket = self._ticket % -(2**30) - 1
         slots, ends = self._ends(step)
         self.tokens[slots, ends] = self._ticket
-        return Awaited(self._ticket, slots, ends)
+        return Awaited(self._ticket, slots, ends, step.verifies)
 
     def arrived(self, awaited: Awaited, token_ids: list[int]) -> None:
         """Store tokens that were on their way, only where they are still awaited: a row may have changed hands, or
         begun to compute the same place again."""
         wanted = self.tokens[awaited.slots, awaited.ends] == awaited.ticket
         self.tokens[awaited.slots[wanted], awaited.ends[wanted]] = _known(token_ids)[wanted]
+        self._settle(awaited.verifies, token_ids)
 
     def store(self, step: StepBatch, token_ids: list[int]) -> None:
         """Append the sampled tokens to their rows: of a row with several sample positions the last."""
         self.tokens[self._ends(step)] = _known(token_ids)  # of values for one place numpy leaves the last
+        self._settle(step.verifies, token_ids)
+
+    def _settle(self, verifies: list[tuple[int, int, Chunk]], token_ids: list[int]) -> None:
+        """Of drafts keep those that are right, and the token that was drawn behind them."""
+        for first, slot, chunk in verifies:
+            own = token_ids[first : first + chunk.samples]
+            accepted = chunk.num_accepted(own)
+            end = chunk.start + 1 + accepted
+            self.tokens[slot, end] = max(own[accepted], 0)
+            self.num_computed[slot] = end
 
     def _ends(self, step: StepBatch) -> tuple[_Int32, _Int32]:
         """Per sample position the slot, and where the row's next token goes."""
@@ -157,8 +172,19 @@ class InputBatch:
             swap_out=out.swap_out,
             copies=out.copies,
             swap_in=out.swap_in,
+            verifies=self._verifies(chunks, len(decodes)),
             prompt_rows=self._prompt_rows(chunks, len(decodes)),
         )
+
+    @staticmethod
+    def _verifies(chunks: list[Chunk], num_decodes: int) -> list[tuple[int, int, Chunk]]:
+        """See :class:`StepBatch`."""
+        found, place = [], num_decodes
+        for chunk in chunks:
+            if chunk.drafts:
+                found.append((place, chunk.slot, chunk))
+            place += chunk.samples
+        return found
 
     def _prompt_rows(self, chunks: list[Chunk], first_row: int) -> list[tuple[int, int, _Int32]]:
         """See :class:`StepBatch`; ``first_row`` is the row of the first chunk."""

@@ -174,6 +174,11 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
     quantization = config.model.quantization
     if quantization is not None and (reason := why_not_quantized(quantization, chosen, dtype, device)):
         raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
+    if chosen == "triton" and config.scheduler.speculation is not None:
+        raise ConfigError(
+            "speculative_config is set, but the Triton kernels keep the newest token of a row on the GPU, where drafts"
+            " are not verified yet; leave it out, or take kernels='torch'"
+        )
     kept = config.cache.kv_cache_dtype
     if kept != "auto" and (reason := why_not_int8_kv(chosen, config, network, dtype, device)):
         raise ConfigError(f"kv_cache_dtype is {kept!r}, but {reason}, or leave kv_cache_dtype out")

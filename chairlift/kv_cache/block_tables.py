@@ -92,14 +92,11 @@ class BlockTables:
         for group, cache_group in enumerate(self.layout.groups):
             if cache_group.window is not None:
                 self._leave_behind(group, request, in_flight)
-        wants: list[int] = []
-        for group, pool in enumerate(self.pools):
-            want = max(0, -(-num_tokens // self.block_size) - len(request.block_ids[group]))
-            if want and want > pool.num_free - self.reservations.withheld(group, request):
-                return None
-            wants.append(want)
+        if not self.has_room(request, num_tokens):
+            return None
         grown = []
-        for group, want in enumerate(wants):
+        for group in range(len(self.pools)):
+            want = self._num_wanted(group, request, num_tokens)
             if want:
                 table = request.block_ids[group]
                 first = len(table)
@@ -110,6 +107,17 @@ class BlockTables:
                 if self.journal is not None:
                     self.journal.append((request.request_id, group, first, table[first:], []))
         return grown
+
+    def _num_wanted(self, group: int, request: Request, num_tokens: int) -> int:
+        return max(0, -(-num_tokens // self.block_size) - len(request.block_ids[group]))
+
+    def has_room(self, request: Request, num_tokens: int) -> bool:
+        """Whether the request can have blocks for its first ``num_tokens`` positions now."""
+        for group, pool in enumerate(self.pools):
+            want = self._num_wanted(group, request, num_tokens)
+            if want and want > pool.num_free - self.reservations.withheld(group, request):
+                return False
+        return True
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks, in the shortest pool, for want of which :meth:`extend` will still fail when every deferred release

@@ -292,6 +292,18 @@ def _giving_way(names: _Names, stats: RequestStats, info: CacheInfo | None) -> I
     yield names.counter_of("prefix_offload_blocks", text, ("direction",), blocks.items())
 
 
+def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:
+    """Speculative decoding, under vLLM's names. Tokens per verified row are 1 + accepted / drafts."""
+    engine = stats.engine
+    yield names.counter("spec_decode_num_drafts", "Rows of steps that had drafts.", engine.num_verified_rows)
+    yield names.counter("spec_decode_num_draft_tokens", "Tokens drafted, and verified.", engine.num_draft_tokens)
+    text = "Of those, the ones that were right."
+    yield names.counter("spec_decode_num_accepted_tokens", text, engine.num_accepted_tokens)
+    text = "Accepted drafts by their place in the row."
+    places = {(str(place),): count for place, count in enumerate(engine.accepted_at)}
+    yield names.counter_of("spec_decode_num_accepted_tokens_per_pos", text, ("position",), places.items())
+
+
 def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
     """The settings that a governor moves, as they are now."""
     engine = stats.engine

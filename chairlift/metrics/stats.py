@@ -83,6 +83,13 @@ class EngineStats:
     """Of the preemptions, those that kept the KV in host memory."""
     num_tail_preemptions: int = 0
     """And those that dropped only its end."""
+    num_verified_rows: int = 0
+    """Rows of steps that had drafts."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Of the drafts, those that were right."""
+    accepted_at: list[int] = dataclasses.field(default_factory=list)
+    """How often the first, second, ... draft of a row was accepted."""
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_offloaded_blocks: int = 0

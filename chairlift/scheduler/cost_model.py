@@ -46,7 +46,7 @@ class StepFeatures(NamedTuple):
     """What the cost of a step depends on."""
 
     num_decodes: int = 0
-    """Rows that compute one token."""
+    """Rows that compute one token; drafts count as rows."""
     context_tokens: int = 0
     """Positions that these rows attend to, together."""
     prefill_tokens: int = 0
@@ -59,6 +59,9 @@ class StepFeatures(NamedTuple):
         """The features of a step as the scheduler describes it."""
         tokens, context = 0, 0.0
         for chunk in chunks:
+            if chunk.drafts:
+                num_decodes += chunk.num_tokens
+                continue
             tokens += chunk.num_tokens
             context += chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2)
         return cls(num_decodes, context_tokens, tokens, context)

@@ -41,11 +41,23 @@ class Chunk:
     samples: int
     """Number of sample positions: the last ``samples`` of the tokens yield a token each. 0: none, 1: only the last."""
     why: str
-    """``prefill``, ``recompute`` (after a preemption) or ``stalled`` (a decode that had to wait for a block)."""
+    """``prefill``, ``recompute`` (after a preemption), ``stalled`` (a decode that had to wait for a block), or
+    ``verify`` (a decode with drafts)."""
+    drafts: tuple[int, ...] = ()
+    """The last tokens of the chunk, where they are not known but proposed; each of them, and the known one before them,
+    is a sample position."""
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    def num_accepted(self, tokens: Sequence[int]) -> int:
+        """How many drafts are right when ``tokens`` were drawn at the sample positions: all before the first that
+        differs from what was drawn in its place. One more token than that is then known."""
+        for place, draft in enumerate(self.drafts):
+            if tokens[place] != draft:
+                return place
+        return len(self.drafts)
 
 
 @dataclasses.dataclass(slots=True)

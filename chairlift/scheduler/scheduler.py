@@ -22,6 +22,7 @@ from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.batch import Batch
 from chairlift.scheduler.costs import Costs
 from chairlift.scheduler.decode_rows import DecodeRows, receivers
+from chairlift.scheduler.drafts import Drafts, Speculator
 from chairlift.scheduler.invariants import check_batch
 from chairlift.scheduler.membership import Membership, membership_from_name
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput, StepResult
@@ -61,6 +62,7 @@ class Scheduler:
         preemption: PreemptionMode = RECOMPUTE,
         costs: Costs | None = None,
         policy_share: float = DEFAULT_POLICY_SHARE,
+        speculator: Speculator | None = None,
     ) -> None:
         self.batch = batch = Batch(
             kv,
@@ -80,6 +82,8 @@ class Scheduler:
         self.decodes = batch.decodes
         self.preemptor = Preemptor(batch)
         self.prompts = PromptBudget(batch, self.preemptor, max_model_len)
+        self.drafts = None if speculator is None else Drafts(batch, speculator)
+        """With drafts, a step must be updated before the next is scheduled."""
         self.preemption_rate = PreemptionRate()
         self.prefill_mode = prefill_mode
         self.drop_late = drop_late
@@ -238,6 +242,8 @@ class Scheduler:
         self.prompts.run(step, budget, turn)
         if turn is Turn.PREFILL and not out.chunks:  # nobody could be let in
             self._run_decodes(step)
+        if self.drafts is not None:
+            self.drafts.add(step)
         self._seal(step)
         if not self.waiting:
             out.held_up_by = "grammar" if self.batch.unready else ""
@@ -315,7 +321,8 @@ class Scheduler:
         samples: list[Request | None] = []
         for request, chunk in step.chunks:
             if chunk.samples:
-                samples += [*[None] * (chunk.samples - 1), request]  # nobody takes the tokens of the others
+                taker = None if chunk.drafts else request  # of drafts it is not known yet who takes how many
+                samples += [*[None] * (chunk.samples - 1), taker]  # nobody takes the tokens of the others
         if samples:
             sampled, appends = receivers(samples)
             step.sampled, step.appends = decodes.sampled + sampled, decodes.appends + appends
@@ -327,7 +334,7 @@ class Scheduler:
         out.chunk_ids = [request.request_id for request, _ in step.chunks]
         if out.num_decodes:
             prompts = sum(request.num_computed_tokens for request in self.batch.catching_up)
-            prompts += sum(chunk.end for chunk in out.chunks if chunk.samples)
+            prompts += sum(chunk.end for chunk in out.chunks if chunk.samples and not chunk.drafts)
             for number, older in self._flights.items():  # rows that only wait for their last token
                 last = [r for r in older.finals if r.slot >= 0 and r.resumed_at_step <= number and not r.decoding]
                 prompts += sum(request.num_computed_tokens for request in last)
@@ -350,6 +357,8 @@ class Scheduler:
                 append(token)
         else:
             sampled = self._accept_some(flight, tokens)
+        if flight.verifies and self.drafts is not None:
+            sampled = self.drafts.accept(flight, tokens, sampled)
         finished: list[Request] = []
         hits: list[tuple[Request, int]] = []
         if not self.batch.stops.keys().isdisjoint(tokens):
@@ -361,8 +370,9 @@ class Scheduler:
                 finished += self._end(request, FinishReason.ERROR, None, now)
         for request, chunk in flight.chunks:
             if request.slot >= 0 and request.resumed_at_step <= out.step:
-                # A held row computes beyond what it knows.
-                self.kv.publish(request, min(chunk.end, len(request.token_ids)))
+                # A held row computes beyond what it knows, and of drafts only those count that were right.
+                end = request.num_computed_tokens if chunk.drafts else chunk.end
+                self.kv.publish(request, min(end, len(request.token_ids)))
                 if chunk.end >= request.num_prompt_tokens:
                     self.batch.release_siblings(request, now)
         for request, token in hits:
@@ -371,6 +381,8 @@ class Scheduler:
         for request in flight.finals:
             if request.slot >= 0 and request.resumed_at_step <= out.step and request.finish_reason is None:
                 finished += self._end(request, FinishReason.LENGTH, None, now)
+        if flight.verifies and self.drafts is not None:
+            self.drafts.rejoin(flight)
         return StepResult(sampled, finished)
 
     def fail_step(self, out: SchedulerOutput, now: float) -> StepResult:
@@ -442,6 +454,8 @@ class Scheduler:
             leaving += [mate for mate in self.running.values() if mate not in leaving]
         for leaver in leaving:
             self.batch.remove(leaver, now)
+            if self.drafts is not None:
+                self.drafts.speculator.forget(leaver)
             self.preemption_rate.finished(leaver, now)
         return leaving
 

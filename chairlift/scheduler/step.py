@@ -23,6 +23,8 @@ class Step:
     sampled: Sequence[Request | None] = ()
     appends: Sequence[Callable[[int], Any]] = ()
     chunks: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
+    verifies: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
+    """The last of ``chunks``, those with drafts."""
     passed: list[Request] = dataclasses.field(default_factory=list)
     """Waiting requests that did not fit when they were tried."""
     finals: list[Request] = dataclasses.field(default_factory=list)

@@ -2,7 +2,7 @@
 // Drawing: a Timeline of one model on one canvas, and the map of KV blocks. Colours come from the style sheet.
 
 const PHASES = {
-  prefill: "reads its prompt", decode: "writes", recompute: "computes again what it lost", stalled: "catches up after waiting for a block",
+  prefill: "reads its prompt", decode: "writes", recompute: "computes again what it lost", stalled: "catches up after waiting for a block", verify: "decodes, with drafts",
   held: "has ended, but its batch has not", seat: "has a row, computes nothing", away: "gave way: will compute again", swap: "gave way: kept in host memory",
 };
 const MARKS = { add: "arrives", join: "joins", back: "comes back", preempt: "gives way", end: "ends", abort: "is aborted", hold: "is done, and held" };

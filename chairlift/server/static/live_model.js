@@ -168,8 +168,8 @@ class Model {
       const r = this.request(n);
       rows++;
       r.chunks++;
-      r.computed = at + count;
-      if (samples) { this.token(r, end); tokens++; }
+      r.computed = at + (why === "verify" ? Number(samples) : count);
+      for (let k = 0; k < samples; k++) { this.token(r, end); tokens++; }
       this.run(slot, n, why, i);
       r.until = i;
     }

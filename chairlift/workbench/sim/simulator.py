@@ -21,12 +21,14 @@ from chairlift.models.hashlm import HashLM
 from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
 from chairlift.request import Request
 from chairlift.sampling_params import SamplingParams
+from chairlift.scheduler.drafts import Drafts
 from chairlift.scheduler.output import NewRow, SchedulerOutput
 from chairlift.scheduler.policies import policy_from_config
 from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.scheduler import Scheduler
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
 from chairlift.structured_outputs import StructuredOutputsParams
+from chairlift.workbench.sim.drafts import ScriptedDrafts
 from chairlift.workbench.sim.grammars import GrammarScript, ScriptedGrammars
 from chairlift.workbench.sim.oracle import Expected, byte_tokenizer, expected_answer
 from chairlift.workbench.sim.policy_watch import PolicyWatch, Violation
@@ -194,6 +196,9 @@ class Simulation:
         """None where nobody knows the order of the policy, or where a batch is closed."""
         self._watch_joins(kv)
         self.scripts = Scripts(self.engine.core, world.windows) if world.scripted else None
+        if world.drafts:
+            scheduler = self.engine.scheduler
+            scheduler.drafts = Drafts(scheduler.batch, ScriptedDrafts(world.seed, self._answer_of))
         self.num_reserved = 0
         """Requests that joined in a reserved row."""
         self.pending: dict[str, _Submitted] = {}
@@ -205,6 +210,12 @@ class Simulation:
         self._records = 0
         self._budgets: dict[int, int] = {}
         """Of steps in flight: the most tokens that they may compute."""
+
+    def _answer_of(self, request: Request) -> list[int] | None:
+        """The tokens that a request will answer with, as far as they are known."""
+        name, _, index = request.request_id.partition("#")
+        submitted = self.pending.get(name)
+        return None if submitted is None else submitted.expected[int(index or 0)].token_ids
 
     @property
     def num_copies(self) -> int:

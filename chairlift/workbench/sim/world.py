@@ -55,6 +55,8 @@ class World:
     """Whether requests have masks, or several sample positions in a chunk."""
     grammars: bool = False
     """Whether some requests have a grammar."""
+    drafts: bool = False
+    """Whether requests have drafts."""
 
 
 CLASSES = {
@@ -134,6 +136,7 @@ def make_world(seed: int) -> World:
         prefix_offload=prefix_offload,
         scripted=scripted,
         grammars=grammars,
+        drafts=seed % 10 in (2, 6) or seed % 40 == 39,
     )
 
 

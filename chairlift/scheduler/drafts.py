@@ -1,0 +1,152 @@
+"""Several tokens of a request in one step: drafts are computed beside the newest token, and kept where they are right.
+
+Sampling has no state: the token of a position follows from the logits there and from the request's own noise. A draft
+is therefore accepted exactly when it equals the token that is drawn in its place. Where they differ, the token that was
+drawn is already the right one. An answer with drafts is the answer without them, bit for bit, greedy or sampled.
+Speculative decoding with rejection sampling (Leviathan et al., 2023; Chen et al., 2023) keeps the distribution only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from chairlift.request import Request
+from chairlift.scheduler.batch import Batch
+from chairlift.scheduler.cost_model import StepFeatures
+from chairlift.scheduler.output import FAILED_ROW, Chunk
+from chairlift.scheduler.step import Step
+
+__all__ = ["Drafts", "Speculator"]
+
+
+class Speculator(Protocol):
+    """Proposes tokens, and decides how many of them a step computes."""
+
+    def choose(
+        self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
+    ) -> Sequence[tuple[Request, Sequence[int]]]:
+        """Drafts for some of ``rows`` (a request that decodes, and the most drafts that it may have), at most
+        ``budget`` in all. ``step`` is what the step computes without drafts."""
+        ...
+
+    def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
+        """The step with these drafts has landed, and the first ``num_accepted`` of them were right."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request has left for good, also when it never had drafts."""
+        ...
+
+
+class Drafts:
+    """Gives decode rows drafts, and takes what their step sampled.
+
+    A row with k drafts leaves the decode rows for one step. It computes its newest token and its drafts as one chunk
+    with k + 1 sample positions. Until that step has landed only the newest token counts as computed, so nothing that
+    is read meanwhile depends on a draft. No other step may be in flight.
+    """
+
+    def __init__(self, batch: Batch, speculator: Speculator) -> None:
+        self._batch, self._kv, self._decodes = batch, batch.kv, batch.decodes
+        self.speculator = speculator
+        self.num_drafts = self.num_accepted = self.num_verified = 0
+        """Tokens proposed and computed, those that were right, and rows that were verified."""
+        self.accepted_at: list[int] = []
+        """How often the draft at each place was accepted."""
+
+    def add(self, step: Step) -> None:
+        """Last of all, when nobody else wants what is left of the budget and of the blocks: drafts preempt nobody."""
+        out = step.out
+        if not step.runs_decodes or self._batch.membership.closed:
+            return
+        if self._decodes.stale:
+            self._decodes.rebuild()
+        rows = [(request, most) for request in self._decodes.requests if (most := self._most(request)) > 0]
+        if not rows:
+            return
+        chunks = [chunk for _, chunk in step.chunks]
+        num_decodes = len(self._decodes.requests)
+        budget = self._batch.token_budget - num_decodes - sum(chunk.num_tokens for chunk in chunks)
+        if budget <= 0:
+            return
+        features = StepFeatures.of(num_decodes, self._batch.num_computed_tokens, chunks)
+        for request, drafts in self.speculator.choose(rows, features, budget):
+            kept = tuple(drafts[: self._num_fitting(request, min(len(drafts), budget))])
+            if kept:
+                budget -= len(kept)
+                chunk = Chunk(request.slot, len(request.token_ids) - 1, 1 + len(kept), 1 + len(kept), "verify", kept)
+                self._make_room(request, chunk, step)
+                out.chunks.append(chunk)
+                step.chunks.append((request, chunk))
+                step.verifies.append((request, chunk))
+
+    @staticmethod
+    def _most(request: Request) -> int:
+        """Drafts that the request may have: each sample position yields a token, and each draft takes a KV position."""
+        known = len(request.token_ids)
+        if request.num_computed_tokens != known or request.finish_reason is not None or not request.may_draft:
+            return 0
+        return min(request.max_total_tokens - known - 1, request.limit - known)
+
+    def _num_fitting(self, request: Request, count: int) -> int:
+        """Of ``count`` drafts those that there are blocks for: a new one is taken only while each running request could
+        have one too."""
+        kv, known = self._kv, len(request.token_ids)
+        count = min(count, self._most(request))
+        room = min(len(table) for table in request.block_ids) * kv.block_size - known
+        scarce = min(pool.num_free for pool in kv.pools) <= len(self._batch.running)
+        if count > room and (scarce or not kv.tables.has_room(request, known + count)):
+            return room
+        return count
+
+    def _make_room(self, request: Request, chunk: Chunk, step: Step) -> None:
+        """Take the request out of the decode rows, and blocks for its drafts."""
+        self._decodes.stop(request)
+        request.num_computed_tokens = chunk.start  # its newest token still reads what a window is about to leave behind
+        grown = self._kv.tables.extend(request, chunk.end, self._batch.step) or ()
+        request.num_computed_tokens = chunk.start + 1
+        step.out.new_blocks += [(request.slot, blocks) for blocks in grown]
+
+    def accept(self, flight: Step, tokens: Sequence[int], sampled: Sequence[Request | None]) -> list[Request | None]:
+        """Append what rows with drafts have sampled, as far as it is right. Returns ``sampled`` with them."""
+        found = list(sampled)
+        place = len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
+        for request, chunk in flight.verifies:
+            own = tokens[place : place + chunk.samples]
+            if request.slot >= 0 and request.finish_reason is None and request.resumed_at_step <= flight.out.step:
+                accepted = chunk.num_accepted(own)
+                self._take(request, own[: accepted + 1], found, place)
+                if len(request.token_ids) == request.max_total_tokens:
+                    flight.finals.append(request)
+                self._count(request, chunk.drafts, accepted)
+            place += chunk.samples
+        return found
+
+    def _take(self, request: Request, right: Sequence[int], sampled: list[Request | None], place: int) -> None:
+        """Append tokens up to one that ends the request."""
+        count = 0
+        for token in right:
+            request.token_ids.append(token)
+            sampled[place + count] = request
+            count += 1
+            if token == FAILED_ROW or token in request.stop_token_ids:
+                break
+        request.num_computed_tokens += count - 1
+        self._batch.num_computed_tokens += count - 1
+
+    def _count(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
+        self.num_verified += 1
+        self.num_drafts += len(drafts)
+        self.num_accepted += accepted
+        self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        for at in range(accepted):
+            self.accepted_at[at] += 1
+        self.speculator.verified(request, drafts, accepted)
+
+    def rejoin(self, flight: Step) -> None:
+        """Rows whose drafts were verified, and that go on, compute one token per step again."""
+        rows = [r for r, _ in flight.verifies if r.slot >= 0 and r.finish_reason is None]
+        rows = [r for r in rows if r.resumed_at_step <= flight.out.step and r.num_computed_tokens < r.limit]
+        if rows:
+            self._decodes.start(rows)

@@ -1,0 +1,1 @@
+"""Speculative decoding: who proposes tokens, and how many of them are worth computing."""

@@ -1,0 +1,63 @@
+"""Scripted drafts: right, wrong at some place, too many, stale, or with tokens that end an answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from chairlift.request import Request
+from chairlift.scheduler.cost_model import StepFeatures
+from chairlift.workbench.sim.world import EOS, VOCAB_SIZE
+
+__all__ = ["ScriptedDrafts"]
+
+_KINDS = ("none", "none", "right", "right", "wrong", "partly", "ends", "stale", "many")
+
+
+class ScriptedDrafts:
+    """Drafts of requests whose answers are known. What a request gets at a place depends on the seed alone.
+
+    Args:
+        seed: The world's.
+        answer_of: The tokens that a request will answer with; None where nobody knows.
+    """
+
+    def __init__(self, seed: int, answer_of: Callable[[Request], Sequence[int] | None]) -> None:
+        self._seed, self._answer_of = seed, answer_of
+        self.num_forgotten = 0
+
+    def choose(
+        self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
+    ) -> Sequence[tuple[Request, Sequence[int]]]:
+        """See :class:`~chairlift.scheduler.drafts.Speculator`; more than may be, which the scheduler must cut."""
+        found: list[tuple[Request, Sequence[int]]] = []
+        for request, most in rows:
+            drafts = self._draft(request, most)
+            if drafts:
+                found.append((request, drafts))
+        return found
+
+    def _draft(self, request: Request, most: int) -> list[int]:
+        rng = random.Random(f"{self._seed} {request.request_id} {len(request.token_ids)}")
+        kind, count = rng.choice(_KINDS), rng.randint(1, 6)
+        answer = self._answer_of(request)
+        if kind == "none" or answer is None:
+            return []
+        begin = request.num_output_tokens - (kind == "stale")
+        coming = [*answer[begin:], *(rng.randrange(VOCAB_SIZE) for _ in range(40))]
+        drafts = coming[: most + 5 if kind == "many" else count]
+        place = rng.randrange(len(drafts))
+        if kind == "wrong":
+            drafts[0] = (drafts[0] + 1) % VOCAB_SIZE
+        elif kind == "partly":
+            drafts[place] = (drafts[place] + 1) % VOCAB_SIZE
+        elif kind == "ends":
+            drafts[place] = rng.choice([EOS, *request.stop_token_ids])
+        return drafts
+
+    def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
+        """Nothing is learnt."""
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+        self.num_forgotten += 1
