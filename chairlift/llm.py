@@ -29,7 +29,17 @@ from chairlift.pooled_loading import is_pooling, load_pooling
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.chat_template import ChatTemplate
 from chairlift.tokenizer.tokenizer import Tokenizer
-from chairlift.tool_calls import Answer, AnswerReader, check_tools, read_answer, reasoning_format_of, tool_format_of
+from chairlift.tool_calls import (
+    Answer,
+    AnswerReader,
+    Tools,
+    check_tools,
+    held_to,
+    read_answer,
+    reasoning_format_of,
+    thinking_of,
+    tool_format_of,
+)
 
 __all__ = ["LLM"]
 
@@ -225,14 +235,18 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several. A conversation is a list of ``{"role": ..., "content": ...}``.
 
         ``tools`` are functions that the model may call, in OpenAI's form; :meth:`read_answers` finds the calls in the
-        outputs. All but the messages, the tools and the variables of the template is as in :meth:`generate`.
-        Raises RequestError for tools of another form, or that the template does not print, and TemplateError when the
-        model has no chat template, or it fails.
+        outputs. With ``tool_choice`` ``"required"``, or a function by name, an answer is nothing but calls whose
+        arguments satisfy their schemas, after its reasoning; one call where ``parallel_tool_calls`` is false. All but
+        the messages, the tools and the variables of the template is as in :meth:`generate`.
+        Raises RequestError for tools of another form, that the template does not print, or whose calls cannot be
+        forced, and TemplateError when the model has no chat template, or it fails.
         """
         self._generates("chat")
         given: object = messages  # whatever the type says, text and single messages are what people send
@@ -243,9 +257,37 @@ class LLM:
             )
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        offered = check_tools(tools).offered or None
-        prompts: list[Prompt] = [self.encode_chat(each, tools=offered, **template_variables) for each in conversations]
+        asked = check_tools(tools, tool_choice, parallel_tool_calls)
+        offered = asked.offered or None
+        ids = [self.encode_chat(each, tools=offered, **template_variables) for each in conversations]
+        if asked.choice in ("required", "named"):
+            sampling_params = self._held_to_calls(asked, ids, sampling_params)
+        prompts: list[Prompt] = [*ids]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
+
+    def _held_to_calls(
+        self, tools: Tools, prompts: Sequence[list[int]], given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        """The settings of each prompt, with the grammar of calls that must come."""
+        assert self.tokenizer is not None
+        form, reasoning = (
+            tool_format_of(self.tokenizer.chat_template),
+            reasoning_format_of(self.tokenizer.chat_template),
+        )
+        if form is None:
+            raise RequestError("tools has functions, but no format of tool calls is known for the chat template")
+        default = self.get_default_sampling_params() if given is None else given
+        every = _one_each("sampling parameters", default, len(prompts))
+        held = []
+        for prompt, params in zip(prompts, every, strict=True):
+            if not isinstance(params, SamplingParams):
+                raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
+            if params.structured_outputs is not None:
+                raise RequestError("tool_choice and structured_outputs each hold the answer to a form; leave one out")
+            tail = self.tokenizer.decode(prompt[-64:], False, final=False)
+            whole = held_to(None, tools, form, reasoning, thinking_of(reasoning, tail))
+            held.append(dataclasses.replace(params, structured_outputs=whole))
+        return held
 
     def encode_chat(
         self,

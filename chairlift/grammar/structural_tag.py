@@ -41,8 +41,9 @@ class Markers:
         self.special = dict(special)
         self.others = dict(others)
         self._ids = {**self.others, **self.special}
-        texts = sorted((text for text in self._ids if text.strip()), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self.texts = sorted((text for text in self._ids if text.strip()), key=len, reverse=True)
+        """The longest first."""
+        self._pattern = re.compile("|".join(map(re.escape, self.texts))) if self.texts else None
 
     def split(self, text: str) -> list[str | int]:
         """A literal as texts and token ids in their order."""
@@ -78,6 +79,8 @@ class _Writer:
         self._bounds: set[int] = set()
         """Tokens that begin or end a tag: free text cannot hold them."""
         self._tags = 0
+        self._without: dict[str, str] = {}
+        """Rules of free text, each with the terminal that it repeats."""
 
     def grammar(self, spec: Mapping[str, Any]) -> str:
         if "structures" in spec or "triggers" in spec:
@@ -95,6 +98,8 @@ class _Writer:
         marker = " | ".join(f"<[{token}]>" for token in free)
         # Text up to a trigger is one lexeme with it, so only what ends in a marker may stand before.
         rules = [f"marked: (TEXT? ({marker}))*", "text: marked TEXT?"] if free else ['marked: ""', "text: TEXT?"]
+        for name, terminal in self._without.items():
+            rules.append(f"{name}: ({terminal}? ({marker}))* {terminal}?" if free else f"{name}: {terminal}?")
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, *rules, "TEXT: /(.|\\n)+/", ""])
 
     @staticmethod
@@ -174,15 +179,28 @@ class _Writer:
         self._tags += 1
         if self._tags > _MOST_TAGS:
             raise _wrong(where, f"is one tag too many; {_MOST_TAGS} are allowed")
-        begin, close = _text(given, "begin", where), _text(given, "end", where, empty=True)
+        begin, close = _text(given, "begin", where, empty=True), _text(given, "end", where, empty=True)
         content = given.get("content")
         opening = _quoted(self._literal(begin[skip:]))
         ending = self._literal(close)
-        if isinstance(content, Mapping) and content.get("type") == "any_text" and ending and isinstance(ending[0], str):
+        is_text = isinstance(content, Mapping) and content.get("type") == "any_text"
+        if is_text and ending and isinstance(ending[0], int):
+            return self._rule(f"{opening} {self._text_without(close)} {_quoted(ending)}")
+        if is_text and ending and isinstance(ending[0], str):
             self._rules.append(f"l{len(self._rules)}[lazy]: /(.|\\n)*/ {json.dumps(ending[0])}")
             return self._rule(f"{opening} l{len(self._rules) - 1} {_quoted(ending[1:])}")
         inner = self._format(content, f"{where}.content", close, depth + 1)
         return self._rule(f"{opening} {inner} {_quoted(ending)}")
+
+    def _text_without(self, close: str) -> str:
+        """Free text that does not spell the marker with which ``close`` begins in other tokens: who reads it as text
+        would take that for the end."""
+        spelled = next(text for text in self._markers.texts if close.startswith(text))
+        pattern = re.escape(spelled).replace("/", "\\/").replace("\n", "n")
+        number = len(self._rules)
+        self._rules.append(f"T{number}: /(.|\\n)+/ & ~/(.|\\n)*{pattern}(.|\\n)*/")
+        self._without[f"t{number}"] = f"T{number}"
+        return f"t{number}"
 
     def _triggered(self, given: Mapping[str, Any], where: str, end: str | None, depth: int) -> str:
         tags, used = _items(given, "tags", where), [0]

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from chairlift.engine.output_stream import OutputStream
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
-from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, opened_by
+from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, held_params, opened_by
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
@@ -156,6 +156,7 @@ async def create_chat_completion(request: Request) -> Response:
         laid_out = await encode_messages(state, chat, plan)
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
     plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
+    params = held_params(plan, chat, params)
     hold_logprobs(request, chat, [prompt])
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
     head = reply_head("chatcmpl", model, info, streams)
@@ -247,8 +248,8 @@ def _read_into(choice: ChatChoice, events: Sequence[Event]) -> None:
 
 
 def _finish_reason(answer: CompletionOutput, reading: AnswerReading) -> str | None:
-    """``tool_calls`` for an answer that came to its end and has some."""
-    called = answer.finish_reason is FinishReason.STOP and reading.ids
+    """``tool_calls`` for an answer that came to its end and has some that the model chose to make."""
+    called = answer.finish_reason is FinishReason.STOP and reading.ids and not reading.named
     return "tool_calls" if called else answer.finish_reason
 
 

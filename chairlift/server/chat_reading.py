@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from chairlift.errors import RequestError
+from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
 from chairlift.server.protocol import ChatRequest, TokenizeRequest, template_variables
 from chairlift.server.state import ServerState
+from chairlift.server.structured import naming
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tool_calls import (
     NONE,
@@ -22,14 +24,17 @@ from chairlift.tool_calls import (
     Broken,
     Call,
     Event,
+    Thinking,
     Tools,
     check_tools,
+    held_to,
     reasoning_format_of,
+    thinking_of,
     tool_format_of,
 )
 from chairlift.tool_calls.formats import ReasoningFormat, ToolFormat
 
-__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "opened_by", "plan_prompt"]
+__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "held_params", "opened_by", "plan_prompt"]
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _ALPHABET: Final = string.ascii_letters + string.digits
@@ -51,8 +56,8 @@ class ChatPlan:
     include_reasoning: bool = True
     hidden: tuple[str, ...] = ()
     """Special tokens to leave out of the text; not empty where the engine keeps them for the reader."""
-    inside: bool = False
-    """The prompt has opened the reasoning."""
+    thinking: Thinking = Thinking.NONE
+    """Whether the answer may begin with reasoning, or is inside it."""
 
     @property
     def reads(self) -> bool:
@@ -74,17 +79,12 @@ def plan_prompt(state: ServerState, asked: ChatRequest | TokenizeRequest, ignore
     except RequestError as error:
         param = str(error).partition(" ")[0]
         raise ApiError(400, str(error), code="invalid_value", param=param) from None
-    ignored += [
-        f"tools[{index}].function.strict"
-        for index, tool in enumerate(tools.definitions)
-        if tool["function"].get("strict")
-    ]
-    if tools.choice in ("required", "named"):
-        message = (
-            f"tool_choice is {tools.named or tools.choice!r}, which is not supported yet: answers cannot be held to a "
-            "call; use 'auto', and ask for the call in the prompt"
-        )
-        raise ApiError(400, message, code="unsupported_parameter", param="tool_choice")
+    if tools.choice not in ("required", "named"):
+        ignored += [
+            f"tools[{index}].function.strict"
+            for index, tool in enumerate(tools.definitions)
+            if tool["function"].get("strict")
+        ]
     return ChatPlan(tools, variables)
 
 
@@ -144,9 +144,18 @@ def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, pr
     if chat.continue_final_message:
         content = chat.messages[-1].get("content")
         text = content if isinstance(content, str) else ""
-        return dataclasses.replace(plan, inside=text.rfind(form.begin) > text.rfind(form.end))
+        is_open = text.rfind(form.begin) > text.rfind(form.end)
+        return dataclasses.replace(plan, thinking=Thinking.INSIDE if is_open else Thinking.NONE)
     tail = tokenizer.decode(prompt[-_TAIL:], False, final=False)
-    return dataclasses.replace(plan, inside=form.is_open_after(tail))
+    return dataclasses.replace(plan, thinking=thinking_of(form, tail))
+
+
+def held_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> SamplingParams:
+    """``params`` with the form of the whole answer: its reasoning, and calls or content. Raises ApiError."""
+    asked = params.structured_outputs
+    with naming(chat):
+        whole = held_to(asked, plan.tools, plan.tool_format, plan.reasoning, plan.thinking)
+        return params if whole is asked else dataclasses.replace(params, structured_outputs=whole)
 
 
 class AnswerReading:
@@ -157,11 +166,13 @@ class AnswerReading:
             plan.tool_format,
             plan.reasoning,
             plan.tools.schemas,
-            inside=plan.inside,
+            inside=plan.thinking is Thinking.INSIDE,
             hidden=plan.hidden,
             parallel=plan.tools.parallel,
         )
         self._include_reasoning = plan.include_reasoning
+        self.named = plan.tools.choice == "named"
+        """The request named the function to call."""
         self._size = functools.partial(_num_bytes, tokenizer, skips)
         self._starts: list[int] = []
         """Bytes of the text before each token."""

@@ -29,15 +29,14 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      ``priority``, ``cache_salt``, ``service_tier``, ``user``, and ours: ``queue_timeout``
                      (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
-                     ``continue_final_message``, ``chat_template_kwargs``, ``tools``, ``tool_choice`` (``auto``,
-                     ``none``), ``parallel_tool_calls``, ``reasoning_effort``, ``include_reasoning``,
-                     ``separate_reasoning``
+                     ``continue_final_message``, ``chat_template_kwargs``, ``tools``, ``tool_choice``,
+                     ``parallel_tool_calls``, ``reasoning_effort``, ``include_reasoning``, ``separate_reasoning``
 supported, texts     ``prompt``, ``echo``, ``best_of`` (not with ``stream``), ``add_special_tokens``
 ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
                      ``verbosity``, ``prediction``, ``prompt_cache_key``, ``prompt_cache_retention``,
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
-refused              ``functions``, ``function_call`` but ``none``, ``tool_choice`` but ``auto`` and ``none``, of texts
-                     ``tools``, ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
+refused              ``functions``, ``function_call`` but ``none``, of texts ``tools`` and ``tool_choice``,
+                     ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
                      ``extra_body``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
                      ``chat_template``, ``documents``, ``lora_path``,
                      ``kv_transfer_params``, ``prompt_embeds``, ``logits_processors``, ``use_beam_search``,

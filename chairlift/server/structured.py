@@ -20,6 +20,7 @@ FIELDS: Final = (
     "structural_tag",
 )
 """Fields that ask for a form; a request may have one of them."""
+_CALLS: Final = "tool_choice asks for a call, whose grammar is made of the parameters of tools:"
 _INSIDE: Final = {
     "response_format": "response_format.json_schema.schema",
     "guided_json": "guided_json",
@@ -53,14 +54,26 @@ def naming(request: GenerationRequest) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        message, given = str(error), _given(request)
-        if not given or not message.startswith("structured_outputs"):
+        message, given, forces = str(error), _given(request), _forces_call(request)
+        if message.startswith("tool_choice "):
+            param = "tool_choice" if forces else given[0]
+            raise ApiError(400, message, code="unsupported_parameter", param=param) from None
+        if not message.startswith("structured_outputs") or not (given or forces):
             raise
-        name, inside = given[0], _INSIDE.get(given[0], given[0])
+        name = "tool_choice" if forces else given[0]
+        inside = _CALLS if forces else _INSIDE.get(name, name)
         if name != "structured_outputs":
             kind, _, rest = message.removeprefix("structured_outputs").partition(" ")
-            message = f"{inside if kind else name} {rest}"
+            message = f"{inside if kind or forces else name} {rest}"
         raise ApiError(400, message, code="invalid_value", param=name) from None
+
+
+def _forces_call(request: GenerationRequest) -> bool:
+    """Whether ``tool_choice`` is the reason for a grammar."""
+    choice = getattr(request, "tool_choice", None)
+    if isinstance(choice, dict) and isinstance(choice.get("allowed_tools"), dict):
+        choice = choice["allowed_tools"].get("mode")
+    return choice not in (None, "auto", "none")
 
 
 def _given(request: GenerationRequest) -> list[str]:

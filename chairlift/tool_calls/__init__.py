@@ -1,6 +1,7 @@
 """Tool calls and reasoning in the text of an answer: formats as data, one streaming reader, the checks of requests."""
 
 from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS, reasoning_format_of, tool_format_of
+from chairlift.tool_calls.held import Thinking, held_to, thinking_of
 from chairlift.tool_calls.reader import Answer, AnswerReader, Broken, Call, Event, Piece, read_answer
 from chairlift.tool_calls.request import Tools, check_history, check_tools
 
@@ -14,10 +15,13 @@ __all__ = [
     "Call",
     "Event",
     "Piece",
+    "Thinking",
     "Tools",
     "check_history",
     "check_tools",
+    "held_to",
     "read_answer",
     "reasoning_format_of",
+    "thinking_of",
     "tool_format_of",
 ]

@@ -1,52 +1,200 @@
-"""The text of a call that must come: what a grammar holds an answer to where ``tool_choice`` is required or named."""
+"""Calls as a grammar: the text that an answer consists of where ``tool_choice`` is required or names a function.
+
+The values are formats of structural tags (``chairlift/grammar/structural_tag.py`` lists them), which are plain data.
+What follows them is read as calls by :class:`~chairlift.tool_calls.reader.AnswerReader`, and the arguments satisfy
+their schemas. An object gets the properties of its schema only, unless the schema has ``additionalProperties``: models
+that may invent keys do not stop.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from chairlift.errors import RequestError
 from chairlift.tool_calls.formats import Body, ToolFormat
 from chairlift.tool_calls.request import Tools
 
-__all__ = ["ForcedCall", "forced_calls"]
+__all__ = ["calls_format"]
+
+_NUMBER: Final = "(0|[1-9][0-9]?)"
+_COMBINED: Final = ("patternProperties", "allOf", "anyOf", "oneOf", "$ref", "not", "if")
+"""Keywords beside ``properties`` that may allow or need more of them."""
+_DESCRIBES: Final = (
+    *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+    *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
+)
+"""Keywords of an object's schema that are kept where each argument is written by itself."""
+_OF_TEXT: Final = ("pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "not")
+"""Keywords that a text cannot be held to where it is written without quotes."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ForcedCall:
-    """One way to fill the answer: ``begin``, then JSON that follows ``schema``, then ``end``."""
+def calls_format(form: ToolFormat, tools: Tools) -> dict[str, Any]:
+    """One or more calls of the functions that may be called, and nothing else; one where ``tools.parallel`` is false, a
+    function is named, or the format has room for no other.
 
-    begin: str
-    schema: Mapping[str, Any]
-    end: str
-
-
-def forced_calls(form: ToolFormat, tools: Tools) -> list[ForcedCall]:
-    """The calls that an answer may consist of: one per function, or that of the function which is named.
-
-    A grammar takes them as alternatives, and :class:`~chairlift.tool_calls.reader.AnswerReader` reads each as a call.
-    Raises RequestError for a format whose arguments are not JSON.
+    Raises RequestError for a format that has no form for this, and for schemas that have none in it.
     """
     schemas = tools.schemas
     names = [tools.named] if tools.named else list(schemas)
-    return [_forced(form, name, schemas[name]) for name in names]
+    if form.body in (Body.PYTHON, Body.GEMMA):
+        raise RequestError(
+            f"tool_choice cannot force a call, nor response_format be held beside tools, in the format {form.name}:"
+            " there is no grammar for its arguments; use tool_choice 'auto' without response_format"
+        )
+    before, separator, after = _series(form)
+    nothing = {"type": "object", "properties": {}}  # a function without parameters takes no arguments
+    tags = [_call(form, name, _closed({"type": "object", **(schemas[name] or nothing)})) for name in names]
+    single = bool(tools.named) or not tools.parallel or separator is None
+    many = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator or "",
+        "at_least_one": True,
+        "stop_after_first": single,
+    }
+    return sequence(*literal(before), many, *literal(after))
 
 
-def _forced(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> ForcedCall:
-    arguments = {"type": "object", **schema}
+def literal(text: str) -> Iterator[dict[str, Any]]:
+    """The text as a format; none where it is empty."""
+    if text:
+        yield {"type": "const_string", "value": text}
+
+
+def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    """The formats one after another; at least one."""
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": list(elements)}
+
+
+def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+    """A content between two texts. ``{number}`` in ``begin`` stands for a number of one or two digits."""
+    head, mark, tail = begin.partition("{number}")
+    if mark:
+        content = sequence({"type": "regex", "pattern": _NUMBER}, *literal(tail), content)
+    return {"type": "tag", "begin": head, "content": content, "end": end}
+
+
+def optional(one: dict[str, Any]) -> dict[str, Any]:
+    """A tag that may be left out."""
+    return {"type": "tags_with_separator", "tags": [one], "separator": "", "stop_after_first": True}
+
+
+def _series(form: ToolFormat) -> tuple[str, str | None, str]:
+    """(text before a series of calls, between them, behind it). None: there is one call only."""
+    if form.body is Body.HARMONY or not form.section:
+        return "", None, ""
+    if form.body is Body.JSON and form.wrapped is not None:
+        before, _, after = form.wrapped
+        return (before, ", ", after) if before.endswith("[") else ("", "\n", "")
+    if form.body is Body.TAGGED and form.call and not form.bare_call:
+        return form.section[0] + "\n", "", form.section_end
+    if form.body is Body.TAGGED:
+        return "", "\n", ""
+    return (form.section[0], "", form.section_end) if form.call else ("", "", "")
+
+
+def _call(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = {"type": "json_schema", "json_schema": schema}
     if form.body is Body.HARMONY and form.wrapped is not None:
-        return ForcedCall(form.wrapped[0].replace("{name}", name), arguments, form.wrapped[2])
+        return tag(form.wrapped[0].replace("{name}", name), arguments, form.wrapped[2])
     if form.body is Body.JSON and form.wrapped is not None:
         before, key, after = form.wrapped
-        opened = before if before.endswith('"name": ') else before + '{"name": '
-        return ForcedCall(f"{opened}{json.dumps(name)}, {json.dumps(key)}: ", arguments, "}" + after)
+        before, after = ("", "") if before.endswith("[") else (before, after)
+        return tag(f"{before}{form.opening}{json.dumps(name)}, {json.dumps(key)}: ", arguments, "}" + after)
     if form.body is Body.NAMED:
-        section = form.section[0] if form.section else ""
-        written = form.prefix + name + (":0" if form.numbered else "")
-        end = form.call_end.replace("```<", "\n```<") + form.section_end
-        return ForcedCall(section + form.call + written + form.name_ends[0], arguments, end)
-    raise RequestError(
-        f"tool_choice cannot force a call in the format {form.name}, whose arguments are not JSON; use 'auto'"
+        begin = form.call or form.section[0]
+        written = form.prefix + name + (":{number}" if form.numbered else "")
+        return tag(begin + written + form.name_ends[0], arguments, form.call_end.replace("```<", "\n```<"))
+    return _tagged(form, name, schema)
+
+
+# --- a tag per argument ---------------------------------------------------------------------------------------------
+
+
+def _tagged(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"the parameters of {name}"
+    if unknown := [key for key in schema if key not in _DESCRIBES]:
+        raise _not_here(form, where, unknown[0])
+    properties, required = dict(schema.get("properties") or {}), schema.get("required") or ()
+    properties |= {key: {} for key in required if key not in properties}
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts = []
+    for key, value in properties.items():
+        if value is False and key not in required:
+            continue
+        if key != key.strip() or not key or any(mark in key for mark in (form.key_end, "\n")):
+            raise _not_here(form, where, key)
+        one = _argument(form, f"{where}.{key}", key, value if isinstance(value, Mapping) else {}, shared)
+        parts.append(one if key in required else optional(one))
+    section = form.section[0] + "\n" if form.bare_call else ""
+    # The line ends within the call: a grammar cannot tell "\n" from the beginning of "\n</section>".
+    end = form.call_end + ("\n" + form.section_end if form.bare_call else "\n" if form.call else "")
+    head = section + (form.call or form.section[0]) + name + form.name_ends[0].removesuffix("\n") + "\n"
+    return tag(head, sequence(*parts, *literal(end)), "")
+
+
+def _argument(
+    form: ToolFormat, where: str, key: str, schema: Mapping[str, Any], shared: Mapping[str, Any]
+) -> dict[str, Any]:
+    line = "\n" if form.own_line else ""
+    marks = {how: mark for mark, how in form.values}
+    plain = schema.get("type") == "string" or _texts(schema)
+    mark = marks.get("schema", marks.get("text" if plain else "json", ""))
+    between = "\n" if mark.startswith("<") else ""
+    begin = form.key + key + form.key_end + between + mark + line
+    if not plain:
+        content = {"type": "json_schema", "json_schema": {**shared, **schema}}
+        return tag(begin, content, line + form.value_end + "\n")
+    if found := next((each for each in _OF_TEXT if each in schema), None):
+        raise _not_here(form, where, found)
+    if not _texts(schema):
+        return tag(begin, tag("", {"type": "any_text"}, form.value_end), "\n")
+    words = [schema["const"]] if "const" in schema else schema["enum"]
+    if any(not word or form.value_end in word for word in words):
+        raise _not_here(form, where, "enum")
+    choice = {"type": "or", "elements": [each for word in words for each in literal(word)]}
+    return tag(begin, choice, line + form.value_end + "\n")
+
+
+def _texts(schema: Mapping[str, Any]) -> bool:
+    """Whether the values are listed, and all are texts."""
+    words = [schema["const"]] if "const" in schema else schema.get("enum")
+    return isinstance(words, list) and bool(words) and all(isinstance(word, str) for word in words)
+
+
+def _not_here(form: ToolFormat, where: str, what: str) -> RequestError:
+    return RequestError(
+        f"tool_choice cannot force a call, nor response_format be held beside tools: {where} has {what!r:.80}, and"
+        f" arguments in the format {form.name} cannot be held to that; leave it out of the schema, or use tool_choice"
+        " 'auto' without response_format"
     )
+
+
+# --- schemas --------------------------------------------------------------------------------------------------------
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, with objects that have the properties it names and no others. It allows no more than the schema."""
+    return schema if '"allOf"' in json.dumps(schema) else _close(schema)
+
+
+def _close(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), dict):
+            closed[key] = {name: _close(each) for name, each in schema[key].items()}
+    for key in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(schema.get(key), list) and "properties" not in schema:
+            closed[key] = [_close(each) for each in schema[key]]
+    if "items" in schema:
+        closed["items"] = _close(schema["items"])
+    known = schema.get("properties")
+    if not isinstance(known, dict) or any(key in schema for key in _COMBINED):
+        return closed
+    if all(key in known for key in schema.get("required") or ()):
+        closed.setdefault("additionalProperties", False)
+    return closed

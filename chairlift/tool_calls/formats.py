@@ -74,7 +74,12 @@ class ToolFormat:
     numbered: bool = False
     """The model writes ``NAME:NUMBER``, and that is the id of the call."""
     wrapped: tuple[str, str, str] | None = None
-    """Of forced calls with a JSON body: text before, the key of the arguments, text after."""
+    """Of forced calls with a JSON body: text before, the key of the arguments, text after. A text that ends with ``[``
+    begins a list of calls."""
+    opening: str = '{"name": '
+    """Of forced calls with a JSON body: what stands before the name."""
+    own_line: bool = False
+    """Values stand on lines of their own."""
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -148,6 +153,7 @@ def _functions(name: str, section: str, bare: bool, signs: tuple[tuple[str, ...]
         key_end=">",
         value_end="</parameter>",
         call_end="</function>",
+        own_line=bare,
     )
 
 
@@ -157,7 +163,7 @@ _ROWS: Final = (
         body=Body.HARMONY,
         signs=(("<|channel|>", "<|message|>", "<|call|>"), ("<|channel|>", "to=functions.")),
         prefix="functions.",
-        wrapped=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", "<|call|>"),
+        wrapped=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", ""),
     ),
     _dsml("deepseek_v32", "function_calls"),
     _dsml("deepseek_v4", "tool_calls"),
@@ -229,7 +235,7 @@ _ROWS: Final = (
         body=Body.JSON,
         signs=(("[TOOL_CALLS]",),),
         section=("[TOOL_CALLS]",),
-        wrapped=('[TOOL_CALLS][{"name": ', "arguments", "]"),
+        wrapped=("[TOOL_CALLS][", "arguments", "]"),
     ),
     ToolFormat(
         name="lfm2",
@@ -259,6 +265,8 @@ _ROWS: Final = (
         signs=(("<|START_ACTION|>",),),
         section=("<|START_ACTION|>",),
         section_end="<|END_ACTION|>",
+        wrapped=("<|START_ACTION|>[", "parameters", "]<|END_ACTION|>"),
+        opening='{"tool_call_id": "{number}", "tool_name": ',
     ),
     ToolFormat(
         name="functools",
@@ -328,6 +336,10 @@ class ReasoningFormat:
     """As in :class:`ToolFormat`."""
     opened: bool = False
     """Every answer begins inside the reasoning, whether the template writes ``begin`` or not."""
+    goes_on: str = ""
+    """Text between the reasoning and what follows it, where it is not white space."""
+    content: str = ""
+    """Text before the content."""
 
     def is_open_after(self, prompt_end: str) -> bool:
         """Whether a prompt that ends with this text has opened the reasoning for the answer."""
@@ -335,7 +347,14 @@ class ReasoningFormat:
 
 
 _REASONING_ROWS: Final = (
-    ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>", TOOL_FORMATS["harmony"].signs),
+    ReasoningFormat(
+        name="harmony",
+        begin="<|channel|>analysis<|message|>",
+        end="<|end|>",
+        signs=TOOL_FORMATS["harmony"].signs,
+        goes_on="<|start|>assistant",
+        content="<|channel|>final<|message|>",
+    ),
     ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", (("<|channel>", "<channel|>"),)),
     ReasoningFormat("command_r7b", "<|START_THINKING|>", "<|END_THINKING|>", (("<|START_THINKING|>",),)),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", (("[THINK]",),)),

@@ -31,6 +31,8 @@ class Tools:
     """The function that must be called."""
     parallel: bool = True
     """Several calls in one answer are wanted."""
+    allowed: tuple[str, ...] | None = None
+    """The functions that may be called; None: all. The model is told of the others, too."""
 
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...]:
@@ -41,7 +43,8 @@ class Tools:
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """JSON schema of the arguments, by the name of the function."""
         functions = [definition["function"] for definition in self.offered]
-        return {function["name"]: function.get("parameters") or {} for function in functions}
+        allowed = [each for each in functions if self.allowed is None or each["name"] in self.allowed]
+        return {function["name"]: function.get("parameters") or {} for function in allowed}
 
 
 def check_tools(tools: Any, tool_choice: Any = None, parallel: bool | None = None) -> Tools:
@@ -59,8 +62,24 @@ def check_tools(tools: Any, tool_choice: Any = None, parallel: bool | None = Non
     for index, name in enumerate(names):
         if name in names[:index]:
             raise RequestError(f"tools[{index}].function.name is {name!r} again; give every function its own name")
+    allowed = None
+    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
+        tool_choice, allowed = _allowed(tool_choice, names)
     choice, named = _choice(tool_choice, names)
-    return Tools(definitions, choice, named, parallel is not False)
+    return Tools(definitions, choice, named, parallel is not False, allowed)
+
+
+def _allowed(given: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+    """(mode, names) of ``{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}``."""
+    inner = given.get("allowed_tools")
+    mode = inner.get("mode") if isinstance(inner, Mapping) else None
+    tools = inner.get("tools") if isinstance(inner, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(tools, Sequence) or isinstance(tools, str) or not tools:
+        _wrong("tool_choice", 'must have allowed_tools: {"mode": "auto" or "required", "tools": [...]}', inner)
+    allowed = [_choice(each, names)[1] if isinstance(each, Mapping) else "" for each in tools]
+    if "" in allowed:
+        _wrong("tool_choice", 'must have allowed_tools.tools of {"type": "function", "function": {"name": ...}}', tools)
+    return mode, tuple(allowed)
 
 
 def _definition(where: str, tool: Any) -> dict[str, Any]:
@@ -128,7 +147,7 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, str]:
     if not isinstance(name, str):
         _wrong(
             "tool_choice",
-            'must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+            'must be "auto", "none", "required", {"type": "function", "function": {"name": ...}} or allowed_tools',
             given,
         )
     if name not in names:

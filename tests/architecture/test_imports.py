@@ -32,7 +32,7 @@ ALLOWED: dict[str, list[str]] = {
     "plugins": ["errors", "scheduler"],
     "gguf": ["errors"],
     "tokenizer": ["errors", "config", "gguf", "parent"],
-    "tool_calls": ["errors"],
+    "tool_calls": ["errors", "structured_outputs"],
     "kernels": ["errors", "step_batch"],
     "sampling": ["errors", "sampling_params", "step_batch"],
     "models": ["errors", "config", "gguf", "kernels", "sampling.failures", "sampling.row", "step_batch"],

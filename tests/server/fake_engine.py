@@ -144,6 +144,8 @@ class FakeEngine:
         self.streams: set[FakeStream] = set()
         self.num_aborted = 0
         self.num_queued = 0
+        self.follows_grammars = False
+        """Whatever the script says."""
         self.num_beside = 0
         """Works that were done on a thread."""
         self.engine_pid: int | None = None
@@ -225,7 +227,7 @@ class FakeEngine:
         return [await self.encode(text, add_special_tokens) for text in texts]
 
     async def check_grammar(self, params: SamplingParams) -> None:
-        if params.structured_outputs is not None:
+        if params.structured_outputs is not None and not self.follows_grammars:
             raise RequestError("structured_outputs cannot be followed: this engine's answers are scripted")
 
     async def encode_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

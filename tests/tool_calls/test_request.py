@@ -1,18 +1,15 @@
-"""Definitions of tools, literals of arguments, and forced calls."""
+"""Definitions of tools, and literals of arguments."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from chairlift.errors import RequestError
-from chairlift.tool_calls import TOOL_FORMATS, check_history, check_tools, read_answer
-from chairlift.tool_calls.forced import forced_calls
-from chairlift.tool_calls.formats import Body
+from chairlift.tool_calls import check_history, check_tools
 from chairlift.tool_calls.values import NotReadable, by_schema, json_value, python_calls
-from tests.tool_calls.recorded import TOOLS, as_calls, reader_for
+from tests.tool_calls.recorded import TOOLS
 
 GIVEN = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in TOOLS.items()]
 
@@ -84,17 +81,16 @@ def test_literals_are_bounded_and_never_run() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_a_forced_call_is_read_as_that_call(name: str) -> None:
-    form, tools = TOOL_FORMATS[name], check_tools(GIVEN, "required")
-    if form.body in (Body.TAGGED, Body.PYTHON, Body.GEMMA) or name == "command_r7b":
-        with pytest.raises(RequestError, match="not JSON"):
-            forced_calls(form, tools)
-        return
-    calls = forced_calls(form, tools)
-    assert [call.schema for call in calls] == [TOOLS["look"], TOOLS["now"]]
-    for call, (function, arguments) in zip(calls, (("look", {"place": "Ulm"}), ("now", {})), strict=True):
-        answer = read_answer(call.begin + json.dumps(arguments) + call.end, reader_for(name))
-        assert (as_calls(answer), answer.content, answer.broken) == ([(function, arguments)], "", [])
-    (named,) = forced_calls(form, check_tools(GIVEN, {"type": "function", "function": {"name": "now"}}))
-    assert named == calls[1]
+def test_the_tools_that_may_be_called() -> None:
+    def choice(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    for mode in ("auto", "required"):
+        tools = check_tools(GIVEN, choice(mode, "now"))
+        assert (tools.choice, list(tools.schemas), len(tools.offered)) == (mode, ["now"], len(GIVEN))
+    for given in (choice("none", "now"), choice("auto"), choice("auto", "fly"), {"type": "allowed_tools"}):
+        with pytest.raises(RequestError, match="tool_choice"):
+            check_tools(GIVEN, given)
+    with pytest.raises(RequestError, match="tool_choice"):
+        check_tools(GIVEN, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["now"]}})
