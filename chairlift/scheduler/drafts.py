@@ -73,10 +73,11 @@ class Drafts:
         features = StepFeatures.of(num_decodes, self._batch.num_computed_tokens, chunks)
         for request, drafts in self.speculator.choose(rows, features, budget):
             kept = tuple(drafts[: self._num_fitting(request, min(len(drafts), budget))])
-            if kept:
+            if not kept:
+                continue
+            chunk = Chunk(request.slot, len(request.token_ids) - 1, 1 + len(kept), 1 + len(kept), "verify", kept)
+            if self._make_room(request, chunk, step):
                 budget -= len(kept)
-                chunk = Chunk(request.slot, len(request.token_ids) - 1, 1 + len(kept), 1 + len(kept), "verify", kept)
-                self._make_room(request, chunk, step)
                 out.chunks.append(chunk)
                 step.chunks.append((request, chunk))
                 step.verifies.append((request, chunk))
@@ -100,13 +101,19 @@ class Drafts:
             return room
         return count
 
-    def _make_room(self, request: Request, chunk: Chunk, step: Step) -> None:
-        """Take the request out of the decode rows, and blocks for its drafts."""
+    def _make_room(self, request: Request, chunk: Chunk, step: Step) -> bool:
+        """Take the request out of the decode rows, and blocks for its drafts. False, and it decodes without, where the
+        cache has none to give."""
         self._decodes.stop(request)
         request.num_computed_tokens = chunk.start  # its newest token still reads what a window is about to leave behind
-        grown = self._kv.tables.extend(request, chunk.end, self._batch.step) or ()
+        grown = self._kv.tables.extend(request, chunk.end, self._batch.step)
         request.num_computed_tokens = chunk.start + 1
+        if grown is None:
+            self._decodes.rebuild()
+            self._decodes.start([request])
+            return False
         step.out.new_blocks += [(request.slot, blocks) for blocks in grown]
+        return True
 
     def accept(self, flight: Step, tokens: Sequence[int], sampled: Sequence[Request | None]) -> list[Request | None]:
         """Append what rows with drafts have sampled, as far as it is right. Returns ``sampled`` with them."""

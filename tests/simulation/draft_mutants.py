@@ -126,14 +126,14 @@ def drafts_beyond_the_end_of_the_answer(patch: Patch) -> None:
 def window_left_behind_before_it_was_read(patch: Patch) -> None:
     make_room, extend = Drafts._make_room, BlockTables.extend
 
-    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> None:
+    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> bool:
         def early(tables: BlockTables, grows: Request, num_tokens: int, in_flight: int) -> Any:
             request.num_computed_tokens = chunk.end
             return extend(tables, grows, num_tokens, in_flight - 1)
 
         BlockTables.extend = early  # type: ignore[method-assign]
         try:
-            make_room(self, request, chunk, step)
+            return make_room(self, request, chunk, step)
         finally:
             BlockTables.extend = extend  # type: ignore[method-assign]
 
@@ -144,9 +144,10 @@ def window_left_behind_before_it_was_read(patch: Patch) -> None:
 def row_stays_among_the_decodes(patch: Patch) -> None:
     make_room, stop = Drafts._make_room, DecodeRows.stop
 
-    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> None:
-        make_room(self, request, chunk, step)
+    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> bool:
+        made = make_room(self, request, chunk, step)
         self._decodes.start([request])
+        return made
 
     patch(Drafts, "_make_room", wrong)
     assert stop
@@ -182,10 +183,11 @@ def ended_rows_decode_again(patch: Patch) -> None:
 def blocks_of_drafts_not_sent(patch: Patch) -> None:
     make_room = Drafts._make_room
 
-    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> None:
+    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> bool:
         before = list(step.out.new_blocks)
-        make_room(self, request, chunk, step)
+        made = make_room(self, request, chunk, step)
         step.out.new_blocks = before
+        return made
 
     patch(Drafts, "_make_room", wrong)
 

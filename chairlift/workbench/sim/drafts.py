@@ -20,10 +20,19 @@ class ScriptedDrafts:
     Args:
         seed: The world's.
         answer_of: The tokens that a request will answer with; None where nobody knows.
+        vocab_size: Wrong drafts are token ids below it.
+        eos: The token that ends an answer.
     """
 
-    def __init__(self, seed: int, answer_of: Callable[[Request], Sequence[int] | None]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        answer_of: Callable[[Request], Sequence[int] | None],
+        vocab_size: int = VOCAB_SIZE,
+        eos: int = EOS,
+    ) -> None:
         self._seed, self._answer_of = seed, answer_of
+        self._vocab_size, self._eos = vocab_size, eos
         self.num_forgotten = 0
 
     def choose(
@@ -44,15 +53,15 @@ class ScriptedDrafts:
         if kind == "none" or answer is None:
             return []
         begin = request.num_output_tokens - (kind == "stale")
-        coming = [*answer[begin:], *(rng.randrange(VOCAB_SIZE) for _ in range(40))]
+        coming = [*answer[begin:], *(rng.randrange(self._vocab_size) for _ in range(40))]
         drafts = coming[: most + 5 if kind == "many" else count]
         place = rng.randrange(len(drafts))
         if kind == "wrong":
-            drafts[0] = (drafts[0] + 1) % VOCAB_SIZE
+            drafts[0] = (drafts[0] + 1) % self._vocab_size
         elif kind == "partly":
-            drafts[place] = (drafts[place] + 1) % VOCAB_SIZE
+            drafts[place] = (drafts[place] + 1) % self._vocab_size
         elif kind == "ends":
-            drafts[place] = rng.choice([EOS, *request.stop_token_ids])
+            drafts[place] = rng.choice([self._eos, *request.stop_token_ids])
         return drafts
 
     def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:

@@ -1,0 +1,137 @@
+"""How many drafts a step computes: against brute force, none where none pays, a probe now and then, nothing left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from chairlift.request import Request
+from chairlift.scheduler.cost_model import StepFeatures
+from chairlift.spec_decode import adaptive
+from chairlift.spec_decode.adaptive import AdaptiveSpeculator, best_number
+
+REPEATS = [1, 2, 3, 4, 1, 2, 3]
+
+
+def row(name: str, tokens: Sequence[int] = REPEATS) -> Request:
+    return Request(name, list(tokens), max_tokens=50)
+
+
+def flat(step: StepFeatures) -> float:
+    """A step that waits for memory: more rows cost nothing."""
+    return 1.0
+
+
+def dear(step: StepFeatures) -> float:
+    """A step that computes: time in proportion to its rows."""
+    return float(step.num_decodes)
+
+
+def make(seconds: Callable[[StepFeatures], float], most: int = 4) -> AdaptiveSpeculator:
+    return AdaptiveSpeculator(seconds, most, 2)
+
+
+def choose(speculator: AdaptiveSpeculator, *rows: Request, most: int = 9, budget: int = 99) -> dict[str, list[int]]:
+    step = StepFeatures(num_decodes=len(rows))
+    chosen = speculator.choose([(each, most) for each in rows], step, budget)
+    return {request.request_id: list(drafts) for request, drafts in chosen}
+
+
+def test_the_best_number_is_that_of_the_highest_rate() -> None:
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(500):
+        num_rows, ridge = rng.randint(1, 20), rng.randint(1, 40)
+        chances = sorted((rng.random() for _ in range(rng.randint(0, 30))), reverse=True)
+
+        def seconds(number: int, rows: int = num_rows, ridge: int = ridge) -> float:
+            return max(1.0, (rows + number) / ridge) + 0.01 * number
+
+        rates = [(num_rows + sum(chances[:n])) / seconds(n) for n in range(len(chances) + 1)]
+        number = best_number(num_rows, chances, seconds)
+        if max(rates) > 1.02 * rates[0] * (1 + 1e-9):
+            assert rates[number] == pytest.approx(max(rates))
+        else:
+            assert number == 0
+        seen.add(number)
+    assert len(seen) > 10
+
+
+def test_no_draft_is_worth_a_gain_within_the_noise() -> None:
+    assert best_number(1, [0.01], lambda number: 1.0) == 0
+    assert best_number(1, [0.03], lambda number: 1.0) == 1
+    assert best_number(4, [], lambda number: 1.0) == 0
+
+
+def test_free_drafts_are_all_computed() -> None:
+    assert choose(make(flat), row("a")) == {"a": [4, 1, 2, 3]}
+
+
+def test_none_where_none_pays() -> None:
+    assert choose(make(dear), row("a"), row("b")) == {}
+
+
+def test_limits_are_kept() -> None:
+    assert choose(make(flat), row("a"), most=2) == {"a": [4, 1]}
+    assert choose(make(flat, most=1), row("a")) == {"a": [4]}
+    chosen = choose(make(flat), row("a"), row("b"), row("c"), budget=5)
+    assert sum(map(len, chosen.values())) == 5
+
+
+def test_the_likelier_rows_come_first() -> None:
+    speculator, good, bad = make(flat), row("good"), row("bad")
+    for _ in range(12):
+        speculator.verified(good, [4, 1], 2)
+        speculator.verified(bad, [4, 1], 0)
+    assert choose(speculator, bad, good, budget=4) == {"good": [4, 1, 2, 3]}
+
+
+def test_a_row_whose_drafts_are_wrong_gets_none_any_more() -> None:
+    speculator, bad = make(lambda step: 1 + 0.1 * step.num_decodes), row("bad")
+    assert choose(speculator, bad)
+    for _ in range(30):
+        speculator.verified(bad, [4, 1], 0)
+    assert choose(speculator, bad) == {}
+
+
+def test_an_estimate_that_fell_is_probed_and_rises_again() -> None:
+    speculator, request = make(lambda step: 1 + 0.1 * step.num_decodes), row("a")
+    for _ in range(30):
+        speculator.verified(request, [4, 1], 0)
+    probes = [step for step in range(1, 100) if choose(speculator, request)]
+    assert probes == [24, 48, 72, 96]
+    for _ in range(10):
+        speculator.verified(request, [4], 1)
+    assert choose(speculator, request)
+
+
+def test_a_probe_is_one_draft() -> None:
+    speculator = make(dear)
+    sizes = [[len(drafts) for drafts in choose(speculator, row("a"), row("b")).values()] for _ in range(24)]
+    assert sizes[:23] == [[]] * 23 and sizes[23] == [1]
+
+
+def test_nothing_is_looked_up_in_steps_where_nothing_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(adaptive.NgramIndex, "propose", lambda *given: looked.append(1) or ())
+    speculator = make(dear)
+    for _ in range(23):
+        choose(speculator, *(row(str(number)) for number in range(40)))
+    assert not looked
+
+
+def test_a_request_that_left_leaves_nothing() -> None:
+    speculator, request = make(flat), row("a")
+    choose(speculator, request)
+    speculator.verified(request, [4, 1], 1)
+    speculator.forget(request)
+    speculator.forget(row("never seen"))
+    assert not speculator._chances and not speculator._indexes
+
+
+def test_the_text_that_a_request_expects_is_drafted() -> None:
+    speculator = AdaptiveSpeculator(flat, 3, 2, lambda request: [7, 8, 9] if request.request_id == "a" else ())
+    new = [50, 51]
+    assert choose(speculator, row("a", new), row("b", new)) == {"a": [7, 8, 9]}

@@ -1,0 +1,118 @@
+"""What turns drafts on, what is refused, and where a step with drafts is told: record, live view, metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift import LLM, ConfigError, SamplingParams
+from chairlift.config import EngineConfig, SpeculativeConfig
+from chairlift.engine.step_recorder import StepRecorder
+from chairlift.executor import select
+from chairlift.executor.select import choose_kernels
+from chairlift.metrics.prometheus import render
+from chairlift.metrics.stats import EngineStats, RequestStats
+from chairlift.scheduler.drafts import Drafts
+from chairlift.spec_decode.adaptive import AdaptiveSpeculator
+from tests.executor.test_select import network
+from tests.kernels.cpu.models import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{", "speculative_config is not JSON"),
+        ('"ngram"', "must be an object like"),
+        ({"method": "ngram", "num_tokens": 3}, r"unknown keys \['num_tokens'\]; known: .*num_speculative_tokens"),
+        ({}, "method must be ngram, got None"),
+        ({"method": "eagle3"}, "method must be ngram, got 'eagle3'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be .* from 1 to 64, got 0"),
+        ({"method": "ngram", "num_speculative_tokens": 65}, "from 1 to 64, got 65"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 64, got True"),
+        ({"method": "ngram", "prompt_lookup_min": 17}, "prompt_lookup_min must be .* from 1 to 16, got 17"),
+        ({"method": "ngram", "prompt_lookup_min": "3"}, "from 1 to 16, got '3'"),
+    ],
+)
+def test_what_is_wrong_is_named(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.parse(given)
+
+
+def test_text_and_object_say_the_same() -> None:
+    asked = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2}
+    assert SpeculativeConfig.parse(asked) == SpeculativeConfig.parse(json.dumps(asked))
+    assert SpeculativeConfig.parse({"method": "ngram"}) == SpeculativeConfig(
+        method="ngram", num_speculative_tokens=8, prompt_lookup_min=3
+    )
+
+
+def test_the_triton_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "why_not_triton", lambda *given: "")
+    given = (network(), torch.bfloat16, torch.device("cuda"))
+    asked = '{"method": "ngram"}'
+    with pytest.raises(ConfigError, match="speculative_config is set, but the Triton kernels .* take kernels='torch'"):
+        choose_kernels(EngineConfig.from_flat({"speculative_config": asked}), *given)
+    assert choose_kernels(EngineConfig.from_flat({"speculative_config": asked, "kernels": "torch"}), *given) == "torch"
+
+
+def test_metrics_have_the_names_of_vllm() -> None:
+    stats = RequestStats()
+    stats.step(EngineStats(num_verified_rows=5, num_draft_tokens=20, num_accepted_tokens=7, accepted_at=[4, 3]))
+    text = render(stats, None, up=True, model_name="m", prefix="vllm", num_waiting=0, now=0.0).decode()
+    values = {
+        line.split("{")[0] + (f" {line.split('position=')[1][1]}" if "position=" in line else ""): line.split()[-1]
+        for line in text.splitlines()
+        if line.startswith("vllm:spec_decode")
+    }
+    assert {name: float(value) for name, value in values.items()} == {
+        "vllm:spec_decode_num_drafts_total": 5,
+        "vllm:spec_decode_num_draft_tokens_total": 20,
+        "vllm:spec_decode_num_accepted_tokens_total": 7,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total 0": 4,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total 1": 3,
+    }
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def make(model_dir: Path, **settings: Any) -> LLM:
+    return LLM(model_dir, skip_tokenizer_init=True, num_kv_blocks=50, dtype="float32", threads=1, **settings)
+
+
+PARAMS = SamplingParams(temperature=0.0, allowed_token_ids=[5], max_tokens=20, ignore_eos=True)
+
+
+@pytest.mark.parametrize("asked", [{"method": "ngram"}, '{"method": "ngram"}'])
+def test_an_object_or_its_text_turns_drafts_on(model_dir: Path, asked: Any) -> None:
+    llm = make(model_dir, speculative_config=asked)
+    assert llm.engine.scheduler.drafts is not None
+    assert llm.generate([[5] * 9], PARAMS)[0].outputs[0].token_ids == [5] * 20
+
+
+def test_without_the_setting_there_are_none(model_dir: Path) -> None:
+    assert make(model_dir).engine.scheduler.drafts is None
+
+
+def test_a_step_with_drafts_is_recorded_and_seen(model_dir: Path) -> None:
+    llm = make(model_dir)
+    engine = llm.engine
+    scheduler = engine.scheduler
+    scheduler.drafts = Drafts(scheduler.batch, AdaptiveSpeculator(lambda step: 1.0, 4, 2))
+    recorder = StepRecorder(engine.core)
+    llm.generate([[5] * 9], PARAMS)
+    verifies = [record for record in engine.core.step_log if any(chunk.drafts for _, chunk in record.chunks)]
+    assert verifies and [row.why for row in verifies[0].rows] == ["verify"]
+    assert set(verifies[0].accepted.values()) == {5}  # all four drafts, and the token behind them
+    written = [json.loads(line) for line in verifies[0].to_json().splitlines()]
+    assert written[0]["chunks"][0][3] == "verify" and list(written[0]["accepted"].values()) == [5]
+    lines = [json.loads(line) for line in recorder.take().splitlines()]
+    seen = [chunk for line in lines for chunk in line.get("chunks", ()) if chunk[5] == "verify"]
+    assert len(seen) == len(verifies) and seen[0][3:5] == [5, 5]  # tokens computed, and tokens it yielded
+    assert scheduler.drafts.accepted_at[:1] == [scheduler.drafts.num_verified]
