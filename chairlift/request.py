@@ -196,13 +196,13 @@ class Request:
         """Permanent row in the executor's InputBatch while running; -1 otherwise."""
         self.limit = self.max_total_tokens - 1
         """KV positions after which this row stops computing (the last token sampled is never an input)."""
-        self.num_sample_positions = 1
-        """How many of its last positions the chunk that reaches the newest known token samples; fewer where it is
-        shorter. The request takes the token of the last one; the others are dropped."""
         self._begin_books()
 
     def _begin_books(self) -> None:
         """What scheduler and KV cache write down about a request."""
+        self.num_sample_positions = 1
+        """How many of its last positions the chunk that reaches the newest known token samples; fewer where it is
+        shorter. The request takes the token of the last one; the others are dropped."""
         self.block_ids: list[list[int]] = []
         """The block table, one list per cache group."""
         self.num_out_of_reach: list[int] = []

@@ -138,16 +138,16 @@ def _with_special_tokens(plan: ChatPlan, tokenizer: Tokenizer | None, hide: bool
 
 def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> ChatPlan:
     """The plan, with whether the prompt ends inside the reasoning."""
-    form = plan.reasoning
-    if form is None or tokenizer is None:
+    marks = plan.reasoning
+    if marks is None or tokenizer is None:
         return plan
     if chat.continue_final_message:
         content = chat.messages[-1].get("content")
         text = content if isinstance(content, str) else ""
-        is_open = text.rfind(form.begin) > text.rfind(form.end)
+        is_open = text.rfind(marks.begin) > text.rfind(marks.end)
         return dataclasses.replace(plan, thinking=Thinking.INSIDE if is_open else Thinking.NONE)
     tail = tokenizer.decode(prompt[-_TAIL:], False, final=False)
-    return dataclasses.replace(plan, thinking=thinking_of(form, tail))
+    return dataclasses.replace(plan, thinking=thinking_of(marks, tail))
 
 
 def held_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> SamplingParams:

@@ -53,6 +53,9 @@ async def tokenize(request: Request) -> Response:
     if asked.prompt is None and asked.add_special_tokens:
         message = "add_special_tokens goes with prompt; the chat template writes its own: leave it out"
         raise ApiError(400, message, code="invalid_value", param="add_special_tokens")
+    if asked.prompt is not None and asked.tools is not None:
+        message = "tools goes with messages, whose chat template prints them; leave it out"
+        raise ApiError(400, message, code="invalid_value", param="tools")
     async with until_tokens(request):
         if asked.prompt is None:
             ids = await encode_messages(state, asked, plan_prompt(state, asked, ignored))

@@ -120,6 +120,8 @@ def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="sk-wrong").chat.completions.create(model="hashlm", messages=HI)
     with pytest.raises(openai.NotFoundError):  # an endpoint that is not there
+        client.moderations.create(model="hashlm", input="Hi")
+    with pytest.raises(openai.BadRequestError):  # this server's model generates
         client.embeddings.create(model="hashlm", input="Hi")
 
 

@@ -34,7 +34,7 @@ from chairlift.models.loader import (
 from chairlift.models.model_files import read_config
 from chairlift.models.random_weights import random_model, write_random_model
 from tests.models.paged import packed_logits
-from tests.models.tiny import FAMILIES, MORE_FAMILIES, hf_logits, hf_model, tiny_hf_model
+from tests.models.tiny import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, hf_logits, hf_model, tiny_hf_model
 from tests.native import needs_kernels
 
 Mutate = Callable[[dict[str, torch.Tensor]], object]
@@ -465,4 +465,4 @@ def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_family_is_compared_with_transformers() -> None:
-    assert sorted(registry.FAMILIES) == sorted([*FAMILIES, *MORE_FAMILIES])
+    assert sorted(registry.FAMILIES) == sorted([*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES])

@@ -75,7 +75,7 @@ def test_bits_do_not_depend_on_company(family: str, tmp_path: Path) -> None:
         together = embeddings(llm, TEXTS)
         assert np.array_equal(together, np.concatenate([embeddings(llm, [text]) for text in TEXTS]))
         assert np.array_equal(together[::-1], embeddings(llm, TEXTS[::-1]))
-        assert llm.info.deterministic == (family != "gpt2")  # whose GELU is PyTorch's
+        assert llm.info.deterministic
 
 
 @pytest.mark.parametrize("family", [name for name in EMBEDDERS if name not in ("mistral", "gpt2")])

@@ -165,10 +165,10 @@ def test_a_quantised_checkpoint_becomes_floats(tmp_path: Path) -> None:
 
 def lose_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer attends to the tokens of the step, of whichever request."""
-    from chairlift.kernels.scored import scored_attention
+    from chairlift.kernels.sdpa import packed_attention
 
     def attend(self: Any, layer: int, q: Any, k: Any, v: Any, *, scale: float, window: int | None, **more: Any) -> Any:
-        return scored_attention(q, k, v, scale=scale, window=window, **more)
+        return packed_attention(q, k, v, (0, len(q)), scale=scale, window=window, **more)
 
     monkeypatch.setattr(probe.PagedContext, "attend", attend)
 
@@ -236,7 +236,7 @@ MISTAKES: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
     ("llama", "positions wrong", shift_positions),
     ("opt", "positions wrong", shift_positions),
     ("llama", "wrong layer index", swap_layers),
-    ("gemma2", "cap dropped", drop("softcap")),
+    ("gemma2", "cap dropped", drop("cap")),
     ("gpt_oss", "sinks dropped", drop("sinks")),
     ("granite", "scale ignored", ignore_scale),
 ]
@@ -301,8 +301,8 @@ def test_families_are_refused_by_name(family: str, words: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "change", "words"),
     [
-        ("mixtral", {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}, "code from its own directory"),
-        ("mixtral", {"architectures": ["MixtralForSequenceClassification"]}, "has no MixtralForCausalLM"),
+        ("dots1", {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}, "code from its own directory"),
+        ("dots1", {"architectures": ["Dots1ForSequenceClassification"]}, "has no Dots1ForCausalLM"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types has linear_attention"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True: the model attends to another sequence"),
@@ -311,7 +311,7 @@ def test_families_are_refused_by_name(family: str, words: str, tmp_path: Path) -
         ("llama", {"num_hidden_layers": 3}, r"12 unexpected \(model.layers.3|9 unexpected \(model.layers.3"),
         ("llama", {"num_hidden_layers": 5}, r"9 missing \(model.layers.4"),
         ("llama", {"intermediate_size": 80}, "of another shape"),
-        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ("dots1", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
     ],
 )
 def test_what_a_checkpoint_may_not_ask_for(family: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -323,15 +323,15 @@ def test_what_a_checkpoint_may_not_ask_for(family: str, change: dict[str, Any], 
 
 
 def test_code_in_the_directory_that_transformers_has_is_not_needed(tmp_path: Path) -> None:
-    model_dir = tiny_transformers_model(tmp_path, "mixtral")
+    model_dir = tiny_transformers_model(tmp_path, "dots1")
     path = model_dir / "config.json"
-    code = {"auto_map": {"AutoModelForCausalLM": "modeling_mixtral.MixtralForCausalLM"}}
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_dots1.Dots1ForCausalLM"}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **code}))
-    assert read_transformers_config(model_dir).architecture == "MixtralForCausalLM"
+    assert read_transformers_config(model_dir).architecture == "Dots1ForCausalLM"
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_dir = tiny_transformers_model(tmp_path, "mixtral")
+    model_dir = tiny_transformers_model(tmp_path, "dots1")
     monkeypatch.setattr(fallback_config.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"is not installed; pip install 'chairlift\[hf\]'"):
         read_network(model_dir, "auto")
@@ -342,15 +342,13 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [("kernels", "triton"), ("quantization", "int8"), ("kv_cache_dtype", "int8"), ("batch_invariant", True)],
 )
 def test_settings_of_other_kernels_are_refused(setting: str, value: Any, tmp_path: Path) -> None:
-    model_dir = tiny_transformers_model(tmp_path, "mixtral")
-    with pytest.raises(
-        ConfigError, match=f"{setting} is {value!r}, but model_type 'mixtral' runs through transformers"
-    ):
+    model_dir = tiny_transformers_model(tmp_path, "dots1")
+    with pytest.raises(ConfigError, match=f"{setting} is {value!r}, but model_type 'dots1' runs through transformers"):
         LLM(model_dir, skip_tokenizer_init=True, **{setting: value})
 
 
 def test_weights_are_not_replaced(tmp_path: Path) -> None:
-    model_dir = tiny_transformers_model(tmp_path, "mixtral")
+    model_dir = tiny_transformers_model(tmp_path, "dots1")
     llm = LLM(model_dir, num_kv_blocks=20, skip_tokenizer_init=True)
     with pytest.raises(ChairliftError, match="cannot be replaced while it serves"):
         llm.update_weights(model_dir, 1)
@@ -375,7 +373,7 @@ def test_a_rotation_that_depends_on_the_batch_ends_where_it_begins_to(kind: str,
 
 
 def test_check_says_who_computes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    where = str(tiny_transformers_model(tmp_path, "mixtral"))
+    where = str(tiny_transformers_model(tmp_path, "dots1"))
     assert main(["check", where, "--num-kv-blocks", "60", "--skip-tokenizer-init"]) == 0
     out = capsys.readouterr().out
     assert "transformers: PyTorch runs the layers between our attention; expect about" in out
@@ -387,7 +385,7 @@ def test_check_says_who_computes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_numbers_that_are_not_finite_are_found(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    model_dir = tiny_transformers_model(tmp_path, "mixtral")
+    model_dir = tiny_transformers_model(tmp_path, "dots1")
     check_stored_weights(model_dir, torch.float32)
     tensors = load_file(model_dir / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")

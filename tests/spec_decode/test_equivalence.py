@@ -244,7 +244,6 @@ def test_a_planted_bug_is_noticed(
 ) -> None:
     plant(monkeypatch)
 
-
     def search() -> None:
         for seed in range(12):
             check(models, supported_isas()[-1], ("float32",), seed, ngrams=False)

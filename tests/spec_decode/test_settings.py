@@ -54,7 +54,7 @@ def test_the_triton_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(select, "why_not_triton", lambda *given: "")
     given = (network(), torch.bfloat16, torch.device("cuda"))
     asked = '{"method": "ngram"}'
-    with pytest.raises(ConfigError, match="speculative_config is set, but the Triton kernels .* take kernels='torch'"):
+    with pytest.raises(ConfigError, match=r"speculative_config is set, but the Triton kernels"):
         choose_kernels(EngineConfig.from_flat({"speculative_config": asked}), *given)
     assert choose_kernels(EngineConfig.from_flat({"speculative_config": asked, "kernels": "torch"}), *given) == "torch"
 

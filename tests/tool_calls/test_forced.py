@@ -57,7 +57,8 @@ FIRST = '{"kind": "a b", "days": 3, "place": "Ul\\nm"}'
 WRITTEN = {
     "hermes": f'<tool_call>\n{{"name": "look", "arguments": {FIRST}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=kind>\na b\n</parameter>\n<parameter=days>\n3\n</parameter>"
+    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=kind>\na b\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>"
     "\n<parameter=place>\nUl\nm\n</parameter>\n</function>\n</tool_call>\n"
     "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "llama3_json": f'{{"name": "look", "parameters": {FIRST}}}',
