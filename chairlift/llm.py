@@ -269,11 +269,10 @@ class LLM:
         self, tools: Tools, prompts: Sequence[list[int]], given: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         """The settings of each prompt, with the grammar of calls that must come."""
-        assert self.tokenizer is not None
-        form, reasoning = (
-            tool_format_of(self.tokenizer.chat_template),
-            reasoning_format_of(self.tokenizer.chat_template),
-        )
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise RequestError("tools need the tokenizer, which was not loaded; leave skip_tokenizer_init out")
+        form, reasoning = tool_format_of(tokenizer.chat_template), reasoning_format_of(tokenizer.chat_template)
         if form is None:
             raise RequestError("tools has functions, but no format of tool calls is known for the chat template")
         default = self.get_default_sampling_params() if given is None else given
@@ -284,7 +283,7 @@ class LLM:
                 raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
             if params.structured_outputs is not None:
                 raise RequestError("tool_choice and structured_outputs each hold the answer to a form; leave one out")
-            tail = self.tokenizer.decode(prompt[-64:], False, final=False)
+            tail = tokenizer.decode(prompt[-64:], False, final=False)
             whole = held_to(None, tools, form, reasoning, thinking_of(reasoning, tail))
             held.append(dataclasses.replace(params, structured_outputs=whole))
         return held

@@ -118,6 +118,7 @@ def render(
     """
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
+    families += _drafts(names, stats)
     ours = _Names(_OURS, model_name)
     families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
     families += _engine_process(ours, engine_pid)

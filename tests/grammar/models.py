@@ -53,7 +53,7 @@ def follow(made: Compiled, ids: list[int], eos: int) -> tuple[str, Matcher]:
 @functools.cache
 def of_bytes() -> tuple[Tokenizer, GrammarCompiler]:
     """A token per byte: what is asked of it is asked of the text alone."""
-    tokenizer = byte_tokenizer(("<|end|>",), eos="<|end|>")
+    tokenizer = byte_tokenizer(("<|stop|>",), eos="<|stop|>")
     return tokenizer, GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
 
 

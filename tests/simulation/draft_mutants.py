@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from chairlift.executor.input_batch import InputBatch
-from chairlift.kv_cache.block_tables import BlockTables
 from chairlift.request import Request
 from chairlift.scheduler.decode_rows import DecodeRows
 from chairlift.scheduler.drafts import Drafts
@@ -123,24 +122,6 @@ def drafts_beyond_the_end_of_the_answer(patch: Patch) -> None:
 
 
 @mutant
-def window_left_behind_before_it_was_read(patch: Patch) -> None:
-    make_room, extend = Drafts._make_room, BlockTables.extend
-
-    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> bool:
-        def early(tables: BlockTables, grows: Request, num_tokens: int, in_flight: int) -> Any:
-            request.num_computed_tokens = chunk.end
-            return extend(tables, grows, num_tokens, in_flight - 1)
-
-        BlockTables.extend = early  # type: ignore[method-assign]
-        try:
-            return make_room(self, request, chunk, step)
-        finally:
-            BlockTables.extend = extend  # type: ignore[method-assign]
-
-    patch(Drafts, "_make_room", wrong)
-
-
-@mutant
 def row_stays_among_the_decodes(patch: Patch) -> None:
     make_room, stop = Drafts._make_room, DecodeRows.stop
 
@@ -227,38 +208,13 @@ def token_of_the_last_position_taken(patch: Patch) -> None:
 
 
 @mutant
-def failed_position_delivered(patch: Patch) -> None:
-    take = Drafts._take
+def failed_position_does_not_end_the_request(patch: Patch) -> None:
+    accept = Drafts.accept
 
-    def wrong(self: Drafts, request: Request, right: Sequence[int], *args: Any) -> None:
-        take(self, request, [0 if token == FAILED_ROW else token for token in right], *args)
+    def wrong(self: Drafts, flight: Step, tokens: Sequence[int], sampled: Any) -> list[Request | None]:
+        found = accept(self, flight, tokens, sampled)
+        first = len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
+        late = [place for place in range(first, len(tokens)) if tokens[place] == FAILED_ROW]
+        return [None if place in late else each for place, each in enumerate(found)]
 
-    patch(Drafts, "_take", wrong)
-
-
-@mutant
-def held_rows_have_drafts(patch: Patch) -> None:
-    most = Drafts._most
-
-    def wrong(request: Request) -> int:
-        reason, request.finish_reason = request.finish_reason, None
-        try:
-            return most(request)
-        finally:
-            request.finish_reason = reason
-
-    add = Drafts.add
-
-    def everywhere(self: Drafts, step: Step) -> None:
-        membership, self._batch.membership = self._batch.membership, _Open()  # type: ignore[assignment]
-        try:
-            add(self, step)
-        finally:
-            self._batch.membership = membership
-
-    patch(Drafts, "_most", staticmethod(wrong))
-    patch(Drafts, "add", everywhere)
-
-
-class _Open:
-    closed = False
+    patch(Drafts, "accept", wrong)

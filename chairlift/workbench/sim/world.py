@@ -120,6 +120,9 @@ def make_world(seed: int) -> World:
     if grammars:
         with_text = True  # without a tokenizer there are none
         _hold(random.Random(seed ^ 0x6A3B), [event for event in events if event.kind == "arrive"])
+    drafts = seed % 10 in (2, 6) or seed % 40 == 39
+    if seed % 10 == 6:
+        events = _draft(random.Random(seed ^ 0x6D1A), scheduler, events, horizon)
     return World(
         seed=seed,
         block_size=block_size,
@@ -136,8 +139,15 @@ def make_world(seed: int) -> World:
         prefix_offload=prefix_offload,
         scripted=scripted,
         grammars=grammars,
-        drafts=seed % 10 in (2, 6) or seed % 40 == 39,
+        drafts=drafts,
     )
+
+
+def _draft(rng: random.Random, scheduler: dict[str, Any], events: list[Event], horizon: int) -> list[Event]:
+    """Room for drafts in most steps, and rows that fail in some."""
+    scheduler |= {"batching": "continuous", "max_num_batched_tokens": max(48, scheduler["max_num_batched_tokens"])}
+    kept = [event for event in events if event.kind != "limits"]
+    return kept + [Event(rng.randrange(horizon), "nan", rng.randrange(40)) for _ in range(rng.choice([0, 3, 12]))]
 
 
 def allowed_at(args: dict[str, Any], position: int) -> list[int] | None:
