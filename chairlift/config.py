@@ -320,6 +320,11 @@ class EngineConfig:
         for_governor = "the governor is off; choose governor rules or shadow"
         idle = {
             "batch_wait_ms": (scheduler.batching == "continuous", "a continuous batch never waits"),
+            "speculative_config": (scheduler.batching != "continuous", "only continuous batches have drafts"),
+            "num_lookahead_steps": (
+                bool(scheduler.num_lookahead_steps) and scheduler.speculation is not None,
+                "steps with drafts are not scheduled ahead; leave speculative_config out",
+            ),
             "late_requests": (plain, for_priority),
             "ageing_seconds": (plain, for_priority),
             "governor_ttft_ms": (ungoverned, for_governor),

@@ -166,6 +166,9 @@ def test_devices(device: str, good: int) -> None:
         ({"preemption_mode": "recompute", "swap_directory": "/x", "prefix_offload": True}, []),
         ({"prefix_offload": True, "swap_space_bytes": 0}, ["prefix_offload has no effect: it needs"]),
         ({"prefix_offload": True, "enable_prefix_caching": False}, ["prefix_offload has no effect: it needs"]),
+        ({"speculative_config": '{"method": "ngram"}', "num_lookahead_steps": 0}, []),
+        ({"speculative_config": '{"method": "ngram"}', "num_lookahead_steps": 1}, ["num_lookahead_steps"]),
+        ({"speculative_config": '{"method": "ngram"}', "batching": "static"}, ["speculative_config has no effect"]),
     ],
 )
 def test_what_has_no_effect_is_told(settings: dict[str, Any], named: list[str]) -> None:

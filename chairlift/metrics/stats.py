@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -200,6 +201,8 @@ class RequestStats:
             self.step_tokens.observe(stats.step_tokens)
         for name in _COUNTERS:
             setattr(stats, name, getattr(stats, name) + getattr(self._base, name))
+        places = itertools.zip_longest(stats.accepted_at, self._base.accepted_at, fillvalue=0)
+        stats.accepted_at = [now + before for now, before in places]
         self.engine = stats
 
     def connection_refused(self, status: int) -> None:
@@ -212,6 +215,7 @@ class RequestStats:
         self.num_lost += num_requests
         self._base = self.engine
         self.engine = EngineStats(**{name: getattr(self._base, name) for name in _COUNTERS})
+        self.engine.accepted_at = list(self._base.accepted_at)
 
     def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
         """A request has its first token. Counted as they come, so that rates are smooth."""

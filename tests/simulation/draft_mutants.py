@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from chairlift.executor.input_batch import InputBatch
+from chairlift.kv_cache.block_tables import BlockTables
 from chairlift.request import Request
 from chairlift.scheduler.decode_rows import DecodeRows
 from chairlift.scheduler.drafts import Drafts
@@ -119,6 +120,25 @@ def tokens_behind_a_stop_kept(patch: Patch) -> None:
 def drafts_beyond_the_end_of_the_answer(patch: Patch) -> None:
     most = Drafts._most
     patch(Drafts, "_most", staticmethod(lambda request: most(request) + (most(request) > 0)))
+
+
+@mutant
+def window_left_behind_before_it_was_read(patch: Patch) -> None:
+    make_room, leave = Drafts._make_room, BlockTables._leave_behind
+
+    def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> bool:
+        def early(tables: BlockTables, group: int, grows: Request, in_flight: int) -> None:
+            request.num_computed_tokens = chunk.end
+            leave(tables, group, grows, in_flight)
+            request.num_computed_tokens = chunk.start
+
+        BlockTables._leave_behind = early  # type: ignore[method-assign]
+        try:
+            return make_room(self, request, chunk, step)
+        finally:
+            BlockTables._leave_behind = leave  # type: ignore[method-assign]
+
+    patch(Drafts, "_make_room", wrong)
 
 
 @mutant

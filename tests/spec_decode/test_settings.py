@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift import LLM, ConfigError, SamplingParams
 from chairlift.config import EngineConfig, SpeculativeConfig
@@ -59,22 +61,36 @@ def test_the_triton_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert choose_kernels(EngineConfig.from_flat({"speculative_config": asked, "kernels": "torch"}), *given) == "torch"
 
 
-def test_metrics_have_the_names_of_vllm() -> None:
-    stats = RequestStats()
-    stats.step(EngineStats(num_verified_rows=5, num_draft_tokens=20, num_accepted_tokens=7, accepted_at=[4, 3]))
+def drafts_told(stats: RequestStats) -> dict[str, float]:
+    """Metrics of drafts under vLLM's prefix; of those by place, the place behind the name."""
     text = render(stats, None, up=True, model_name="m", prefix="vllm", num_waiting=0, now=0.0).decode()
-    values = {
-        line.split("{")[0] + (f" {line.split('position=')[1][1]}" if "position=" in line else ""): line.split()[-1]
-        for line in text.splitlines()
-        if line.startswith("vllm:spec_decode")
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {
+        each.name + each.labels.get("position", ""): each.value
+        for each in samples
+        if each.name.startswith("vllm:spec_decode") and not each.name.endswith("_created")
     }
-    assert {name: float(value) for name, value in values.items()} == {
-        "vllm:spec_decode_num_drafts_total": 5,
-        "vllm:spec_decode_num_draft_tokens_total": 20,
-        "vllm:spec_decode_num_accepted_tokens_total": 7,
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total 0": 4,
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total 1": 3,
+
+
+def test_metrics_have_the_names_of_vllm_and_go_on_after_a_restart() -> None:
+    def counts() -> EngineStats:
+        return EngineStats(num_verified_rows=5, num_draft_tokens=20, num_accepted_tokens=7, accepted_at=[4, 3])
+
+    stats = RequestStats()
+    assert sum(drafts_told(stats).values()) == 0
+    stats.step(counts())
+    expected = {
+        "vllm:spec_decode_num_drafts_total": 5.0,
+        "vllm:spec_decode_num_draft_tokens_total": 20.0,
+        "vllm:spec_decode_num_accepted_tokens_total": 7.0,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total0": 4.0,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total1": 3.0,
     }
+    assert drafts_told(stats) == expected
+    stats.engine_died()
+    assert drafts_told(stats) == expected
+    stats.step(counts())
+    assert drafts_told(stats) == {name: 2 * value for name, value in expected.items()}
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +132,15 @@ def test_a_step_with_drafts_is_recorded_and_seen(model_dir: Path) -> None:
     seen = [chunk for line in lines for chunk in line.get("chunks", ()) if chunk[5] == "verify"]
     assert len(seen) == len(verifies) and seen[0][3:5] == [5, 5]  # tokens computed, and tokens it yielded
     assert scheduler.drafts.accepted_at[:1] == [scheduler.drafts.num_verified]
+
+
+@pytest.mark.parametrize(("batching", "has_drafts"), [("continuous", True), ("static", False), ("dynamic", False)])
+def test_batches_that_end_as_one_have_no_drafts(model_dir: Path, batching: str, has_drafts: bool) -> None:
+    """Their rows compute to the end of the batch whatever they know, and nobody would take the tokens."""
+    llm = make(model_dir, batching=batching)
+    scheduler = llm.engine.scheduler
+    scheduler.drafts = Drafts(scheduler.batch, AdaptiveSpeculator(lambda step: 1.0, 4, 2))
+    short = dataclasses.replace(PARAMS, max_tokens=3)
+    outputs = llm.generate([[5] * 9, [5] * 8], [PARAMS, short])
+    assert [answer.outputs[0].token_ids for answer in outputs] == [[5] * 20, [5] * 3]
+    assert bool(scheduler.drafts.num_drafts) is has_drafts
