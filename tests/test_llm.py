@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -616,3 +617,41 @@ def test_chat_takes_tools_and_answers_are_read(tmp_path: Path) -> None:
     assert llm.read_answers(output)[0].calls == []
     with pytest.raises(RequestError, match=r"tools\[0\].function.name"):
         llm.chat([{"role": "user", "content": "Hi"}], greedy(), tools=[{"function": {}}])
+
+
+def test_calls_that_must_come_are_valid(tmp_path: Path) -> None:
+    """Random weights know no format: only the grammar makes calls of their answers."""
+    import jsonschema_rs
+
+    from tests.tokenizer.tiny import byte_level_backend
+
+    model_dir, backend = tiny_hf_model(tmp_path, "llama", vocab_size=512), byte_level_backend()
+    backend.save(str(model_dir / "tokenizer.json"))
+    (model_dir / "chat_template.jinja").write_text(_CALLING.replace("<think>", ""))
+    for path in model_dir.glob("*config.json"):  # an end that is no byte of a text
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": backend.get_vocab_size() - 1}))
+    llm = make(model_dir, skip_tokenizer_init=False)
+    schema: dict[str, Any] = {
+        "properties": {"days": {"type": "integer", "minimum": 0, "maximum": 99}, "exact": {"type": "boolean"}},
+        "required": ["days"],
+    }
+    look = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    tools = [look, {"type": "function", "function": {"name": "now"}}]
+    ask, check = [{"role": "user", "content": "Hi"}], jsonschema_rs.validator_for(schema)
+    params = [SamplingParams(seed=seed, max_tokens=200, temperature=1.0) for seed in range(100)]
+    seen: Counter[str] = Counter()
+    outputs = llm.chat([ask] * 100, params, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    for output in outputs:
+        assert output.error is None and output.outputs[0].finish_reason == "stop"
+        (answer,) = llm.read_answers(output, tools)
+        assert len(answer.calls) == 1 and not answer.content and not answer.broken, output.outputs[0].text
+        call = answer.calls[0]
+        assert check.is_valid(json.loads(call.arguments)) if call.name == "look" else call.arguments == "{}"
+        seen[call.name] += 1
+    assert set(seen) == {"look", "now"}
+    named = {"type": "function", "function": {"name": "now"}}
+    (output,) = llm.chat(ask, params[0], tools=tools, tool_choice=named)
+    assert [call.name for call in llm.read_answers(output, tools)[0].calls] == ["now"]
+    form = SamplingParams(structured_outputs={"regex": "a"})
+    with pytest.raises(RequestError, match="leave one out"):
+        llm.chat(ask, form, tools=tools, tool_choice="required")

@@ -261,8 +261,11 @@ def test_marks_that_are_special_tokens_are_read_and_others_left_out(client: open
         ({"tool_choice": "sometimes"}, "tool_choice", '"auto"'),
         ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice", "'fly'"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "no tools"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
-        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice", "not supported yet"),
+        ({"tool_choice": "required"}, "tool_choice", "grammar is made of the parameters of tools: cannot be followed"),
+        ({"tool_choice": "required", "min_tokens": 3}, "min_tokens", "where its"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice", '"mode"'),
+        ({"response_format": {"type": "json_object"}}, "response_format", "cannot be followed"),
+        ({"function_call": {"name": "now"}}, "function_call", "send tools instead"),
         ({"functions": [{"name": "f"}]}, "functions", "send tools instead"),
     ],
 )
@@ -313,3 +316,63 @@ def test_prompts_with_tools_can_be_counted(http: TestClient, engine: FakeEngine)
     http.post("/v1/chat/completions", json={"messages": ASK, "tools": TOOLS, "max_tokens": 2})
     reply = http.post("/tokenize", json={"messages": ASK, "tools": TOOLS}).json()
     assert reply["tokens"] == engine.submitted[-1][0]
+
+
+def test_a_call_can_be_required(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.follows_grammars = True
+    says(engine, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    named: Any = {"type": "function", "function": {"name": "now"}}
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    for choice, reason in (("required", "tool_calls"), (named, "stop"), (allowed, "tool_calls")):
+        (answer,) = create(client, tool_choice=choice).choices
+        assert (answer.message.tool_calls[0].function.name, answer.finish_reason) == ("now", reason)
+        prompt, params = engine.submitted[-1][:2]
+        assert params.structured_outputs is not None
+        whole = json.loads(str(params.structured_outputs.structural_tag))["format"]
+        thinking, calls = whole["elements"]
+        assert thinking["tags"][0]["content"]["elements"][0]["begin"] == "<think>"
+        assert [tag["begin"].partition(",")[0] for tag in calls["tags"]] == [
+            f'<tool_call>\n{{"name": "{name}"' for name in (["look", "now"] if choice == "required" else ["now"])
+        ]
+        assert calls["stop_after_first"] is (choice == named)
+        assert "Weather" in byte_tokenizer().decode(prompt, False)
+        chunks = list(create(client, tool_choice=choice, stream=True))
+        assert chunks[-1].choices[0].finish_reason == reason
+    reply = create(client, tool_choice="required", max_tokens=30)
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_a_form_comes_after_the_reasoning_and_beside_calls(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.follows_grammars = True
+
+    def held(**fields: Any) -> Any:
+        create(client, response_format={"type": "json_object"}, **fields)
+        asked = engine.submitted[-1][1].structured_outputs
+        return asked.structural_tag and json.loads(asked.structural_tag)["format"]
+
+    thinking, rest = held()["elements"]
+    assert thinking["type"] == "tags_with_separator" and [way["type"] for way in rest["elements"]] == [
+        "tags_with_separator",
+        "json_schema",
+    ]
+    assert held(tools=openai.omit)["elements"][1]["type"] == "json_schema"
+    assert held(tool_choice="required")["elements"][1]["type"] == "tags_with_separator"
+    assert held(tools=openai.omit, reasoning_effort="none") is None
+    assert held(tools=openai.omit, extra_body={"separate_reasoning": False}) is None
+    says(engine, "x", HERMES.replace("assistant\n", "assistant\n<think>\n"))
+    thought, space, form = held(tools=openai.omit)["elements"]
+    assert (thought["begin"], thought["end"], space["type"], form["type"]) == ("", "</think>", "regex", "json_schema")
+    grammar = {"messages": ASK, "structured_outputs": {"grammar": 'start: "x"'}}
+    with pytest.raises(openai.BadRequestError, match="cannot begin after the reasoning") as refusal:
+        create(client, tools=openai.omit, extra_body=grammar)
+    assert refusal.value.param == "structured_outputs"
+
+
+def test_formats_without_a_grammar_refuse_to_be_forced() -> None:
+    engine = FakeEngine()
+    says(engine, "[now()]")
+    with TestClient(make_app(make_state(engine, tool_call_parser="pythonic")), base_url="http://localhost") as http:
+        error = refused(http, tool_choice="required")
+        assert error["param"] == "tool_choice" and "in the format pythonic" in error["message"]
+        error = refused(http, response_format={"type": "json_object"})
+        assert error["param"] == "response_format" and "in the format pythonic" in error["message"]

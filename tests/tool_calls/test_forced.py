@@ -58,8 +58,7 @@ WRITTEN = {
     "hermes": f'<tool_call>\n{{"name": "look", "arguments": {FIRST}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=kind>\na b\n</parameter>\n"
-    "<parameter=days>\n3\n</parameter>"
-    "\n<parameter=place>\nUl\nm\n</parameter>\n</function>\n</tool_call>\n"
+    "<parameter=days>\n3\n</parameter>\n<parameter=place>\nUl\nm\n</parameter>\n</function>\n</tool_call>\n"
     "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "llama3_json": f'{{"name": "look", "parameters": {FIRST}}}',
     "mistral": f"[TOOL_CALLS]look[ARGS]{FIRST}[TOOL_CALLS]now[ARGS]{{}}",
@@ -210,10 +209,7 @@ def test_other_forms_come_after_the_reasoning() -> None:
         assert held_to(asked, nothing, None, None, Thinking.NONE) is asked
         held = held_to(asked, nothing, None, THINK, Thinking.INSIDE)
         assert whole(f"Hm.</think>\n{text}", held) == "complete"
-        free = asked.structural_tag is not None and "triggers" in str(
-            asked.structural_tag
-        )  # text around its tags is free
-        assert free or whole(f"Hm.</think>\n?{text}", held) != "complete"
+        assert whole(f"Hm.</think>\n<b>{text}", held) == "refused"
     grammar = StructuredOutputsParams(grammar='start: "x"')
     assert held_to(grammar, nothing, None, THINK, Thinking.MAY) is grammar
     with pytest.raises(RequestError, match="grammar cannot begin after the reasoning"):
@@ -221,28 +217,37 @@ def test_other_forms_come_after_the_reasoning() -> None:
     assert held_to(None, tools_of(LOOK, "auto"), TOOL_FORMATS["hermes"], THINK, Thinking.MAY) is None
 
 
+def model_with(*marks: str) -> tuple[Tokenizer, GrammarCompiler]:
+    """A token per byte, and one for each of the marks."""
+    own = byte_tokenizer(("<|eos|>",), eos="<|eos|>")
+    own.backend.add_tokens(list(marks))
+    tokenizer = Tokenizer(own.backend, {"eos_token": "<|eos|>"})
+    return tokenizer, GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
+
+
 def test_messages_of_gpt_oss_have_headers() -> None:
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     tools, form = tools_of(LOOK, "auto"), TOOL_FORMATS["harmony"]
     held = held_to(FORM, tools, form, HARMONY, Thinking.MAY)
+    assert held is not None
+    tokenizer, compiler = model_with("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
+    made = compiler.compile(held.value)
     for text, calls, content in (
         ('<|channel|>final<|message|>{"ok": true}', [], '{"ok": true}'),
         ("<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}", [("now", {})], ""),
     ):
         for before, reasoning in (("", ""), (thought, "Hm.")):
-            assert whole(before + text, held) == "complete"
+            ids = tokenizer.encode(before + text, False)
+            assert follow(made, ids, tokenizer.eos_token_ids[0])[0] == "complete"
             answer = read_answer(before + text, AnswerReader(form, HARMONY, tools.schemas))
             assert (as_calls(answer), answer.content, answer.reasoning) == (calls, content, reasoning)
 
 
 def test_marks_that_are_tokens_are_not_spelled_in_others() -> None:
-    own = byte_tokenizer(("<|end|>",), eos="<|end|>")
-    own.backend.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    tokenizer = Tokenizer(own.backend, {"eos_token": "<|end|>"})
+    tokenizer, compiler = model_with("<think>", "</think>", "<tool_call>", "</tool_call>")
     held = held_to(None, tools_of(LOOK), TOOL_FORMATS["hermes"], THINK, Thinking.MAY)
     assert held is not None
-    made = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size).compile(held.value)
-    end = tokenizer.eos_token_ids[0]
+    made, end = compiler.compile(held.value), tokenizer.eos_token_ids[0]
 
     def taken(*parts: str | list[int]) -> str:
         ids = [i for part in parts for i in (tokenizer.encode(part, False) if isinstance(part, str) else part)]
