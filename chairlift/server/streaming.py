@@ -327,7 +327,7 @@ class TokenTexts:
     """How tokens are written in log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
-        self.tokenizer = self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
 
     def text(self, token_id: int, entry: Logprob) -> str:
@@ -336,8 +336,8 @@ class TokenTexts:
 
     def bytes(self, token_id: int, entry: Logprob) -> bytes:
         """Its bytes; the text of a token with a part of a character does not say them."""
-        if self._tokenizer is not None and self._tokenizer.byte_decoding is not None:
-            return self._tokenizer.token_bytes(token_id, skip_special_tokens=False)
+        if self.tokenizer is not None and self.tokenizer.byte_decoding is not None:
+            return self.tokenizer.token_bytes(token_id, skip_special_tokens=False)
         return (entry.decoded_token or "").encode()
 
 
