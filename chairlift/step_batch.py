@@ -53,6 +53,8 @@ class StepBatch:
     """[G, N, M]: entries past the sequence or behind its window are meaningless."""
     slot_mapping: npt.NDArray[np.int64]
     """[G, T]: ``block * block_size + offset``, where each token's KV goes."""
+    adapters: _Int32 | None = None
+    """[T] number of each token's adapter, 0 where it has none; None where no token has one."""
     slots: _Int32 = dataclasses.field(default_factory=_none)
     """[N] InputBatch row of each."""
     tokens: _Int32 = dataclasses.field(default_factory=_none)
@@ -105,6 +107,7 @@ class StepBatch:
             self.seq_lens[rows],
             np.ascontiguousarray(self.block_tables[:, rows]),
             np.ascontiguousarray(self.slot_mapping[:, kept]),
+            None if self.adapters is None else self.adapters[kept],
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
-from chairlift.executor.executor import LiveWeights, OnProgress, PendingTokens, WeightSource
+from chairlift.executor.executor import AdapterMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.input_batch import Awaited, InputBatch
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
@@ -65,6 +65,8 @@ class LocalExecutor:
         self.calls: tuple[str, ...] = tuple(getattr(runner, "calls", ()))
         """Names of the operations that the runner's kernels lack, and PyTorch computes."""
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
+        self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
+        """Adapters beside the model; None where none are served."""
         self._runner = runner
         self._input = InputBatch(num_slots, max_model_len, block_size, len(runner.cache_groups))
 

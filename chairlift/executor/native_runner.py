@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chairlift.config import LoRAConfig
 from chairlift.errors import InvariantError
 from chairlift.executor.executor import OnProgress, WeightSource
 from chairlift.executor.kv_tensors import KVPlan
@@ -17,8 +18,9 @@ from chairlift.executor.sampling_rows import NativeRows, RowTemplates
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, Pool
 from chairlift.kernels.cpu.packing import PackedMatrix
-from chairlift.kernels.cpu.program import StepProgram
+from chairlift.kernels.cpu.program import SPARE_ROWS, StepProgram
 from chairlift.kernels.recording import Recorder
+from chairlift.lora.bank import NativeAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.loader import replace_weights
 from chairlift.sampling.failures import output_reason
@@ -34,19 +36,38 @@ class NativeModelRunner:
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM` in the native layout as a step program.
 
     The model's Python code runs once, here, to be recorded. ``isa`` names the instruction-set path, and no step may
-    have more than ``max_tokens`` tokens. A row's result does not depend on the others in its batch.
+    have more than ``max_tokens`` tokens. With ``lora`` rows may have adapters. A row's result does not depend on the others in its batch.
     """
 
     def __init__(
-        self, model: CausalLM, plan: KVPlan, dtype: torch.dtype, pool: Pool, *, isa: str, max_tokens: int
+        self,
+        model: CausalLM,
+        plan: KVPlan,
+        dtype: torch.dtype,
+        pool: Pool,
+        *,
+        isa: str,
+        max_tokens: int,
+        lora: LoRAConfig | None = None,
     ) -> None:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
         self._model = model
         self._kv = NativeKV(model.kv_cache_spec(), plan)
+        self.adapters: NativeAdapters | None = None
+        """What adds adapters; None where the model is served without."""
+        if lora is not None:
+            sizes = {
+                "max_rank": lora.max_lora_rank,
+                "capacity": lora.num_cpu_loras,
+                "max_tokens": max_tokens + SPARE_ROWS,
+            }
+            self.adapters = NativeAdapters(model, dtype, **sizes)
+        table = None if self.adapters is None else self.adapters.table
         recorder = Recorder(dtype)
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
-        self.program = StepProgram(recorder, hidden, self._kv.layers, pool, isa=isa, max_tokens=max_tokens)
+        how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "adapters": table}
+        self.program = StepProgram(recorder, hidden, self._kv.layers, pool, **how)
         self.calls = self.program.plan.calls
         """Names of the operations that run in plain torch."""
         body = len(recorder.nodes)

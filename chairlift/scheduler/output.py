@@ -29,6 +29,8 @@ class NewRow:
     """Block table per cache group."""
     sampling: Any
     """The executor's own description of how this row samples; opaque to the brain."""
+    adapter_id: int = 0
+    """Which adapter its tokens are computed with; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,8 +103,9 @@ class SchedulerOutput:
     """Decodes that rest from this step on, for want of a block."""
     held_up_by: str = ""
     """What the first in line that was not let in waits for: ``slots``, ``blocks``, ``tokens``, ``reservation`` (rows
-    kept for another class) or ``batch``; ``grammar`` when only requests wait whose grammar is being compiled, and empty
-    when nobody waits. Set also where there is nothing to execute."""
+    kept for another class), ``adapter`` (the step has as many adapters as it may) or ``batch``; ``grammar`` and
+    ``adapter`` when only requests wait whose grammar is being compiled, or whose adapter is read, and empty when nobody
+    waits. Set also where there is nothing to execute."""
     context_tokens: int = 0
     """Positions that the decode rows attend to, together: what the cost of a decode grows with."""
     num_waiting: int = 0

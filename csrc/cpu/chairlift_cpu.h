@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 3 };
+enum { CL_ABI_VERSION = 4 };
 
 // Activations, KV and dense weights of a program are of one dtype, unless a KV layer is of another kind; sums are float32 in all.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
@@ -86,6 +86,8 @@ typedef struct {
   int32_t rotary;         // rotary table (ROTARY, QKV); -1: no rotation
   int32_t heads, kv_heads, head_dim;
   int32_t window;         // tokens a query sees, itself included; 0: all
+  int32_t site;           // of a product: 1 + its column in the table of adapters; 0: no adapter changes it
+  int32_t reserved;
   float eps, scale;       // scale 0: 1
   float cap;              // c > 0: scores (ATTENTION) and logits (cl_head) s become c * tanh(s / c), before masks; 0: none
   const void* weight;     // packed panels (see cl_pack) for products
@@ -113,6 +115,16 @@ typedef struct {
   int32_t reserved;
 } cl_kv_layer;
 
+// What an adapter adds to one product (LoRA; Hu et al., 2021): (x @ a.T) @ b.T, before everything else that is done with the
+// product's result. Both are packed panels in the program's dtype. The first product is rounded to that dtype.
+typedef struct {
+  const void* a;          // [rank, k]; null: this adapter leaves the product alone
+  const void* b;          // [n, rank], its columns in the order of the product's weight
+  const int32_t* slices;  // [panels of n][2]: which piece of rank a panel of b has numbers in: first and count, multiples of 32
+  int32_t rank;           // a multiple of 32
+  int32_t reserved;
+} cl_lora;
+
 typedef struct {
   const cl_op* ops;
   void* const* buffers;
@@ -122,8 +134,11 @@ typedef struct {
   int32_t num_ops, num_buffers, num_rotary, num_kv_layers;
   int32_t dtype, isa;
   int32_t capacity;              // rows of every buffer
-  int32_t reserved;
+  int32_t num_sites;             // products that adapters may change
   void* codes;                   // scratch [capacity, cl_code_bytes(largest k)], where weights are codes
+  const cl_lora* lora;           // [adapters, num_sites], or null
+  void* lora_rows;               // scratch [capacity, lora_stride] float32, where there are adapters
+  int64_t lora_stride;           // at least the largest rank, and 16
 } cl_program;
 
 // One step: N rows, each the newest tokens of a sequence, T tokens in all.
@@ -134,6 +149,7 @@ typedef struct {
   const int32_t* seq_lens;       // [N]
   const int32_t* block_tables;   // [groups, N, table_width]
   const int64_t* slot_mapping;   // [groups, T]
+  const int32_t* adapters;       // [T] row of each token's adapter in the table, negative: none; or null where no token has one
   int32_t num_tokens, num_rows, num_groups, table_width;
 } cl_batch;
 
@@ -176,8 +192,8 @@ enum cl_sample_status {
 typedef struct cl_pool cl_pool;
 
 CL_EXPORT int32_t cl_abi_version(void);
-// sizeof cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row, cl_experts.
-CL_EXPORT void cl_struct_sizes(int64_t sizes[6]);
+// sizeof cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row, cl_experts, cl_lora.
+CL_EXPORT void cl_struct_sizes(int64_t sizes[7]);
 // Bit i set: this processor, operating system and build can run isa i.
 CL_EXPORT int32_t cl_supported_isas(void);
 
