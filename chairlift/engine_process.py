@@ -16,6 +16,7 @@ import sys
 import time
 
 from chairlift.config import EngineConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.core import EngineCore
 from chairlift.engine.core_process import Connection, CoreProcess, FrameLogHandler
 from chairlift.engine.grammars import Grammars
@@ -76,6 +77,7 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
         grammars=Grammars(
             GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids)
         ),
+        adapters=Adapters(loaded.adapters, config.lora.active),
     )
     info = loaded.info(config, core.kv.capacity_tokens)
     return CoreProcess(connection, core, info, config.scheduler.promises, progress)

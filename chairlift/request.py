@@ -136,6 +136,7 @@ class Request:
         "stop_token_ids",
         "times_passed",
         "token_ids",
+        "waits_for",
     )
 
     def __init__(
@@ -183,7 +184,9 @@ class Request:
         """Requests that wait for this one's prompt to be computed, then fork from it."""
         self.status = RequestStatus.WAITING
         self.is_ready = True
-        """Whether it may join: not before its grammar is compiled."""
+        """Whether it may join: not before its grammar is compiled, and its adapter in memory."""
+        self.waits_for = ""
+        """``adapter`` while that is not in memory."""
         self.may_draft = True
         """Whether it may have drafts: not with a grammar, whose masks are made for one token at a time."""
         self.finish_reason: FinishReason | None = None

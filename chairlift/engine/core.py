@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import CacheConfig, SchedulerConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.events import Events
@@ -57,8 +58,8 @@ _MAX_TIMES_PASSED = 16
 """After that nobody passes a waiting request, so that large ones start."""
 _MAX_PREEMPTIONS = 8
 """After that a request resumes only with all blocks it may ever need, so that it ends."""
-_GRAMMAR_PAUSE = 0.001
-"""Seconds after which a loop that has nothing else to do looks again for compiled grammars."""
+_UNREADY_PAUSE = 0.001
+"""Seconds after which a loop that has nothing else to do looks again for compiled grammars, and adapters."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 _TOO_LATE = "the request could not be answered by its deadline"
 _NO_ERRORS: Mapping[str, str] = {}
@@ -206,7 +207,9 @@ class EngineCore(EngineClient):
         policy: Policy | None = None,
         kv: KVCacheManager | None = None,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
+        self.adapters = Adapters() if adapters is None else adapters
         self.grammars = Grammars(None) if grammars is None else grammars
         self.clock: Clock = clock or SystemClock()
         self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
@@ -260,22 +263,25 @@ class EngineCore(EngineClient):
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or any step is in flight."""
-        return bool(self._flights) or self.scheduler.has_unfinished
+        """Whether any request has not ended, any step is in flight, or any adapter is being read."""
+        return bool(self._flights) or self.scheduler.has_unfinished or self.adapters.is_reading
 
     def add(self, request: PreparedRequest) -> None:
         """Queue all answers of a request, or none. Raises RequestError, and whatever else went wrong."""
         sequences, now = request.make_sequences(), self.clock.now()
         asked = request.params.structured_outputs
-        if asked is not None:
-            self.grammars.add(sequences, asked.value)
+        if request.adapter_id:
+            self.adapters.add(sequences, request.adapter_id)
         try:
+            if asked is not None:
+                self.grammars.add(sequences, asked.value)
             for sequence in sequences:
                 self.scheduler.add(sequence)
             for sequence in sequences:
                 self.causes.added(sequence, now)
         except Exception:
             for sequence in sequences:
+                self.adapters.forget(sequence)
                 if self.scheduler.requests.get(sequence.request_id) is sequence:
                     self.scheduler.abort(sequence.request_id)
                     self.causes.ended(sequence, now)
@@ -302,7 +308,7 @@ class EngineCore(EngineClient):
         now = self.clock.now()
         if self.governor is not None:
             self.governor.govern(now)
-        ended = self._take_grammars(now)
+        ended = self._take_ready(now)
         out = self.scheduler.schedule(now)
         self.causes.scheduled(out, now)
         self.events.tell("scheduled", out, now)
@@ -324,13 +330,17 @@ class EngineCore(EngineClient):
             outputs.finished += ended
         return outputs
 
-    def _take_grammars(self, now: float) -> list[FinishedSequence]:
-        """Let requests into the waiting queue whose grammar is compiled, and end those whose grammar cannot be."""
+    def _take_ready(self, now: float) -> list[FinishedSequence]:
+        """Let requests into the waiting queue whose grammar is compiled, and whose adapter is in memory, and end those
+        that will not have it."""
         ended: list[FinishedSequence] = []
-        if self.scheduler.batch.unready or self.grammars.is_compiling:
-            ready, failed = self.grammars.take_ready()
+        if not (self.scheduler.batch.unready or self.grammars.is_compiling or self.adapters.is_reading):
+            return ended
+        for source in (self.grammars, self.adapters):
+            ready, failed = source.take_ready()
             for request in ready:
-                self.scheduler.ready(request, now)
+                if not self.grammars.waits(request) and not self.adapters.waits(request):
+                    self.scheduler.ready(request, now)
             for request, reason in failed:
                 ended += self._end([request.request_id], FinishReason.ERROR, reason)
         return ended
@@ -377,8 +387,8 @@ class EngineCore(EngineClient):
         """When :meth:`step` has something to do if nobody comes or goes; None if only then."""
         now = self.clock.now()
         when = now if self._flights else self.scheduler.next_event(now)
-        if self.scheduler.batch.unready:
-            when = now + _GRAMMAR_PAUSE if when is None else min(when, now + _GRAMMAR_PAUSE)
+        if self.scheduler.batch.unready or self.adapters.is_reading:
+            when = now + _UNREADY_PAUSE if when is None else min(when, now + _UNREADY_PAUSE)
         return when
 
     def stats(self) -> EngineStats:
@@ -445,6 +455,7 @@ class EngineCore(EngineClient):
             self.scheduler.abort(sequence_id)
         self._flights.clear()
         self.grammars.shutdown()
+        self.adapters.shutdown()
         self.executor.shutdown()
 
     def _end(
@@ -629,6 +640,7 @@ class EngineCore(EngineClient):
         for request in ended:
             self.answer_lengths.add(request)
             self.grammars.forget(request.request_id)
+            self.adapters.forget(request)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
         for request, causes, preempted_by, _ in charged:
             self.events.tell("ended", request, now, causes, preempted_by)

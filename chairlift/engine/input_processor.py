@@ -26,6 +26,8 @@ the ids are used, and the text is told as that of the prompt."""
 
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _MAX_ID_LENGTH = 256
+_ADAPTER_TAG = 0x9E3779B97F4A7C15
+"""Odd, so that no two adapters have one tag."""
 
 
 class _CacheRoom(Protocol):
@@ -64,6 +66,8 @@ class PreparedRequest:
     arrival_time: float = 0.0
     priority: int = 0
     service: Service = NO_PROMISE
+    adapter_id: int = 0
+    """The number of its adapter; 0: none."""
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -86,7 +90,7 @@ class PreparedRequest:
                 num_prompt_tokens=len(self.prompt_token_ids),
                 stop_token_ids=self.stop_token_ids,
                 bad_word_ids=self.bad_word_ids,
-                tag=int.from_bytes(self.cache_salt.encode()[:8], "little"),
+                tag=int.from_bytes(self.cache_salt.encode()[:8], "little") ^ self.adapter_id * _ADAPTER_TAG % 2**64,
             )
             sequences.append(
                 Request(
@@ -99,6 +103,7 @@ class PreparedRequest:
                     priority=self.priority,
                     service=self.service,
                     cache_salt=self.cache_salt,
+                    adapter_id=self.adapter_id,
                     params=self.params,
                     sampling=row,
                     source=sequences[0] if sequences else None,
@@ -135,9 +140,11 @@ class InputProcessor:
         tenant: str = "",
         text: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
+        adapter_id: int = 0,
     ) -> PreparedRequest:
         """Check everything, and tokenize. ``tenant`` is who is charged for the request; ``text`` is what ``prompt``
-        was encoded from, and ``bad_word_ids`` what ``bad_words`` were encoded to, if they were before."""
+        was encoded from, and ``bad_word_ids`` what ``bad_words`` were encoded to, if they were before. ``adapter_id`` is
+        the number of an adapter that the core knows."""
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
         if not isinstance(params, SamplingParams):
@@ -172,6 +179,7 @@ class InputProcessor:
             cache_salt,
             arrival_time,
             *self._promise(params, arrival_time, tenant),
+            adapter_id,
         )
 
     def _token_ids(self, prompt: Prompt, least_answer: int) -> list[int]:

@@ -97,6 +97,7 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     arrival_time: float
     priority: int
     service: Service
+    adapter_id: int = 0
 
     @classmethod
     def of(cls, request: PreparedRequest) -> Add:

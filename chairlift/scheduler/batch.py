@@ -58,7 +58,7 @@ class Batch:
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.unready: dict[str, Request] = {}
-        """Requests whose grammar is being compiled. They take their place in the waiting queue when they are ready."""
+        """Requests whose grammar is being compiled, or whose adapter is read. They take their place in the waiting queue when they are ready."""
         self.reserve: dict[str, Request] = {}
         """Short requests that run in reserved rows and blocks."""
         self.paced: dict[str, float] = {}
@@ -82,6 +82,11 @@ class Batch:
         """Rows given up so far."""
         self.epoch = 0
         """Changes whenever tokens of steps in flight may have nobody to go to."""
+
+    @property
+    def unready_for(self) -> str:
+        """What the first request waits for that is not ready: ``grammar`` or ``adapter``; empty where all are."""
+        return next(iter(self.unready.values())).waits_for or "grammar" if self.unready else ""
 
     @property
     def free_rows(self) -> int:
@@ -194,7 +199,8 @@ class Batch:
         out.swap_in += admission.swap_in
         tokens, tables = list(request.token_ids), [list(table) for table in request.block_ids]
         computed, prompt = admission.num_computed_tokens, request.num_prompt_tokens
-        out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, request.sampling))
+        how = request.sampling, request.adapter_id
+        out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, *how))
 
     def put_back(self, request: Request) -> None:
         """Undo an admission before anything was computed for it."""

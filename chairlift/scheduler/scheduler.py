@@ -246,7 +246,7 @@ class Scheduler:
             self.drafts.add(step)
         self._seal(step)
         if not self.waiting:
-            out.held_up_by = "grammar" if self.batch.unready else ""
+            out.held_up_by = self.batch.unready_for
         elif not out.held_up_by:
             out.held_up_by = "slots" if not self.batch.open_rows else "blocks" if out.preempted else "tokens"
         if self.preemptor.preempted_for:
