@@ -15,6 +15,7 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import Prompt
 from chairlift.errors import EngineDeadError
 from chairlift.loading import Progress, read_tokenizer
+from chairlift.lora_request import LoRARequest
 from chairlift.outputs import OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
 
@@ -84,12 +85,15 @@ class AsyncLLM:
         cache_salt: str = "",
         priority: int | None = None,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a prompt (text or token ids); yields the answer as it grows, or what is new, or its end.
 
-        ``priority`` goes before that of the parameters; ``tenant`` is who is charged, where tenants share fairly.
+        ``priority`` goes before that of the parameters; ``tenant`` is who is charged, where tenants share fairly;
+        ``lora_request`` is the adapter to answer with, which is read when it is first asked for.
         Leaving the loop, or cancelling its task, ends the request. Raises RequestError for what cannot be served,
-        QueueFullError when too much waits, EngineDeadError when the engine dies.
+        QueueFullError when too much waits, EngineDeadError when the engine dies, ModelLoadError for an adapter that
+        cannot be read.
         """
         params = SamplingParams(**self.info.sampling_defaults) if sampling_params is None else sampling_params
         if priority is not None and isinstance(params, SamplingParams):
@@ -97,7 +101,8 @@ class AsyncLLM:
         engine, kind = self._started(), OutputKind(kind)
         if asyncio.get_running_loop() is not self._loop:
             raise EngineDeadError("the engine belongs to the event loop that started it; make an AsyncLLM in this one")
-        stream = await engine.submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant)
+        adapter = await engine.adapter_of(lora_request)
+        stream = await engine.submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant, adapter=adapter)
         try:
             async for output in stream:
                 yield output
@@ -112,6 +117,10 @@ class AsyncLLM:
         then: its fingerprint is another. An engine that dies is started again with the newest weights.
         """
         return await self._started().update_weights(source, version, in_flight=in_flight)
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """Forget an adapter by its name; its requests go on. False where it is not loaded."""
+        return self._started().unload_adapter(lora_name)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_variables: Any) -> list[int]:
         """Token ids of a conversation, for :meth:`generate`. Raises RequestError and TemplateError."""

@@ -331,8 +331,8 @@ class EngineConfig:
             _check(part)
         if lora.num_cpu_loras < lora.max_loras:
             raise ConfigError(
-                f"max_cpu_loras is {lora.max_cpu_loras}, but a step may have max_loras = {lora.max_loras} adapters, which"
-                " must be in memory; raise the one or lower the other"
+                f"max_cpu_loras is {lora.max_cpu_loras}, but a step may have max_loras = {lora.max_loras} adapters,"
+                " which must be in memory; raise the one or lower the other"
             )
         if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,2}))?", model.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")

@@ -92,6 +92,7 @@ class Request:
         "_computed",
         "_joined_at",
         "adapter_id",
+        "adapter_passes",
         "admitted_at_step",
         "arrival_time",
         "block_ids",
@@ -185,6 +186,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.is_ready = True
         """Whether it may join: not before its grammar is compiled, and its adapter in memory."""
+        self.adapter_passes = 0
+        """How often a later request with an adapter was admitted while this one's could not be in the steps."""
         self.waits_for = ""
         """``adapter`` while that is not in memory."""
         self.may_draft = True

@@ -95,6 +95,11 @@ class Adapters:
         return 0 if self._config is None else self._config.num_cpu_loras
 
     @property
+    def max_loras(self) -> int:
+        """How many may be in a step; 0 where none are served."""
+        return 0 if self._config is None else self._config.max_loras
+
+    @property
     def is_reading(self) -> bool:
         """Whether an adapter is being read, or there is news of one."""
         return bool(self._states or self._failed) or any(known.reading is not None for known in self._known.values())

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from chairlift.config import EngineConfig
+from chairlift.engine.adapter_names import AdapterEntry, AdapterNames
+from chairlift.engine.adapters import AdapterState
 from chairlift.engine.calibration import Calibration
 from chairlift.engine.core import FinishedSequence
 from chairlift.engine.events import Events
@@ -35,6 +37,7 @@ from chairlift.errors import (
     ChairliftError,
     ConfigError,
     EngineDeadError,
+    ModelLoadError,
     OverloadedError,
     PromptTooLongError,
     QueueFullError,
@@ -42,6 +45,7 @@ from chairlift.errors import (
     RequestError,
 )
 from chairlift.grammar.checker import GrammarChecker
+from chairlift.lora_request import LoRARequest
 from chairlift.metrics.stats import RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
@@ -129,6 +133,10 @@ class AsyncEngine:
         self._encoder: Encoder | None = None
         self._grammars: GrammarChecker | None = None
         self._streams: dict[str, OutputStream] = {}
+        self.adapters = AdapterNames()
+        """Those that requests may name."""
+        self._loads: dict[int, tuple[str, asyncio.Future[AdapterState]]] = {}
+        """Adapters that are being loaded: their names, and who waits."""
         self._pooled = PooledRequests(self.intake, self.stats)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
@@ -304,11 +312,13 @@ class AsyncEngine:
         arrival: float | None = None,
         has_room: bool = False,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
+        adapter: str = "",
     ) -> OutputStream:
         """Queue a request; ``kind`` says what its stream yields, ``tenant`` who is charged for it, ``name`` how its
         caller calls it, ``arrival`` since when it has been waiting for us (on the monotonic clock), if not since now;
         ``has_room``: :meth:`check_room` was asked, for all of its call; ``bad_word_ids``: what :meth:`encode_words`
-        made of its parameters, if it was asked. Timeouts are in seconds from its arrival, not the engine's own.
+        made of its parameters, if it was asked; ``adapter``: the name of a loaded one. Timeouts are in seconds from
+        its arrival, not the engine's own.
 
         Raises RequestError for what cannot be served, QueueFullError when too much waits or the request would wait, by
         the forecast, for longer than its timeouts allow; EngineDeadError when there is no engine.
@@ -323,7 +333,9 @@ class AsyncEngine:
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
         since = begin if arrival is None else arrival
-        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, cache_salt, tenant, text, bad_word_ids)
+        adapter_id = self.adapters.id_of(adapter) if adapter else 0
+        whose = cache_salt, tenant, text, bad_word_ids, adapter_id
+        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
         foreseeable = self._is_foreseeable(prepared)
         patience = self._queue_timeout if queue_timeout is None else queue_timeout
@@ -407,6 +419,64 @@ class AsyncEngine:
         check_update(version, self.info.weight_version, in_flight)
         return await self._client.update_weights(str(Path(source).absolute()), version, in_flight)
 
+    async def load_adapter(
+        self, name: str, path: str | Path, *, root: str | None = None, in_place: bool = False, int_id: int = 0
+    ) -> None:
+        """Let requests name an adapter that is in a directory, in ``root`` if there is one, with all links followed.
+
+        ``in_place`` replaces the one of that name: its requests go on with what they have. Raises RequestError for a
+        name that is taken, ModelLoadError for an adapter that cannot be read, ConfigError where none are served, and
+        EngineDeadError.
+        """
+        self._ready()
+        if not self.config.lora.enable_lora or self._client is None:
+            raise ConfigError("adapters are not served; start with enable_lora")
+        asked = LoRARequest(name, int_id or 1, path)
+        if any(name == loading for loading, _ in self._loads.values()) or (name in self.adapters and not in_place):
+            raise RequestError(
+                f"the adapter {asked.lora_name!r} is loaded already, or about to be; give load_inplace to replace it,"
+                " or another name"
+            )
+        load = self.adapters.next_load(name, str(path), root)
+        loaded: asyncio.Future[AdapterState] = asyncio.get_running_loop().create_future()
+        self._loads[load.adapter_id] = name, loaded
+        self._client.load_adapter(load)
+        try:
+            state = await loaded
+        finally:
+            del self._loads[load.adapter_id]
+            if loaded.cancelled() and self._client is not None:
+                self._client.unload_adapter(load.adapter_id)
+        if state.error:
+            raise ModelLoadError(state.error)
+        before = self.adapters.add(AdapterEntry(load, int_id))
+        if before is not None:
+            self._client.unload_adapter(before.load.adapter_id)
+
+    def unload_adapter(self, name: str) -> bool:
+        """Take an adapter's name away at once; its requests go on, and with the last of them it leaves memory. False
+        where it is not loaded."""
+        entry = self.adapters.remove(name)
+        if entry is not None and self._client is not None:
+            self._client.unload_adapter(entry.load.adapter_id)
+        return entry is not None
+
+    async def adapter_of(self, asked: LoRARequest | None) -> str:
+        """The name of the adapter that a request means, which is loaded if it was not; empty for none. Raises as
+        :meth:`load_adapter`."""
+        if asked is None:
+            return ""
+        if not isinstance(asked, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {type(asked).__name__}")
+        while self.adapters.find(asked) is None:
+            others = [future for name, future in self._loads.values() if name == asked.lora_name]
+            if others:
+                await asyncio.wait(others)
+                await asyncio.sleep(0)  # whoever loads it makes its name known first
+                continue
+            await self.load_adapter(asked.lora_name, asked.lora_path, int_id=asked.lora_int_id)
+        return asked.lora_name
+
     async def shutdown(self) -> None:
         """End the process; requests that are left fail."""
         self.state, self.failure = EngineState.STOPPED, self.failure or "it was shut down"
@@ -451,6 +521,18 @@ class AsyncEngine:
         if self.info is not None and self._outputs is not None:
             self._outputs.weights_changed(info.weight_version)
             self.info = dataclasses.replace(info, eos_token_ids=self.info.eos_token_ids)
+
+    def on_adapter(self, state: AdapterState) -> None:
+        """An adapter was loaded, or could not be."""
+        waiting = self._loads.get(state.adapter_id)
+        if waiting is not None:
+            if not waiting[1].done():
+                waiting[1].set_result(state)
+            return
+        for entry in self.adapters:  # one that a new engine was given
+            if state.error and entry.load.adapter_id == state.adapter_id:
+                _log.error("the adapter %r could not be loaded again: %s", entry.name, state.error)
+                self.adapters.remove(entry.name)
 
     def on_step(self, step: Step) -> None:
         """Give what steps brought to whom it belongs."""
@@ -507,6 +589,9 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             self._fail(stream.request_id, EngineDeadError(why, taken=True))
         self._pooled.fail_all(EngineDeadError(why, taken=True))
+        for _, loaded in self._loads.values():
+            if not loaded.done():
+                loaded.set_exception(EngineDeadError(why))
         self.intake.clear()
 
     def _queued_too_long(self, request_id: str) -> None:
@@ -567,6 +652,9 @@ class AsyncEngine:
         """The model is loaded: what the front needs of it. An engine that died comes back with its newest weights."""
         if self.info is not None and self.info.weights and self._client is not None:
             info = await self._client.update_weights(self.info.weights, self.info.weight_version, "continue")
+        if self._client is not None:
+            for entry in self.adapters:
+                self._client.load_adapter(entry.load)
         if self.info is None:
             if not self.config.model.skip_tokenizer_init:
                 self.tokenizer = self._read_tokenizer(self.config, info.model_dir)

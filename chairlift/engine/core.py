@@ -232,6 +232,7 @@ class EngineCore(EngineClient):
             policy_share=config.policy_share,
             drop_late=config.late_requests == "drop",
             speculator=speculator_from_config(config, self.costs),
+            max_loras=self.adapters.max_loras,
         )
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())

@@ -143,8 +143,8 @@ class InputProcessor:
         adapter_id: int = 0,
     ) -> PreparedRequest:
         """Check everything, and tokenize. ``tenant`` is who is charged for the request; ``text`` is what ``prompt``
-        was encoded from, and ``bad_word_ids`` what ``bad_words`` were encoded to, if they were before. ``adapter_id`` is
-        the number of an adapter that the core knows."""
+        was encoded from, and ``bad_word_ids`` what ``bad_words`` were encoded to, if they were before. ``adapter_id``
+        is the number of an adapter that the core knows."""
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
         if not isinstance(params, SamplingParams):

@@ -36,7 +36,8 @@ class NativeModelRunner:
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM` in the native layout as a step program.
 
     The model's Python code runs once, here, to be recorded. ``isa`` names the instruction-set path, and no step may
-    have more than ``max_tokens`` tokens. With ``lora`` rows may have adapters. A row's result does not depend on the others in its batch.
+    have more than ``max_tokens`` tokens. With ``lora`` rows may have adapters. A row's result does not depend on the
+    others in its batch.
     """
 
     def __init__(

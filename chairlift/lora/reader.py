@@ -24,8 +24,9 @@ from chairlift.models.checkpoint import CheckpointPart
 __all__ = ["WEIGHTS_NAME", "Adapter", "LowRank", "adapter_files", "read_adapter"]
 
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
-_DTYPES: Final = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NAME: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
+_DTYPES: Final = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 _SAID: Final = (
     (r"lora_magnitude_vector", "DoRA scales the whole weight; train the adapter with use_dora=False"),
     (
@@ -71,6 +72,23 @@ class Adapter:
         return sum(part.a.numel() + part.b.numel() for parts in self.layers.values() for part in parts)
 
 
+def adapter_directory(path: Path) -> Path:
+    """A local directory as it is, else the snapshot of an adapter with that id on the Hugging Face Hub. Raises
+    ModelLoadError."""
+    if path.is_dir() or not _HUB_ID.fullmatch(str(path)):
+        return path
+    from huggingface_hub import snapshot_download  # takes a while to import, and local directories don't need it
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+    except Exception as error:  # unreachable, unknown, gated, disk full
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise ModelLoadError(
+            f"{str(path)!r:.200} is not a directory here, and the Hugging Face Hub did not give an adapter of that name"
+            f" ({type(error).__name__}: {reason}); check the spelling and the network, or give a directory"
+        ) from None
+
+
 def adapter_files(path: Path, root: Path | None = None) -> tuple[Path, Path]:
     """The configuration and the weights of an adapter's directory, with all links followed.
 
@@ -96,11 +114,11 @@ def adapter_files(path: Path, root: Path | None = None) -> tuple[Path, Path]:
 
 
 def read_adapter(path: Path, sites: Sites, *, max_rank: int, root: Path | None = None) -> Adapter:
-    """Read the adapter in a directory, for a model with these ``sites``.
+    """Read the adapter in a directory, or without a ``root`` of a Hub id, for a model with these ``sites``.
 
     Every tensor is used, or the adapter is refused: raises ModelLoadError, which names the tensor or the setting.
     """
-    config, weights = adapter_files(path, root)
+    config, weights = adapter_files(adapter_directory(path) if root is None else path, root)
     settings = read_settings(config)
     if settings.transposed and not sites.transposed:
         raise ModelLoadError(

@@ -38,6 +38,7 @@ class Batch:
         max_preemptions: int,
         preemption: PreemptionMode,
         policy_share: float,
+        max_loras: int = 0,
     ) -> None:
         self.kv = kv
         self.policy = policy
@@ -55,10 +56,15 @@ class Batch:
         """A closed batch is a baseline: it prefills in policy order."""
         self.preemption = preemption
         self.max_preemptions = 0 if preemption.never else max_preemptions
+        self.max_loras = max_loras
+        """Most different adapters of running requests; 0: any number."""
+        self.adapters: Counter[int] = Counter()
+        """Adapters of running requests -> how many of them have it."""
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.unready: dict[str, Request] = {}
-        """Requests whose grammar is being compiled, or whose adapter is read. They take their place in the waiting queue when they are ready."""
+        """Requests whose grammar is being compiled, or whose adapter is read. They take their place in the waiting
+        queue when they are ready."""
         self.reserve: dict[str, Request] = {}
         """Short requests that run in reserved rows and blocks."""
         self.paced: dict[str, float] = {}
@@ -155,8 +161,18 @@ class Batch:
             self.waiting.remove(request)
             self.waiting.add(request)
 
+    def has_adapter_room(self, request: Request) -> bool:
+        """Whether the adapter of a waiting request, if it has one, may be in the steps beside those that are."""
+        adapter = request.adapter_id
+        if not adapter or not self.max_loras or adapter in self.adapters:
+            return True
+        return len(self.adapters) < self.max_loras
+
     def admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:
         """Give a waiting request a row and blocks, or nothing; ``reserved`` ones if so."""
+        if not self.has_adapter_room(request):
+            out.held_up_by = out.held_up_by or "adapter"
+            return False
         pinned = is_pinned(request, self.max_preemptions)
         if pinned and not self.policy.may_stay(request):
             out.held_up_by = out.held_up_by or "reservation"
@@ -190,6 +206,8 @@ class Batch:
         request.num_computed_tokens = admission.num_computed_tokens
         self.num_computed_tokens += admission.num_computed_tokens
         self.running[request.request_id] = request
+        if request.adapter_id:
+            self.adapters[request.adapter_id] += 1
         self.stops.update(request.stop_token_ids)
         if request.service.seconds_per_token < math.inf:
             self.paced[request.request_id] = request.service.seconds_per_token
@@ -228,6 +246,10 @@ class Batch:
         self.left.append(request.slot)
         request.slot = -1
         del self.running[request.request_id]
+        if request.adapter_id:
+            self.adapters[request.adapter_id] -= 1
+            if not self.adapters[request.adapter_id]:
+                del self.adapters[request.adapter_id]
         self.paced.pop(request.request_id, None)
         for token in request.stop_token_ids:
             self.stops[token] -= 1

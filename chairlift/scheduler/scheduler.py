@@ -63,6 +63,7 @@ class Scheduler:
         costs: Costs | None = None,
         policy_share: float = DEFAULT_POLICY_SHARE,
         speculator: Speculator | None = None,
+        max_loras: int = 0,
     ) -> None:
         self.batch = batch = Batch(
             kv,
@@ -76,6 +77,7 @@ class Scheduler:
             max_preemptions=max_preemptions,
             preemption=preemption,
             policy_share=policy_share,
+            max_loras=max_loras,
         )
         self.kv, self.policy, self.membership = kv, policy, batch.membership
         self.requests, self.running, self.waiting = batch.requests, batch.running, batch.waiting
@@ -117,6 +119,7 @@ class Scheduler:
             preemption=batch.preemption if batch.preemption.never else RECOMPUTE,
             costs=self.costs,
             policy_share=batch.prompt_share.fraction,
+            max_loras=batch.max_loras,
         )
         twin._arrivals = self._arrivals
         twin.batch.running_limit, twin.batch.token_budget = batch.running_limit, batch.token_budget

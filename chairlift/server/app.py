@@ -26,6 +26,7 @@ from chairlift.engine.async_engine import EngineState
 from chairlift.metrics import prometheus
 from chairlift.metrics.stats import FORECAST_RATIOS
 from chairlift.server import (
+    adapters,
     chat,
     completions,
     live,
@@ -56,7 +57,8 @@ _DRAIN_RETRY_SECONDS: Final = 5
 def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
     """The application around ``state``, with all endpoints, or with the ``routes`` given instead."""
     if routes is None:
-        endpoints = (chat, completions, pooling, tokens, models, queue, traffic, openapi, pages, live, weights)
+        generating = (chat, completions, pooling, tokens, models, queue, traffic, openapi, pages, live)
+        endpoints = (*generating, weights, adapters)
         routes = [*_routes, *(route for module in endpoints for route in module.routes)]
     return _App(state, routes)
 

@@ -18,6 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from starlette.requests import Request
+
 from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
 from chairlift.server.errors import ApiError
@@ -28,6 +30,7 @@ __all__ = [
     "Auth",
     "Caller",
     "HostCheck",
+    "check_admin",
     "check_exposure",
     "check_origin",
     "is_loopback",
@@ -123,6 +126,14 @@ class Caller:
         """Whether it may know of a tenant's requests: of its own, of all with the key named ``admin``, and of all where
         keys do not tell callers apart."""
         return not self.holder or self.tenant in (tenant, ADMIN)
+
+
+def check_admin(request: Request) -> None:
+    """Raise ApiError 403 unless the request came with an API key that is named ``admin``."""
+    caller: Caller = getattr(request.state, "caller", Caller())
+    if caller.tenant != ADMIN:
+        message = f"this takes an API key that is named {ADMIN}: a line '{ADMIN} KEY' in the file of --api-key-file"
+        raise ApiError(403, message, code="admin_key_needed")
 
 
 class Auth:

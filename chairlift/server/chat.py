@@ -19,7 +19,7 @@ from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, he
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, generating_info
+from chairlift.server.models import adapter_named, check_model, generating_info
 from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
@@ -158,7 +158,8 @@ async def create_chat_completion(request: Request) -> Response:
     plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
     params = held_params(plan, chat, params)
     hold_logprobs(request, chat, [prompt])
-    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
+    adapter = adapter_named(state, model)
+    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller, adapter=adapter)
     head = reply_head("chatcmpl", model, info, streams)
     texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
     headers = warning_headers(ignored)

@@ -344,7 +344,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "store": ((), "nothing is stored; leave it out"),
     "chat_template": ((), "templates come from the model or the operator, not from requests; leave it out"),
     "documents": ((), "put the documents into the messages"),
-    "lora_path": ((), "adapters are not supported yet; leave it out"),
+    "lora_path": ((), "an adapter is named by model, and loaded by POST /v1/load_lora_adapter; leave it out"),
     "kv_transfer_params": ((), "the cache takes nothing from outside; leave it out"),
     "prompt_embeds": ((), "prompts are text or token ids; leave it out"),
     "logits_processors": ((), "requests cannot bring code; leave it out"),

@@ -181,10 +181,12 @@ async def submit_all(
     *,
     stream: bool,
     caller: Caller,
+    adapter: str = "",
 ) -> list[OutputStream]:
     """One stream per prompt: all of them, or what is wrong with one, which is named when there are several.
 
-    ``caller`` is charged for them, and those with different API keys share no cache.
+    ``caller`` is charged for them, and those with different API keys share no cache. ``adapter`` is the name of one
+    that is loaded.
     """
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
@@ -208,6 +210,7 @@ async def submit_all(
                     arrival=caller.arrived,
                     has_room=True,  # or the first of many prompts would be in the way of the last
                     bad_word_ids=bad_word_ids,
+                    adapter=adapter,
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None

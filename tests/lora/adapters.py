@@ -16,7 +16,7 @@ __all__ = ["peft_logits", "random_adapter"]
 
 
 def random_adapter(model_dir: Path, target: Path, *, seed: int = 0, std: float = 0.15, **settings: Any) -> Path:
-    """Write an adapter for the model in a directory, with matrices of standard deviation ``std``; returns ``target``."""
+    """Write an adapter for the model in a directory, with numbers of standard deviation ``std``; returns ``target``."""
     given = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": "all-linear", **settings}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

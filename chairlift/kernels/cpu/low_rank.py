@@ -122,7 +122,7 @@ class LowRankTable:
         self._free.append(row)
 
     def rows_of(self, adapter_ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Rows of the table [T] for numbers of adapters [T], 0 for none. Raises InvariantError for one that is not here."""
+        """Rows of the table [T] for numbers of adapters [T], 0 for none. InvariantError for one that is not here."""
         rows = np.full(len(adapter_ids), -1, dtype=np.int32)
         for adapter_id in np.unique(adapter_ids).tolist():
             if adapter_id:

@@ -52,7 +52,8 @@ class StepProgram:
         adapters: LowRankTable | None = None,
     ) -> None:
         self._library = lib.require()
-        self._adapters, self._adapter_rows = adapters, None
+        self._adapters = adapters
+        self._adapter_rows: npt.NDArray[np.int32] | None = None
         self._pool = pool
         self._max_tokens = max_tokens
         self._step: StepBatch | None = None
@@ -126,8 +127,9 @@ class StepProgram:
     def _run(self, step: StepBatch, at: int, end: int) -> None:
         """Operations from ``at`` to ``end``."""
         if step is not self._step:  # a step that was advanced in place has its arrays where they were
-            asked = self._adapters is not None and step.adapters is not None
-            self._adapter_rows = self._adapters.rows_of(step.adapters) if asked else None
+            self._adapter_rows = None
+            if self._adapters is not None and step.adapters is not None:
+                self._adapter_rows = self._adapters.rows_of(step.adapters)
             self._step, self._batch = step, lib.Batch.of(step, self._adapter_rows)
         self._program.num_ops = end
         while (at := self._library.cl_run(self._pool.handle, self._program, self._batch, at)) != end:

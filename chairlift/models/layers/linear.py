@@ -47,7 +47,7 @@ class Adapted(Protocol):
     """What adapters make of a layer's result."""
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """``out`` [T, out], the layer's result for ``x`` [T, in], with what is added to the rows that have an adapter."""
+        """``out`` [T, out], the layer's result for ``x`` [T, in], with what is added to rows that have an adapter."""
         ...
 
 
