@@ -105,6 +105,11 @@ class Adapters:
         return bool(self._states or self._failed) or any(known.reading is not None for known in self._known.values())
 
     @property
+    def num_users(self) -> int:
+        """Requests with an adapter that have not ended."""
+        return len(self._of)
+
+    @property
     def resident(self) -> tuple[int, ...]:
         """Those in memory, least recently asked for first."""
         return tuple(self._resident)

@@ -26,8 +26,6 @@ the ids are used, and the text is told as that of the prompt."""
 
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _MAX_ID_LENGTH = 256
-_ADAPTER_TAG = 0x9E3779B97F4A7C15
-"""Odd, so that no two adapters have one tag."""
 
 
 class _CacheRoom(Protocol):
@@ -90,7 +88,7 @@ class PreparedRequest:
                 num_prompt_tokens=len(self.prompt_token_ids),
                 stop_token_ids=self.stop_token_ids,
                 bad_word_ids=self.bad_word_ids,
-                tag=int.from_bytes(self.cache_salt.encode()[:8], "little") ^ self.adapter_id * _ADAPTER_TAG % 2**64,
+                tag=int.from_bytes(self.cache_salt.encode()[:8], "little"),
             )
             sequences.append(
                 Request(

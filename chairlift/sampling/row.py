@@ -25,7 +25,7 @@ class SamplingRow:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Each bad word as token ids, none empty."""
     tag: int = 0
-    """Rows with different tags (adapter, cache salt) never share KV, whatever their tokens."""
+    """Rows with different tags (cache salt) never share KV, whatever their tokens."""
     reshapes: bool = dataclasses.field(init=False)
     """Whether any setting can change which token has the highest logit."""
     plain_greedy: bool = dataclasses.field(init=False)

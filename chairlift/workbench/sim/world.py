@@ -23,9 +23,10 @@ class Event:
     at: int
     kind: str
     """``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``, ``refuse_growth``,
-    ``evict``, ``stall`` (the clock jumps ahead) or ``limits`` (a governor moves the scheduler's settings)."""
+    ``evict``, ``stall`` (the clock jumps ahead), ``limits`` (a governor moves the scheduler's settings), ``reload`` (an
+    adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are replaced, and nobody is told)."""
     target: int = 0
-    """Request number, or which row."""
+    """Request number, which row, or which adapter."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -57,6 +58,8 @@ class World:
     """Whether some requests have a grammar."""
     drafts: bool = False
     """Whether requests have drafts."""
+    adapters: tuple[int, int, int] | None = None
+    """Of worlds with adapters: most in a step, most in memory, and ticks that it takes to read one."""
 
 
 CLASSES = {
@@ -123,6 +126,9 @@ def make_world(seed: int) -> World:
     drafts = seed % 10 in (2, 6) or seed % 200 == 199
     if seed % 10 == 6:
         events = _draft(random.Random(seed ^ 0x6D1A), scheduler, events, horizon)
+    adapters = None
+    if seed % 20 == 14:
+        events, adapters = _adapt(random.Random(seed ^ 0x10A4), events, horizon)
     return World(
         seed=seed,
         block_size=block_size,
@@ -140,7 +146,23 @@ def make_world(seed: int) -> World:
         scripted=scripted,
         grammars=grammars,
         drafts=drafts,
+        adapters=adapters,
     )
+
+
+def _adapt(rng: random.Random, events: list[Event], horizon: int) -> tuple[list[Event], tuple[int, int, int]]:
+    """Adapters for most requests, more of them than a step or the memory may have; some are replaced meanwhile."""
+    count, most = rng.choice([2, 3, 5, 9]), rng.choice([1, 1, 2, 3])
+    for event in events:
+        if event.kind == "arrive" and rng.random() < 0.8:
+            event.args["adapter"] = 1 + min(int(rng.paretovariate(0.8)) - 1, count - 1)
+    kinds = rng.choice([(), ("reload",), ("reload", "unload"), ("reload", "rewrite")])
+    changes = [
+        Event(rng.randrange(horizon), kind, rng.randint(1, count))
+        for kind in kinds
+        for _ in range(rng.choice([1, 4, 12]))
+    ]
+    return [*events, *changes], (most, most + rng.choice([0, 0, 1, 4]), rng.choice([0, 0, 1, 5]))
 
 
 def _draft(rng: random.Random, scheduler: dict[str, Any], events: list[Event], horizon: int) -> list[Event]:
