@@ -19,19 +19,17 @@ from chairlift.errors import ConfigError, ModelLoadError, RequestError
 from chairlift.server.auth import check_admin
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json
-from chairlift.server.protocol import parse, warning_headers
+from chairlift.server.protocol import AdapterName, parse, warning_headers
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 
 __all__ = ["AdapterReply", "LoadRequest", "UnloadRequest", "load_modules", "routes"]
 
-_Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$(?!\n)")]
-
 
 class LoadRequest(msgspec.Struct, kw_only=True):
     """The body of /v1/load_lora_adapter."""
 
-    lora_name: _Name
+    lora_name: AdapterName
     """What requests give as their ``model``."""
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     """A directory below ``--lora-dir``, where the server runs: by its place there, or whole."""
@@ -42,7 +40,7 @@ class LoadRequest(msgspec.Struct, kw_only=True):
 class UnloadRequest(msgspec.Struct, kw_only=True):
     """The body of /v1/unload_lora_adapter."""
 
-    lora_name: _Name
+    lora_name: AdapterName
 
 
 class AdapterReply(msgspec.Struct, kw_only=True):
