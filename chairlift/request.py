@@ -186,10 +186,6 @@ class Request:
         self.status = RequestStatus.WAITING
         self.is_ready = True
         """Whether it may join: not before its grammar is compiled, and its adapter in memory."""
-        self.adapter_passes = 0
-        """How often a later request with an adapter was admitted while this one's could not be in the steps."""
-        self.waits_for = ""
-        """``adapter`` while that is not in memory."""
         self.may_draft = True
         """Whether it may have drafts: not with a grammar, whose masks are made for one token at a time."""
         self.finish_reason: FinishReason | None = None
@@ -225,6 +221,10 @@ class Request:
         """How long its blocks stay in the prefix cache when it leaves: 0, or 1 or 2 to outlast those below."""
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
+        self.waits_for = ""
+        """``adapter`` while that is not in memory."""
+        self.adapter_passes = 0
+        """How often a later request with an adapter was admitted while this one's could not be in the steps."""
         self.num_charged_tokens = 0
         """Computed tokens of this admission that its tenant has been charged for."""
         self.num_preemptions = 0

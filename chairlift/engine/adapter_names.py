@@ -53,7 +53,9 @@ class AdapterNames:
         return self._by_name.get(name)
 
     def id_of(self, name: str) -> int:
-        """The number for requests that ask for a name. Raises RequestError where it is not loaded."""
+        """The number for requests that ask for a name: 0 for none. Raises RequestError where it is not loaded."""
+        if not name:
+            return 0
         entry = self._by_name.get(name)
         if entry is None:
             raise RequestError(f"the adapter {name!r:.160} is not loaded; load it, or ask for another model")

@@ -130,10 +130,8 @@ class Adapters:
 
     def load_now(self, load: AdapterLoad) -> None:
         """Read an adapter here and now. Raises ModelLoadError, and RequestError where none are served."""
-        if self._memory is None:
-            raise RequestError(_NOT_ENABLED)
-        known = _Known(load)
-        self._arrived(known, self._memory.read(Path(load.path), None if load.root is None else Path(load.root)))
+        known, root = _Known(load), None if load.root is None else Path(load.root)
+        self._arrived(known, self._held().read(Path(load.path), root))
         self._known[load.adapter_id] = known
 
     def unload(self, adapter_id: int) -> None:
@@ -156,9 +154,13 @@ class Adapters:
         failed, self._failed = self._failed, []
         return ready, failed
 
+    def _held(self) -> AdapterMemory:
+        if self._memory is None:
+            raise RequestError(_NOT_ENABLED)
+        return self._memory
+
     def _read(self, known: _Known) -> None:
-        memory, load = self._memory, known.load
-        assert memory is not None
+        memory, load = self._held(), known.load
         root = None if load.root is None else Path(load.root)
 
         def work() -> Any:
@@ -174,10 +176,9 @@ class Adapters:
     def _take(self, known: _Known) -> None:
         """What was read has come."""
         future, known.reading = known.reading, None
-        assert future is not None
         first = not known.digest
         try:
-            self._arrived(known, future.result())
+            self._arrived(known, None if future is None else future.result())
         except Exception as error:
             why = str(error) if isinstance(error, ChairliftError) else f"it could not be read ({type(error).__name__})"
             if not isinstance(error, ChairliftError):
@@ -201,8 +202,8 @@ class Adapters:
                 f"its files in {known.load.path} were changed since it was loaded; load it again (load_inplace)"
             )
         known.digest = adapter.digest
-        if self._memory is not None and self._make_room(reading=False):
-            self._memory.put(known.load.adapter_id, adapter)
+        if self._make_room(reading=False):
+            self._held().put(known.load.adapter_id, adapter)
             known.resident = True
             self._resident[known.load.adapter_id] = known
 
@@ -222,8 +223,7 @@ class Adapters:
         return list({id(known): (known, request) for known, request in self._line}.values())
 
     def _evict(self, known: _Known) -> None:
-        assert self._memory is not None
-        self._memory.drop(known.load.adapter_id)
+        self._held().drop(known.load.adapter_id)
         del self._resident[known.load.adapter_id]
         known.resident = False
 
@@ -241,8 +241,7 @@ class Adapters:
 
         Raises RequestError for an adapter that is not known.
         """
-        if self._memory is None:
-            raise RequestError(_NOT_ENABLED)
+        self._held()
         known = self._known.get(adapter_id)
         if known is None or known.retired:
             raise RequestError("the adapter of this request was unloaded; ask for another model")

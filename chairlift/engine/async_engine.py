@@ -317,8 +317,7 @@ class AsyncEngine:
         """Queue a request; ``kind`` says what its stream yields, ``tenant`` who is charged for it, ``name`` how its
         caller calls it, ``arrival`` since when it has been waiting for us (on the monotonic clock), if not since now;
         ``has_room``: :meth:`check_room` was asked, for all of its call; ``bad_word_ids``: what :meth:`encode_words`
-        made of its parameters, if it was asked; ``adapter``: the name of a loaded one. Timeouts are in seconds from
-        its arrival, not the engine's own.
+        made of its parameters, if it was asked; ``adapter``: a loaded one. Timeouts are in seconds from its arrival.
 
         Raises RequestError for what cannot be served, QueueFullError when too much waits or the request would wait, by
         the forecast, for longer than its timeouts allow; EngineDeadError when there is no engine.
@@ -333,14 +332,12 @@ class AsyncEngine:
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
         since = begin if arrival is None else arrival
-        adapter_id = self.adapters.id_of(adapter) if adapter else 0
-        whose = cache_salt, tenant, text, bad_word_ids, adapter_id
+        whose = cache_salt, tenant, text, bad_word_ids, self.adapters.id_of(adapter)
         prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
-        foreseeable = self._is_foreseeable(prepared)
+        foreseeable, now = self._is_foreseeable(prepared), time.monotonic()
         patience = self._queue_timeout if queue_timeout is None else queue_timeout
         limit = self._request_timeout if timeout is None else timeout
-        now = time.monotonic()
         predicted = self.expected_wait(service_class, tenant) if foreseeable else None
         if not has_room:
             self.check_room(1, service_class, num_tokens, tenant)
@@ -356,10 +353,9 @@ class AsyncEngine:
         self._streams[stream.request_id] = stream
         self.events.tell("began", stream)
         self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, tenant if foreseeable else None)
-        if patience is not None:
-            stream.set_timer(max(0.0, since + patience - now), self._queued_too_long)
-        if limit is not None:
-            stream.set_timer(max(0.0, since + limit - now), self._took_too_long)
+        for seconds, ended in ((patience, self._queued_too_long), (limit, self._took_too_long)):
+            if seconds is not None:
+                stream.set_timer(max(0.0, since + seconds - now), ended)
         _log.debug("request %s: %d prompt tokens, seed %d", stream.request_id, num_tokens, prepared.seed)
         return stream
 

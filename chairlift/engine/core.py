@@ -254,8 +254,7 @@ class EngineCore(EngineClient):
         self._counted = EngineStats()
         self._reserved = [name for name, each in (config.promises or {}).items() if each.min_seqs]
         self._shares_noted = -math.inf
-        self._rows_by_class: dict[str, int] = {}
-        self._tenant_gap = 0.0
+        self._rows_by_class, self._tenant_gap = dict[str, int](), 0.0
 
     @property
     def num_in_flight(self) -> int:

@@ -48,8 +48,8 @@ class TorchAdapters:
         self._layers: dict[str, _AdaptedLayer] = {}
         for name in self._sites.layers:
             layer = model.get_submodule(name)
-            assert isinstance(layer, Linear)
-            layer.adapted = self._layers[name] = _AdaptedLayer(self)
+            if isinstance(layer, Linear):
+                layer.adapted = self._layers[name] = _AdaptedLayer(self)
 
     @property
     def tokens(self) -> list[tuple[int, Tensor]]:

@@ -119,7 +119,7 @@ def _refuse(raw: Mapping[str, Any], path: Path) -> None:
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
     """As PEFT looks them up."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value
     return default
 

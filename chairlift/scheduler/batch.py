@@ -40,10 +40,7 @@ class Batch:
         policy_share: float,
         max_loras: int = 0,
     ) -> None:
-        self.kv = kv
-        self.policy = policy
-        self.membership = membership
-        self.waiting = waiting
+        self.kv, self.policy, self.membership, self.waiting = kv, policy, membership, waiting
         self.max_running = max_running
         """Rows."""
         self.running_limit = max_running
