@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, AsyncLLM, LoRARequest, ModelLoadError, RequestError, SamplingParams
+from chairlift.engine.async_engine import EngineState
 from chairlift.outputs import OutputKind, RequestOutput
 from tests.e2e.server_process import ServerProcess
 from tests.lora.adapters import random_adapter
@@ -81,6 +84,26 @@ def test_cold_adapters_wait_for_memory_and_nobody_for_ever(tmp_path: Path) -> No
     async def test() -> None:
         async with AsyncLLM(model_dir, **settings) as llm:
             assert await asyncio.gather(*[ask(llm, each) for each in asked * 3]) == expected * 3
+
+    asyncio.run(test())
+
+
+def test_an_engine_that_dies_comes_back_with_its_adapters(tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, "llama", num_hidden_layers=1)
+    adapter = LoRARequest("a", 1, random_adapter(model_dir, tmp_path / "a"))
+    expected = alone(model_dir, adapter)
+
+    async def test() -> None:
+        async with AsyncLLM(model_dir, **SETTINGS) as llm:
+            assert await ask(llm, adapter) == expected
+            engine = llm._started()
+            assert engine.engine_pid is not None
+            os.kill(engine.engine_pid, signal.SIGKILL)
+            while engine.state is EngineState.READY:
+                await asyncio.sleep(0.01)
+            while engine.state is not EngineState.READY:
+                await asyncio.sleep(0.01)
+            assert await ask(llm, adapter) == expected
 
     asyncio.run(test())
 
