@@ -450,7 +450,8 @@ class OutputProcessor:
         state.metrics.causes, state.metrics.preempted_by = causes, ended.preempted_by
         state.metrics.preempted_during = ended.preempted_during
         answer.close(ended, frozenset() if state.prepared.params.ignore_eos else self._eos)
-        state.error = state.error or ended.error
+        if answer.stop_string is None:  # what failed behind a stop string is no part of the answer
+            state.error = state.error or ended.error
         state.metrics.num_preemptions += ended.num_preemptions
 
     def _count_end(self, state: RequestState, now: float) -> None:

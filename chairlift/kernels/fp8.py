@@ -24,7 +24,9 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     scales. A row with an infinity or NaN gives NaN in every product, which is found where tokens are drawn.
     """
     wide = rows.float()
-    scales = (wide.abs().amax(1) / FP8_LARGEST).clamp(min=FP8_LEAST_SCALE)
+    largest = wide.abs().amax(1)
+    # Division by a number would be a product with its reciprocal on a GPU, and its last bit another than the CPU's.
+    scales = (largest / torch.full_like(largest, FP8_LARGEST)).clamp(min=FP8_LEAST_SCALE)
     return (wide / scales[:, None]).to(torch.float8_e4m3fn), scales
 
 

@@ -78,7 +78,7 @@ def test_a_timed_product_in_fp8_is_the_product(rows: int, names: list[str], devi
     last = kernels._region[start : start + 48 * 64].view(48, 64).double() * WEIGHT_STD
     values, scales = quantize(x)
     rounded = values.double() * scales.double()[:, None]
-    assert last.std() == pytest.approx(WEIGHT_STD, rel=0.1)
+    assert last.std().item() == pytest.approx(WEIGHT_STD, rel=0.1)
     for name, prepare in variants.items():
         truth = (rounded if name == "library" else x.double()) @ last.T
         torch.testing.assert_close(result(prepare).double(), truth.cpu(), rtol=1e-2, atol=1e-3)
