@@ -34,6 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chairlift": {},
     "graphs off": {"cuda_graphs": "off"},
     "in turns": {"num_lookahead_steps": 0},
+    "fp8": {"quantization": "fp8"},
+    "batch-invariant": {"batch_invariant": True},
 }
 """Settings that differ from the first's; ``in turns``: host and GPU wait for each other."""
 
