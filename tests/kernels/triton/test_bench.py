@@ -146,7 +146,9 @@ def test_of_fp8_the_products_are_measured(device: torch.device) -> None:
     rate = Rate(1e10, 1e10)
     limits = Limits(1, {1: rate}, (Peak(GPU, "fp8", 1, rate),))
     shapes = Shapes((Product("even", 48, 64),), (TINY,))
-    settings = KernelSettings(1, GPU, torch.float8_e4m3fn, shapes, (1, 140), repeats=1, device=str(device), seconds=1e-9)
+    settings = KernelSettings(
+        1, GPU, torch.float8_e4m3fn, shapes, (1, 140), repeats=1, device=str(device), seconds=1e-9
+    )
     (products,) = measure_kernels(settings, describe_machine(), limits)
     assert [list(each.timings) for each in products] == [["streamed", "library"], ["library"]]
     assert [(each.nbytes, each.operations) for each in products] == [(48 * 64, 2 * 48 * 64), (48 * 64, 280 * 48 * 64)]
