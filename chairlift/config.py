@@ -433,8 +433,8 @@ class ServerConfig:
         for origin in self.cors_origin:
             if origin != "*" and not re.fullmatch(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", origin):
                 raise ConfigError(
-                    "cors_origin must be scheme, host and port as browsers send them, such as https://app.example.org or"
-                    f" http://localhost:3000, in lower case and without a path, or *; got {origin!r}"
+                    "cors_origin must be scheme, host and port as browsers send them, such as https://app.example.org"
+                    f" or http://localhost:3000, in lower case and without a path, or *; got {origin!r}"
                 )
         for model_name in self.served_model_name:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}", model_name):

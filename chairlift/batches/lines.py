@@ -1,4 +1,4 @@
-"""The lines of a batch's files: requests in the input, answers in the output and error files. JSON, one object per line.
+"""The lines of a batch's files, JSON each: requests in the input, answers in the output and error files.
 
 The form is OpenAI's: ``{"custom_id", "method", "url", "body"}`` in, ``{"id", "custom_id", "response", "error"}`` out.
 """
@@ -52,7 +52,10 @@ def read_line(line: bytes, endpoint: str) -> BatchLine:
     for field in fields:
         if field not in _FIELDS:
             raise BadLine(
-                f"the line has the field {field!r:.80}; known are {', '.join(_FIELDS)}", "unknown_field", field[:80], name
+                f"the line has the field {field!r:.80}; known are {', '.join(_FIELDS)}",
+                "unknown_field",
+                field[:80],
+                name,
             )
     method, url = _text(fields, "method", name), _text(fields, "url", name)
     if method != "POST":
@@ -81,7 +84,9 @@ def answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> by
     return _line(custom_id, response, None)
 
 
-def error_line(custom_id: str | None, code: str, message: str, *, line: int | None = None, param: str | None = None) -> bytes:
+def error_line(
+    custom_id: str | None, code: str, message: str, *, line: int | None = None, param: str | None = None
+) -> bytes:
     """A line for a request that no endpoint has answered. ``line``: its number in the input file, from 1."""
     error: dict[str, object] = {"code": code, "message": message}
     if param is not None:

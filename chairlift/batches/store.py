@@ -74,7 +74,9 @@ class BatchStore:
             self._remove_leftovers()
         except BlockingIOError:
             self._unlock()
-            raise ConfigError(f"another server uses the batches in {directory}; give each its own --batch-dir") from None
+            raise ConfigError(
+                f"another server uses the batches in {directory}; give each its own --batch-dir"
+            ) from None
         except (OSError, sqlite3.Error) as error:
             self._unlock()
             reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -199,7 +201,9 @@ class BatchStore:
         if purpose is not None:
             where, values = f"{where} AND purpose = ?", [*values, purpose]
         order = "DESC" if newest_first else "ASC"
-        rows = self._db.execute(f"SELECT {_FILE} FROM files WHERE {where} ORDER BY rowid {order} LIMIT ?", [*values, limit])
+        rows = self._db.execute(
+            f"SELECT {_FILE} FROM files WHERE {where} ORDER BY rowid {order} LIMIT ?", [*values, limit]
+        )
         return [_file(row) for row in rows]
 
     def num_files(self, owner: str) -> int:
@@ -282,7 +286,9 @@ class BatchStore:
     def batches(self, owner: str, *, after: str | None = None, limit: int) -> list[BatchRecord]:
         """Batches of the owner's, the newest first; ``after`` the one with this id."""
         where, values = _page("batches", owner, after, True)
-        rows = self._db.execute(f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY rowid DESC LIMIT ?", [*values, limit])
+        rows = self._db.execute(
+            f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY rowid DESC LIMIT ?", [*values, limit]
+        )
         return [_batch(row) for row in rows]
 
     def active(self, owner: str | None = None) -> list[BatchRecord]:
@@ -327,7 +333,8 @@ class BatchStore:
                 code = "too_many_requests" if num_lines else "empty_file"
                 errors = json.dumps([{"code": code, "message": problem, "line": None, "param": "input_file_id"}])
                 db.execute(
-                    "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? WHERE id = ?", (now, errors, batch_id)
+                    "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? WHERE id = ?",
+                    (now, errors, batch_id),
                 )
             else:
                 db.execute(
@@ -423,8 +430,8 @@ class BatchStore:
     def _answers(self, batch: BatchRecord, good: int, status: str) -> Iterator[bytes]:
         """The lines of the output or the error file, in the order of the input."""
         rows = self._db.execute(
-            "SELECT line, offset, length, answer FROM requests WHERE batch = ? AND (good = ? OR (good IS NULL AND ? = 0))"
-            " ORDER BY line",
+            "SELECT line, offset, length, answer FROM requests"
+            " WHERE batch = ? AND (good = ? OR (good IS NULL AND ? = 0)) ORDER BY line",
             (batch.id, good, good),
         )
         for line, offset, length, answer in rows:

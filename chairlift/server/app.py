@@ -61,8 +61,8 @@ def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> A
     """The application around ``state``, with all endpoints, or with the ``routes`` given instead."""
     if routes is None:
         endpoints = (chat, completions, pooling, tokens, models, queue, traffic, openapi, pages, live, weights)
-        endpoints += (files, batches)
-        routes = [*_routes, *(route for module in endpoints for route in module.routes)]
+        kept = (files, batches)
+        routes = [*_routes, *(route for module in (*endpoints, *kept) for route in module.routes)]
     return with_cors(_App(state, routes), state.config.cors_origin)
 
 
@@ -129,7 +129,11 @@ class _App:
                 origins.append(value)
         self._hosts.check(hosts)
         path = scope["path"]
-        if (sites or origins) and not self._state.api_keys and not allows_origin(self._state.config.cors_origin, origins):
+        if (
+            (sites or origins)
+            and not self._state.api_keys
+            and not allows_origin(self._state.config.cors_origin, origins)
+        ):
             check_origin(path, hosts[0], sites, origins)
         raw_path = scope.get("raw_path") or path.encode("utf-8", "replace")
         caller = self._auth.check(path, raw_path, authorization)

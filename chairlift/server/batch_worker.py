@@ -1,4 +1,4 @@
-"""Answers the requests of batches: a few at a time, in the class for work that can wait, through the application itself.
+"""Answers the requests of batches: a few at a time, in the class for work that can wait, by the application itself.
 
 A request of a batch passes the same checks and the same endpoint as one that a client sends. What is refused because
 there is no room, or because the engine was lost, is asked again later. All that must outlast this process is in the
@@ -216,7 +216,10 @@ class BatchWorker:
             await self.call(lambda store: store.record(batch.id, pending.line, lost, False))
             return
         scope = _scope(batch.endpoint, line.body, f"{batch.id}-{pending.line}")
-        scope[INSIDE] = {"caller": dataclasses.replace(caller, request_id=f"{batch.id}-{pending.line}"), "is_batch": True}
+        scope[INSIDE] = {
+            "caller": dataclasses.replace(caller, request_id=f"{batch.id}-{pending.line}"),
+            "is_batch": True,
+        }
         attempts = 0
         while True:
             reply = await _ask(app, dict(scope), line.body)

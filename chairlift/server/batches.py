@@ -45,9 +45,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     completion_window: _Id
     """24h."""
     metadata: (
-        Annotated[
-            dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
-        ]
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
         | None
     ) = None
     output_expires_after: ExpiresAfter | None = None

@@ -117,7 +117,12 @@ async def upload_file(request: Request) -> Response:
     async with worker.uploads, _form(request) as form:
         upload, purpose = form.get("file"), form.get("purpose")
         if not isinstance(upload, UploadFile):
-            raise ApiError(400, "file is missing; send it as a part with a file name", code="missing_required_parameter", param="file")
+            raise ApiError(
+                400,
+                "file is missing; send it as a part with a file name",
+                code="missing_required_parameter",
+                param="file",
+            )
         if purpose != "batch":
             message = f"purpose must be batch, because this server keeps files for batches only; got {purpose!r:.80}"
             raise ApiError(400, message, code="invalid_value", param="purpose")
@@ -135,7 +140,7 @@ async def upload_file(request: Request) -> Response:
 
 @asynccontextmanager
 async def _form(request: Request) -> AsyncIterator[FormData]:
-    """The form in the body. Raises ApiError: 415 for another body, 413 for one that is too long, 400 for a broken one."""
+    """The form in the body. Raises ApiError: 415 for another body, 413 for a long one, 400 for a broken one."""
     state: ServerState = request.app.state.server
     most = state.config.max_batch_file_bytes
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
@@ -165,7 +170,9 @@ async def _form(request: Request) -> AsyncIterator[FormData]:
 
 
 def _too_long(most: int) -> ApiError:
-    message = f"the file is longer than {most:,} bytes; split it, or start the server with a larger --max-batch-file-bytes"
+    message = (
+        f"the file is longer than {most:,} bytes; split it, or start the server with a larger --max-batch-file-bytes"
+    )
     return ApiError(413, message, code="file_too_large", param="file")
 
 

@@ -19,7 +19,10 @@ def line(**changes: Any) -> bytes:
 
 
 def test_the_body_reaches_the_endpoint_as_it_stands() -> None:
-    found = read_line(b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"x":1, "x":2.50}}\n', "/v1/completions")
+    found = read_line(
+        b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"x":1, "x":2.50}}\n',
+        "/v1/completions",
+    )
     assert (found.custom_id, found.body) == ("a", b'{"x":1, "x":2.50}')
     assert read_line(b"\xef\xbb\xbf" + line(), CHAT).custom_id == "a"
 
@@ -42,7 +45,9 @@ def test_the_body_reaches_the_endpoint_as_it_stands() -> None:
         (line(headers={}), "unknown_field", "headers", "a"),
     ],
 )
-def test_a_line_that_is_no_request_says_why(content: bytes, code: str, param: str | None, custom_id: str | None) -> None:
+def test_a_line_that_is_no_request_says_why(
+    content: bytes, code: str, param: str | None, custom_id: str | None
+) -> None:
     with pytest.raises(BadLine) as caught:
         read_line(content, CHAT)
     assert (caught.value.code, caught.value.param, caught.value.custom_id) == (code, param, custom_id)

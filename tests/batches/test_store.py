@@ -62,7 +62,10 @@ def store(tmp_path: Path) -> Iterator[BatchStore]:
 
 
 def requests(count: int, **changes: Any) -> bytes:
-    lines = [{"custom_id": f"r{i}", "method": "POST", "url": PATH, "body": {"prompt": str(i)}, **changes} for i in range(count)]
+    lines = [
+        {"custom_id": f"r{i}", "method": "POST", "url": PATH, "body": {"prompt": str(i)}, **changes}
+        for i in range(count)
+    ]
     return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
 
 
@@ -81,7 +84,9 @@ def written(store: BatchStore, batch_id: str) -> tuple[list[dict[str, Any]], lis
     batch = store.batch(batch_id)
     assert batch is not None and batch.status not in ACTIVE
     ids = (batch.output_file_id, batch.error_file_id)
-    return tuple([json.loads(line) for line in store.path(each).read_bytes().splitlines()] if each else [] for each in ids)
+    return tuple(
+        [json.loads(line) for line in store.path(each).read_bytes().splitlines()] if each else [] for each in ids
+    )
 
 
 def answer_all(store: BatchStore, batch_id: str, good: Callable[[int], bool] = lambda line: True) -> None:

@@ -1,4 +1,5 @@
-"""Requests are JSON about texts and token ids: no route takes files or objects, and none fetches anything."""
+"""Requests are JSON about texts and token ids: no route takes objects, none but /v1/files takes files, and none fetches
+anything."""
 
 from __future__ import annotations
 

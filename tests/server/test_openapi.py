@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from chairlift.server import batches, chat, completions, files, models, openapi, pooling, queue, tokens, traffic, weights
+from chairlift.server import (
+    batches,
+    chat,
+    completions,
+    files,
+    models,
+    openapi,
+    pooling,
+    queue,
+    tokens,
+    traffic,
+    weights,
+)
 from chairlift.server.app import make_app
 from chairlift.server.openapi import document
 from tests.server.fake_engine import FakeEngine, make_state
