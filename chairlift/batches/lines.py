@@ -18,6 +18,8 @@ ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 """Endpoints that a batch may ask."""
 MAX_CUSTOM_ID: Final = 512
 """Characters of a ``custom_id``."""
+_LINE_ENDS: Final = "\u0085\u2028\u2029"
+"""Characters at which some readers of text end a line, though JSON allows them in strings: they are escaped."""
 _FIELDS: Final = ("custom_id", "method", "url", "body")
 
 
@@ -98,4 +100,7 @@ def error_line(
 
 def _line(custom_id: str | None, response: object, error: object) -> bytes:
     name = f"batch_req_{secrets.token_hex(16)}"
-    return msgspec.json.encode({"id": name, "custom_id": custom_id, "response": response, "error": error}) + b"\n"
+    line = msgspec.json.encode({"id": name, "custom_id": custom_id, "response": response, "error": error})
+    for char in _LINE_ENDS:
+        line = line.replace(char.encode(), f"\\u{ord(char):04x}".encode())
+    return line + b"\n"

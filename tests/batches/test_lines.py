@@ -58,6 +58,9 @@ def test_the_lines_of_answers() -> None:
     good = json.loads(answer_line("a", 200, "req-1", b'{"id":"x"}'))
     assert good["response"] == {"status_code": 200, "request_id": "req-1", "body": {"id": "x"}}
     assert good["custom_id"] == "a" and good["error"] is None and good["id"].startswith("batch_req_")
+    text = "a\u0085b\u2028c\u2029d"
+    split = answer_line(text, 200, "q", json.dumps({"x": text}, ensure_ascii=False).encode()).decode()
+    assert len(split.splitlines()) == 1 and json.loads(split)["response"]["body"]["x"] == text
     bad = json.loads(error_line(None, "invalid_value", "why", line=7, param="url"))
     assert bad["error"] == {"code": "invalid_value", "message": "why", "param": "url", "line": 7}
     assert bad["response"] is None and bad["custom_id"] is None

@@ -64,7 +64,7 @@ def test_a_batch_survives_kills_of_server_and_engine(kills: int, count: int, tmp
         batch = _wait(server, batch_id, count + 1)
         assert (batch.request_counts.total, batch.request_counts.completed) == (count, count), batch
         with _client(server) as client:
-            answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+            answers = [json.loads(line) for line in client.files.content(batch.output_file_id).content.splitlines()]
             assert [answer["custom_id"] for answer in answers] == [f"r{index}" for index in range(count)]
             assert batch.error_file_id is None
             for index in rng.sample(range(count), 10):

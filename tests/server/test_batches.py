@@ -67,7 +67,7 @@ class Kept:
         return self.client.batches.retrieve(batch_id)
 
     def lines(self, file_id: str | None) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.client.files.content(file_id).text.splitlines()] if file_id else []
+        return [json.loads(line) for line in self.client.files.content(file_id).content.splitlines()] if file_id else []
 
     def batch(self, content: bytes, endpoint: Any = TEXT) -> str:
         source = self.client.files.create(file=("in.jsonl", content), purpose="batch")
