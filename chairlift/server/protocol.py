@@ -30,8 +30,8 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
                      ``continue_final_message``, ``chat_template_kwargs``, ``tools``, ``tool_choice``,
-                     ``parallel_tool_calls``, ``reasoning_effort``, ``thinking_token_budget`` (also as
-                     ``thinking_budget``), ``include_reasoning``, ``separate_reasoning``
+                     ``parallel_tool_calls``, ``reasoning_effort``, ``thinking_token_budget`` and its other
+                     name ``thinking_budget``, ``include_reasoning``, ``separate_reasoning``
 supported, texts     ``prompt``, ``suffix`` (where the model can fill in the middle), ``echo``, ``best_of`` (not with
                      ``stream``), ``add_special_tokens``
 ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
@@ -43,8 +43,9 @@ refused              ``functions``, ``function_call`` but ``none``, of texts ``t
                      ``chat_template``, ``documents``, ``lora_path``,
                      ``kv_transfer_params``, ``prompt_embeds``, ``logits_processors``, ``use_beam_search``,
                      ``length_penalty`` but 1; and where the other endpoint has the field:
-                     ``thinking_token_budget``, ``echo``, ``best_of``, ``suffix``, ``add_special_tokens``,
-                     ``max_completion_tokens``, ``top_logprobs``, ``continue_final_message``, ``chat_template_kwargs``
+                     ``thinking_token_budget``, ``thinking_budget``, ``echo``, ``best_of``, ``suffix``,
+                     ``add_special_tokens``, ``max_completion_tokens``, ``top_logprobs``,
+                     ``continue_final_message``, ``chat_template_kwargs``
 ===================  ================================================================================================
 """
 

@@ -19,6 +19,7 @@ from tests.server.test_tools import HERMES, TOOLS
 OPENED = HERMES.replace("assistant\n", "assistant\n<think>\n")
 HARMONY = (
     "<|start|>{% for m in messages %}<|channel|>analysis<|message|>commentary to=functions. {{ m.content }}{% endfor %}"
+    "{{ tools | default([]) | tojson }}"
 )
 
 
