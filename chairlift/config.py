@@ -85,6 +85,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "status_interval": (0, 10**6),
     "max_body_bytes": (1024, 2**30),
     "max_connections": (1, 2**20),
+    "max_stored_responses": (0, 2**20),
+    "max_stored_response_bytes": (0, 2**40),
 }
 """Least and most, inclusive."""
 _TEXTS = {
@@ -407,6 +409,10 @@ class ServerConfig:
     """Longest request body."""
     max_connections: int = 2048
     """Most connections at a time."""
+    max_stored_responses: int = 1024
+    """Most responses that are kept in memory for clients that send store: true to /v1/responses; 0 keeps none."""
+    max_stored_response_bytes: int = 64 * 1024 * 1024
+    """Most bytes of them, conversations included."""
     metrics_prefix: str = "chairlift"
     """Beginning of the metrics' names: chairlift, or vllm for dashboards made for it."""
     log_format: str = "text"

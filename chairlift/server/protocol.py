@@ -61,7 +61,7 @@ from msgspec import Meta
 from chairlift.errors import RequestError
 from chairlift.sampling_params import SamplingLimits, SamplingParams
 from chairlift.server.errors import ApiError
-from chairlift.server.structured import structured_outputs
+from chairlift.server.structured import FIELDS, structured_outputs
 from chairlift.structured_outputs import MAX_GRAMMAR_CHARS
 from chairlift.tool_calls.request import MAX_TOOLS
 
@@ -337,6 +337,7 @@ _OLD_TOOLS: Final = "it is the older form of tools; send tools instead"
 _GRAMMAR: Final = "answers are held to a form by response_format or structured_outputs; use one of them"
 _CHAT_ONLY: Final = "it belongs to /v1/chat/completions; leave it out"
 _ELSEWHERE: Final = "it belongs to /v1/chat/completions or /v1/completions; leave it out"
+_FORM_ELSEWHERE: Final = "it asks for a form of the answer as /v1/chat/completions has it; use this endpoint's field"
 _TEXT_ONLY: Final = "it belongs to /v1/completions; leave it out"
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -425,12 +426,11 @@ def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = RE
 def refused_beside(struct_type: type[msgspec.Struct], own: Refusals) -> Refusals:
     """``own``, and every field of chat and text completions that a body of another endpoint does not have."""
     others = {*_field_names(ChatRequest), *_field_names(CompletionRequest), *REFUSED}
-    others -= {*_field_names(struct_type), "stream_options"}
-    harmless = {"n": (1,), "best_of": (1,), "logprobs": (), "response_format": ({"type": "text"},)}
-    elsewhere = {
-        name: (harmless.get(name, REFUSED.get(name, ((), ""))[0]), REFUSED[name][1] if name in REFUSED else _ELSEWHERE)
-        for name in sorted(others)
-    }
+    elsewhere: dict[str, tuple[tuple[Any, ...], str]] = {}
+    for name in sorted(others - {*_field_names(struct_type), "stream_options"}):
+        harmless, reason = REFUSED.get(name, ((1,) if name == "n" else (), _ELSEWHERE))
+        asks_for_form = name in FIELDS or reason is _GRAMMAR
+        elsewhere[name] = (harmless, _FORM_ELSEWHERE if asks_for_form else reason)
     return {**elsewhere, **own}
 
 
@@ -481,7 +481,7 @@ def no_prompt_logprobs_in_stream(request: GenerationRequest) -> None:
 def _asks_for_nothing(value: Any, harmless: Sequence[Any], reason: str) -> bool:
     """Whether a refused field has a value that asks for what happens anyway. 0 does so only where it is listed."""
     empty = value is False or (isinstance(value, (str, list, dict)) and not value)
-    return (empty and reason is not _GRAMMAR) or any(
+    return (empty and reason not in (_GRAMMAR, _FORM_ELSEWHERE)) or any(
         value == each and isinstance(value, bool) is isinstance(each, bool) for each in harmless
     )
 
