@@ -148,7 +148,8 @@ def error_response(error: ApiError, path: str = "", request_id: str = "") -> Res
     """The error object as a response to a request for ``path``."""
     of_messages = path in ("/v1/messages", "/v1/messages/count_tokens")
     body = msgspec.json.encode(messages_error_body(error, request_id) if of_messages else error_body(error))
-    return Response(body, status_code=error.status, headers=error.headers, media_type="application/json")
+    headers = {**error.headers, "request-id": request_id} if of_messages else error.headers
+    return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
 
 def _routing_error(error: HTTPException) -> ApiError:

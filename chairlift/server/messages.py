@@ -39,6 +39,7 @@ from chairlift.server.models import check_model, generating_info
 from chairlift.server.protocol import parse, unknown_inside, warning_headers
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import Meter, StreamWriter, collect, in_pieces, json_response, start_stream
+from chairlift.server.translation import Names
 from chairlift.tool_calls import Call, Event, Piece
 
 __all__ = ["routes"]
@@ -58,7 +59,7 @@ async def create_message(request: Request) -> Response:
     chat = to_chat(asked, told, state.engine.chat_template or "", ignored)
     with told.telling(state, request.state.request_id):
         run = await begin_chat(request, chat, ignored, shorten=True)
-    headers = warning_headers([told.told(name) for name in ignored])
+    headers = _headers(request, told, ignored)
     if asked.stream:
         return await start_stream(state, run.streams, _MessageEvents(run, request.state.request_id), headers)
     with told.telling(state, request.state.request_id):
@@ -85,8 +86,12 @@ async def count_tokens(request: Request) -> Response:
         plan = plan_prompt(state, chat, ignored)
         async with until_tokens(request):
             prompt = await encode_messages(state, chat, plan)
-    headers = warning_headers([told.told(name) for name in ignored])
-    return json_response(TokenCount(input_tokens=len(prompt)), headers)
+    return json_response(TokenCount(input_tokens=len(prompt)), _headers(request, told, ignored))
+
+
+def _headers(request: Request, told: Names, ignored: list[str]) -> dict[str, str]:
+    """What was ignored, and the id of the request where Anthropic's clients look for it."""
+    return {**warning_headers([told.told(name) for name in ignored]), "request-id": request.state.request_id}
 
 
 def _unknown_inside(body: dict[str, Any]) -> list[str]:

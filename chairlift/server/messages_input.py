@@ -57,6 +57,11 @@ def to_chat(asked: _Asked, told: Names, template: str, ignored: list[str]) -> Ch
         turns.add(f"messages[{index}]", message)
     told.places = turns.places
     choice, parallel = _choice(asked.tool_choice)
+    if asked.tool_choice and not asked.tools and choice not in ("auto", "none"):
+        message = (
+            f"tool_choice.type is {asked.tool_choice['type']!r}, but there are no tools; send tools, or leave it out"
+        )
+        raise ApiError(400, message, code="invalid_value", param="tool_choice.type")
     config = asked.output_config
     chat = ChatRequest(
         model=asked.model,

@@ -149,7 +149,7 @@ def _item(item: Any) -> dict[str, Any]:
 
 def _response(asked: ResponsesRequest, run: ChatRun) -> Response:
     """The response before there is any answer, with what was asked."""
-    form = asked.text.format if asked.text else None
+    wanted = asked.text.format if asked.text else None
     return Response(
         id=f"resp_{secrets.token_hex(16)}",
         created_at=int(time.time()),
@@ -163,7 +163,7 @@ def _response(asked: ResponsesRequest, run: ChatRun) -> Response:
         service_tier=run.streams[0].service_class,
         store=bool(asked.store),
         temperature=run.params.temperature,
-        text={"format": form or {"type": "text"}},
+        text={"format": wanted or {"type": "text"}},
         tool_choice=asked.tool_choice or "auto",
         tools=asked.tools or [],
         top_logprobs=asked.top_logprobs or 0,
