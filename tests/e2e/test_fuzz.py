@@ -474,6 +474,20 @@ def test_only_those_who_ask_for_it_are_given_up(asked: dict[str, Any], code: str
         check_answer(body, answer)
 
 
+@pytest.mark.parametrize(
+    ("asked", "message", "may"),
+    [
+        ({"ttft_ms": 1.05}, "the request could not be answered by its deadline", True),
+        ({"queue_timeout": 0.001}, "the request was not started within its queue_timeout", True),
+        ({}, "the request could not be answered by its deadline", False),
+        ({"ttft_ms": 1.05}, "the engine is gone", False),
+    ],
+)
+def test_errors_without_a_code_say_it_in_words(asked: dict[str, Any], message: str, may: bool) -> None:
+    error = {"type": "error", "error": {"type": "overloaded_error", "message": message}}
+    assert may_give_up(asked, json.dumps(error).encode()) is may
+
+
 def test_an_answer_to_what_the_document_forbids_is_found() -> None:
     answer = Answer(200, GOOD, b'{"choices": []}')
     check_answer(Body("/v1/completions", b'{"prompt": "x", "n": 16}', ""), answer)
