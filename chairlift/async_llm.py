@@ -174,9 +174,9 @@ class AsyncLLM:
         """
         return await self._started().update_weights(source, version, in_flight=in_flight)
 
-    def remove_lora(self, lora_name: str) -> bool:
-        """Forget an adapter by its name; its requests go on. False where it is not loaded."""
-        return self._started().unload_adapter(lora_name)
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter by its number; its requests go on. False where it is unknown."""
+        return self._started().remove_lora(lora_int_id)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_variables: Any) -> list[int]:
         """Token ids of a conversation, for :meth:`generate`. Raises RequestError and TemplateError."""

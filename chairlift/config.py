@@ -438,7 +438,7 @@ class ServerConfig:
     reasoning_parser: str = "auto"
     """How the model marks its reasoning. auto: as its chat template does. none: reasoning is part of the answer."""
     lora_modules: tuple[str, ...] = ()
-    """Adapter to serve from the start, as name=path or name=Hub id; may be repeated."""
+    """Adapter to serve from the start: name=path, name=Hub id, or {"name": ..., "path": ...}; may be repeated."""
     lora_dir: str | None = None
     """Directory below which the key named admin may load adapters while the server runs. None: from nowhere."""
     max_num_queued_reqs: int | None = None

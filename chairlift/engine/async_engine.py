@@ -439,15 +439,21 @@ class AsyncEngine:
         self._client.load_adapter(load)
         try:
             state = await loaded
+        except BaseException:  # nobody waits for it any more, and nobody can name it
+            self._client.unload_adapter(load.adapter_id)
+            raise
         finally:
             del self._loads[load.adapter_id]
-            if loaded.cancelled() and self._client is not None:
-                self._client.unload_adapter(load.adapter_id)
         if state.error:
             raise ModelLoadError(state.error)
         before = self.adapters.add(AdapterEntry(load, int_id))
         if before is not None:
             self._client.unload_adapter(before.load.adapter_id)
+
+    def remove_lora(self, int_id: int) -> bool:
+        """:meth:`unload_adapter` by the caller's own number."""
+        entry = self.adapters.with_int_id(int_id)
+        return entry is not None and self.unload_adapter(entry.name)
 
     def unload_adapter(self, name: str) -> bool:
         """Take an adapter's name away at once; its requests go on, and with the last of them it leaves memory. False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from chairlift.request import Request
@@ -108,9 +108,9 @@ class PromptBudget:
         """The smallest waiting request that may join and has the same standing as the first in policy order."""
         if step.out.preempted or not self.waiting or not self.batch.free_rows:
             return None
-        may_pass = self._may_pass(step)
+        may_pass, joins = self._may_pass(step), self._adapters_that_may_join(step)
         for request in self.waiting.smallest(self.batch.now):
-            if (request not in step.passed and self._adapter_may_join(request, step)) and (
+            if (request not in step.passed and joins(request)) and (
                 (self.batch.open_rows and may_pass) or self.batch.may_use_reserve(request)
             ):
                 return request
@@ -141,15 +141,15 @@ class PromptBudget:
             return True
         return False
 
-    def _adapter_may_join(self, request: Request, step: Step) -> bool:
+    def _adapters_that_may_join(self, step: Step) -> Callable[[Request], bool]:
         """Whether a newcomer's adapter may be in the steps, and nobody waits for too long that its own may not."""
-        if not request.adapter_id or not self.batch.max_loras:
-            return True
-        if not self.batch.has_adapter_room(request):
-            return False
-        first = islice(self.waiting.line(self.batch.now), _ADAPTERS_LOOKED_PAST)
-        step.blocked = [other for other in first if not self.batch.has_adapter_room(other)]
-        return not self._door_closed(step)
+        batch = self.batch
+        if not batch.max_loras:
+            return lambda request: True
+        first = islice(self.waiting.line(batch.now), _ADAPTERS_LOOKED_PAST)
+        step.blocked = [other for other in first if not batch.has_adapter_room(other)]
+        is_open = not self._door_closed(step)
+        return lambda request: not request.adapter_id or (is_open and batch.has_adapter_room(request))
 
     def _door_closed(self, step: Step) -> bool:
         """Whether somebody has been passed so often for its adapter that the running ones must come to an end: nobody

@@ -43,6 +43,15 @@ class UnloadRequest(msgspec.Struct, kw_only=True):
     lora_name: AdapterName
 
 
+class _Module(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's form of an item of ``--lora-modules``."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    """A name of the served model."""
+
+
 class AdapterReply(msgspec.Struct, kw_only=True):
     """What was done."""
 
@@ -94,12 +103,27 @@ async def _unload(request: Request) -> Response:
     return json_response(AdapterReply(lora_name=asked.lora_name, loaded=False), warning_headers(ignored))
 
 
+def _named(state: ServerState, module: str) -> tuple[str, str]:
+    """Name and path of an item of ``--lora-modules``, which is ``name=path``, or vLLM's JSON object. ConfigError."""
+    name, _, path = module.partition("=")
+    if module.lstrip().startswith("{"):
+        try:
+            given = msgspec.json.decode(module, type=_Module)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"lora_modules: {module!r:.200} is not name and path in JSON ({error})") from None
+        name, path = given.name, given.path
+        if given.base_model_name not in (None, *state.model_names):
+            served = ", ".join(state.model_names)
+            raise ConfigError(f"lora_modules: base_model_name is {given.base_model_name!r:.100}, but here is {served}")
+    if not name or not path:
+        raise ConfigError(f'lora_modules must be name=path, or {{"name": ..., "path": ...}}, got {module!r:.200}')
+    return name, path
+
+
 async def load_modules(state: ServerState) -> None:
     """Load the adapters of ``--lora-modules``. Raises ConfigError for one that cannot be."""
     for module in state.config.lora_modules:
-        name, equals, path = module.partition("=")
-        if not equals or not name or not path:
-            raise ConfigError(f"lora_modules must be name=path, got {module!r:.200}")
+        name, path = _named(state, module)
         if name in state.model_names:
             raise ConfigError(f"lora_modules: {name!r:.200} is a name of the model itself; choose another")
         local = Path(path).expanduser()

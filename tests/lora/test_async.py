@@ -58,7 +58,7 @@ def test_an_adapter_is_replaced_under_traffic_and_versions_never_mix(tmp_path: P
             last = asyncio.ensure_future(ask(llm, adapter))
             while not engine.num_requests:  # until it is in the engine
                 await asyncio.sleep(0)
-            assert llm.remove_lora("a") and not llm.remove_lora("a")
+            assert llm.remove_lora(1) and not llm.remove_lora(1)
             assert await last == new
             with pytest.raises(ModelLoadError, match="not a directory"):
                 await ask(llm, LoRARequest("b", 2, tmp_path / "nothing"))

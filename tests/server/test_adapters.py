@@ -69,6 +69,11 @@ def test_the_admin_loads_and_others_ask(tmp_path: Path, root: Path) -> None:
             assert reply.json()["model"] == model and engine.adapters_asked[-1] == adapter
             reply = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2, "model": model})
             assert reply.json()["model"] == model and engine.adapters_asked[-1] == adapter
+            reply = client.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 16, "model": model})
+            assert reply.json()["model"] == model and engine.adapters_asked[-1] == adapter
+            reply = client.post("/v1/messages", json={**CHAT, "model": model})
+            assert reply.json()["model"] == model and engine.adapters_asked[-1] == adapter
+            assert client.post("/v1/messages/count_tokens", json={**CHAT, "model": model}).status_code == 200
         reply = client.post("/v1/chat/completions", json={**CHAT, "model": "yours"})
         assert reply.status_code == 404 and "mine" in reply.json()["error"]["message"]
     with client_of(engine, tmp_path, root) as client:
@@ -117,7 +122,11 @@ def test_modules_of_the_command_line(tmp_path: Path) -> None:
         engine = Loading()
         await load_modules(make_state(engine, lora_modules=(f"x={tmp_path}", "y=someone/adapter")))
         assert [each[:3] for each in engine.loads] == [("x", str(tmp_path), None), ("y", "someone/adapter", None)]
-        for module in ("x", "=a", "x=", "fake=a"):
+        in_json = '{"name": "z", "path": "someone/z", "base_model_name": "fake"}'
+        await load_modules(make_state(engine, lora_modules=(in_json,)))
+        assert engine.loads[-1][:2] == ("z", "someone/z")
+        wrong = ('{"name": "z"}', '{"name": "z", "path": "a", "base_model_name": "other"}', "{")
+        for module in ("x", "=a", "x=", "fake=a", *wrong):
             with pytest.raises(ConfigError, match="lora_modules"):
                 await load_modules(make_state(engine, lora_modules=(module,)))
         with pytest.raises(ConfigError, match="rank 99"):
