@@ -9,10 +9,11 @@ import torch
 from chairlift.errors import ConfigError
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Linear
 from chairlift.models.registry import FAMILIES
 
-__all__ = ["Sites", "sites_of"]
+__all__ = ["Sites", "layer_of", "sites_in", "sites_of"]
 
 _HEAD = "lm_head"
 
@@ -50,11 +51,16 @@ def sites_of(model: CausalLM) -> Sites:
     """The linear layers of a model, without the output head and the experts. Raises ConfigError where it has none."""
     if not isinstance(model, CausalLM):
         raise ConfigError("adapters need a model that Chairlift's own code runs; leave enable_lora out")
+    return sites_in(model.config)  # packing has taken names and shapes out of the model itself
+
+
+def sites_in(config: ModelConfig) -> Sites:
+    """The same of every model with this config."""
     with torch.device("meta"):
-        blank = CausalLM(model.config)  # packing has taken names and shapes out of the model itself
+        blank = CausalLM(config)
     linear = {name for name, module in blank.named_modules() if isinstance(module, Linear) and name != _HEAD}
     parts = [part for part in checkpoint_layout(blank) if part.parameter.endswith(".weight")]
     found = {part.name.removesuffix(".weight"): part for part in parts if layer_of(part) in linear}
-    family = FAMILIES[model.config.model_type]
+    family = FAMILIES[config.model_type]
     transposed = any(part.transposed for part in found.values())
     return Sites(family.model_type, transposed, found, family.optional_prefix)

@@ -88,7 +88,7 @@ ALLOWED: dict[str, list[str]] = {
         "workbench.workload",
         "writing",
     ],
-    "train": ["errors", "models", "kernels", "parent", "tokenizer"],
+    "train": ["errors", "lora", "models", "kernels", "parent", "tokenizer"],
     "quantize": ["errors", "gguf", "kernels", "models", "tokenizer"],
     "rollout": [*PLAIN, "llm", "train"],
     "workbench.sim": [
