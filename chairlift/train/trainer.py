@@ -246,14 +246,13 @@ class Trainer:
         if (saved is None) != (here is None):
             kinds = {True: "a model", False: "an adapter"}
             raise ConfigError(
-                f"the checkpoint is of {kinds[saved is None]}, and {kinds[here is None]} is to be trained; give the same"
-                " lora settings"
+                f"the checkpoint is of {kinds[saved is None]}, and {kinds[here is None]} is to be trained; give the"
+                " same lora settings"
             )
         for name, value in (here or {}).items():
-            if saved is not None and saved.get(name) != value:
-                what = (
-                    "another base model" if name == "base" else f"lora.{name} {saved.get(name)}, and here it is {value}"
-                )
+            there = (saved or {}).get(name)
+            if there != value:
+                what = "another base model" if name == "base" else f"lora.{name} {there}, and here it is {value}"
                 raise ConfigError(f"the checkpoint's adapter has {what}; give the same settings and model")
 
 
