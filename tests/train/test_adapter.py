@@ -50,7 +50,7 @@ def peft_gradients(model_dir: Path, adapter_dir: Path) -> dict[str, torch.Tensor
     """Of the mean loss over all targets of :data:`SEQUENCES`, one by one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: Any = PeftModel.from_pretrained(hf_model(model_dir), str(adapter_dir), is_trainable=True).train()
+        model: Any = PeftModel.from_pretrained(hf_model(model_dir), str(adapter_dir), is_trainable=True).eval()
     targets = sum(len(tokens) - 1 for tokens in SEQUENCES)
     for tokens in SEQUENCES:
         logits = model(input_ids=torch.tensor([tokens])).logits[0]
