@@ -53,7 +53,7 @@ class AdapterState:
 class _Known:
     load: AdapterLoad
     digest: str = ""
-    """Of what was read first; anything else is another adapter."""
+    """Digest of what was read first. Anything else is another adapter."""
     reading: Future[Any] | None = None
     resident: bool = False
     retired: bool = False

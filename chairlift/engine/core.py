@@ -210,8 +210,7 @@ class EngineCore(EngineClient):
         grammars: Grammars | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        self.adapters = Adapters() if adapters is None else adapters
-        self.grammars = Grammars(None) if grammars is None else grammars
+        self.adapters, self.grammars = adapters or Adapters(), Grammars(None) if grammars is None else grammars
         self.clock: Clock = clock or SystemClock()
         self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
@@ -245,8 +244,7 @@ class EngineCore(EngineClient):
         flight are not known then."""
         self.floor: FloorShare | None = None
         """How near steps come to what the machine allows, where that was measured."""
-        self.config = config
-        self.executor = executor
+        self.config, self.executor = config, executor
         self.weight_version = 0
         asked = config.num_lookahead_steps
         self.num_lookahead_steps = executor.num_lookahead_steps if asked is None else asked

@@ -87,7 +87,7 @@ class TorchAdapters:
 
 
 class _AdaptedLayer:
-    """Of one layer what each adapter has."""
+    """What each adapter adds to one layer."""
 
     def __init__(self, bank: TorchAdapters) -> None:
         self.bank = bank

@@ -62,7 +62,7 @@ class Adapter:
     layers: dict[str, list[LowRank]]
     """Name of our layer -> its parts, in the order of their rows."""
     digest: str
-    """Of all that was read: another one is another adapter."""
+    """Digest of all that was read. Another digest is another adapter."""
     rank: int
     """The largest of any part."""
 

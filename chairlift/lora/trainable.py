@@ -116,7 +116,7 @@ class TrainableAdapter:
 
     @functools.cached_property
     def _base_digest(self) -> str:
-        """Of the base weights: sums of their bits, which no order of adding changes."""
+        """Digest of the base weights, from sums of their bits, which no order of adding changes."""
         digest = hashlib.sha256()
         for name, parameter in self._model.named_parameters():
             bits = parameter.detach().contiguous().view(torch.uint8).view(-1)

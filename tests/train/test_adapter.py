@@ -47,7 +47,7 @@ def filled(adapter: TrainableAdapter) -> TrainableAdapter:
 
 
 def peft_gradients(model_dir: Path, adapter_dir: Path) -> dict[str, torch.Tensor]:
-    """Of the mean loss over all targets of :data:`SEQUENCES`, one by one."""
+    """Gradients of the mean loss over all targets of :data:`SEQUENCES`, computed one by one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: Any = PeftModel.from_pretrained(hf_model(model_dir), str(adapter_dir), is_trainable=True).eval()

@@ -334,7 +334,7 @@ class Simulation:
         return f"a{number}-{self._versions[number]}"
 
     def _change_adapter(self, kind: str, number: int) -> None:
-        """Of one that is loaded: other files at another place (``reload``) or at the same, or none."""
+        """Give a loaded adapter other files at another place (``reload``) or at the same, or none."""
         if kind != "rewrite" and not self.engine.remove_lora(number):
             return
         self.num_reloads += kind == "reload"
@@ -457,7 +457,7 @@ class Simulation:
             self._check_output(output)
 
     def _check_adapters(self) -> None:
-        """Of worlds with adapters, as many are in a step as may be, and all of those are in memory."""
+        """At most as many adapters are in a step as may be, and all of those are in memory."""
         most = self.world.adapters[0] if self.world.adapters else 0
         if self.model.most_adapters > most:
             raise Violation(f"step {self.num_steps} had {self.model.most_adapters} adapters, and {most} may be")

@@ -59,7 +59,7 @@ class World:
     drafts: bool = False
     """Whether requests have drafts."""
     adapters: tuple[int, int, int] | None = None
-    """Of worlds with adapters: most in a step, most in memory, and ticks that it takes to read one."""
+    """Most adapters in a step, most in memory, and ticks that it takes to read one, in worlds with adapters."""
 
 
 CLASSES = {
