@@ -193,6 +193,8 @@ def _lines(stats: StreamStats, tally: _Tally, args: argparse.Namespace) -> list[
     padding, next_fit = _compared(stats, tally).values()
     handled = [("split", stats.split), ("truncated", stats.truncated), ("dropped", stats.dropped)]
     too_long = ", ".join(f"{count:,} {what}" for what, count in handled if count) or "none"
+    lost = sum(cut.tokens for cut in stats.cut.values())
+    too_long += f", {lost:,} tokens cut" if lost else ""
     delay, waited = stats.delay_packs, stats.delay_arrivals
     lines = [
         f"sequences     {stats.sequences:,} of {stats.tokens / max(1, stats.sequences):,.1f} tokens on average",

@@ -31,6 +31,7 @@ from chairlift.train.encoder import Encode, Encoder, fitting
 from chairlift.train.parallel import Ranks, process_group, world_size
 from chairlift.train.sources import FollowedLines, RecordSource
 from chairlift.train.stream import PackStream
+from chairlift.train.stream_stats import Cut
 from chairlift.train.trainer import StepResult, Trainer
 
 __all__ = ["Outcome", "Prepared", "prepare", "train"]
@@ -55,7 +56,9 @@ class Outcome:
     last: StepResult | None
     """Last step of this process; None if there was nothing left to do."""
     skipped: int = 0
-    """Number of skipped records."""
+    """Number of skipped records. A record counts once, however often the files are read."""
+    cut: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
+    """Loss to ``packing.overflow``, by source, over the whole run; see :class:`~chairlift.train.stream_stats.Cut`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -270,7 +273,8 @@ def train(
                 ) from None
         interrupts.watch(trainer)
         outcome = _Run(prepared, ranks, trainer, on_step).go()
-        return dataclasses.replace(outcome, skipped=sum(getattr(each, "skipped", 0) for each in sources.values()))
+        skipped = sum(getattr(each, "skipped", 0) for each in sources.values())
+        return dataclasses.replace(outcome, skipped=skipped, cut=stream.stats().cut)
 
 
 @dataclasses.dataclass(slots=True)

@@ -171,7 +171,7 @@ class RecordSource:
         self._encode, self._shuffle, self._epochs, self._seed = encode, shuffle, epochs, seed
         self._on_error = on_error
         self.skipped = 0
-        """Records left out."""
+        """Records left out. Each counts once, in the first epoch."""
         self._epoch = 0
         self._position = 0
         self._found_in_epoch = 0
@@ -213,7 +213,7 @@ class RecordSource:
         except ConfigError:
             if self._on_error == "stop":
                 raise
-            self.skipped += 1
+            self.skipped += self._epoch == 0  # every epoch leaves out the same records
             return None
 
     def _fingerprint(self) -> list[list[Any]]:

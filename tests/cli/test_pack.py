@@ -64,7 +64,11 @@ def test_packs_of_half_a_file_replace_nothing(chairlift: Run, tmp_path: Path) ->
 def test_what_is_too_long_is_counted(chairlift: Run, tmp_path: Path) -> None:
     file = write_lengths(tmp_path / "a.jsonl", [250, 10])
     flags = ("pack", file, "--length-field", "n", "--capacity", "100")
-    for policy, tokens, word in (("split", 260, "split"), ("truncate", 110, "truncated"), ("drop", 10, "dropped")):
+    for policy, tokens, word in (
+        ("split", 260, "split"),
+        ("truncate", 110, "truncated, 150 tokens cut"),
+        ("drop", 10, "dropped"),
+    ):
         out = chairlift(*flags, "--overflow", policy)[1]
         assert out[1] == f"tokens        {tokens}"
         assert out[2] == f"too long      1 {word}"

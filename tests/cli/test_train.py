@@ -132,7 +132,27 @@ def test_bad_data_is_named_when_it_is_met(chairlift: Run, config: Path) -> None:
     assert f"{config.parent / 'data.jsonl'}, line 61: not JSON" in err[-1]
     code, _, err = chairlift("train", config, "--quiet", "--set", "data.on_error=skip")
     assert code == 0
-    assert err[-1].startswith("left out 2 records")  # 12 steps of 10 are two epochs
+    assert err[-1].startswith("left out 1 record that")  # once, though 12 steps of 10 are two epochs
+
+
+def test_what_truncation_cuts_is_said_by_source(chairlift: Run, tmp_path: Path) -> None:
+    """Of the long prompt nothing is left to learn, so nothing is computed for it."""
+    long = {"input_ids": [1] * 90, "loss_weight": [0] * 70 + [1] * 20}
+    fits = {"input_ids": [1, 2, 3], "loss_weight": [0, 1, 1]}
+    for name, records in (("a", [long, fits]), ("b", [fits, {"input_ids": [1] * 66}])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records * 3))
+    files = {name: [str(tmp_path / f"{name}.jsonl")] for name in "ab"}
+    data = {"files": files, "shuffle": False, "epochs": 1}
+    packing = {"capacity": 64, "overflow": "truncate", "step": "sequences:3"}
+    training = {"steps": 3, "warmup_steps": 0, "dropout": 0.0}
+    config = write_config(tmp_path, data=data, packing=packing, training=training)
+    code, _, err = chairlift("train", config, "--quiet")
+    assert code == 0
+    assert [line.split(" (packing")[0] for line in sorted(err)] == [
+        "a: 3 sequences did not fit in a pack and lost 270 tokens, 60 of them to learn; "
+        "nothing to learn was left of 3, which are left out",
+        "b: 3 sequences did not fit in a pack and lost 6 tokens, 6 of them to learn",
+    ]
 
 
 def test_a_directory_with_checkpoints_of_another_run_is_not_mixed_with_this(chairlift: Run, config: Path) -> None:

@@ -238,6 +238,27 @@ def test_a_corrupt_line_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
         assert lenient.skipped == 2
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_record_that_is_skipped_counts_once_however_often_the_file_is_read(tmp_path: Path, shuffle: bool) -> None:
+    path = numbers(tmp_path / "a.jsonl", 6)
+    lines = path.read_text().splitlines()
+    lines[2] = lines[4] = "no record"
+    path.write_text("\n".join(lines))
+
+    def source() -> RecordSource:
+        return RecordSource([path], Encoder(), shuffle=shuffle, epochs=None, on_error="skip")
+
+    endless = source()
+    for _ in range(4 * 50 + 1):
+        next(endless)
+    assert endless.skipped == 2
+    resumed = source()
+    resumed.load_state_dict(endless.state_dict())
+    for _ in range(8):
+        next(resumed)
+    assert resumed.skipped == 2
+
+
 def test_a_token_id_that_the_model_does_not_know_is_named_or_skipped(tmp_path: Path) -> None:
     path = numbers(tmp_path / "a.jsonl", 3)
     for make in (RecordSource, FollowedLines):
