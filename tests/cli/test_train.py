@@ -136,7 +136,7 @@ def test_bad_data_is_named_when_it_is_met(chairlift: Run, config: Path) -> None:
 
 
 def test_what_truncation_cuts_is_said_by_source(chairlift: Run, tmp_path: Path) -> None:
-    """Of the long prompt nothing is left to learn, so nothing is computed for it."""
+    """Nothing is left to learn of the long prompt, so nothing is computed for it."""
     long = {"input_ids": [1] * 90, "loss_weight": [0] * 70 + [1] * 20}
     fits = {"input_ids": [1, 2, 3], "loss_weight": [0, 1, 1]}
     for name, records in (("a", [long, fits]), ("b", [fits, {"input_ids": [1] * 66}])):
