@@ -138,7 +138,7 @@ def _reader(args: argparse.Namespace) -> Encode:
     from chairlift.train.encoder import Encoder
 
     if args.length_field is None:
-        return Encoder(args.tokenizer, text_field=args.text_field, train_on="all")
+        return Encoder(args.tokenizer, text_field=args.text_field, train_on="all").examples
     import numpy as np
 
     def read(record: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -111,7 +111,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer_dir: Path, 
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_dir / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text(last_only)
     encode = Encoder(tmp_path)
-    with pytest.raises(ConfigError, match=r"messages\[2\].*record in which it comes last"):
+    with pytest.raises(ConfigError, match=r"messages\[2\].*a template for training"):
         encode({"messages": CHAT})
 
 
