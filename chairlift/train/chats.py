@@ -22,7 +22,7 @@ Answers = Literal["auto", "together", "apart"]
 - ``auto``: as few as possible: an answer joins a later one's example where it stands there as the model would write it.
 """
 
-_OPEN_TAG: Final = re.compile(r"[<\[][|\uff5c]?$")
+_OPEN_TAG: Final = re.compile(r"[<\[][|\uff5c]?\Z")
 _SEVERAL: Final = "became several examples, since the chat template rewrites turns once more follow (data.answers)"
 _OPENING: Final = "have answers that the chat template opens in another way than the prompt for an answer"
 _NO_REASONING: Final = "have reasoning that the chat template does not print"
