@@ -320,17 +320,13 @@ class AsyncEngine:
         has_room: bool = False,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
     ) -> OutputStream:
-        """Queue a request and return the stream of its outputs.
+        """Queue a request and return the stream of its outputs; ``kind`` selects what the stream yields.
 
-        ``kind`` selects what the stream yields. ``tenant`` is charged for the request. ``name`` is the caller's name
-        for it. ``arrival`` is its arrival on the monotonic clock (default: now). ``has_room`` says that
-        :meth:`check_room` was called for the whole call already. ``bad_word_ids`` is the result of
-        :meth:`encode_words`, if that was called. ``queue_timeout`` and ``timeout`` are seconds from the arrival; they
-        replace the engine's own.
-
-        Raises RequestError for a request that cannot be served. Raises QueueFullError when the queue is full, or when
-        the forecast says that the request would wait longer than its timeouts allow. Raises EngineDeadError when there
-        is no engine.
+        ``tenant`` is charged for the request; ``name`` is the caller's name for it. ``arrival`` is on the monotonic
+        clock (default: now). ``has_room``: :meth:`check_room` was called already. ``bad_word_ids`` come from
+        :meth:`encode_words`. Timeouts are seconds from the arrival and replace the engine's own. Raises RequestError
+        for a request that cannot be served, QueueFullError when the queue is full or the forecast exceeds the timeouts,
+        and EngineDeadError.
         """
         begin, (prompt, text) = time.monotonic(), unnamed(prompt)
         if isinstance(prompt, str):
