@@ -161,7 +161,7 @@ class Family:
     """Keys that :attr:`read` reads, and that are refused in the ``config.json`` of other families."""
     known_code: tuple[str, ...] = ()
     """Values of ``AutoModelForCausalLM`` in ``auto_map``: code that the family's checkpoints carry, and that computes
-    what transformers' own class computes. It is never run; any other is refused."""
+    what transformers' own class computes. It is never run, and neither is any other, which a note at load says."""
     rotary: bool = True
     """Whether q and k are rotated."""
     rope_types: Mapping[str, str] = dataclasses.field(default_factory=lambda: ROPE_TYPES)
@@ -190,8 +190,6 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Our parameters (``*`` is a number) -> their names in a checkpoint, where those are not a layer's name and
     ``.weight`` or ``.bias``."""
-    optional_prefix: str = ""
-    """Which a checkpoint may leave out of all names."""
     ignored_tensors: str = r"rotary_emb\.inv_freq"
     """Tensors that are computed and not weights, though old checkpoints hold them: a regular expression."""
 

@@ -32,8 +32,8 @@ __all__ = [
 
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
-_GENERATES = ("ForCausalLM", "LMHeadModel")
-"""Ends of the names of classes in transformers that generate text."""
+_GENERATES = ("ForCausalLM", "Model")
+"""Ends of the names of classes in transformers that generate text, or that do once they have an output head."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATION_APPLIED = {*_SAMPLING, "eos_token_id", "do_sample"}
@@ -138,6 +138,8 @@ class ModelConfig:
     """What ``generation_config.json`` says of sampling, by the names of SamplingParams, unchecked."""
     generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """What else it says that would change answers, and that nobody here applies."""
+    unused_code: str | None = None
+    """The class that ``auto_map`` names. It is never run: the family's own implementation takes its place."""
 
     layer_windows: tuple[int | None, ...]
     """Per layer, how many tokens a query sees (itself included); None sees all."""
@@ -232,6 +234,11 @@ class ModelConfig:
     def notes(self, with_generation_config: bool = True) -> list[str]:
         """Where answers differ from those of transformers for what the model's files say, a line each."""
         found = []
+        if self.unused_code is not None:
+            found.append(
+                f"auto_map in config.json names {self.unused_code!r}, code in the model's directory: it is not run, and"
+                f" the model is computed as {self.model_type!r}, as in transformers without trust_remote_code"
+            )
         if self.rope is not None and self.rope.rope_type == "dynamic":
             found.append(
                 f"rope_type is 'dynamic': positions are scaled for {self.max_model_len:,} tokens from the first on, as"
@@ -367,6 +374,7 @@ def parse_config(
         **common_fields({**raw, "eos_token_id": fields.get("eos_token_id")}, generation or {}, context, where),
         "layer_scales": (head_dim**-0.5,) * layers,
         "mlp": family.activations[fields.get("hidden_act")],
+        "unused_code": _unused_code(raw, family),
         **family.read(fields, layers),
     }
     if "intermediate_size" not in values:
@@ -420,13 +428,13 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
         )
     if raw.get("is_causal") is False:
         raise ModelLoadError(f"{where}: is_causal is false, so tokens see later ones; use a text-generation model")
+
+
+def _unused_code(raw: Mapping[str, Any], family: Family) -> str | None:
+    """The class in the model's directory that is not run, where it is not known to compute the same."""
     auto_map = raw.get("auto_map")
     code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, Mapping) else None
-    if code is not None and str(code).rpartition("--")[2] not in family.known_code:
-        raise ModelLoadError(
-            f"{where}: the model needs code from its own directory (auto_map), which Chairlift never runs; "
-            "use a version of the model in a standard format"
-        )
+    return None if code is None or str(code).rpartition("--")[2] in family.known_code else str(code)[:200]
 
 
 def read_dtype(raw: Mapping[str, Any], where: str) -> str | None:
