@@ -67,7 +67,7 @@ class LoadedExecutor:
     calls: tuple[str, ...] = ()
     """Names of the operations that the kernels lack, and PyTorch computes between them."""
     block_bytes: int = 0
-    """Of a KV block, over its layers; the mean of the cache groups."""
+    """Bytes of a KV block over its layers, as a mean of the cache groups."""
     quantization: str | None = None
     """See :attr:`EngineInfo.quantization`."""
     weight_bytes: int = 0

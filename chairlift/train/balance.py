@@ -30,7 +30,7 @@ class Cost:
 
     @classmethod
     def transformer(cls, hidden: int = 4096) -> Cost:
-        """Of a model with this hidden size: 6 * hidden per token stands against 1 per squared length (as in verl)."""
+        """Cost of a model with this hidden size: 6 * hidden per token, 1 per squared length (as in verl)."""
         return cls(6.0 * hidden, 1.0)
 
     @classmethod
@@ -39,7 +39,7 @@ class Cost:
         return cls(1.0, 0.0)
 
     def of(self, lengths: Iterable[int]) -> float:
-        """Of a pack with these sequences."""
+        """Cost of a pack with sequences of these lengths."""
         if not self.quadratic:
             return self.linear * sum(lengths)
         return sum(length * (self.linear + self.quadratic * length) for length in lengths)

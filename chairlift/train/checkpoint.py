@@ -55,7 +55,7 @@ class ModelFiles:
     tokenizer_dir: Path | None = None
     """Where its tokenizer is copied from."""
     dtype: torch.dtype = torch.bfloat16
-    """Of the weights in ``model.safetensors``."""
+    """Dtype of the weights in ``model.safetensors``."""
 
 
 def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
@@ -154,7 +154,7 @@ def load_state(directory: Path) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Of the global generators of Python, NumPy and PyTorch, for sources that use them."""
+    """State of the global generators of Python, NumPy and PyTorch, for sources that use them."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 

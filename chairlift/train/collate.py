@@ -35,7 +35,7 @@ IGNORED = -100
 """The label of a token that is no target (the convention of PyTorch's cross-entropy)."""
 
 TRAINER_KEYS = ("input_ids", "labels", "position_ids", "use_cache")
-"""Of models in transformers: what their ``forward`` takes, and nothing that it might hand on to a kernel."""
+"""Keys that ``forward`` of a transformers model takes without handing them on to a kernel."""
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Names of transformers for what FlashAttention takes; without them it derives the boundaries in every layer."""

@@ -50,7 +50,7 @@ class ModelSettings:
     tokenizer: str | None = None
     """Directory of the tokenizer for texts, copied into checkpoints (default: ``path``)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the weights written for serving. The trainer's own are float32, and are kept beside them."""
+    """Dtype of the weights written for serving. The trainer's own weights are float32 and kept beside them."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -76,7 +76,7 @@ class DataSettings:
     text_field: str = "text"
     """Name of the field with the text."""
     train_on: Literal["answers", "all"] = "answers"
-    """Of chats and of prompts with completions: whether prompts are learnt too. Plain text is always learnt whole."""
+    """Whether the prompts of chats and of prompt-completion pairs are learnt too. Plain text is learnt whole."""
     add_eos: bool = True
     """End plain texts and completions with the tokenizer's end token."""
     shuffle: bool = True
@@ -236,7 +236,7 @@ class TrainConfig:
     output: str | None = None
     """Directory for the checkpoints."""
     seed: int = 0
-    """Of fresh weights, the order of the data, and dropout."""
+    """Seed of fresh weights, the order of the data, and dropout."""
     threads: int | None = None
     """CPU threads per process (default: PyTorch's choice). Another number rounds otherwise."""
 

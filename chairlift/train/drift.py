@@ -82,7 +82,7 @@ class Reservoir:
 class _Source:
     cursor: SourceCursor
     share: float
-    """Of the declared mix."""
+    """Share in the declared mix."""
     detector: Detector
     current: Reservoir
     live: bool = True
@@ -96,7 +96,7 @@ class _Source:
     """Since it last changed."""
     changes: int = 0
     reward: float = 0.0
-    """Of the bandit: running mean of loss over probability."""
+    """Reward for the bandit: running mean of loss divided by probability."""
 
 
 _NUMBERS = ("live", "drawn", "start", "seen_until", "observations", "changes", "reward")

@@ -187,7 +187,7 @@ class _Probe:
         return starts.unpack(logits[: starts.num_tokens].detach().double().cpu())
 
     def _first_layer(self, leak: Leak, tolerance: float) -> str | None:
-        """Of the first module, in the order in which they finish, that mixes what comes in apart."""
+        """Name of the first module to finish whose separate inputs come out mixed; None if no module leaks."""
         start, end = self.layout.cu_seqlens[leak.victim : leak.victim + 2]
         runs: list[list[tuple[str, Tensor | None, Tensor | None]]] = []
         for sequences in (self.tokens, self._with_change(leak.source)):

@@ -62,7 +62,7 @@ class LaneBatch:
 
     @property
     def layout(self) -> Layout:
-        """Of all lanes one after another, [lanes * chunk]: for what looks no further back than the chunk."""
+        """Layout of all lanes one after another, [lanes * chunk], for code that looks no further back than a chunk."""
         return Layout.of([end - start for bounds in self.cu_seqlens for start, end in itertools.pairwise(bounds)])
 
     def tensors(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:

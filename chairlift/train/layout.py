@@ -37,7 +37,7 @@ class Layout:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Layout:
-        """Of sequences with these lengths, one after another. Raises ConfigError for an empty one."""
+        """Layout of sequences with these lengths, one after another. Raises ConfigError for an empty one."""
         return cls((0, *itertools.accumulate(int(length) for length in lengths)))
 
     @property

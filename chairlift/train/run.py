@@ -53,7 +53,7 @@ class Outcome:
     finished: bool
     """Whether the schedule or the data is done; False after an interruption."""
     last: StepResult | None
-    """Of this process; None if there was nothing left to do."""
+    """Last step of this process; None if there was nothing left to do."""
     skipped: int = 0
     """Records left out."""
 

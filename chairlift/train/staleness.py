@@ -24,7 +24,7 @@ class Finished:
     """A rollout that has ended. Sorts by its oldest weights, then by admission."""
 
     version: int
-    """Of the oldest weights among its tokens."""
+    """Version of the oldest weights that computed one of its tokens."""
     ticket: int
     length: int = dataclasses.field(default=0, compare=False)
     """Tokens."""
@@ -65,7 +65,7 @@ class GateStats:
     produced: int
     consumed: int
     dropped: int
-    """Of those produced, too old to be selected."""
+    """Produced rollouts that became too old to be selected."""
     cancelled: int
     refused: int
     """Calls of :meth:`StalenessGate.admit` that had to be told to wait."""
@@ -118,7 +118,7 @@ class StalenessGate:
         self.batch = batch
         self.policy = policy
         self.version = 0
-        """Of the weights that the generator has now."""
+        """Version of the weights that the generator has now."""
         self._weight = reweight or _inverse
         self._running: dict[int, int] = {}  # ticket -> version at its admission: none of its tokens can be older
         self._waiting: list[Finished] = []  # sorted

@@ -169,7 +169,7 @@ class HFPatch:
         self.backend = backend
         self.name = f"chairlift-packed-{next(_NAMES)}"
         self.layout: Layout | None = None
-        """Of the forward pass that runs now; None when it is not packed."""
+        """Layout of the running forward pass; None when it is not packed."""
         self._running = False
         self._copied = False
         self._calls = 0

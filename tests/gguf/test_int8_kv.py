@@ -15,7 +15,7 @@ from tests.native import needs_kernels
 pytestmark = [needs_kernels, pytest.mark.nightly]
 
 MOST_LOSS: Final = 0.003
-"""Of the perplexity."""
+"""Largest growth of the perplexity."""
 GUIDE: Final = Path(__file__).parents[2] / "tools" / "textbook"
 CLASSICS: Final = (
     "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in"
