@@ -72,7 +72,7 @@ class LoadedExecutor:
     """See :attr:`EngineInfo.quantization`."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
-    """Of K and V, where it is not the model's."""
+    """Dtype of K and V, if it is not the model's."""
 
     def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
         """What others may know; ``capacity_tokens`` is the engine's, which knows how long a window holds its blocks."""

@@ -97,7 +97,7 @@ class EngineInfo:
     weight_bytes: int = 0
     """Bytes of all weights in memory."""
     kv_cache_dtype: str | None = None
-    """Of K and V, where it is not ``dtype``."""
+    """Dtype of K and V, if it is not ``dtype``."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Sampling parameters where a request gives none."""
     notes: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ class KVPlan:
     """Layer -> group."""
     block_size: int
     dtype: torch.dtype
-    """Of K and V as they are kept; int8 stands for codes with a scale and a minimum of each token and head."""
+    """Dtype of K and V in the cache. int8 means codes with a scale and a minimum of each token and head."""
     bytes_per_token: int
     """Bytes of one token's K and V in all layers together."""
     total_bytes: int

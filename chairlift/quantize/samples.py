@@ -25,11 +25,9 @@ _LONGEST: Final = 2048
 def read_texts(path: Path) -> list[str]:
     """The samples of a file, empty ones left out.
 
-    A file of JSON lines (``.jsonl``) has an object with ``text`` on each line. In any other file
-    the samples are paragraphs if a blank line separates some, else lines.
-
-    Raises ConfigError for a file that cannot be read and for one without a
-    text.
+    A file of JSON lines (``.jsonl``) has an object with ``text`` on each line. In any other file the samples are
+    paragraphs if a blank line separates some, else lines. Raises ConfigError for a file that cannot be read and for
+    one without a text.
     """
     try:
         content = path.read_text(encoding="utf-8-sig")

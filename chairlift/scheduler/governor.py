@@ -244,7 +244,8 @@ class RuleGovernor:
     def _correct(self, seen: Observation) -> str:
         """Correct the factor, and return the reason.
 
-        It is increased additively and decreased multiplicatively (Chiu and Jain, 1989). One correction per generation of requests: its effect shows when the requests that it admitted have ended.
+        It is increased additively and decreased multiplicatively (Chiu and Jain, 1989), once per generation of
+        requests: the effect shows when the requests that it admitted have ended.
         """
         self._round.add(seen)
         turn, rate = self._round, seen.preemption_rate

@@ -250,7 +250,7 @@ def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def _sequence_losses(losses: Tensor, chosen: Mapping[str, Tensor], ids: Sequence[int]) -> list[float]:
-    """Of :func:`predictions`: the number of each sequence with a target, and its mean loss, in turns."""
+    """Number and mean loss, in turns, of each sequence of :func:`predictions` that has a target."""
     is_target = chosen["labels"][0, 1:] != IGNORED
     segments = chosen["segment_ids"][0, 1:][is_target].cpu().numpy()
     counts = np.bincount(segments, minlength=len(ids))

@@ -314,7 +314,7 @@ class Cache8(Cache):
         self._scales.view(torch.int32)[:, :, block, inside // 16, inside % 16] = -1
 
     def codes(self, row: int, start: int, end: int) -> tuple[Codes, Codes]:
-        """Of K and V, [n, kv_heads, head_dim]."""
+        """Codes of K and V, [n, kv_heads, head_dim]."""
         block, inside = self._index(row, start, end)
         place = block, inside // 16, inside % 16
         keys = self._keys[place].flatten(2)
