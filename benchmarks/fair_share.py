@@ -76,7 +76,7 @@ def _read(path: Path, lines: list[str]) -> list[TracedRequest]:
 
 @dataclasses.dataclass
 class Figures:
-    """Of one fraction, over all rounds. Times in seconds."""
+    """Figures of one fraction, over all rounds. Times in seconds."""
 
     ttft: list[float] = dataclasses.field(default_factory=list)
     e2e: list[float] = dataclasses.field(default_factory=list)

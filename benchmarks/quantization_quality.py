@@ -45,10 +45,10 @@ Prompt = tuple[list[int], int]
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of every position that counts."""
+    """Scores of every position that counts."""
 
     logprobs: list[float]
-    """Of the token that is there."""
+    """Log-probability of the token that is there."""
     likeliest: list[dict[int, float]]
     """Log-probabilities of the likeliest ids."""
 
@@ -63,7 +63,7 @@ class Cost:
 
     perplexity: float
     growth: float
-    """Of the perplexity, as a fraction."""
+    """Growth of the perplexity, as a fraction."""
     divergence: float
     """Mean over positions, in nats."""
     agreement: float

@@ -80,7 +80,7 @@ class Run:
     """Most KV blocks in use at once."""
 
     def ttft(self, keep: Callable[[TracedRequest], bool], quantile: float) -> float:
-        """Of the requests that ``keep`` wants, in seconds."""
+        """TTFT quantile in seconds of the requests that ``keep`` accepts."""
         values = sorted(t.first - t.request.arrival for t in self.timings if t.first >= 0 and keep(t.request))
         return values[min(len(values) - 1, int(quantile * len(values)))] if values else float("nan")
 

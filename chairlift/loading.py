@@ -67,12 +67,12 @@ class LoadedExecutor:
     calls: tuple[str, ...] = ()
     """Names of the operations that the kernels lack, and PyTorch computes between them."""
     block_bytes: int = 0
-    """Of a KV block, over its layers; the mean of the cache groups."""
+    """Bytes of a KV block over its layers, as a mean of the cache groups."""
     quantization: str | None = None
     """See :attr:`EngineInfo.quantization`."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
-    """Of K and V, where it is not the model's."""
+    """Dtype of K and V, if it is not the model's."""
 
     def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
         """What others may know; ``capacity_tokens`` is the engine's, which knows how long a window holds its blocks."""

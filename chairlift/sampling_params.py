@@ -39,7 +39,7 @@ class SamplingLimits:
     max_token_id_list: int = 4096
     max_bad_words: int = 128
     max_bad_word_chars: int = 8192
-    """Of all of them together."""
+    """Largest number of characters of all bad words together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from chairlift.config import CacheConfig, SchedulerConfig
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
+from chairlift.engine.estimates import estimator_from
 from chairlift.engine.events import Events
 from chairlift.engine.grammars import GrammarRow, Grammars
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.outlook import outlook_from
 from chairlift.engine.step_log import StepLog, StepRecord
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import Executor, LiveWeights, OnProgress, PendingTokens, WeightSource
@@ -71,7 +71,7 @@ class TokenRecord:
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Of the first."""
+    """Rank of the first entry, the chosen token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class EngineCore(EngineClient):
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
-            policy=policy or policy_from_config(config, outlook_from(self.costs, self.answer_lengths, self.kv)),
+            policy=policy or policy_from_config(config, estimator_from(self.costs, self.answer_lengths, self.kv)),
             prefill_mode=prefill_mode_from_name(config.prefill_mode, self.costs, config.max_num_batched_tokens),
             membership=membership_from_name(config.batching, config.batch_wait_ms, config.batch_sizes),
             watermark=config.admission_watermark,
@@ -459,7 +459,7 @@ class EngineCore(EngineClient):
     def _launch(self, out: SchedulerOutput, now: float) -> None:
         for row in out.joined:
             request = self.scheduler.running[row.request_id]
-            if not request.has_given_way:
+            if not request.was_preempted:
                 self._joined.append((row.request_id, request.num_cached_tokens, now))
                 if request.source is None:
                     self._counted.prefix_cache_queries += row.num_prompt_tokens
@@ -608,7 +608,7 @@ class EngineCore(EngineClient):
 
     @staticmethod
     def _token_records(tokens: SampledTokens) -> list[TokenRecord | None] | None:
-        """Of the step's rows; None when nobody asked. A row whose record cannot be made becomes a failed one."""
+        """Records of the step's rows; None when no row asked for one. A row without a valid record fails."""
         if tokens.logprobs is None:
             return None
         records: list[TokenRecord | None] = [None] * len(tokens.logprobs)

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_KEPT: Final = 256
 _MOST_KEPT_CHARS: Final = 16 << 20
-"""Of the texts of all compiled grammars that are kept; what is compiled grows with them."""
+"""Largest total length of the texts of all compiled grammars that are kept. Compiled size grows with it."""
 
 Compile = Callable[[Callable[[], Compiled]], "Future[Compiled]"]
 """Has a grammar compiled beside the loop."""

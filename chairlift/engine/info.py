@@ -95,9 +95,9 @@ class EngineInfo:
     quantization: str | None = None
     """What weights are rounded to, as ``int4+int8``, where not all are of the dtype."""
     weight_bytes: int = 0
-    """Of all weights in memory."""
+    """Bytes of all weights in memory."""
     kv_cache_dtype: str | None = None
-    """Of K and V, where it is not ``dtype``."""
+    """Dtype of K and V, if it is not ``dtype``."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Sampling parameters where a request gives none."""
     notes: tuple[str, ...] = ()

@@ -21,8 +21,8 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "unnamed"]
 
 Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Any]
-"""Text or token ids, or either under the name that vLLM's callers give it: ``prompt``, ``prompt_token_ids``. Of both,
-the ids are used, and the text is told as that of the prompt."""
+"""Text or token ids, or either under the name that vLLM's callers give it: ``prompt``, ``prompt_token_ids``. If
+both are given, the ids are used, and the text is returned as the prompt's text."""
 
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _MAX_ID_LENGTH = 256

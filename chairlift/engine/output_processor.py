@@ -42,7 +42,7 @@ class _Answer:
         """How many generated tokens count, once a stop string has ended the answer."""
         self.stop_string: str | None = None
         self.logprobs = None if self.params.logprobs is None else _flat(tokenizer)
-        """Of generated tokens, without those already delivered as deltas."""
+        """Log-probabilities of generated tokens that were not delivered yet."""
         self.cumulative = 0.0
         self.last_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
@@ -306,7 +306,7 @@ class OutputProcessor:
         self._decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
         self._broken: list[tuple[RequestState, list[str]]] = []
         self.weight_version = 0
-        """Of the weights that tokens come from now."""
+        """Version of the weights that compute tokens now."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states

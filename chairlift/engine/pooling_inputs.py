@@ -155,7 +155,7 @@ def floats(values: bytes) -> list[float]:
 
 
 def cosine(first: bytes, second: bytes) -> float:
-    """Of the angle between two vectors of floats."""
+    """Cosine of the angle between two vectors of floats."""
     a, b = floats(first), floats(second)
     lengths = math.sqrt(sum(x * x for x in a) * sum(x * x for x in b))
     return sum(x * y for x, y in zip(a, b, strict=True)) / max(lengths, 1e-12)

@@ -55,7 +55,7 @@ class Recording:
     steps: list[tuple[StepFeatures, float]]
     """What a cost model learns from."""
     end: float
-    """Of the last step or event."""
+    """End of the last step or event, in seconds."""
 
     @property
     def arrivals(self) -> list[RecordedRequest]:

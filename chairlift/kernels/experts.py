@@ -30,7 +30,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     """Weights, float32, and numbers, int64, of the experts that each token chooses, both [T, k], the best first.
 
     ``logits`` are [T, E]. ``correction`` [E] is added to scores for the choice, and not to the weights (DeepSeek-V3:
-    it balances the load). Of equal scores the lower number is chosen.
+    it balances the load). If scores are equal, the lower number is chosen.
     """
     logits = logits.float()
     if routing.scoring == "softmax_chosen":

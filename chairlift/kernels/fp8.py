@@ -12,7 +12,7 @@ from chairlift.kernels.cpu.packing import by_slices
 __all__ = ["FP8_LARGEST", "FP8_LEAST_SCALE", "Fp8Weight", "fp8_linear", "quantize"]
 
 FP8_LARGEST: Final = 448.0
-"""Of the format."""
+"""Largest value of the format."""
 FP8_LEAST_SCALE: Final = torch.finfo(torch.float32).tiny
 """That of zeros, so that nothing is divided by 0."""
 

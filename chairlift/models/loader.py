@@ -293,8 +293,8 @@ def _tell_nobody(label: str, share: float) -> None:
 
 
 def _finite(rows: Tensor | GroupedRows, dtype: torch.dtype) -> bool:
-    """Whether all numbers are finite, also once they are rounded to ``dtype``. Not-a-number is the least and the most
-    of any that it is among. Of integers in groups, the least and the most that a code can stand for are looked at."""
+    """Whether all numbers are finite, also once they are rounded to ``dtype``. The minimum and maximum of
+    numbers with NaN are NaN. For integers in groups, the lowest and the highest value of a code are tested."""
     if isinstance(rows, GroupedRows):
         lowest = rows.scales * -rows.kind.zero if rows.minimums is None else rows.minimums
         rows = torch.stack([lowest, lowest + rows.scales * ((1 << rows.kind.bits) - 1)])

@@ -15,7 +15,7 @@ from chairlift.models.registry import FAMILIES
 __all__ = ["PooledLayout", "pooled_layout"]
 
 _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
-"""Of LayerNorm's parameters in checkpoints made from TensorFlow's."""
+"""Names of LayerNorm's parameters in checkpoints made from TensorFlow's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ __all__ = ["Collector", "Percentiles", "RequestTiming", "ServedTrace", "Watch"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of times in seconds; zeros where there were none."""
+    """Percentiles of times in seconds; zeros where there were none."""
 
     mean: float
     p50: float
@@ -49,7 +49,7 @@ class ServedTrace:
     """Ended because their client left; they count nowhere else."""
     prompt_tokens: int
     cached_tokens: int
-    """Of these, read from the prefix cache."""
+    """Prompt tokens read from the prefix cache."""
     output_tokens: int
     seconds: float
     """From the first request that is sent to the last token."""

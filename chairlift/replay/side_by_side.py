@@ -48,7 +48,7 @@ class _Side:
     seconds: float
     """From the first arrival to the end of the last request."""
     held_share: float
-    """Of all tokens computed for answers, those computed for requests that had ended and stayed in their batch."""
+    """Share of the computed answer tokens that belong to ended requests that stayed in their batch."""
 
 
 def recorded_trace(recording: Recording) -> list[TracedRequest]:

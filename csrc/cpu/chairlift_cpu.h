@@ -63,8 +63,8 @@ enum cl_scoring { CL_SOFTMAX = 0, CL_SOFTMAX_CHOSEN = 1, CL_SIGMOID = 2 };
 enum cl_group_score { CL_BEST_TWO = 0, CL_BEST = 1 };
 enum { CL_EXPERT_TOKENS = 512 };  // so many tokens are routed together at most
 
-// Of a layer of experts, the weights of all lying one behind the other. `weight` of its operation, of n columns for each
-// expert, is gate and up, whose panels alternate. Of equal scores the expert with the lower number is chosen.
+// Layer of experts. The weights of all experts lie one behind the other. `weight` of its operation is gate and up, n
+// columns for each expert, in alternating panels. If scores are equal, the lower expert is chosen.
 typedef struct {
   int32_t num_experts, top_k, inner;  // inner: rows of `down`'s input, without padding
   int32_t scoring, normalise, groups, kept_groups, group_score;

@@ -86,7 +86,7 @@ struct Panels {
   static int64_t unit() { return CL_K_MULTIPLE; }
 };
 
-// Of codes each panel is its groups, one behind the other; k is cut between them.
+// A panel of codes is a sequence of groups; k is cut between groups.
 template <int B, bool M>
 struct Panels<Code<B, M>> {
   typedef Code<B, M> Weight;

@@ -70,7 +70,8 @@ struct Dot {
     return B == 8 ? add_pairs(sum, row, codes) : add_bytes(sum, row, codes);
   }
 #endif
-  // Of 4 bits the low ones, then the high ones. Of 8 bits all at once, or as 16 bits the even ones, then the odd ones.
+  // Codes of 4 bits: the low ones, then the high ones. Codes of 8 bits: all at once, or as 16 bits the even ones, then
+  // the odd ones.
   CL_INLINE vi part(const uint8_t* codes, int part) {
     const vi all = iload(codes);
     if (B == 4) return iand(part == 0 ? all : ishift16<4>(all), iset(0x0f0f0f0f));

@@ -156,7 +156,7 @@ struct StoreHeads {
     }
   }
 
-  // Of all heads of q, or of k.
+  // Factor of the norm over all heads of q, or of k.
   float all_heads_factor(const T* row, int width) const {
     return 1.0f / sqrtf(sum_of_squares(row, width) / float(width) + op.eps);
   }

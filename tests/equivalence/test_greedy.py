@@ -19,7 +19,7 @@ COMBINATIONS = all_pairs(FACTORS)
 NIGHTLY_FACTORS = ("family", "max_num_batched_tokens", "block_size")
 """One nightly test for each of their combinations; it goes through the cross product of the rest."""
 NIGHTLY_JOBS = 16
-"""Of the 64."""
+"""Requests of a nightly test, out of the 64."""
 NIGHTLY_SHARE = 12
 """Combinations tried in each nightly test, of 324: there are 25,920 in all, and a night is not that long."""
 

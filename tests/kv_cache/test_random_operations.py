@@ -25,7 +25,7 @@ from tests.kv_cache.make import BLOCK, manager, request
 
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (5,), (None, 3), (None, 9, 1)]
 MOST_TOKENS = 6
-"""Of one request in one step."""
+"""Most tokens of one request in one step."""
 WEIGHTS = {
     "admit": 4,
     "fork": 1,
@@ -42,7 +42,7 @@ MOST_SEEDS = 2_000
 Patch = Callable[[Any, str, Any], None]
 _Moves = list[tuple[int, int, int]]
 _Content = tuple[Any, ...]
-"""Of a block: salt, and all tokens up to its last position."""
+"""Content of a block: salt, and all tokens up to its last position."""
 
 
 @dataclasses.dataclass

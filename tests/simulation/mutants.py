@@ -599,7 +599,7 @@ def mask_of_the_last_sample_position_applied_to_the_whole_row(patch: Patch) -> N
 
 @mutant
 def sample_positions_off_by_one(patch: Patch) -> None:
-    """Of all but the last of a row, which every other world would notice."""
+    """Shift all sample positions of a row but the last, which every other world would notice."""
     original = InputBatch._flatten
 
     def flatten(self: InputBatch, out: SchedulerOutput) -> StepBatch:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chairlift.cli.main import main
-from chairlift.scheduler.deadlines import Outlook
+from chairlift.scheduler.deadlines import Estimate
 from chairlift.scheduler.policy import FirstComeFirstServed, Policy
 from chairlift.scheduler.precedence import Precedence
 from chairlift.service_class import ServiceClass, parse_service_classes
@@ -32,7 +32,7 @@ GOOD: dict[str, Callable[[], Policy]] = {
     "precedence, slow service": lambda: Precedence(
         {},
         max_running=16,
-        outlook=lambda request: Outlook(
+        estimate=lambda request: Estimate(
             request.num_prompt_tokens / 50, request.num_prompt_tokens / 60, 9, 1 / 20, 1 / 50
         ),
     ),

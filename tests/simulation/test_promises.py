@@ -30,7 +30,7 @@ from tests.simulation.mutants import PROMISE_MUTANTS
 ROOT = Path(__file__).parents[2]
 STEP_SECONDS = 0.01
 OWED_SHARE = 0.75
-"""Of its fair share of the rows, which a tenant gets at once."""
+"""Part of its fair share of the rows that a tenant gets at once."""
 BACKLOG = 6
 """Requests per tenant or kind that always wait."""
 Seen = Counter[str]
@@ -39,7 +39,7 @@ Seen = Counter[str]
 
 @dataclasses.dataclass
 class Sizes:
-    """Of one world. Positions of a request, rows, tokens per step, blocks."""
+    """Sizes of one world: positions of a request, rows, tokens per step, blocks."""
 
     longest: int
     rows: int

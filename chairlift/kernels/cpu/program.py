@@ -59,7 +59,7 @@ class StepProgram:
         self._kept: list[Any] = []
         """Whatever a struct points to."""
         self._converted: list[tuple[Tensor, Tensor, float]] = []
-        """Of what is kept, copies in another dtype, the weights they were made from, and what was added."""
+        """(copy in another dtype, weight that it was made from, number that was added), for each such copy."""
         capacity = max_tokens + SPARE_ROWS
         strides = [_stride(width, recorder.dtype.itemsize) for width in self.plan.widths]
         self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
