@@ -67,7 +67,8 @@ class BatchStore:
         self._files = self._root / "files"
         self._lock: IO[str] | None = None
         try:
-            self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._files.mkdir(exist_ok=True, mode=0o700)
             self._lock = (self._root / "lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._db = self._connect(self._root / "batches.sqlite3")

@@ -22,20 +22,20 @@ _NOT_WITH_IT: Final = ("echo", "truncate_prompt_tokens", *FIELDS)
 class Infilling:
     """How the prompts of a request are laid out around a suffix."""
 
-    form: InfillFormat
+    layout: InfillFormat
     tokenizer: Tokenizer
 
     @property
     def ends(self) -> list[int]:
         """Tokens that end an answer besides those that the request names."""
-        return self.form.end_ids(self.tokenizer)
+        return self.layout.end_ids(self.tokenizer)
 
     async def encode(self, state: ServerState, asked: CompletionRequest, prompts: Sequence[str]) -> list[list[int]]:
         """Token ids of the prompts, each before the suffix. Raises as the engine's ``encode_all``."""
         tokenizer, lead = self.tokenizer, lead_of(self.tokenizer)
         *prefixes, suffix = await state.engine.encode_all([*prompts, lead + (asked.suffix or "")], False)
         suffix, special = cut_lead(tokenizer, lead, suffix), asked.add_special_tokens is not False
-        return [self.form.lay_out(tokenizer, prefix, suffix, special) for prefix in prefixes]
+        return [self.layout.lay_out(tokenizer, prefix, suffix, special) for prefix in prefixes]
 
 
 def infilling(state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]]) -> Infilling | None:
@@ -43,8 +43,8 @@ def infilling(state: ServerState, asked: CompletionRequest, given: Sequence[str 
     if not asked.suffix:
         return None
     tokenizer = state.engine.tokenizer
-    form = None if tokenizer is None else infill_format_of(tokenizer)
-    if tokenizer is None or form is None:
+    layout = None if tokenizer is None else infill_format_of(tokenizer)
+    if tokenizer is None or layout is None:
         message = (
             "suffix cannot be used: the model has no tokens to fill in the middle, such as <|fim_middle|>; leave it"
             " out, or serve a model that was trained for it"
@@ -57,4 +57,4 @@ def infilling(state: ServerState, asked: CompletionRequest, given: Sequence[str 
         if getattr(asked, name) not in (None, False):
             message = f"{name} cannot be used with suffix; leave one of them out"
             raise ApiError(400, message, code="invalid_value", param=name)
-    return Infilling(form, tokenizer)
+    return Infilling(layout, tokenizer)
