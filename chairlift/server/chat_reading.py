@@ -168,21 +168,21 @@ def limited_params(
     most = _budget(chat)
     if most is None:
         return params
-    form = plan.reasoning
-    if form is None or tokenizer is None:
+    shape = plan.reasoning
+    if shape is None or tokenizer is None:
         why = "no reasoning is read out of this model's answers"
         if chat.separate_reasoning is False:
             why = "separate_reasoning is false"
         raise _no_budget(f"{why}, so its end is not known; leave the budget out")
     if plan.thinking is Thinking.NONE:
         return params
-    end = tokenizer.token_to_id(form.end)
-    begin = () if plan.thinking is Thinking.INSIDE else tokenizer.encode(form.begin, False)
-    marks = tokenizer.backend.get_added_tokens_decoder()
-    for text, token_id in ((form.end, end), (form.begin, begin[0] if begin else end)):
-        if token_id is None or token_id not in marks:  # what is spelled in several ways would be missed
+    end = tokenizer.token_to_id(shape.end)
+    begin = () if plan.thinking is Thinking.INSIDE else tokenizer.encode(shape.begin, False)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    for text, token_id in ((shape.end, end), (shape.begin, begin[0] if begin else end)):
+        if token_id is None or token_id not in added:  # what is spelled in several ways would be missed
             raise _no_budget(f"{text} is no token of its own in the model's vocabulary; use max_tokens")
-    after = form.goes_on + ("" if plan.tools.offered else form.content)
+    after = shape.goes_on + ("" if plan.tools.offered else shape.content)
     budget = ThinkingBudget(
         max_tokens=most,
         end=int(end or 0),
