@@ -85,11 +85,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "status_interval": (0, 10**6),
     "max_body_bytes": (1024, 2**30),
     "max_connections": (1, 2**20),
+    "batch_max_in_flight": (1, 2**16),
+    "max_batch_file_bytes": (1024, 2**40),
 }
 """Least and most, inclusive."""
 _TEXTS = {
     *("model", "revision", "tokenizer", "swap_directory"),
-    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint"),
+    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir"),
 }
 """Settings that are a text as it stands; the texts of others have a form of their own."""
 
@@ -417,9 +419,23 @@ class ServerConfig:
     """Seconds between status lines while there is traffic; 0 is none."""
     otlp_traces_endpoint: str | None = None
     """Send OpenTelemetry traces to this URL (OTLP over HTTP), as http://127.0.0.1:4318/v1/traces; never a text."""
+    batch_dir: str | None = None
+    """Directory in which files and batches are kept; without, /v1/files and /v1/batches are off. It holds prompts."""
+    batch_max_in_flight: int | None = None
+    """Most requests of batches in the engine at a time. None: half of max_num_seqs."""
+    max_batch_file_bytes: int = 200 * 1024 * 1024
+    """Longest file that may be uploaded for a batch."""
+    cors_origin: tuple[str, ...] = ()
+    """Origin whose pages may ask this server from a browser, as https://app.example.org; may be repeated. *: any."""
 
     def __post_init__(self) -> None:
         _check(self)
+        for origin in self.cors_origin:
+            if origin != "*" and not re.fullmatch(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", origin):
+                raise ConfigError(
+                    "cors_origin must be scheme, host and port as browsers send them, such as https://app.example.org"
+                    f" or http://localhost:3000, in lower case and without a path, or *; got {origin!r}"
+                )
         for model_name in self.served_model_name:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}", model_name):
                 raise ConfigError(f"served_model_name must be of letters, digits and ._/:-, got {model_name!r}")

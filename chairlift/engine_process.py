@@ -74,7 +74,8 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
         cache=config.cache,
         cache_secret=os.urandom(16),
         grammars=Grammars(
-            GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids)
+            GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids),
+            vocab_size=loaded.vocab_size,
         ),
     )
     info = loaded.info(config, core.kv.capacity_tokens)

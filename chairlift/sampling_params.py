@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from chairlift.errors import RequestError
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, StructuredOutputsParams
+from chairlift.thinking import ThinkingBudget
 
 __all__ = ["SHAPED_REASONS", "SamplingLimits", "SamplingParams", "is_of_the_caller"]
 
@@ -97,6 +98,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """What the answer is held to: a JSON schema, a pattern, a choice, a grammar or structural tags. It ends where
     nothing may follow. Not with :attr:`min_tokens` and :attr:`ignore_eos`."""
+    thinking: ThinkingBudget | None = None
+    """How many tokens the model may reason, and by which tokens its reasoning is known."""
     priority: int | None = None
     """Lower goes first, where the scheduling policy looks at it. None: that of its class of service."""
     service_tier: str | None = None
@@ -144,6 +147,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0.0, 1e9, above=True)
         self._normalise(limits)
+        if self.thinking is not None:
+            _set(self, "thinking", ThinkingBudget.of(self.thinking))
         if self.structured_outputs is not None:
             _set(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
             for name in ("min_tokens", "ignore_eos"):

@@ -269,6 +269,8 @@ class EngineCore(EngineClient):
         asked = request.params.structured_outputs
         if asked is not None:
             self.grammars.add(sequences, asked.value)
+        elif request.params.thinking is not None:
+            self.grammars.limit(sequences, request.params.thinking)
         try:
             for sequence in sequences:
                 self.scheduler.add(sequence)

@@ -159,6 +159,10 @@ class InputProcessor:
         stops = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stops |= frozenset(self.limits.eos_token_ids)
+        if params.thinking is not None and params.thinking.end in stops:
+            raise RequestError(
+                f"thinking.end is {params.thinking.end}, which also ends the answer; leave it out of stop_token_ids"
+            )
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         return PreparedRequest(
             request_id,
@@ -210,6 +214,7 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams) -> None:
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("thinking", () if params.thinking is None else params.thinking.marks)
         self._check_ids("logit_bias", list(params.logit_bias or ()))
         if self._tokenizer is None and (params.stop or params.bad_words):
             raise RequestError(

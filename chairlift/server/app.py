@@ -26,8 +26,10 @@ from chairlift.engine.async_engine import EngineState
 from chairlift.metrics import prometheus
 from chairlift.metrics.stats import FORECAST_RATIOS
 from chairlift.server import (
+    batches,
     chat,
     completions,
+    files,
     live,
     models,
     openapi,
@@ -39,6 +41,8 @@ from chairlift.server import (
     weights,
 )
 from chairlift.server.auth import Auth, HostCheck, check_origin
+from chairlift.server.batch_worker import INSIDE
+from chairlift.server.cors import allows_origin, with_cors
 from chairlift.server.errors import ApiError, error_response, to_api_error
 from chairlift.server.limits import release_body
 from chairlift.server.logprob_room import release_logprobs
@@ -57,8 +61,9 @@ def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> A
     """The application around ``state``, with all endpoints, or with the ``routes`` given instead."""
     if routes is None:
         endpoints = (chat, completions, pooling, tokens, models, queue, traffic, openapi, pages, live, weights)
-        routes = [*_routes, *(route for module in endpoints for route in module.routes)]
-    return _App(state, routes)
+        kept = (files, batches)
+        routes = [*_routes, *(route for module in (*endpoints, *kept) for route in module.routes)]
+    return with_cors(_App(state, routes), state.config.cors_origin)
 
 
 class _App:
@@ -85,7 +90,10 @@ class _App:
         counted = scope["path"].startswith("/v1/")
         self._state.num_in_progress += counted
         try:
-            self._admit(scope)
+            if INSIDE in scope:
+                scope["state"] |= scope[INSIDE]
+            else:
+                self._admit(scope)
             await self._router(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             return
@@ -121,7 +129,11 @@ class _App:
                 origins.append(value)
         self._hosts.check(hosts)
         path = scope["path"]
-        if (sites or origins) and not self._state.api_keys:
+        if (
+            (sites or origins)
+            and not self._state.api_keys
+            and not allows_origin(self._state.config.cors_origin, origins)
+        ):
             check_origin(path, hosts[0], sites, origins)
         raw_path = scope.get("raw_path") or path.encode("utf-8", "replace")
         caller = self._auth.check(path, raw_path, authorization)

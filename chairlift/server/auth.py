@@ -28,6 +28,7 @@ __all__ = [
     "Auth",
     "Caller",
     "HostCheck",
+    "caller_of",
     "check_exposure",
     "check_origin",
     "is_loopback",
@@ -123,6 +124,19 @@ class Caller:
         """Whether it may know of a tenant's requests: of its own, of all with the key named ``admin``, and of all where
         keys do not tell callers apart."""
         return not self.holder or self.tenant in (tenant, ADMIN)
+
+
+def caller_of(keys: Mapping[str, str], tenant: str) -> Caller | None:
+    """Who has the requests of a tenant that nobody sends now: as with one of its keys; None where it has none left.
+
+    ``keys`` are those of the server, with the tenant of each.
+    """
+    if not keys:
+        return Caller()
+    for key, name in keys.items():
+        if name == tenant:
+            return Caller(_digest(key.encode()).hex() if len(keys) > 1 else "", tenant)
+    return None
 
 
 class Auth:

@@ -15,7 +15,14 @@ from starlette.routing import Route
 from chairlift.engine.output_stream import OutputStream
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
-from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, held_params, opened_by
+from chairlift.server.chat_reading import (
+    AnswerReading,
+    ChatPlan,
+    chat_plan,
+    held_params,
+    limited_params,
+    opened_by,
+)
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
@@ -156,7 +163,7 @@ async def create_chat_completion(request: Request) -> Response:
         laid_out = await encode_messages(state, chat, plan)
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
     plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
-    params = held_params(plan, chat, params)
+    params = limited_params(plan, chat, state.engine.tokenizer, held_params(plan, chat, params))
     hold_logprobs(request, chat, [prompt])
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
     head = reply_head("chatcmpl", model, info, streams)

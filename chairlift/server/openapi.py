@@ -10,8 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from chairlift.server.batches import BatchList, BatchObject, BatchRequest
 from chairlift.server.chat import ChatCompletion
 from chairlift.server.completions import TextCompletion
+from chairlift.server.files import FileDeleted, FileList, FileObject
 from chairlift.server.models import ModelCard, ModelList
 from chairlift.server.pooling import (
     ClassifyReply,
@@ -92,6 +94,7 @@ _TYPES: Final = (
     *(DetokenizeRequest, DetokenizeReply, ModelList, ModelCard, ErrorReply, StatusReply, VersionReply, LoadReply),
     *(EmbeddingRequest, EmbeddingReply, ClassifyRequest, ClassifyReply, ScoreRequest, ScoreReply),
     *(RerankRequest, RerankReply),
+    *(FileObject, FileList, FileDeleted, BatchRequest, BatchObject, BatchList),
     *(QueueReply, RequestsReply, TrafficRecord, WeightsRequest, WeightsReply),
 )
 
@@ -116,6 +119,7 @@ def document(state: ServerState) -> dict[str, Any]:
         "/v1/queue": _get("What waits, and when it is expected to start", QueueReply, (404,), [_ID_PARAMETER]),
         "/v1/requests": _get("What waits and runs now", RequestsReply, (), [_LIMIT_PARAMETER]),
         "/v1/traffic": {"get": _traffic()},
+        **_files_and_batches(),
         "/update_weights": _post("Serve other weights", WeightsRequest, WeightsReply, (403,)),
         "/health": _status("Whether requests make progress"),
         "/ping": _status("The same"),
@@ -155,7 +159,24 @@ _RECORDING_PARAMETERS: Final = (
     _query("duration", "End after so many seconds", {"type": "number", "minimum": 0.001, "maximum": 10**9}),
     _query("recording", "Go on with this one, which was broken off less than a minute ago", {"type": "string"}),
 )
-_NAME_PARAMETER: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_PAGE_PARAMETER: Final = _query("limit", "Most to list", {"type": "integer", "minimum": 1, "maximum": 100})
+_UPLOAD_SCHEMA: Final = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"const": "batch"},
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+    },
+}
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+_NAME_PARAMETER: Final = _path_parameter("name")
 
 
 _TTFT_PARAMETER: Final = {
@@ -205,6 +226,31 @@ def _get(
     if parameters:
         operation["parameters"] = list(parameters)
     return {"get": operation}
+
+
+def _files_and_batches() -> dict[str, dict[str, Any]]:
+    """The paths of what is kept under --batch-dir; without it, they answer 404."""
+    files, batches = _path_parameter("file_id"), _path_parameter("batch_id")
+    pages = (_query("after", "List what comes behind this id", {"type": "string"}), _PAGE_PARAMETER)
+    sorts = (
+        _query("order", "asc: the oldest first", {"enum": ["asc", "desc"], "default": "desc"}),
+        _query("purpose", "List only files with this one", {"type": "string"}),
+    )
+    upload = _operation("Upload a file of requests for a batch", _ref(FileObject), _WITH_BODY)
+    upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD_SCHEMA}}}
+    content = _operation("What is in it", {"application/octet-stream": {"schema": {"type": "string"}}}, (404,))
+    shown, gone = _get("One of them", FileObject, (404,), [files]), _get("Delete it", FileDeleted, (404,), [files])
+    listed = _get("Your files", FileList, (404,), [*pages, *sorts])
+    cancel = _get("End it with what it has", BatchObject, (404,), [batches])
+    return {
+        "/v1/files": listed | {"post": upload},
+        "/v1/files/{file_id}": shown | {"delete": gone["get"]},
+        "/v1/files/{file_id}/content": {"get": content | {"parameters": [files]}},
+        "/v1/batches": _get("Your batches", BatchList, (404,), pages)
+        | _post("Have the requests of a file answered", BatchRequest, BatchObject, ()),
+        "/v1/batches/{batch_id}": _get("One of them", BatchObject, (404,), [batches]),
+        "/v1/batches/{batch_id}/cancel": {"post": cancel["get"]},
+    }
 
 
 def _traffic() -> dict[str, Any]:

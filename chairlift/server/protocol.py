@@ -30,8 +30,10 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
                      ``continue_final_message``, ``chat_template_kwargs``, ``tools``, ``tool_choice``,
-                     ``parallel_tool_calls``, ``reasoning_effort``, ``include_reasoning``, ``separate_reasoning``
-supported, texts     ``prompt``, ``echo``, ``best_of`` (not with ``stream``), ``add_special_tokens``
+                     ``parallel_tool_calls``, ``reasoning_effort``, ``thinking_token_budget`` and its other
+                     name ``thinking_budget``, ``include_reasoning``, ``separate_reasoning``
+supported, texts     ``prompt``, ``suffix`` (where the model can fill in the middle), ``echo``, ``best_of`` (not with
+                     ``stream``), ``add_special_tokens``
 ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
                      ``verbosity``, ``prediction``, ``prompt_cache_key``, ``prompt_cache_retention``,
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
@@ -40,9 +42,10 @@ refused              ``functions``, ``function_call`` but ``none``, of texts ``t
                      ``extra_body``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
                      ``chat_template``, ``documents``, ``lora_path``,
                      ``kv_transfer_params``, ``prompt_embeds``, ``logits_processors``, ``use_beam_search``,
-                     ``length_penalty`` but 1, ``thinking_token_budget``, ``suffix``; and where the other endpoint has
-                     the field: ``echo``, ``best_of``, ``add_special_tokens``, ``max_completion_tokens``,
-                     ``top_logprobs``, ``continue_final_message``, ``chat_template_kwargs``
+                     ``length_penalty`` but 1; and where the other endpoint has the field:
+                     ``thinking_token_budget``, ``thinking_budget``, ``echo``, ``best_of``, ``suffix``,
+                     ``add_special_tokens``, ``max_completion_tokens``, ``top_logprobs``,
+                     ``continue_final_message``, ``chat_template_kwargs``
 ===================  ================================================================================================
 """
 
@@ -265,6 +268,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """false: calls after the first are left out of the answer."""
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     """none, minimal, low, medium, high, xhigh or max, where the chat template has a place for it."""
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    """Most tokens of reasoning: then its end is forced, and the answer follows. -1: any number."""
+    thinking_budget: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    """Another name of thinking_token_budget, which wins over it."""
     include_reasoning: bool | None = None
     """false: the reasoning is left out of the reply; it is counted all the same."""
     separate_reasoning: bool | None = None
@@ -280,6 +287,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """16 when left out. 0 goes with echo: the prompt and its log-probabilities."""
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
+    suffix: str | None = None
+    """Text that follows the answer, for models that can fill in the middle. Empty: none."""
     best_of: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
     add_special_tokens: bool | None = None
 
@@ -350,8 +359,9 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "logits_processors": ((), "requests cannot bring code; leave it out"),
     "use_beam_search": ((), "beam search is not supported; use best_of or n"),
     "length_penalty": ((1,), "it belongs to beam search, which is not supported; leave it out"),
-    "thinking_token_budget": ((), "reasoning cannot be held to a length yet; use max_tokens"),
-    "suffix": (("",), "text cannot be inserted before a suffix; leave it out, or lay the prompt out yourself"),
+    "thinking_token_budget": ((-1,), _CHAT_ONLY),
+    "thinking_budget": ((-1,), _CHAT_ONLY),
+    "suffix": ((), _TEXT_ONLY),
     "echo": ((), _TEXT_ONLY),
     "best_of": ((1,), _TEXT_ONLY),
     "add_special_tokens": ((), "the chat template writes its own special tokens; leave it out"),

@@ -11,6 +11,7 @@ from chairlift.config import ServerConfig
 
 if TYPE_CHECKING:
     from chairlift.engine.async_engine import AsyncEngine
+    from chairlift.server.batch_worker import BatchWorker
     from chairlift.server.live_feed import LiveFeed
     from chairlift.server.tracing import RequestTracer
 
@@ -45,3 +46,5 @@ class ServerState:
     """What the live view shows, once somebody has looked."""
     tracer: RequestTracer | None = None
     """Writes a trace of every request, where the settings say so."""
+    batches: BatchWorker | None = None
+    """Keeps files and answers batches, where the settings name a directory for them."""

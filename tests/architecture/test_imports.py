@@ -12,7 +12,7 @@ import pytest
 from tests.architecture.source import imports, modules, tree
 
 # Package or module -> what of ours it may import besides itself. The longest name that matches a module decides.
-PLAIN = ["errors", "config", "outputs", "sampling_params", "service_class", "structured_outputs"]
+PLAIN = ["errors", "config", "outputs", "sampling_params", "service_class", "structured_outputs", "thinking"]
 BRAIN = ["request", "kv_cache", "scheduler"]
 ALLOWED: dict[str, list[str]] = {
     "errors": [],
@@ -22,7 +22,8 @@ ALLOWED: dict[str, list[str]] = {
     "config": ["errors", "service_class", "tool_calls.formats"],
     "service_class": ["errors"],
     "structured_outputs": ["errors"],
-    "sampling_params": ["errors", "structured_outputs"],
+    "sampling_params": ["errors", "structured_outputs", "thinking"],
+    "thinking": ["errors"],
     "grammar": ["errors", "structured_outputs", "tokenizer"],
     "request": ["errors", "outputs", "kv_cache.prefix_node"],
     "kv_cache.prefix_node": [],
@@ -53,6 +54,7 @@ ALLOWED: dict[str, list[str]] = {
         "step_batch",
         "tokenizer",
     ],
+    "batches": ["errors"],
     "version": [],
     "loading": [*PLAIN, "version", "engine.info", "executor", "kernels", "models", "tokenizer"],
     "llm": [*PLAIN, "engine", "loading", "pooled_llm", "pooled_loading", "tokenizer", "tool_calls"],
@@ -60,7 +62,10 @@ ALLOWED: dict[str, list[str]] = {
     "pooled_loading": ["errors", "config", "engine", "executor", "loading", "models"],
     "async_llm": [*PLAIN, "engine", "loading"],
     "engine_process": ["errors", "config", "engine", "grammar", "loading", "parent", "pooled_loading", "tokenizer"],
-    "server": [*PLAIN, "version", "engine", "loading", "metrics", "parent", "replay", "tokenizer", "tool_calls"],
+    "server": [
+        *PLAIN,
+        *("version", "batches", "engine", "loading", "metrics", "parent", "replay", "tokenizer", "tool_calls"),
+    ],
     "writing": ["errors"],
     "replay": [*PLAIN, "engine", "step_batch", "models.hf_config", "models.model_files", "scheduler", "writing"],
     "workbench.workload": ["errors", "replay.traced_request", "writing"],

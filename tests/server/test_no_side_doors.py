@@ -1,4 +1,5 @@
-"""Requests are JSON about texts and token ids: no route takes files or objects, and none fetches anything."""
+"""Requests are JSON about texts and token ids: no route takes objects, none but /v1/files takes files, and none fetches
+anything."""
 
 from __future__ import annotations
 
@@ -163,6 +164,6 @@ def test_the_package_of_the_server_has_no_way_to_fetch_or_to_take_files() -> Non
                 modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
                 found += [(file.name, name) for name in modules if name.split(".")[0] in CLIENTS and name != "http"]
             name = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
-            if name in FILES:
+            if name in FILES and file.name != "files.py":  # which takes those of batches, where it is told to
                 found.append((file.name, name))
     assert not found
