@@ -12,6 +12,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.messages_types import CountTokensRequest, MessagesRequest, Metadata
 from chairlift.server.protocol import ChatRequest
 from chairlift.server.translation import Names, texts_of, wrong
+from chairlift.tool_calls import reasoning_format_of
 
 __all__ = ["names", "to_chat"]
 
@@ -58,10 +59,8 @@ def to_chat(asked: _Asked, told: Names, template: str, ignored: list[str]) -> Ch
     told.places = turns.places
     choice, parallel = _choice(asked.tool_choice)
     if asked.tool_choice and not asked.tools and choice not in ("auto", "none"):
-        message = (
-            f"tool_choice.type is {asked.tool_choice['type']!r}, but there are no tools; send tools, or leave it out"
-        )
-        raise ApiError(400, message, code="invalid_value", param="tool_choice.type")
+        why = f"tool_choice.type is {asked.tool_choice['type']!r}, but there are no tools; send tools, or leave it out"
+        raise ApiError(400, why, code="invalid_value", param="tool_choice.type")
     config = asked.output_config
     chat = ChatRequest(
         model=asked.model,
@@ -104,8 +103,8 @@ def _thinking(asked: _Asked, template: str, ignored: list[str]) -> dict[str, Any
         return {"enable_thinking": kind != "disabled"}
     if _THINKING.search(template):
         return {"thinking": kind != "disabled"}
-    if asked.thinking is not None and kind == "disabled":
-        ignored.append("thinking")
+    if asked.thinking is not None and (kind == "disabled") is (reasoning_format_of(template) is not None):
+        ignored.append("thinking")  # it thinks, or does not, whatever it is told
     return None
 
 

@@ -205,6 +205,11 @@ def test_models_think_only_when_they_are_asked_to(http: TestClient, engine: Fake
     create(http)
     assert prompt_of(engine).endswith(closed)
     says(engine, "x", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert "warning" not in http.post("/v1/messages", json=asked(thinking={"type": "disabled"})).headers
+    assert (
+        '"ignored: thinking"' in http.post("/v1/messages", json=asked(thinking={"type": "adaptive"})).headers["warning"]
+    )
+    says(engine, "x", HERMES.partition("{% if enable_thinking")[0] + "<think>{% endif %}")
     assert "thinking" in http.post("/v1/messages", json=asked(thinking={"type": "disabled"})).headers["warning"]
     assert "warning" not in http.post("/v1/messages", json=asked()).headers
 
