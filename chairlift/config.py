@@ -87,6 +87,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_connections": (1, 2**20),
     "batch_max_in_flight": (1, 2**16),
     "max_batch_file_bytes": (1024, 2**40),
+    "max_stored_responses": (0, 2**20),
+    "max_stored_response_bytes": (0, 2**40),
 }
 """Least and most, inclusive."""
 _TEXTS = {
@@ -409,6 +411,10 @@ class ServerConfig:
     """Longest request body."""
     max_connections: int = 2048
     """Most connections at a time."""
+    max_stored_responses: int = 1024
+    """Most responses that are kept in memory for clients that send store: true to /v1/responses; 0 keeps none."""
+    max_stored_response_bytes: int = 64 * 1024 * 1024
+    """Most bytes of them, conversations included."""
     metrics_prefix: str = "chairlift"
     """Beginning of the metrics' names: chairlift, or vllm for dashboards made for it."""
     log_format: str = "text"

@@ -246,6 +246,10 @@ class AnswerReading:
         """Tokens of the reasoning so far, its marks included."""
         return self._reader.num_reasoning_tokens(self._starts)
 
+    def is_reasoning(self, place: int) -> bool:
+        """Whether the token at this place in the answer is reasoning, or its mark."""
+        return self._reader.is_reasoning(self._starts[place])
+
     def _new_id(self, call: Call) -> str:
         """The id that the model gave the call, or one of nine letters and digits, which all templates take."""
         found = call.id

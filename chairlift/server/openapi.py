@@ -14,6 +14,13 @@ from chairlift.server.batches import BatchList, BatchObject, BatchRequest
 from chairlift.server.chat import ChatCompletion
 from chairlift.server.completions import TextCompletion
 from chairlift.server.files import FileDeleted, FileList, FileObject
+from chairlift.server.messages_types import (
+    CountTokensRequest,
+    MessageReply,
+    MessagesError,
+    MessagesRequest,
+    TokenCount,
+)
 from chairlift.server.models import ModelCard, ModelList
 from chairlift.server.pooling import (
     ClassifyReply,
@@ -28,6 +35,8 @@ from chairlift.server.pooling import (
 from chairlift.server.promises import TTFT_HEADER
 from chairlift.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.server.queue import QueueReply
+from chairlift.server.responses_types import DeletedResponse, ResponsesRequest
+from chairlift.server.responses_types import Response as ModelResponse
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 from chairlift.server.tokens import DetokenizeReply, TokenizeReply
@@ -95,6 +104,8 @@ _TYPES: Final = (
     *(EmbeddingRequest, EmbeddingReply, ClassifyRequest, ClassifyReply, ScoreRequest, ScoreReply),
     *(RerankRequest, RerankReply),
     *(FileObject, FileList, FileDeleted, BatchRequest, BatchObject, BatchList),
+    *(ResponsesRequest, ModelResponse, DeletedResponse),
+    *(MessagesRequest, MessageReply, CountTokensRequest, TokenCount, MessagesError),
     *(QueueReply, RequestsReply, TrafficRecord, WeightsRequest, WeightsReply),
 )
 
@@ -107,6 +118,8 @@ def document(state: ServerState) -> dict[str, Any]:
         "/v1/completions": _post(
             "Continue one or more prompts", CompletionRequest, TextCompletion, (429,), streams=True
         ),
+        **_responses_paths(),
+        **_messages_paths(),
         "/v1/embeddings": _post("Embeddings of one or more texts", EmbeddingRequest, EmbeddingReply, (429,)),
         "/v1/classify": _post("Classes of one or more texts", ClassifyRequest, ClassifyReply, (429,)),
         "/v1/score": _post("Scores of pairs of texts", ScoreRequest, ScoreReply, (429,)),
@@ -140,11 +153,44 @@ def document(state: ServerState) -> dict[str, Any]:
         "components": {"schemas": schemas},
     }
     if state.api_keys:
-        out["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-        out["security"] = [{"bearer": []}]
+        out["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        out["security"] = [{"bearer": []}, {"key": []}]
         for path in ("/health", "/ready"):
             paths[path]["get"]["security"] = []
     return out
+
+
+def _responses_paths() -> dict[str, Any]:
+    created = _post(
+        "Answer a conversation of items", ResponsesRequest, ModelResponse, (429,), streams=True, example=_RESPONSE
+    )
+    deleted = _get("Forget it", DeletedResponse, (404,), [_RESPONSE_PARAMETER])["get"]
+    kept = _get("A response that was kept", ModelResponse, (404,), [_RESPONSE_PARAMETER])
+    return {"/v1/responses": created, "/v1/responses/{response_id}": {**kept, "delete": deleted}}
+
+
+def _messages_paths() -> dict[str, Any]:
+    paths = {
+        "/v1/messages": _post(
+            "Answer a conversation of messages with blocks",
+            MessagesRequest,
+            MessageReply,
+            (429,),
+            streams=True,
+            example=_MESSAGE,
+        ),
+        "/v1/messages/count_tokens": _post(
+            "Tokens of such a conversation", CountTokensRequest, TokenCount, (429,), example={"messages": _ASK}
+        ),
+    }
+    for path in paths.values():
+        for status, response in path["post"]["responses"].items():
+            if status != "200":
+                response["content"] = _ref(MessagesError)
+    return paths
 
 
 def _query(name: str, text: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -179,6 +225,10 @@ def _path_parameter(name: str) -> dict[str, Any]:
 _NAME_PARAMETER: Final = _path_parameter("name")
 
 
+_RESPONSE_PARAMETER: Final = {**_NAME_PARAMETER, "name": "response_id"}
+_ASK: Final = [{"role": "user", "content": "What is a KV cache?"}]
+_RESPONSE: Final = {"input": "What is a KV cache?", "max_output_tokens": 64}
+_MESSAGE: Final = {"messages": _ASK, "max_tokens": 64}
 _TTFT_PARAMETER: Final = {
     "name": TTFT_HEADER,
     "in": "header",
@@ -204,6 +254,7 @@ def _post(
     reply: type[msgspec.Struct],
     statuses: Sequence[int],
     streams: bool = False,
+    example: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     content = _ref(reply)
     if streams:
@@ -212,6 +263,8 @@ def _post(
     if streams:
         operation["parameters"] = [_TTFT_PARAMETER]
     operation["requestBody"] = {"required": True, "content": _ref(body)}
+    if example is not None:
+        operation["requestBody"]["content"]["application/json"]["example"] = example
     return {"post": operation}
 
 

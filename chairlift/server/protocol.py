@@ -64,7 +64,7 @@ from msgspec import Meta
 from chairlift.errors import RequestError
 from chairlift.sampling_params import SamplingLimits, SamplingParams
 from chairlift.server.errors import ApiError
-from chairlift.server.structured import structured_outputs
+from chairlift.server.structured import FIELDS, structured_outputs
 from chairlift.structured_outputs import MAX_GRAMMAR_CHARS
 from chairlift.tool_calls.request import MAX_TOOLS
 
@@ -76,12 +76,17 @@ __all__ = [
     "DetokenizeRequest",
     "GenerationRequest",
     "Message",
+    "Refusals",
+    "SampledRequest",
+    "StopString",
     "StreamOptions",
     "TokenizeRequest",
     "no_prompt_logprobs_in_stream",
     "parse",
+    "refused_beside",
     "sampling_params",
     "template_variables",
+    "unknown_inside",
     "warning_headers",
 ]
 
@@ -139,23 +144,41 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """The usage so far in every chunk."""
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What chat and text completions have in common. ``null`` is the same as leaving a field out."""
+class SampledRequest(msgspec.Struct, kw_only=True):
+    """What all endpoints that generate text have in common. ``null`` is the same as leaving a field out."""
 
     model: ModelName | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=_LIMITS.max_stop_strings)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: LogitBias | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
+    cache_salt: CacheSalt | None = None
+    """Only requests with the same salt share cached prompts."""
+    queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
+    """Seconds to wait for the first step before giving up."""
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None
+    """Class of service; the reply says which one it was."""
+    ttft_ms: Milliseconds | None = None
+    """The first token is due this long after arrival."""
+    tpot_ms: Milliseconds | None = None
+    """Longest time per token after the first."""
+    deadline_ms: Milliseconds | None = None
+    """The whole answer is due this long after arrival."""
+
+
+class GenerationRequest(SampledRequest, kw_only=True):
+    """What chat and text completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=_LIMITS.max_stop_strings)] | None = None
+    logit_bias: LogitBias | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=_LIMITS.max_token_id_list)] | None = None
@@ -180,21 +203,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_choice: Annotated[list[GrammarText], Meta(max_length=4096)] | None = None
     guided_grammar: GrammarText | None = None
     structural_tag: Form | GrammarText | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
-    cache_salt: CacheSalt | None = None
-    """Only requests with the same salt share cached prompts."""
-    queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
-    """Seconds to wait for the first step before giving up."""
-    service_tier: Annotated[str, Meta(max_length=64)] | None = None
-    """Class of service; the reply says which one it was."""
     user: Annotated[str, Meta(max_length=256)] | None = None
     """Who asks; without API keys, whose share of the engine it is."""
-    ttft_ms: Milliseconds | None = None
-    """The first token is due this long after arrival."""
-    tpot_ms: Milliseconds | None = None
-    """Longest time per token after the first."""
-    deadline_ms: Milliseconds | None = None
-    """The whole answer is due this long after arrival."""
     return_timing: bool | None = None
     """Say where the time went: ``timing`` in the reply, or in the last chunk of each prompt's answers."""
 
@@ -335,7 +345,12 @@ _TOOLS: Final = "it belongs to /v1/chat/completions; leave it out"
 _OLD_TOOLS: Final = "it is the older form of tools; send tools instead"
 _GRAMMAR: Final = "answers are held to a form by response_format or structured_outputs; use one of them"
 _CHAT_ONLY: Final = "it belongs to /v1/chat/completions; leave it out"
+_ELSEWHERE: Final = "it belongs to /v1/chat/completions or /v1/completions; leave it out"
+_FORM_ELSEWHERE: Final = "it asks for a form of the answer as /v1/chat/completions has it; use this endpoint's field"
 _TEXT_ONLY: Final = "it belongs to /v1/completions; leave it out"
+
+Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Field -> (values that ask for what happens anyway, what to do)."""
 
 REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "tools": ((), _TOOLS),
@@ -370,7 +385,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "continue_final_message": ((), _CHAT_ONLY),
     "chat_template_kwargs": ((), _CHAT_ONLY),
 }
-"""Field -> (values that ask for what happens anyway, what to do). Looked at where the body's type has no such field."""
+"""Of chat and text completions. Looked at where the body's type has no such field."""
 
 _SAMPLING: Final = (
     *("n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -390,8 +405,10 @@ _repr.maxlevel = 2
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]]:
+def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = REFUSED) -> tuple[_T, list[str]]:
     """The request, and the names of fields that are ignored. 4.0 is a whole number, as it is in JSON Schema.
+
+    ``refused`` are the fields that are known and not served.
 
     Raises ApiError 400 whose ``param`` is the path of the field (``messages[0].role``) and whose message says what was
     given and what is allowed.
@@ -401,10 +418,10 @@ def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]
     for name, value in body.items():
         if name in known or value is None:
             continue
-        if name not in REFUSED:
+        if name not in refused:
             ignored.append(name)
-        elif not _asks_for_nothing(name, value):
-            message = f"{name} is {_given(value)}, which is not supported: {REFUSED[name][1]}"
+        elif not _asks_for_nothing(value, *refused[name]):
+            message = f"{name} is {_given(value)}, which is not supported: {refused[name][1]}"
             raise ApiError(400, message, code="unsupported_parameter", param=name)
     floats = ((name, value) for name, value in body.items() if isinstance(value, float) and value.is_integer())
     whole = {name: int(value) for name, value in floats if name in _whole_numbers(struct_type)}
@@ -414,6 +431,23 @@ def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]
         raise _readable(struct_type, body, str(error)) from None
     ignored += _ignored_inside(struct_type, body)
     return request, ignored
+
+
+def refused_beside(struct_type: type[msgspec.Struct], own: Refusals) -> Refusals:
+    """``own``, and every field of chat and text completions that a body of another endpoint does not have."""
+    others = {*_field_names(ChatRequest), *_field_names(CompletionRequest), *REFUSED}
+    elsewhere: dict[str, tuple[tuple[Any, ...], str]] = {}
+    for name in sorted(others - {*_field_names(struct_type), "stream_options"}):
+        harmless, reason = REFUSED.get(name, ((1,) if name == "n" else (), _ELSEWHERE))
+        asks_for_form = name in FIELDS or reason is _GRAMMAR
+        elsewhere[name] = (harmless, _FORM_ELSEWHERE if asks_for_form else reason)
+    return {**elsewhere, **own}
+
+
+def unknown_inside(place: str, given: Any, struct_type: type[msgspec.Struct]) -> list[str]:
+    """Names in the object at ``place`` that its type does not have, as paths."""
+    known = _field_names(struct_type)
+    return [f"{place}.{name}" for name, value in (given or {}).items() if name not in known and value is not None]
 
 
 def warning_headers(ignored: Sequence[str]) -> dict[str, str]:
@@ -454,11 +488,10 @@ def no_prompt_logprobs_in_stream(request: GenerationRequest) -> None:
         raise ApiError(400, message, code="invalid_value", param="prompt_logprobs")
 
 
-def _asks_for_nothing(name: str, value: Any) -> bool:
+def _asks_for_nothing(value: Any, harmless: Sequence[Any], reason: str) -> bool:
     """Whether a refused field has a value that asks for what happens anyway. 0 does so only where it is listed."""
-    harmless, reason = REFUSED[name]
     empty = value is False or (isinstance(value, (str, list, dict)) and not value)
-    return (empty and reason is not _GRAMMAR) or any(
+    return (empty and reason not in (_GRAMMAR, _FORM_ELSEWHERE)) or any(
         value == each and isinstance(value, bool) is isinstance(each, bool) for each in harmless
     )
 
