@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chairlift.cli.sim import report_lines
 from chairlift.config import EngineConfig
 from chairlift.engine.step_export import read_recording
 from chairlift.engine.step_recorder import StepRecorder
@@ -261,6 +262,14 @@ def _joined(lines: list[dict[str, Any]]) -> bytes:
     return b"\n".join(json.dumps(line).encode() for line in lines)
 
 
+def test_static_batches_have_no_time_per_token() -> None:
+    static = replay([one(0.0, output=9)] * 4, EngineConfig.from_flat({"batching": "static"}), deployment())
+    assert static.served.delivered_whole
+    lines = {line.split("  ")[0]: line.split()[-4:] for line in report_lines(static)}
+    assert lines["time per output token"] == lines["between tokens"] == ["-"] * 4
+    assert "-" not in lines["time to first token"]
+
+
 def test_what_was_measured_stands_first_and_the_simulation_is_called_one() -> None:
     recording = read_recording(_joined(_recorded()))
     figures, _ = compare_sides(recording)
@@ -278,7 +287,7 @@ def test_a_step_model_that_does_not_fit_is_refused_with_the_reason() -> None:
     for line in lines:  # a machine whose steps take anything, whatever is in them
         begin = late
         if "step" in line:
-            late += float(rng.exponential(0.3)) if rng.random() < 0.5 else 0.0001
+            late += 0.05 * float(np.exp(rng.normal(0, 1.5)))
             line["t"] = [line["t"][0] + begin, line["t"][1] + late]
     with pytest.raises(ConfigError, match=r"no comparison: the step model misses half of the .* by more than \d+%"):
         compare_sides(read_recording(_joined(lines)))
