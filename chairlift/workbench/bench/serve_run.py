@@ -13,6 +13,7 @@ from typing import Final
 
 from chairlift.errors import ConfigError
 from chairlift.replay.traced_request import TracedRequest, prompt_token_ids
+from chairlift.workbench.workload.texts import Said
 
 __all__ = ["Dialect", "Load", "Outcome", "Progress", "ServeRun", "Status", "Target", "Watch", "fit", "quiet_collector"]
 
@@ -99,6 +100,8 @@ class Load:
     """Whether class, tenant and limits of the requests are sent."""
     salt: int = 0
     """Changes what the prompts say: the same requests with another salt meet no cache that knows them. Below 2**60."""
+    said: Sequence[Said] | None = None
+    """What each request says, of a data set of texts; None: prompts are made up, of the lengths of the requests."""
     shortened: int = 0
     """Requests that were cut to what the server has room for."""
 

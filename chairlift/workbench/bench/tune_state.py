@@ -221,8 +221,8 @@ class State:
                 trial = Trial(**(fields | parts))
                 self.trials[trial.key] = trial
             self.deployment = None if deployment is None else Deployment.from_dict(deployment)
-            error = record.get("fit_error")
-            self.fit_error = None if error is None else float(error)
+            fit_error = record.get("fit_error")
+            self.fit_error = None if fit_error is None else float(fit_error)
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError):
             raise ConfigError(f"{self.path} is damaged; {way_out}") from None
 
