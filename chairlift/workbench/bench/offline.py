@@ -245,7 +245,7 @@ def run_here(
 
 
 def _outcome(timing: RequestTiming, now: float) -> Outcome:
-    request = timing.request
+    request, whole = timing.request, timing.tokens > 1 and timing.first == timing.last
     found = Outcome(
         index=timing.index,
         scheduled=request.arrival,
@@ -254,8 +254,8 @@ def _outcome(timing: RequestTiming, now: float) -> Outcome:
         end=timing.left if timing.left >= 0 else now,
         wanted_tokens=request.output_tokens,
         prompt_tokens=request.prompt_tokens,
-        times=timing.times,
-        counts=[1] * timing.tokens,
+        times=timing.times[:1] if whole else timing.times,
+        counts=[timing.tokens] if whole else [1] * timing.tokens,
         completion_tokens=timing.tokens,
         cached_tokens=timing.cached_tokens,
         preempted=timing.preempted,

@@ -164,8 +164,8 @@ class Outcome:
 
     @property
     def came_whole(self) -> bool:
-        """Whether all tokens came at one time, as an answer of a static batch does: none has a time of its own."""
-        return self.output_tokens > 1 and len(self.times) > 0 and self.times[-1] == self.times[0]
+        """Whether all tokens came in one event, as those of a static batch do: none has a time of its own."""
+        return self.output_tokens > 1 and len(self.times) == 1
 
     @property
     def tpot(self) -> float | None:

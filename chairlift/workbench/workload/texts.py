@@ -169,7 +169,7 @@ def _message(where: str, message: Any, shared: bool) -> tuple[str, str, int, Any
     names = ("from", "value") if shared else ("role", "content")
     author, content = (message.get(name) if isinstance(message, dict) else None for name in names)
     parts = content if isinstance(content, list) and not shared else [{"type": "text", "text": content}]
-    if content is None and not shared and isinstance(author, str):  # an answer that is a call of a tool
+    if content is None and not shared and isinstance(author, str) and message.get("tool_calls"):
         return author, "", 0, None
     texts, images = [], 0
     for part in parts:
