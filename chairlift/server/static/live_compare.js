@@ -60,7 +60,8 @@ function verdict({ measured, static: other, words, validity, requests }) {
   const upper = source ? "The example is simulated too." : "The upper timeline, and the first figure of each pair, are as it really ran.";
   const note = `${requests} requests. ${upper} ~ is simulated with a cost model ${validity}.`;
   box.replaceChildren(versus, button);
-  $("words").replaceChildren(...words.map((text) => make("p", text)), make("p", note, "hint"));
+  const told = source ? words.map((text) => text.replace(/^Measured:/, "The example:")) : words;
+  $("words").replaceChildren(...told.map((text) => make("p", text)), make("p", note, "hint"));
 }
 
 function play(time) {

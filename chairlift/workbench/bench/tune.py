@@ -21,7 +21,7 @@ from chairlift.replay.machines import ModelShape
 from chairlift.workbench.bench.serve_run import fit
 from chairlift.workbench.bench.tune_lab import TRUSTED, Lab, MakeCore, Traffic
 from chairlift.workbench.bench.tune_measured import longest_run, measured_candidates, measured_score
-from chairlift.workbench.bench.tune_search import GOODPUT, PREEMPTED, Judge, Score, Space, search, shortfall
+from chairlift.workbench.bench.tune_search import GOODPUT, KEEPING, PREEMPTED, Judge, Score, Space, search, shortfall
 from chairlift.workbench.bench.tune_state import FIRST_LOOK, Figures, Setting, State
 from chairlift.workbench.workload.trace import TracedRequest
 
@@ -86,6 +86,8 @@ class Refuted:
     """Requests that ended per second."""
     goodput: float | None
     preemption_rate: float
+    keeping: float
+    """Requests that ended / that came, late in the run."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -528,6 +530,7 @@ def refuted_by(lab: Lab, settings: Sequence[Setting]) -> list[Refuted]:
             completed=trial.figures.requests_per_second,
             goodput=trial.figures.goodput,
             preemption_rate=trial.figures.preemption_rate,
+            keeping=trial.figures.keeping,
         )
         for trial in runs
         if trial.rate is not None and shortfall(trial.figures)
@@ -612,9 +615,10 @@ def _tell_of_rates(findings: Findings) -> None:
     for each in findings.refuted[:_MOST_RATES]:
         kept = "" if each.goodput is None else f" the promises were kept for {each.goodput:.1%} of the requests,"
         preempted = f" {each.preemption_rate:.1%} were preempted," if each.preemption_rate > PREEMPTED else ""
+        grew = f" the backlog grew ({each.keeping:.0%} kept up)," if each.keeping < KEEPING else ""
         findings.notes.append(
-            f"Refuted by a real run: at {each.rate:.3g} requests/s,{kept}{preempted} and {each.completed:.3g} were"
-            f" completed per second ({each.setting})."
+            f"Refuted by a real run: at {each.rate:.3g} requests/s,{kept}{preempted}{grew} and {each.completed:.3g}"
+            f" were completed per second ({each.setting})."
         )
     if findings.by_rate and findings.confirmed_rate is None:
         findings.notes.append(

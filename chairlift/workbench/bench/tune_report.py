@@ -35,8 +35,8 @@ for everybody, and times say little more than throughput does.
 Time to first token counts from when a request is sent. Time per token is the mean over the rest of its answer. p99
 means that 99 of 100 requests were faster.
 
-Static batches start together and end together: what most simple servers do. The best size for them was looked for too,
-so that neither side is at a disadvantage."""
+Static batches start together and end together: what most simple servers do. The best size for them is the best that
+was measured."""
 _SMALL: Final = 1.1
 """A gain in throughput below this is called small,"""
 _UNSURE: Final = 1.25
@@ -231,7 +231,7 @@ def verdict(answer: Answer) -> str:
     more = chosen.rate / theirs.rate if chosen.rate and theirs.rate else math.inf if chosen.rate else 1.0
     better = (static.waits.goodput or 0.0) < GOODPUT <= (chosen.waits.goodput or 0.0) or more >= _SMALL
     small = (gain.mean < _SMALL or (gain.low < _SMALL and gain.mean < _UNSURE)) and not better
-    latency = _latency_words(chosen, static)
+    latency = _latency_words(findings, chosen, static)
     command = serve_command(answer)
     if small:
         why = _why_small(findings)
@@ -266,12 +266,13 @@ def verdict(answer: Answer) -> str:
     return " ".join(sentences)
 
 
-def _latency_words(chosen: Column, static: Column) -> str:
+def _latency_words(findings: Findings, chosen: Column, static: Column) -> str:
     """How much sooner it answers; empty where it does not, or where only one of the two was measured."""
     waits = chosen.waits.e2el_p99 / static.waits.e2el_p99 if static.waits.e2el_p99 else 1.0
     alike = chosen.waits_measured == static.waits_measured and (chosen.paced is None) == (static.paced is None)
     simulated = "" if chosen.waits_measured else ", as simulated"
-    return f"its p99 latency is {waits:.0%} of theirs{simulated}" if waits < 0.95 and alike else ""
+    where = f", {findings.traffic.crowd}" if findings.pace is not None and chosen.paced is None else ""
+    return f"its p99 latency is {waits:.0%} of theirs{where}{simulated}" if waits < 0.95 and alike else ""
 
 
 def _shown(answer: Answer) -> list[Trial]:
@@ -387,6 +388,7 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
         rows.append(
             row(f"{at}: promises kept", lambda f, _: "-" if f.goodput is None else f"{f.goodput:.1%}", of_pace=True)
         )
+    rows = [row for row in rows if set(row[1:]) != {"-"}]  # of a pace at which no run was made
     if findings.by_rate:
         highest = [("none" if side.rate is None else f"{_mark(answer, side)}{side.rate:.3g}") for side in sides]
         rows.append(["highest rate that keeps promises, /s", *highest])
@@ -583,8 +585,8 @@ def _preemption(answer: Answer) -> Iterator[Block]:
             "A preempted request gives its memory to others and is computed again, or waits in host memory. Above the"
             " limit, work is done twice."
             if findings.tight
-            else "Nothing was preempted with any number of slots: there is memory for all of them, and how much of it"
-            " is kept free does not matter."
+            else "Nothing was preempted in any run: there is memory enough, and how much of it is kept free does not"
+            " matter."
         )
     )
 
