@@ -88,10 +88,12 @@ def floor_of(model: Path, requests: Requests) -> tuple[float, dict[str, Any]]:
     """Seconds that the GPU's limits allow at best, and these limits."""
     import torch
 
+    from chairlift.kernels.roof import GPU
     from chairlift.models.model_files import read_config
-    from chairlift.workbench.bench.floor import GPU_BUDGETS, ModelCost, workload_floor
+    from chairlift.models.step_cost import ModelCost
+    from chairlift.workbench.bench.floor import GPU_BUDGETS, workload_floor
     from chairlift.workbench.bench.kernel_report import limits_record, limits_table
-    from chairlift.workbench.bench.limits import GPU, measure_device
+    from chairlift.workbench.bench.limits import measure_device
     from chairlift.workbench.bench.report import text
 
     limits = measure_device(torch.device("cuda"), torch.bfloat16)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.fallback.model import TransformersLM
     from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.step_cost import ModelCost
+    from chairlift.scheduler.cost_model import StepFeatures
 
 __all__ = [
     "LoadedExecutor",
@@ -72,7 +74,36 @@ class LoadedExecutor:
     """See :attr:`EngineInfo.quantization`."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
-    """Dtype of K and V, if it is not the model's."""
+    """Of K and V, where it is not the model's."""
+    step_cost: ModelCost | None = None
+    """What a step costs at least, where the native CPU kernels run the model."""
+
+    def least_step_seconds(self) -> Callable[[StepFeatures, int], float] | None:
+        """Measure what this machine allows, within some 100 ms, and give the least seconds of a step.
+
+        They follow from its features and the number of rows that it samples from. None where other kernels than the
+        CPU's native ones run the model.
+        """
+        cost = self.step_cost
+        if cost is None:
+            return None
+        import torch
+
+        from chairlift.kernels.cpu.library import Pool
+        from chairlift.kernels.roof import quick_roof
+
+        pool = Pool(self.threads)
+        try:
+            roof = quick_roof(pool, self.kernels, torch.int8 if self.quantization else getattr(torch, self.dtype))
+        finally:
+            pool.close()
+
+        def least_seconds(step: StepFeatures, sampled: int) -> float:
+            rows = step.num_decodes
+            kv_bytes = rows * cost.kv_read(step.context_tokens // rows) if rows else 0
+            return cost.least_seconds(roof, rows + step.prefill_tokens, sampled, kv_bytes)
+
+        return least_seconds
 
     def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
         """What others may know; ``capacity_tokens`` is the engine's, which knows how long a window holds its blocks."""
@@ -196,7 +227,23 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         graphs=executor.describe_graphs(),
         block_bytes=sum(plan.block_bytes) // len(plan.block_bytes),
         kv_cache_dtype=None if plan.dtype == dtype else str(plan.dtype).removeprefix("torch."),
+        step_cost=_step_cost(network, kernels, dtype, model.quantization, plan.dtype),
     )
+
+
+def _step_cost(
+    network: ModelConfig | TransformersConfig,
+    kernels: str,
+    dtype: torch.dtype,
+    quantization: str | None,
+    kv_dtype: torch.dtype,
+) -> ModelCost | None:
+    from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.step_cost import ModelCost
+
+    if kernels in ("torch", "triton") or not isinstance(network, ModelConfig):
+        return None
+    return ModelCost.of(network, dtype, quantization, kv_dtype)
 
 
 def model_directory(config: EngineConfig) -> Path:

@@ -42,7 +42,8 @@ sys.path.insert(0, str(HERE.parent))
 from floor import floor_seconds, model_cost  # noqa: E402
 from workload import draw, totals  # noqa: E402
 
-from chairlift.workbench.bench.limits import Roof, measure_limits  # noqa: E402
+from chairlift.kernels.roof import Roof  # noqa: E402
+from chairlift.workbench.bench.limits import measure_limits  # noqa: E402
 from chairlift.workbench.bench.machine import describe_machine  # noqa: E402
 
 ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")

@@ -214,8 +214,8 @@ def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str
 
     from chairlift.executor.select import why_not_quantized, why_not_triton
     from chairlift.kernels.cpu.library import best_isa, why_unavailable
+    from chairlift.kernels.roof import GPU
     from chairlift.loading import find_device
-    from chairlift.workbench.bench.limits import GPU
 
     EngineConfig.from_flat({"device": args.device})
     if args.device != "cpu" and args.dtype in _CODES:

@@ -165,10 +165,15 @@ def _gauges(now: Snapshot, before: Snapshot | None) -> list[Line]:
         _rates(now, before),
         _latencies(now, before, "TTFT", "time_to_first_token_seconds"),
         _latencies(now, before, "ITL", "inter_token_latency_seconds"),
-        "",
+        _floor(metrics.value("floor_share")),
     ]
     padded = [[*line, (" " * max(2, 46 - len(text_of(line))), "")] for line in left]
     return [[*line, (more, "")] for line, more in zip(padded, right, strict=True)]
+
+
+def _floor(share: float | None) -> str:
+    """How near steps come to what the machine allows; nothing where a server does not know."""
+    return "" if share is None else f"machine   {share:.0%} of its floor"
 
 
 def _judge(rate: float | None) -> tuple[str, str]:

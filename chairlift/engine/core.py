@@ -18,6 +18,7 @@ from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.estimates import estimator_from
 from chairlift.engine.events import Events
+from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.grammars import GrammarRow, Grammars
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
@@ -238,6 +239,8 @@ class EngineCore(EngineClient):
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
         """Gives the masks of a step, while it is computed; None where no request has any. The tokens of the steps in
         flight are not known then."""
+        self.floor: FloorShare | None = None
+        """How near steps come to what the machine allows, where that was measured."""
         self.config = config
         self.executor = executor
         self.weight_version = 0
@@ -413,6 +416,7 @@ class EngineCore(EngineClient):
             token_budget=scheduler.batch.token_budget,
             watermark=scheduler.batch.watermark,
             num_governor_decisions=0 if self.governor is None else self.governor.num_decisions,
+            floor_share=None if self.floor is None else self.floor.share,
         )
         return stats
 
@@ -527,6 +531,10 @@ class EngineCore(EngineClient):
         was_busy = out.num_decodes > 0 or len(out.chunks) > len(out.joined)
         if was_busy and not out.swap_out and not out.swap_in:
             self.costs.passed(record.features, end - max(start, self._landed_at), end - self._landed_at)
+        if self.floor is not None:
+            sampled = out.num_decodes + sum(chunk.samples for chunk in out.chunks)
+            begin = self._landed_at if was_busy else max(start, self._landed_at)
+            self.floor.landed(record.features, sampled, out.num_held, end - begin)
         self._landed_at, counted = end, self._counted
         counted.step_tokens = out.num_tokens
         counted.num_computed_tokens += out.num_tokens

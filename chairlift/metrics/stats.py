@@ -112,6 +112,9 @@ class EngineStats:
     """Share of the KV blocks kept free when a sequence joins."""
     num_governor_decisions: int = 0
     """Changes that the governor made, or in shadow mode would have made."""
+    floor_share: float | None = None
+    """Least time in which this machine could have done the last steps / the time they took; None where its limits were
+    not measured."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class ServedTrace:
     ttft: Percentiles
     """Time to the first token, from when it is sent. The others per request too, but for the gaps between tokens."""
     tpot: Percentiles
-    """Time per output token after the first."""
+    """Time per output token after the first; says nothing where ``delivered_whole``, as the next."""
     itl: Percentiles
     """Gaps between tokens, over all tokens."""
     e2e: Percentiles
@@ -74,6 +74,8 @@ class ServedTrace:
     """Requests preempted at least once / requests that ended."""
     goodput: float | None
     """Share of the requests with a promise (ttft_ms, tpot_ms, deadline_ms) that was kept in full; None without any."""
+    delivered_whole: bool = False
+    """Whether answers came whole, as those of static batches do: then there is no time between tokens."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -215,4 +217,5 @@ class Collector:
             preemptions=core.scheduler.num_preemptions - preemptions,
             preemption_rate=sum(timing.preempted for timing in over) / len(over) if over else 0.0,
             goodput=sum(kept) / len(kept) if kept else None,
+            delivered_whole=self._held,
         )

@@ -56,7 +56,7 @@ ALLOWED: dict[str, list[str]] = {
     ],
     "batches": ["errors"],
     "version": [],
-    "loading": [*PLAIN, "version", "engine.info", "executor", "kernels", "models", "tokenizer"],
+    "loading": [*PLAIN, "version", "engine.info", "executor", "kernels", "models", "scheduler.cost_model", "tokenizer"],
     "llm": [*PLAIN, "engine", "loading", "pooled_llm", "pooled_loading", "tokenizer", "tool_calls"],
     "pooled_llm": ["errors", "outputs", "engine"],
     "pooled_loading": ["errors", "config", "engine", "executor", "loading", "models"],

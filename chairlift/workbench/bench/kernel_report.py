@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from chairlift.kernels.roof import Roof
 from chairlift.workbench.bench.kernels import Measurement
-from chairlift.workbench.bench.limits import Limits, Roof
+from chairlift.workbench.bench.limits import Limits
 from chairlift.workbench.bench.machine import Machine
 from chairlift.workbench.bench.report import Table
 

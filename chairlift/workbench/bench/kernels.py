@@ -20,7 +20,8 @@ from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
 from chairlift.kernels.cpu.library import Pool
 from chairlift.kernels.grouped import GroupKind
-from chairlift.workbench.bench.limits import GPU, Limits, LimitsNow, Roof, beyond_cache
+from chairlift.kernels.roof import GPU, Roof
+from chairlift.workbench.bench.limits import Limits, LimitsNow, beyond_cache
 from chairlift.workbench.bench.machine import Machine
 from chairlift.workbench.bench.programs import Kernels, Prepare, kv_bytes, weight_bytes
 from chairlift.workbench.bench.shapes import ModelShape, Shapes

@@ -19,15 +19,13 @@ import torch
 from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
 from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
+from chairlift.kernels.roof import GPU, Roof, product_isa
 from chairlift.workbench.bench.machine import Machine
 
 __all__ = [
-    *("GPU", "Limits", "Peak", "Rate", "Roof"),
-    *("LimitsNow", "beyond_cache", "measure_device", "measure_limits", "product_isa", "thread_counts"),
+    *("Limits", "Peak", "Rate"),
+    *("LimitsNow", "beyond_cache", "measure_device", "measure_limits", "thread_counts"),
 ]
-
-GPU: Final = "gpu"
-"""What stands for a path where the limits are those of a device; it counts as one thread."""
 
 _MOMENT: Final = 0.001
 _LEAST_BUFFER: Final = 256 << 20
@@ -56,18 +54,6 @@ class Peak:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Roof:
-    """What bounds an operation from below: bytes per second from memory, operations per second."""
-
-    bandwidth: float
-    peak: float
-
-    def seconds(self, nbytes: float, operations: float) -> float:
-        """The least time for so many bytes and operations, when one hides behind the other perfectly."""
-        return max(nbytes / self.bandwidth, operations / self.peak)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
     """Measured limits of this machine."""
 
@@ -87,13 +73,6 @@ class Limits:
             if (peak.isa, peak.threads, peak.product == "int8") == wanted and threads in self.read:
                 return Roof(self.read[threads].best, peak.operations.best)
         raise ConfigError(f"the limits of {isa} with {threads} threads were not measured; measure them first")
-
-
-def product_isa(isa: str, dtype: torch.dtype) -> str:
-    """The path whose product instruction a kernel uses: in float32 the bf16 ones do without their speciality."""
-    if dtype == torch.float32 and isa not in ("avx2", GPU):
-        return "avx512"
-    return isa
 
 
 def thread_counts(most: int, *others: int) -> list[int]:

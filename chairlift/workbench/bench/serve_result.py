@@ -52,7 +52,7 @@ def parse_goodput(items: Sequence[str]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stats:
-    """Of a time in ms, over requests (of the time between tokens: over all tokens)."""
+    """Of a time in ms, over requests (of the time between events with tokens: over all events)."""
 
     mean: float
     median: float
@@ -96,7 +96,9 @@ class Figures:
     times: Mapping[str, Stats | None]
     """By vLLM's names (ttft, tpot, itl, e2el), and ``queueing`` (until the reply's headers) and ``server_queue``."""
     counted: bool
-    """Whether the time between tokens is that: else between chunks of tokens."""
+    """Whether the time between events is that between tokens: else events had several tokens, or nobody knows."""
+    whole: int
+    """Answers of several tokens that came whole, and so have no time per token."""
     shorter: int
     """Answers that ended before the length that was asked for."""
     preemption_rate: float | None
@@ -123,10 +125,12 @@ class Figures:
                 "less often, and time in its queue stays hidden"
             )
         if self.completed and not self.counted:
-            yield "the server does not say how many tokens a chunk has: ITL is the time between chunks"
-        tpot, itl = self.times["tpot"], self.times["itl"]
-        if tpot is not None and (itl is None or itl.mean == 0):
-            yield "answers came whole: TPOT and ITL say nothing about them"
+            yield (
+                "an event may have several tokens: ITL is the time between events, one gap for each, as vllm bench"
+                " serve counts it"
+            )
+        if self.whole:
+            yield f"{self.whole:,} of {self.completed:,} answers came whole: they have no TPOT and no ITL"
         if self.shorter:
             hint = "" if run.server.dialect.ignore_eos else "; --ignore-eos asks for exact lengths"
             yield f"{self.shorter:,} of {self.completed:,} answers ended before the length that was asked for{hint}"
@@ -177,6 +181,7 @@ def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
         good=good,
         times={name: Stats.of(values) for name, values in latencies(run).items()},
         counted=all(each.counted for each in done),
+        whole=sum(each.came_whole for each in done),
         shorter=sum(each.output_tokens < each.wanted_tokens for each in done),
         preemption_rate=sum(preempted) / len(preempted) if preempted else None,
         lateness=Stats.of(late),

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from chairlift.errors import ConfigError
 from chairlift.replay.traced_request import TracedRequest, prompt_token_ids
+from chairlift.workbench.workload.texts import Said
 
 __all__ = ["Dialect", "Load", "Outcome", "Progress", "ServeRun", "Status", "Target", "Watch", "fit", "quiet_collector"]
 
@@ -98,6 +100,8 @@ class Load:
     """Whether class, tenant and limits of the requests are sent."""
     salt: int = 0
     """Changes what the prompts say: the same requests with another salt meet no cache that knows them. Below 2**60."""
+    said: Sequence[Said] | None = None
+    """What each request says, of a data set of texts; None: prompts are made up, of the lengths of the requests."""
     shortened: int = 0
     """Requests that were cut to what the server has room for."""
 
@@ -144,8 +148,9 @@ class Outcome:
 
     @property
     def counted(self) -> bool:
-        """Whether it is known which chunk had how many tokens. An end-of-sequence token has no chunk of its own."""
-        return self.completion_tokens is not None and 0 <= self.completion_tokens - sum(self.counts) <= 1
+        """Whether each event is known to have one token. An end-of-sequence token has no event of its own."""
+        told = self.completion_tokens is not None and 0 <= self.completion_tokens - sum(self.counts) <= 1
+        return told and (self.came_whole or max(self.counts, default=1) == 1)
 
     @property
     def ttft(self) -> float:
@@ -158,21 +163,24 @@ class Outcome:
         return self.end - self.start
 
     @property
+    def came_whole(self) -> bool:
+        """Whether all tokens came in one event, as those of a static batch do: none has a time of its own."""
+        return self.output_tokens > 1 and len(self.times) == 1
+
+    @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None for an answer of one token."""
-        return (self.end - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+        """Seconds per token after the first; None for an answer of one token, and for one that came whole."""
+        if self.output_tokens < 2 or self.came_whole:
+            return None
+        return (self.end - self.times[0]) / (self.output_tokens - 1)
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between tokens: of n that came in one chunk, n - 1 came 0 s after the one before.
+        """Seconds between events with tokens, one gap per event after the first, however many tokens an event has.
 
-        Between chunks, where it is not known how many tokens they had (``counted``).
+        That is the convention of ``vllm bench serve``. An answer that came whole has none.
         """
-        gaps: list[float] = [0.0] * (self.counts[0] - 1) if self.counts and self.counted else []
-        for before, now, count in zip(self.times, self.times[1:], self.counts[1:], strict=False):
-            gaps.append(now - before)
-            gaps += [0.0] * (count - 1 if self.counted else 0)
-        return gaps
+        return [] if self.came_whole else [now - before for before, now in itertools.pairwise(self.times)]
 
     def fail(self, kind: str, message: str) -> None:
         """It is not answered."""

@@ -15,12 +15,14 @@ from typing import Any, Final, NamedTuple
 from chairlift.workbench.bench.tune_lab import Lab
 from chairlift.workbench.bench.tune_state import Figures, Setting
 
-__all__ = ["GOODPUT", "PREEMPTED", "Judge", "Score", "Space", "search", "shortfall"]
+__all__ = ["GOODPUT", "KEEPING", "PREEMPTED", "Judge", "Score", "Space", "search", "shortfall"]
 
 GOODPUT: Final = 0.99
 """Share of the requests whose promises must be kept."""
 PREEMPTED: Final = 0.02
 """Share of the requests that may be preempted, at most."""
+KEEPING: Final = 0.9
+"""Least requests that end per request that comes, late in a run: below it the backlog grows."""
 _MARGIN: Final = 0.75
 """Of PREEMPTED: the rest is for what the simulator does not know."""
 _BETTER: Final = 1.01
@@ -41,9 +43,10 @@ class Score(NamedTuple):
 
 
 def shortfall(figures: Figures) -> float:
-    """0 when promises and the limit on preemptions hold, else how badly they are broken."""
+    """0 when the promises and the limit on preemptions hold and the backlog does not grow, else how far from it."""
     late = 0.0 if figures.goodput is None else max(0.0, GOODPUT - figures.goodput)
-    return late + max(0.0, figures.preemption_rate - _MARGIN * PREEMPTED)
+    behind = max(0.0, KEEPING - figures.keeping)
+    return late + behind + max(0.0, figures.preemption_rate - _MARGIN * PREEMPTED)
 
 
 class Judge:
@@ -80,7 +83,7 @@ class Judge:
         """The highest rate that holds, between what all at once get through and a small part of that."""
 
         def at(rate: float) -> Figures:
-            return self._lab.simulate(setting, rate, self._count)
+            return self._lab.simulate(setting, rate, self._lab.traffic.enough(rate, self._count))
 
         floor = self.best.rate if self.best.keeps and not exact else None
         if floor is not None:

@@ -39,6 +39,8 @@ class Source:
         """Of the line that was read last, from 1."""
         self.left_out: collections.Counter[str] = collections.Counter()
         """Lines or requests that are no part of the trace, by reason."""
+        self.images = 0
+        """Of the prompts, where they have any; their tokens are not counted."""
         self._file = file
         self._ahead: list[str] = []
 

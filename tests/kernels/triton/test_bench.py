@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.fp8 import quantize
+from chairlift.kernels.roof import GPU
 from chairlift.workbench.bench.device_programs import DeviceKernels
 from chairlift.workbench.bench.kernel_report import kernel_table
 from chairlift.workbench.bench.kernels import KernelSettings, measure_kernels
-from chairlift.workbench.bench.limits import GPU, Limits, Peak, Rate
+from chairlift.workbench.bench.limits import Limits, Peak, Rate
 from chairlift.workbench.bench.machine import describe_machine
 from chairlift.workbench.bench.programs import WEIGHT_STD, Prepare
 from chairlift.workbench.bench.report import text
