@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
+from chairlift.rerankers import RERANKERS
 from chairlift.service_class import ServiceClass, parse_service_classes, parse_tenant_weights
 from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
 
@@ -43,6 +44,7 @@ _CHOICES = {
     "model_impl": ("auto", "native", "transformers"),
     "runner": ("auto", "generate", "pooling"),
     "pooling_type": ("LAST", "CLS", "MEAN"),
+    "reranker": tuple(RERANKERS),
     "kernels": ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton"),
     "cuda_graphs": ("lazy", "start", "off"),
     "quantization": ("int8", "int4", "fp8", "none"),
@@ -148,6 +150,11 @@ class ModelConfig:
     """Whether embeddings have length 1. None: as the model's files say, else yes."""
     is_matryoshka: bool | None = None
     """Whether an embedding may be cut to its first dimensions. None: as config.json says, else no."""
+    reranker: str | None = None
+    """The model says yes or no to a query and a document, and scores pairs: qwen3 for Qwen3-Reranker in its original
+    form. None: the model is what its files say."""
+    reranker_instruction: str | None = None
+    """What such a model is told to look for. None: passages that answer a web search, as its authors wrote it."""
     seed: int | None = None
     """Seeds the requests that bring no seed of their own, in order of arrival. None: fresh seeds each time."""
 
