@@ -74,7 +74,7 @@ class LoadedExecutor:
     """See :attr:`EngineInfo.quantization`."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
-    """Of K and V, where it is not the model's."""
+    """Dtype of K and V, if it is not the model's."""
     step_cost: ModelCost | None = None
     """What a step costs at least, where the native CPU kernels run the model."""
 

@@ -10,7 +10,7 @@ from chairlift.scheduler.cost_model import StepFeatures
 __all__ = ["FloorShare"]
 
 _SECONDS = 10.0
-"""Of work, over which the share is a mean that forgets."""
+"""Seconds of work over which the share is a mean that forgets."""
 
 
 class FloorShare:

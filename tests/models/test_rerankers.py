@@ -1,7 +1,7 @@
 """Qwen3-Reranker in its original form: the probability of yes, as its card computes it, through every way to ask.
 
-Changes that must make these fail: the logits of another position; yes and no exchanged; the end of the prompt cut with the
-document; instruction, query or document left out; rows of the embedding for a head that is not tied.
+Changes that must make these fail: the logits of another position; yes and no exchanged; the end of the prompt cut with
+the document; instruction, query or document left out; rows of the embedding for a head that is not tied.
 """
 
 from __future__ import annotations
