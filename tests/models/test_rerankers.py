@@ -144,7 +144,7 @@ def test_check_says_what_it_is(model: tuple[Path, list[float]], capsys: pytest.C
         ({"skip_tokenizer_init": True}, "a reranker needs the tokenizer"),
         ({"pooling_type": "MEAN"}, "are for embeddings; a reranker has none"),
         (
-            {"reranker": None, "runner": "pooling", "reranker_instruction": "x"},
+            {"reranker": None, "reranker_instruction": "x"},
             "reranker_instruction is for a reranker",
         ),
         ({"reranker": "other"}, "reranker must be one of qwen3"),
