@@ -17,6 +17,7 @@ from chairlift.service_class import ServiceClass, parse_service_classes
 from chairlift.workbench.sim.gate import check_policy
 from chairlift.workbench.sim.policy_watch import PROMISES
 from tests.simulation.policies import BROKEN, EarliestDeadlineFirst, FairShares, SeededRandom, ShortestPromptFirst
+from tests.tiers import one_in
 
 RESERVING = {"priority": ServiceClass(priority=-5, min_seqs=1), "chat": ServiceClass(min_blocks=3, min_step_tokens=1)}
 
@@ -39,7 +40,7 @@ GOOD: dict[str, Callable[[], Policy]] = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("name", one_in(3, GOOD))
 def test_good_policy_passes(name: str, pytestconfig: pytest.Config) -> None:
     first, count = pytestconfig.getoption("--first-seed"), pytestconfig.getoption("--seeds") or 25
     report = check_policy(GOOD[name], range(first, first + count))

@@ -236,7 +236,7 @@ def check(machine: Machine, case: Case, rng: random.Random) -> None:
         assert equal_bits(torch.cat(parts), out), f"row {whole.row} of {case} depends on its batch or on {pieces}"
 
 
-@counts(12)
+@counts(6)
 def test_random_batches(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
     def one(seed: int) -> None:
         rng = random.Random(seed)
