@@ -238,11 +238,14 @@ def _step_cost(
     quantization: str | None,
     kv_dtype: torch.dtype,
 ) -> ModelCost | None:
+    from chairlift.kernels.weights import QUANTIZED
     from chairlift.models.hf_config import ModelConfig
     from chairlift.models.step_cost import ModelCost
 
     if kernels in ("torch", "triton") or not isinstance(network, ModelConfig):
         return None
+    if quantization is not None and quantization.partition("+")[0] not in QUANTIZED:
+        return None  # formats of files alone (MXFP4), in which only a part of the model is
     return ModelCost.of(network, dtype, quantization, kv_dtype)
 
 
