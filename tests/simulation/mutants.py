@@ -465,7 +465,7 @@ def answer_one_token_too_long(patch: Patch) -> None:
 def end_not_watched_for(patch: Patch) -> None:
     def watch(self: DecodeRows, request: Request, position: int, beats: int) -> None:
         wait = min(-position % self._block_size, request.limit - position)
-        request.due_at = self._beat.count + beats + wait
+        request.due_at = self._clock.count + beats + wait
         self._wheel.setdefault(request.due_at, []).append(request)
 
     patch(DecodeRows, "watch", watch)
