@@ -165,7 +165,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     # These import torch, which takes most of a second: only now is it needed.
     import torch
 
-    from chairlift.executor.kv_tensors import plan_kv_cache
+    from chairlift.executor.kv_tensors import check_fits, plan_kv_cache
     from chairlift.executor.local import LocalExecutor
     from chairlift.executor.select import choose_dtype, make_runner
     from chairlift.models.model_files import read_network
@@ -196,6 +196,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         swap_directory=config.cache.swap_directory,
         most_tokens=scheduler.max_num_seqs * max_model_len,
     )
+    check_fits(plan, device)
     rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     try:
         runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len)

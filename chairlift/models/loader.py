@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from chairlift import mistaken_models
 from chairlift.errors import EngineDeadError, ModelLoadError
 from chairlift.gguf.files import find_gguf, is_gguf
 from chairlift.gguf.reader import GGUFModel
@@ -70,6 +71,12 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Our names; a checkpoint may call the embedding something else."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_REASONS = {
+    "LocalEntryNotFoundError": "it is not in the cache, and the Hub cannot be reached or HF_HUB_OFFLINE is set",
+    "RepositoryNotFoundError": "there is none of that name, or it is private",
+    "GatedRepoError": "its owner grants access on the Hub's page of the model, and hf auth login tells who you are",
+}
+"""Of errors of huggingface_hub by name: what they say is several lines long."""
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 
@@ -85,22 +92,22 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
         return model
     if name and path.is_dir():
         return path
-    if path.exists() or not _HUB_ID.fullmatch(name):
-        raise ModelLoadError(
-            f"{name!r} is not a directory; give the directory that holds config.json and *.safetensors, "
-            "or a Hugging Face model id such as Qwen/Qwen2.5-0.5B-Instruct"
-        )
+    if path.exists() or not _HUB_ID.fullmatch(name) or path.suffix == ".gguf":
+        raise ModelLoadError(mistaken_models.of_name(name))
     from huggingface_hub import snapshot_download  # takes a while to import, and local directories don't need it
 
     try:
         snapshot = snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
     except Exception as error:  # unreachable, unknown, gated, disk full: for the caller all are "no such model here"
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        reason = _REASONS.get(type(error).__name__) or (str(error).strip().splitlines() or [""])[0][:200]
         raise ModelLoadError(
             f"{name!r} is not a directory here, and the Hugging Face Hub did not give a model of that name "
-            f"({type(error).__name__}: {reason}); check the spelling, the network, and access to gated models, "
-            "or download it elsewhere and give its directory"
+            f"({type(error).__name__}: {reason}); {mistaken_models.of_unknown_id(name)}check the spelling, the network, "
+            "and access to gated models, or download it elsewhere and give its directory"
         ) from None
+    if not (Path(snapshot) / "config.json").is_file() and name.lower().endswith("-gguf"):
+        hint = mistaken_models.of_unknown_id(name)
+        raise ModelLoadError(f"the Hub's model {name!r} has no config.json; {hint}or name another model")
     return Path(snapshot)
 
 
@@ -503,7 +510,7 @@ def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             f"{model_dir} has its weights only as pickle ({pickled[0]!r}), and unpickling runs any code inside; "
             "get a version with *.safetensors, or convert it with transformers' save_pretrained if you trust its author"
         )
-    raise ModelLoadError(f"{model_dir} has neither {_SINGLE_NAME} nor {_INDEX_NAME}; download the model again")
+    raise ModelLoadError(mistaken_models.of_weights(model_dir))
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -527,6 +534,7 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
     try:
         return stack.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        mistaken_models.check_content(path)
         if "Cannot allocate memory" in str(error):  # PyTorch has no type of its own for it
             raise ModelLoadError(f"there is no memory to map {path} ({error}); free some, or raise ulimit -v") from None
         raise ModelLoadError(f"{path} is damaged or incomplete ({error}); download it again") from None
