@@ -1,4 +1,4 @@
-"""What sharing each step's prompt budget does to waiting: fractions in policy order against all in policy order.
+"""Measures how sharing each step's prompt budget changes waits: fractions in policy order against all in policy order.
 
     python benchmarks/fair_share.py --json benchmarks/results/fair-share.json     # simulated, about ten minutes
     python benchmarks/fair_share.py --real                                        # the bundled model, one round

@@ -1,4 +1,4 @@
-"""What rounding weights and KV costs in quality: perplexity, divergence and agreement over texts.
+"""Measures the loss of quality by rounding weights and KV: perplexity, divergence and agreement over texts.
 
     python -m benchmarks.quantization_quality MODEL [--formats int8,int4] [--models DIR,...] [--texts DIR]
 

@@ -108,7 +108,7 @@ def limits() -> Roof:
 def measure(
     engines: dict[str, list[str]], requests: Path, rounds: int, work: Path, with_limits: bool
 ) -> tuple[dict[str, Any], ...]:
-    """What each engine says about itself, and the result of each of its rounds."""
+    """Description that each engine gives of itself, and results of its rounds: two mappings by the engine's name."""
     children: list[Child] = []
     results: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     try:

@@ -209,7 +209,7 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
 
 
 def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str:
-    """Whose kernels to measure. Raises ConfigError where they cannot run."""
+    """Instruction-set path of the kernels to measure, or ``gpu``. Raises ConfigError where they cannot run."""
     import torch
 
     from chairlift.executor.select import why_not_quantized, why_not_triton

@@ -171,7 +171,8 @@ def setting_value(flag: Flag, text: str) -> Any:
 
 
 def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Which requests, and when, for :func:`read_traffic`. Without ``required`` the workload ``chat`` is meant."""
+    """Add the flags that :func:`read_traffic` reads: requests and arrival times. Unless ``required``, the default is
+    the workload ``chat``."""
     traffic = parser.add_argument_group("traffic")
     source = traffic.add_mutually_exclusive_group(required=required)
     default = None if required else "chat"

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from chairlift.engine.info import EngineInfo
@@ -54,11 +55,19 @@ class ChatRun:
         return AnswerReading(self.plan, self.texts.tokenizer, self.params.skip_special_tokens)
 
 
-async def begin_chat(request: Request, chat: ChatRequest, ignored: list[str], *, shorten: bool = False) -> ChatRun:
+async def begin_chat(
+    request: Request,
+    chat: ChatRequest,
+    ignored: list[str],
+    *,
+    shorten: bool = False,
+    thinking_hint: int | None = None,
+) -> ChatRun:
     """Check a chat, lay it out and hand it to the engine. Names of fields that mean nothing are added to ``ignored``.
 
-    ``shorten``: where prompt and ``max_tokens`` do not fit together, the answer gets what room there is. Raises
-    ApiError, RequestError, TemplateError, OverloadedError or EngineDeadError.
+    ``shorten``: where prompt and ``max_tokens`` do not fit together, the answer gets what room there is.
+    ``thinking_hint``: a thinking_token_budget that is ignored where it cannot be kept. Raises ApiError, RequestError,
+    TemplateError, OverloadedError or EngineDeadError.
     """
     state: ServerState = request.app.state.server
     model = check_model(state, chat.model)
@@ -72,6 +81,15 @@ async def begin_chat(request: Request, chat: ChatRequest, ignored: list[str], *,
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
     plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
     params = limited_params(plan, chat, state.engine.tokenizer, held_params(plan, chat, params))
+<<<<<<< HEAD
+=======
+    if thinking_hint is not None:
+        hinted = msgspec.structs.replace(chat, thinking_token_budget=thinking_hint)
+        try:
+            params = limited_params(plan, hinted, state.engine.tokenizer, params)
+        except ApiError:
+            ignored.append("thinking_token_budget")
+>>>>>>> main
     room = min(info.max_model_len, info.capacity_tokens + 1) - len(prompt)
     shortened = shorten and params.max_tokens is not None and 1 <= room < params.max_tokens
     if shortened:

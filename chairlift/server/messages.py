@@ -58,7 +58,8 @@ async def create_message(request: Request) -> Response:
     told = names()
     chat = to_chat(asked, told, state.engine.chat_template or "", ignored)
     with told.telling(state, request.state.request_id):
-        run = await begin_chat(request, chat, ignored, shorten=True)
+        hint = asked.thinking.budget_tokens if asked.thinking else None
+        run = await begin_chat(request, chat, ignored, shorten=True, thinking_hint=hint)
     headers = _headers(request, told, ignored)
     if asked.stream:
         return await start_stream(state, run.streams, _MessageEvents(run, request.state.request_id), headers)

@@ -24,6 +24,7 @@ _FIELDS: Final = {
     "reasoning_effort": "output_config.effort",
     "stop": "stop_sequences",
     "user": "metadata.user_id",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 _SAME: Final = (
     *("stream", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
@@ -76,7 +77,6 @@ def to_chat(asked: _Asked, told: Names, template: str, ignored: list[str]) -> Ch
         chat.add_generation_prompt, chat.continue_final_message = False, True
     if asked.thinking is not None:
         chat.include_reasoning = asked.thinking.display != "omitted"
-        ignored += ["thinking.budget_tokens"] if asked.thinking.budget_tokens else []
     if isinstance(asked, MessagesRequest):
         for name in _SAME:
             setattr(chat, name, getattr(asked, name))

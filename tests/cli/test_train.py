@@ -242,6 +242,7 @@ def run_process(*argv: str | Path, own_group: bool = False) -> subprocess.Popen[
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=own_group)
 
 
+@pytest.mark.nightly
 def test_two_processes_learn_what_one_does_and_may_take_its_place(chairlift: Run, config: Path) -> None:
     """Also where it is the losses of all ranks that decide what comes next, and from one another's checkpoints."""
     tiny_run.write_records(config.parent / "more.jsonl", count=40, seed=1)
@@ -282,6 +283,7 @@ def test_two_processes_learn_what_one_does_and_may_take_its_place(chairlift: Run
     assert close(read("out"), read("one-two"))
 
 
+@pytest.mark.nightly
 def test_processes_end_with_the_one_that_was_asked_to_train(config: Path, tmp_path: Path) -> None:
     """They would go on writing into the directory in which the same command begins again."""
     follow = {"files": [str(config.parent / "data.jsonl")], "access": "follow", "shuffle": False}

@@ -36,6 +36,7 @@ from chairlift.models.random_weights import random_model, write_random_model
 from tests.models.paged import packed_logits
 from tests.models.tiny import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, hf_logits, hf_model, tiny_hf_model
 from tests.native import needs_kernels
+from tests.tiers import one_in
 
 Mutate = Callable[[dict[str, torch.Tensor]], object]
 
@@ -224,7 +225,7 @@ print(high_water() - before)
 
 
 @needs_kernels
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", one_in(2, [False, True]))
 def test_native_loading_needs_hardly_more_memory_than_the_weights(tied: bool, tmp_path: Path) -> None:
     """Neither the file's pages nor a second copy of anything large stay."""
     warm = tiny_hf_model(tmp_path / "warm", "qwen2")

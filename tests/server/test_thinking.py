@@ -95,3 +95,16 @@ def test_a_text_completion_has_none() -> None:
         for value, status in ((-1, 200), (5, 400)):
             reply = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "thinking_token_budget": value})
             assert reply.status_code == status
+
+
+@pytest.mark.parametrize("marks", [("<think>", "</think>"), ()])
+def test_the_budget_of_anthropics_messages_is_kept_where_it_can_be(marks: tuple[str, ...]) -> None:
+    engine = engine_with(HERMES, *marks)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+    body |= {"thinking": {"type": "enabled", "budget_tokens": 2048}}
+    with TestClient(make_app(make_state(engine)), base_url="http://localhost") as http:
+        reply = http.post("/v1/messages", json=body)
+    assert reply.status_code == 200, reply.text
+    budget = engine.submitted[-1][1].thinking
+    assert (budget is not None and budget.max_tokens == 2048) is bool(marks)
+    assert ("thinking.budget_tokens" in reply.headers.get("warning", "")) is not bool(marks)

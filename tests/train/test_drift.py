@@ -439,6 +439,7 @@ def test_arguments_are_checked() -> None:
 # What it is for
 
 
+@pytest.mark.nightly
 def test_the_old_language_is_kept_by_replay() -> None:
     spec = importlib.util.spec_from_file_location("continual", EXAMPLE)
     assert spec is not None and spec.loader is not None

@@ -63,11 +63,11 @@ class Limits:
     """Threads -> bytes per second."""
     peaks: tuple[Peak, ...]
     memory: str = "memory read"
-    """What ``read`` is the rate of."""
+    """Kind of memory traffic that ``read`` is the rate of, in words."""
 
     def roof(self, isa: str, dtype: torch.dtype, threads: int) -> Roof:
-        """What bounds kernels of a path in a dtype; int8 is that of weights in codes, whatever their bits. Raises
-        ConfigError for what was not measured."""
+        """Limits for kernels of one path in a dtype; int8 stands for weights in codes of any number of bits. Raises
+        ConfigError for limits that were not measured."""
         wanted = product_isa(isa, dtype), threads, dtype == torch.int8
         for peak in self.peaks:
             if (peak.isa, peak.threads, peak.product == "int8") == wanted and threads in self.read:
@@ -111,7 +111,7 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
 
 
 class LimitsNow:
-    """What bounds kernels of a path in a dtype at this moment, within a few milliseconds.
+    """Limits for kernels of one path in a dtype at this moment, measured within a few milliseconds.
 
     Processors of a virtual machine are moved about: now they share a link to memory, and now each has its own.
     """
@@ -131,8 +131,8 @@ class LimitsNow:
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Limits:
-    """What a device reaches by its own libraries: bytes that a copy within its memory reads and writes, and products of
-    square matrices in ``dtype``; of fp8, with a scale for each row, in bfloat16.
+    """Limits that a device reaches with its own libraries: bytes that a copy within its memory reads and writes, and
+    products of square matrices in ``dtype``. Products of fp8 have a scale for each row, and results in bfloat16.
 
     ``quick`` takes small copies and matrices. Raises torch.OutOfMemoryError where less than a gigabyte is free.
     """
@@ -152,7 +152,7 @@ def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = Fa
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """What one of several repeats takes, after one that only warms up."""
+    """Mean seconds of one repeat, after a first one that only warms up."""
 
     def wait() -> None:
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: a figure without its machine is worth nothing."""
+"""Description of the machine that a benchmark ran on: a figure without its machine is worth nothing."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Machine:
 
     cpu: str
     flags: tuple[str, ...]
-    """Of the processor's, those that matter to kernels."""
+    """Flags of the processor that matter to kernels."""
     processors: int
     """How many this process may use."""
     l3_bytes: int
     """Last-level cache of those processors together; 64 MiB where the system doesn't tell."""
     memory_bytes: int
-    """Of the machine; 0 where the system doesn't tell."""
+    """Memory of the whole machine; 0 where the system doesn't tell."""
     system: str
     isas: tuple[str, ...]
     """Instruction-set paths of the kernels that run here, weakest first."""
@@ -57,7 +57,7 @@ class Machine:
 
 
 def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
-    """What a report says of a :class:`Machine`, which is plain data here."""
+    """Lines of a report about a :class:`Machine`, given as plain data: label -> text."""
     return {
         "processor": f"{machine['cpu']}, {machine['processors']} in use",
         "system": str(machine["system"]),

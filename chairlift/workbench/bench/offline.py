@@ -52,7 +52,7 @@ WARM_UP: Final = tuple(TracedRequest(arrival=0.0, prompt_tokens=8, output_tokens
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """What it took to answer all requests."""
+    """Figures of a run that answered all requests. Times in seconds."""
 
     requests: int
     prompt_tokens: int
@@ -82,7 +82,7 @@ class NativePath:
     triton: bool = False
     """Whether the Triton kernels do."""
     quantization: str | None = None
-    """Of the layers' weights."""
+    """Format of the layers' weights; None where they are not quantised."""
 
     @property
     def kernels(self) -> str:
@@ -151,7 +151,7 @@ def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
 
 
 def native_path(llm: LLM, network: ModelConfig) -> NativePath:
-    """What runs the model of ``llm``, whose configuration is ``network``."""
+    """Kernels that run the model of ``llm``, whose configuration is ``network``."""
     config = llm.config
     dtype = resolve_dtype(network, llm.info.dtype)
     device = torch.device(config.model.device)

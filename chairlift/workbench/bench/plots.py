@@ -44,7 +44,7 @@ SERIES_COLOURS: Final = (
     ("#8a6d00", "#e3c04a"),
     ("#6b7075", "#a5abb0"),
 )
-"""Of each series, on a light and on a dark ground; told apart by people who see red and green alike."""
+"""Colours of the series, for a light and a dark background; people who confuse red and green can tell them apart."""
 
 _FRONT, _SOFT, _FAINT = "#1d1f21", "#62676c", "#dedbd6"
 _WIDTH, _HEIGHT = 380, 250
@@ -157,7 +157,7 @@ def write_png(path: Path, figures: Sequence[Figure]) -> None:
 
 
 def cdf(samples: Mapping[str, Sequence[float]], *, title: str, x_label: str, log_x: bool = True) -> Figure:
-    """What share of each sample is at or below a value, with dots at the median and the 99th percentile."""
+    """Chart of the share of each sample at or below a value, in %, with dots at the median and the 99th percentile."""
     data = {name: np.sort(_finite(values)) for name, values in samples.items()}
 
     def draw(axes: Axes) -> None:
@@ -176,7 +176,7 @@ def cdf(samples: Mapping[str, Sequence[float]], *, title: str, x_label: str, log
 
 
 def histogram(samples: Mapping[str, Sequence[float]], *, title: str, x_label: str, log_x: bool = False) -> Figure:
-    """What share of each sample is in a range of values; the ranges are the same for all of them."""
+    """Chart of the share of each sample in ranges of values, in %; all samples have the same ranges."""
     data = {name: _finite(values) for name, values in samples.items()}
     least = min((len(values) for values in data.values() if len(values)), default=1)
     bins = round(min(36, max(10, 2.5 * least ** (1 / 3))))  # few values in many ranges would draw chance
@@ -456,7 +456,7 @@ def _ranks(count: int) -> NDArray[np.int64]:
 
 
 def _thin(points: Values, series: int) -> Values:
-    """Of every stretch of a line the lowest and the highest point, so that no spike is lost."""
+    """Points of a line to draw: the first, the last, and the lowest and highest of every stretch. No spike is lost."""
     most = max(50, _MOST_POINTS * 6 // max(6, series))
     if len(points) <= most:
         return points

@@ -132,7 +132,7 @@ class _Sender:
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = None if load.max_concurrency is None else asyncio.Semaphore(load.max_concurrency)
         self._turns: dict[str, asyncio.Event] = {}
-        """Of each session: that its last turn so far has ended."""
+        """Session -> event that is set when the last turn sent so far has ended."""
         self._num_running = 0
         self._begin = 0.0
 

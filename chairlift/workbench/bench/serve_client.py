@@ -1,4 +1,4 @@
-"""What ``bench serve`` sends, and what it sees come back: one OpenAI-compatible server from the client's side.
+"""The client of ``bench serve``: it sends requests to one OpenAI-compatible server, and times what comes back.
 
 A chunk's time is taken when it has been read from the socket, before it is understood.
 """
@@ -30,9 +30,9 @@ __all__ = ["EventReader", "NotReadyError", "Server", "clock", "connect"]
 clock: Final = time.perf_counter
 
 _MOST_BYTES: Final = 1 << 20
-"""Of an event of a stream, and of a reply that is none."""
+"""Most bytes of one event of a stream, and of a reply that is no stream."""
 _QUEUE: Final = ("front_door", "waiting_")
-"""What a Chairlift server calls waiting, before the first step or after it; docs/why-slow.md explains the causes."""
+"""Prefixes of a Chairlift server's names for waiting, before the first step or after it; see docs/why-slow.md."""
 _VOCABULARIES: Final = (8000, 250)
 """How many token ids prompts are made of; the second for models of bytes."""
 _RULER: Final = (8, 136)
@@ -68,8 +68,13 @@ class Server(Target):
         promises: bool = False,
         said: Said | None = None,
     ) -> bytes:
+<<<<<<< HEAD
         """What :meth:`send` sends. ``promises``: also the request's class, tenant and limits. ``said`` is what it says;
         None: a prompt of its length."""
+=======
+        """Body of the HTTP request that :meth:`send` sends. ``promises`` adds the request's class, tenant and limits.
+        ``said`` is its content; None: a prompt of its length."""
+>>>>>>> main
         dialect = self.dialect
         prompt = dialect.prompt(request, index) if said is None else said.text
         fields: dict[str, Any] = {
@@ -286,7 +291,7 @@ def _parsed(text: bytes) -> Mapping[str, Any]:
 
 
 def _message_in(text: bytes) -> str:
-    """What a refusal says, or its beginning where it is no JSON."""
+    """Message in a refusal, or its beginning where it is not JSON."""
     return _message_of(_parsed(text)) or text[:_MOST_MESSAGE].decode("utf-8", "replace").strip()
 
 

@@ -25,7 +25,7 @@ LABELS: Final = {
     "queueing": "until it begins",
     "server_queue": "in the queue, as the server says",
 }
-"""What the times are, in words."""
+"""Names of the times, in words."""
 _COMPARED_LABELS: Final = {
     "request_throughput": "requests/s",
     "output_throughput": "output tokens/s",

@@ -1,4 +1,4 @@
-"""What the outcomes of a run add up to: figures, the record with vLLM's keys, lines for people, ratios.
+"""Results of a run, added up from its outcomes: figures, the record with vLLM's keys, lines for people, ratios.
 
 No figure is an average over requests that failed, that the client left as its trace says, or that Ctrl-C cut off.
 """
@@ -52,7 +52,11 @@ def parse_goodput(items: Sequence[str]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stats:
+<<<<<<< HEAD
     """Of a time in ms, over requests (of the time between events with tokens: over all events)."""
+=======
+    """Statistics of a time in ms, over requests; of the time between events with tokens, over all events."""
+>>>>>>> main
 
     mean: float
     median: float
@@ -73,7 +77,7 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of one run. Rates are per second of the whole run."""
+    """Figures of one run. Rates are per second of the whole run."""
 
     completed: int
     failed: int
@@ -88,7 +92,7 @@ class Figures:
     output_throughput: float
     total_token_throughput: float
     max_output_tokens_per_s: float
-    """Of the busiest second, counted from the start."""
+    """Output tokens in the busiest second; seconds are counted from the start."""
     max_concurrent_requests: int
     goodput: float | None
     """Requests per second within all limits; None without limits."""
@@ -104,13 +108,13 @@ class Figures:
     preemption_rate: float | None
     """Share of the completed requests that were preempted at least once; None where nobody says."""
     lateness: Stats | None
-    """Of sending, behind the time it was due; of requests that nothing held back. None without a client."""
+    """Time from when a request was due to its sending, for requests that nothing held back. None without a client."""
     cpu_share: float | None
     errors: Sequence[tuple[str, int, str]]
     """Kind, how many, and one example of its message; the most frequent first."""
 
     def doubts(self, run: ServeRun) -> Iterator[str]:
-        """What to know before the figures are believed."""
+        """Warnings to read before the figures are believed."""
         late, paced = self.lateness, bool(run.load.requests) and run.load.requests[-1].arrival > 0
         if paced and late is not None and late.p99 > _LATE_MS:
             yield (
@@ -226,7 +230,7 @@ COMPARED: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of a figure of the second server over that of the first."""
+    """Second server's value divided by the first's."""
 
     ratio: float
     """Geometric mean over the rounds."""

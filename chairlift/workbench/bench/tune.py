@@ -46,7 +46,7 @@ _CHECKED: Final = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked."""
+    """Question that a tuning answers: traffic, promises, fixed settings and a time limit."""
 
     requests: Sequence[TracedRequest]
     users: int | None = None
@@ -60,7 +60,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of two settings' throughputs, side by side in each round: mean, and its 95 % interval by bootstrap."""
+    """Ratio of two settings' throughputs, side by side in each round: mean, and its 95 % interval by bootstrap."""
 
     mean: float
     low: float
@@ -131,7 +131,7 @@ class Findings:
     """The chosen settings with other max_num_seqs, all requests at once: simulated, or measured where the simulator is
     not trusted."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What a reader has to know besides."""
+    """Remarks that a reader needs besides the figures."""
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON, without the traffic itself."""
@@ -144,7 +144,7 @@ class Findings:
 
 
 class _Timer:
-    """What is left of the time limit, and who is told."""
+    """Clock of the time limit. It reports the stage and the seconds left to ``say``."""
 
     def __init__(self, clock: Clock, limit: float, say: Callable[[str], None]) -> None:
         self._clock, self._begin, self.limit, self._say = clock, clock.now(), limit, say
@@ -315,7 +315,11 @@ def _look(findings: Findings, lab: Lab, space: Space, timer: _Timer) -> list[Set
 
 
 def _candidates(findings: Findings, lab: Lab, judge: Judge) -> list[Setting]:
-    """Of those that are nearly as good as the best the one with the shortest waits, then another that preempts less."""
+    """Settings to run for real, one or two, chosen by simulation.
+
+    The first has the shortest waits of those that are nearly as good as the best. The second, if any, differs clearly
+    from it and preempts at most half as many requests.
+    """
     scores = {setting: score for setting, score in judge.scores.items() if score.exact}
     ranked = sorted(scores, key=lambda setting: scores[setting], reverse=True)
     best = scores[ranked[0]]
@@ -388,7 +392,7 @@ def _full_count(findings: Findings, lab: Lab, settings: Sequence[Setting], timer
 
 
 def _runs(findings: Findings, lab: Lab, setting: Setting) -> list[Figures]:
-    """Of each complete round."""
+    """Figures of each complete round."""
     runs = [lab.state.find(setting, None, findings.full_count, number) for number in range(findings.rounds)]
     return [trial.figures for trial in runs if trial is not None]
 
@@ -399,7 +403,7 @@ def _ratio(findings: Findings, lab: Lab, one: Setting, other: Setting) -> Ratio:
 
 
 def _best_static(findings: Findings, lab: Lab) -> None:
-    """Of the two sizes of static batches that ran side by side the one that did better counts as the best."""
+    """Choose the best static size: the one with more throughput of the two that ran side by side."""
     if findings.rounds:
         settings = findings.settings
         settings["static_best"] = max(
@@ -441,7 +445,7 @@ def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Tim
 
 
 def _score(findings: Findings, lab: Lab, setting: Setting) -> Score:
-    """Of a setting, by simulation where that is trusted, else by the real run of most requests."""
+    """Score of a setting, by simulation where that is trusted, else by the real run of most requests."""
     if lab.trusted:
         return Judge(lab, findings.count, by_rate=findings.by_rate).score(setting, exact=True)
     return measured_score(lab, setting)

@@ -40,11 +40,11 @@ TRUSTED: Final = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is to be served. ``slo`` holds promises in ms, by the names of TracedRequest's fields."""
+    """Requests to serve. ``slo`` holds promises in ms, by the names of TracedRequest's fields."""
 
     requests: Sequence[TracedRequest] = dataclasses.field(repr=False)
     users: int | None = None
-    """Who send them in a closed loop; None: they come when they come."""
+    """Number of users that send them in a closed loop; None: requests do not wait for earlier answers."""
     slo: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Traffic:
 
     @property
     def crowd(self) -> str:
-        """Who is there in the runs that have no rate, in words."""
+        """Load in the runs that have no rate, in words: ``all at once``, or the number of users."""
         return "all at once" if self.users is None else f"{self.users} user{'s' * (self.users > 1)}"
 
     @property
@@ -201,7 +201,7 @@ class Lab:
         return max(count * per_request, 0.0 if rate is None else count / rate)
 
     def room(self) -> tuple[int, int, int]:
-        """Of the engine: the most tokens of one request, tokens in all of the KV cache, and tokens per block."""
+        """Room of the engine, in tokens: the most of one request, all of the KV cache, and one block."""
         core, limits = self._simulated(max_num_seqs=self._most_rows)
         capacity = core.kv.capacity_tokens
         return min(limits.max_model_len, capacity + 1), capacity, core.executor.block_size
@@ -213,7 +213,7 @@ class Lab:
         return simulated_core(self.deployment, dataclasses.replace(self._config, scheduler=scheduler))
 
     def simulate(self, setting: Setting, rate: float | None, count: int) -> Figures:
-        """What the simulator says of a setting under the first ``count`` requests at a rate (None: all at once)."""
+        """Simulated figures of a setting, for the first ``count`` requests at a rate per second (None: all at once)."""
         known = self.state.find(setting, rate, count, None)
         if known is not None:
             return known.figures
@@ -224,7 +224,7 @@ class Lab:
         return trial.figures
 
     def measure(self, setting: Setting, rate: float | None, count: int, round_: int = 0) -> Figures:
-        """What the real engine makes of it, warmed up."""
+        """Measured figures of a setting: the same on the real engine, warmed up."""
         known = self.state.find(setting, rate, count, round_)
         if known is not None:
             return known.figures

@@ -1,4 +1,4 @@
-"""Which settings are best, by real runs only: for a machine that the simulator does not fit.
+"""Search for the best settings by real runs only: for a machine that the simulator does not fit.
 
 There is time for far fewer settings than a simulator tries: numbers of slots, spread over the range, for static batches
 and for continuous ones, each served once with all requests at once.

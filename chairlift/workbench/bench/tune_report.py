@@ -1,4 +1,4 @@
-"""What a tuning found out, for people: the verdict, lines for the terminal, a page, and the settings as a file."""
+"""Report of a tuning, for people: the verdict, lines for the terminal, a page, and the settings as a file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Answer:
     """Settings that were given."""
     machine: Machine
     price: float
-    """Of the machine, per hour."""
+    """Price of the machine per hour."""
     command: str
     output: Path
 
@@ -100,7 +100,7 @@ class Column:
         return self.paced_measured if self.paced else self.full_measured
 
     def cost(self, price: float) -> float | None:
-        """Of a million output tokens, for a price per hour."""
+        """Cost of a million output tokens, for a price per hour; None without output."""
         return price / 3600 / self.tokens_per_second * 1e6 if self.tokens_per_second else None
 
 
@@ -179,7 +179,7 @@ def _median_figures(runs: Sequence[Figures]) -> Figures:
 
 
 def _judged(answer: Answer, side: Column) -> tuple[Figures, float | None, bool]:
-    """What it is judged by whether few are preempted, at which rate, and whether that was measured.
+    """Figures that show whether few requests are preempted, the rate of their run, and whether they were measured.
 
     The rate is the highest that keeps promises, else that of ``waits``; None where all come at once.
     """
@@ -211,13 +211,13 @@ def _simulated(state: State, setting: Setting, rate: float | None, findings: Fin
 
 
 def serve_command(answer: Answer) -> str:
-    """What to run."""
+    """Command line that serves with the chosen settings."""
     model = "" if answer.model == BUNDLED_MODEL else f"{shlex.quote(answer.model)} "
     return f"chairlift serve {model}--config {shlex.quote(str(answer.output / 'chairlift.yaml'))}"
 
 
 def verdict(answer: Answer) -> str:
-    """What to run and why, in a few sentences; whatever no real run showed is called simulated."""
+    """Recommended command and the reasons, in a few sentences; whatever no real run showed is called simulated."""
     findings, sides = answer.findings, {column.role: column for column in columns(answer)}
     chosen = sides["chosen"]
     statics = [sides[role] for role in ("static", "static_best") if role in sides]
@@ -406,7 +406,7 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
 
 
 def _mark(answer: Answer, side: Column) -> str:
-    """Of what follows from :attr:`Column.tokens_per_second` or the rate."""
+    """Prefix of a figure that follows from :attr:`Column.tokens_per_second` or the rate: ``~`` unless measured."""
     return "" if (side.rate_measured if answer.findings.by_rate else side.full_measured) else "~"
 
 
@@ -667,7 +667,7 @@ def _trust(answer: Answer) -> Iterator[Block]:
 
 
 def _simulator(answer: Answer) -> str:
-    """What the step model is worth."""
+    """Validity of the step model, in words."""
     deployment, error = answer.state.deployment, answer.findings.fit_error
     words = deployment.validity if deployment is not None else "not fitted"
     words += "" if error is None else f"; on this traffic half of the steps are within {error:.0%}"

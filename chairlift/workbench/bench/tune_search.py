@@ -1,4 +1,4 @@
-"""Which settings are best, by simulation: a coarse grid, then steps around the best of it.
+"""Search for the best settings by simulation: a coarse grid, then steps around the best of it.
 
 Best is what gets most work through while promises are kept and few requests are preempted. Where promises are made and
 requests come when they like, that is the highest rate of arrivals at which it still holds: the capacity.
@@ -24,7 +24,7 @@ PREEMPTED: Final = 0.02
 KEEPING: Final = 0.9
 """Least requests that end per request that comes, late in a run: below it the backlog grows."""
 _MARGIN: Final = 0.75
-"""Of PREEMPTED: the rest is for what the simulator does not know."""
+"""Share of PREEMPTED that is allowed in a simulation: the rest is for what the simulator does not know."""
 _BETTER: Final = 1.01
 _STEP_DOWN, _STEP_UP, _MOST_DOWN, _BISECTIONS = 1.7, 1.12, 64.0, 3
 
@@ -71,7 +71,7 @@ class Judge:
 
     @property
     def scores(self) -> dict[Setting, Score]:
-        """Of all settings that were looked at."""
+        """Scores of all settings that were looked at."""
         return self._scores
 
     def _at_once(self, setting: Setting) -> Score:
@@ -121,7 +121,7 @@ class Judge:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What may be set to what; a setting that is fixed has one value."""
+    """Values that each setting may have; a setting that is fixed has one value."""
 
     rows: Sequence[int]
     """Ascending; between them finer steps are tried too. The same for tokens."""

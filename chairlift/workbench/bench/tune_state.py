@@ -1,4 +1,4 @@
-"""What a tuning has found out so far, on file after every run: who stops it, or is stopped, goes on from there."""
+"""State of a tuning, on file after every real run: a tuning that was stopped goes on from there."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What became of some traffic. Times in seconds."""
+    """Figures of serving some traffic. Times in seconds."""
 
     requests: int
     seconds: float
@@ -74,7 +74,7 @@ class Figures:
 
     @classmethod
     def of(cls, served: ServedTrace, keeping: float = 1.0) -> Figures:
-        """Of a replay, or of a real run."""
+        """Figures of a served trace: a replay, or a real run."""
         return cls(
             requests=served.requests,
             seconds=served.seconds,
@@ -107,7 +107,7 @@ class Trial:
     looks at a setting of round :data:`FIRST_LOOK`."""
     figures: Figures
     latencies: list[float] = dataclasses.field(default_factory=list)
-    """Of a real run: whole requests, ascending, in seconds; some of them if there are many."""
+    """Latencies of whole requests in a real run, ascending, in seconds; some of them if there are many."""
 
     @property
     def beside(self) -> bool:
@@ -156,7 +156,7 @@ class State:
         self.fit_error: float | None = None
         """Median relative error of the cost model, on real steps of this traffic; None: not known yet."""
         self.report: dict[str, Any] = {}
-        """What was concluded; for readers of the file."""
+        """Conclusions of the tuning; for readers of the file."""
         self.trials: dict[tuple[Any, ...], Trial] = {}
         self.resumed = path.exists()
         if self.resumed:

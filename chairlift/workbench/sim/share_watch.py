@@ -93,7 +93,7 @@ class ShareWatch:
             self.num_jumps += any(other.order < ended.order for other in self._prompts.values())
 
     def _queue(self) -> None:
-        """Those that wait, and could join: a row and blocks are there until a step shows that they are not."""
+        """Watch new requests that wait and could join: a row and blocks count as there until a step shows otherwise."""
         if self._from_arrival:
             for request in self._scheduler.requests.values():
                 if request.sequence > self._newest:

@@ -55,14 +55,14 @@ _WHOLE_MS: Final = re.compile(r'"timestamp": *[0-9]+ *[,}]')
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedTrace:
-    """What was read from a file."""
+    """Trace that was read from a file."""
 
     requests: list[TracedRequest]
     """In order of arrival, the first at 0."""
     format: str
     """One of :data:`FORMATS`, ``columns`` or ``pattern``."""
     notes: list[str]
-    """What to know about it, in whole phrases: what was left out, what was estimated."""
+    """Remarks about it, in whole phrases: what was left out, what was estimated."""
 
 
 def read_trace(path: Path, **how: Any) -> list[TracedRequest]:
@@ -126,7 +126,11 @@ def load_trace(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedTexts:
+<<<<<<< HEAD
     """What was read from a data set: requests in order of arrival, and what each of them says."""
+=======
+    """Data set that was read from a file: requests in order of arrival, and the content of each."""
+>>>>>>> main
 
     requests: list[TracedRequest]
     said: list[Said]
@@ -309,7 +313,7 @@ def _requests(path: Path, rows: Iterable[Row], sort: bool) -> list[TracedRequest
 
 
 def _line_that_is_no_text(path: Path) -> str:
-    """Which line it is, if the file can be read again."""
+    """Number and file of the first line that is not UTF-8, in words; only the file if it cannot be read again."""
     if path.is_file():
         with opened_bytes(path) as file:
             for number, line in enumerate(file, 1):
