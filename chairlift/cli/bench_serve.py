@@ -160,13 +160,8 @@ def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, lis
 
 
 def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -> None:
-<<<<<<< HEAD
-    """Which requests, and when; where ``vllm bench serve`` has a flag for it, it is spelled the same. With ``texts``
-    they may be those of a data set."""
-=======
     """Add the flags that choose requests and their arrival times, spelled as in ``vllm bench serve`` where it has them.
     ``texts`` adds ``--dataset``: a file with the texts to send."""
->>>>>>> main
     traffic = parser.add_argument_group("traffic")
     source = traffic.add_mutually_exclusive_group()
     source.add_argument("--trace", metavar="FILE", type=Path, help="lengths and times from a file (chairlift trace)")

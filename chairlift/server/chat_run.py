@@ -81,15 +81,12 @@ async def begin_chat(
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
     plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
     params = limited_params(plan, chat, state.engine.tokenizer, held_params(plan, chat, params))
-<<<<<<< HEAD
-=======
     if thinking_hint is not None:
         hinted = msgspec.structs.replace(chat, thinking_token_budget=thinking_hint)
         try:
             params = limited_params(plan, hinted, state.engine.tokenizer, params)
         except ApiError:
             ignored.append("thinking_token_budget")
->>>>>>> main
     room = min(info.max_model_len, info.capacity_tokens + 1) - len(prompt)
     shortened = shorten and params.max_tokens is not None and 1 <= room < params.max_tokens
     if shortened:

@@ -18,11 +18,7 @@ _RIDDLE = re.compile(r"(?:^|[.!?:;]\s+)Of (?:who|what|which|those|these|them|who
 _FRAGMENT = re.compile(r"^Of (?!course\b)")
 """A docstring or comment that leaves its subject out, such as "Of the answer, in seconds"."""
 
-<<<<<<< HEAD
-FRAGMENTS_LEFT = ("chairlift/cli/", "chairlift/server/", "chairlift/workbench/", "tests/server/", "tests/workbench/")
-=======
 FRAGMENTS_LEFT = ("chairlift/server/", "tests/server/", "tests/workbench/")
->>>>>>> main
 """Folders that still have such fragments. Mend them and take the folder out; add none."""
 NOT_REFLOWED = {
     "docs/benchmarking.md",

@@ -85,11 +85,7 @@ def post(server: ServerProcess, *requests: tuple[str, Any]) -> list[Answer]:
 # --- the inputs ------------------------------------------------------------------------------------------------------
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("count", [pytest.param(8_000, id="8k"), pytest.param(200_000, marks=pytest.mark.nightly)])
-=======
 @pytest.mark.parametrize("count", [pytest.param(4_000, id="4k"), pytest.param(200_000, marks=pytest.mark.nightly)])
->>>>>>> main
 def test_mutated_requests_and_odd_connections(server: ServerProcess, count: int) -> None:
     report = fuzz(server, seed=1 if count < 100_000 else time.time_ns(), indices=range(count))
     print(report)

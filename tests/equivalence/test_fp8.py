@@ -117,14 +117,10 @@ def test_scores_are_those_of_the_rounded_weights(models: Any, device: torch.devi
 
 
 @pytest.mark.nightly
-<<<<<<< HEAD
-def test_batch_invariant_answers_have_the_same_bits_in_any_batch(models: Any, device: torch.device) -> None:
-=======
 def test_batch_invariant_answers_have_the_same_bits_in_any_batch(
     models: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("chairlift.kernels.triton.program.SMALL_ROWS", 32)
->>>>>>> main
     assert check_invariance(models("llama")[0], invariant_jobs(2, 40, 2), device, **FP8)
 
 

@@ -68,13 +68,8 @@ class Server(Target):
         promises: bool = False,
         said: Said | None = None,
     ) -> bytes:
-<<<<<<< HEAD
-        """What :meth:`send` sends. ``promises``: also the request's class, tenant and limits. ``said`` is what it says;
-        None: a prompt of its length."""
-=======
         """Body of the HTTP request that :meth:`send` sends. ``promises`` adds the request's class, tenant and limits.
         ``said`` is its content; None: a prompt of its length."""
->>>>>>> main
         dialect = self.dialect
         prompt = dialect.prompt(request, index) if said is None else said.text
         fields: dict[str, Any] = {

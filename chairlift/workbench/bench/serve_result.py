@@ -52,11 +52,7 @@ def parse_goodput(items: Sequence[str]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stats:
-<<<<<<< HEAD
-    """Of a time in ms, over requests (of the time between events with tokens: over all events)."""
-=======
     """Statistics of a time in ms, over requests; of the time between events with tokens, over all events."""
->>>>>>> main
 
     mean: float
     median: float

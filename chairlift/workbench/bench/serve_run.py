@@ -101,11 +101,7 @@ class Load:
     salt: int = 0
     """Changes what the prompts say: the same requests with another salt meet no cache that knows them. Below 2**60."""
     said: Sequence[Said] | None = None
-<<<<<<< HEAD
-    """What each request says, of a data set of texts; None: prompts are made up, of the lengths of the requests."""
-=======
     """Content of each request, from a data set of texts. None: prompts are made up, with the requests' lengths."""
->>>>>>> main
     shortened: int = 0
     """Requests that were cut to what the server has room for."""
 

@@ -33,14 +33,10 @@ class Size:
         return statistics.median(run.output_throughput for run in self.runs)
 
     def median(self, time: str, part: str) -> float | None:
-<<<<<<< HEAD
-        """Of a time in ms over the rounds, by the names of :class:`Figures` and :class:`Stats`; None without any."""
-=======
         """Median over the rounds of one statistic of a time, in ms; None without values.
 
         ``time`` is a key of :attr:`Figures.times`, and ``part`` a field of :class:`Stats`.
         """
->>>>>>> main
         found = [stats for run in self.runs if (stats := run.times[time]) is not None]
         return statistics.median(_part(stats, part) for stats in found) if found else None
 
@@ -80,11 +76,7 @@ def sizes_table(sizes: Sequence[Size]) -> Table:
 
 
 def best_words(sizes: Sequence[Size]) -> str:
-<<<<<<< HEAD
-    """Which size did best of each way of batching, and how much more the best one gets through."""
-=======
     """Sentence about the best size of each way of batching, and the throughput of the best one over static batches."""
->>>>>>> main
     static, other = _best(sizes, "static"), _best(sizes, "continuous")
     words = [
         f"best {size.batching}: {size.slots} slots, {size.throughput:,.1f} output tokens/s"

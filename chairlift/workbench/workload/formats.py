@@ -126,11 +126,7 @@ def load_trace(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedTexts:
-<<<<<<< HEAD
-    """What was read from a data set: requests in order of arrival, and what each of them says."""
-=======
     """Data set that was read from a file: requests in order of arrival, and the content of each."""
->>>>>>> main
 
     requests: list[TracedRequest]
     said: list[Said]

@@ -40,11 +40,7 @@ class Source:
         self.left_out: collections.Counter[str] = collections.Counter()
         """Lines or requests that are no part of the trace, by reason."""
         self.images = 0
-<<<<<<< HEAD
-        """Of the prompts, where they have any; their tokens are not counted."""
-=======
         """Number of images in the prompts, where they have any; their tokens are not counted."""
->>>>>>> main
         self._file = file
         self._ahead: list[str] = []
 

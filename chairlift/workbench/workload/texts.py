@@ -39,22 +39,14 @@ _IMAGE_MARK: Final = "<image>"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Said:
-<<<<<<< HEAD
-    """What one request says."""
-=======
     """Content of one request."""
->>>>>>> main
 
     prompt_tokens: int
     output_tokens: int
     text: str | None
     """A plain prompt; None for a chat."""
     messages: tuple[Mapping[str, Any], ...]
-<<<<<<< HEAD
-    """Of a chat, as OpenAI's API takes them; empty for a plain prompt."""
-=======
     """Messages of a chat, as OpenAI's API takes them; empty for a plain prompt."""
->>>>>>> main
     images: int = 0
     """How many images the prompt has. Their tokens are not in ``prompt_tokens``."""
     unsaid: bool = False
@@ -168,11 +160,7 @@ def _chat(where: str, chat: Any, count: Callable[[str], int]) -> list[Said]:
 
 
 def _rest(message: Mapping[str, Any], shared: bool) -> dict[str, Any]:
-<<<<<<< HEAD
-    """What an OpenAI message has besides its role and content: calls of tools, and the like."""
-=======
     """Fields of an OpenAI message besides role and content, such as calls of tools; none for ShareGPT."""
->>>>>>> main
     return {} if shared else {name: value for name, value in message.items() if name not in ("role", "content")}
 
 
