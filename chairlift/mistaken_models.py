@@ -34,8 +34,8 @@ def check_content(path: Path) -> None:
     """Raise :class:`~chairlift.errors.ModelLoadError` where a file is a Git-LFS pointer in place of its content."""
     if _head(path, len(_POINTER)) == _POINTER:
         raise ModelLoadError(
-            f"{path} is a Git-LFS pointer, a few lines that stand for the real file; run git lfs install && git lfs pull"
-            f" in {path.parent}, or download the model with the hf command"
+            f"{path} is a Git-LFS pointer, a few lines that stand for the real file; run git lfs install && git lfs"
+            f" pull in {path.parent}, or download the model with the hf command"
         )
 
 
@@ -90,7 +90,9 @@ def of_weights(folder: Path) -> str:
         return adapter
     gguf = sorted(path.name for path in folder.glob("*.gguf"))
     if gguf:
-        return f"{folder} has no *.safetensors, but GGUF files; give the path of one of them, such as {folder / gguf[0]}"
+        return (
+            f"{folder} has no *.safetensors, but GGUF files; give the path of one of them, such as {folder / gguf[0]}"
+        )
     names = "neither model.safetensors nor model.safetensors.index.json"
     return f"{folder} has {names}; download the model again"
 

@@ -26,7 +26,7 @@ _OTHERWISE: Final = {
     "guided_decoding": "its successor is structured_outputs",
     "length_penalty": "there is no beam search; leave it out",
     "truncate_prompt_tokens": "cut the prompt's token ids before they are sent",
-    "use_beam_search": "there is no beam search; ask for n answers, and keep the one with the highest cumulative_logprob",
+    "use_beam_search": "there is no beam search; ask for n answers, and keep the one of the highest cumulative_logprob",
 }
 """Parameters of vLLM's, old and new, that are not offered, and what to do instead."""
 _INT32_MAX = 2**31 - 1

@@ -50,7 +50,9 @@ NAMES: Final[dict[str, Name]] = {
     ),
     "disable_log_stats": Name(bool, None, "status lines are a matter of status_interval (0: none)"),
     "disable_log_requests": Name(bool, None, "requests are logged with log_requests only"),
-    "tokenizer_mode": Name(str, ("auto", "hf", "fast"), "tokenizer.json is read", "tokenizer.json is read; leave it out"),
+    "tokenizer_mode": Name(
+        str, ("auto", "hf", "fast"), "tokenizer.json is read", "tokenizer.json is read; leave it out"
+    ),
     "load_format": Name(
         str,
         ("auto", "safetensors", "gguf"),
@@ -58,7 +60,9 @@ NAMES: Final[dict[str, Name]] = {
         "only safetensors and GGUF files are read; leave it out",
     ),
     "enable_lora": Name(bool, (False,), "there are no adapters", NO_ADAPTERS),
-    "cpu_offload_gb": Name(float, (0,), "weights are where they are computed with", "set device to cpu, or quantization"),
+    "cpu_offload_gb": Name(
+        float, (0,), "weights are where they are computed with", "set device to cpu, or quantization"
+    ),
     "max_seq_len_to_capture": Name(int, None, "which steps are recorded follows from cuda_graphs"),
     "async_scheduling": Name(bool, None, "num_lookahead_steps says how far steps are scheduled ahead"),
     "guided_decoding_backend": Name(str, None, "every grammar is compiled by llguidance"),

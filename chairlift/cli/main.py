@@ -90,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
         flags = [word for word in self._given if word.startswith("--") and word.partition("=")[0] not in self._flags()]
         if "invalid choice" in message and flags:  # the value of a mistyped flag was taken for a command
             message = self.unknown(flags[0])
-        elif re.match(r"argument \[?(COMMAND|NAME)\]?: invalid choice: |.*required: (COMMAND|NAME)$", message):
+        elif re.fullmatch(r"(?s)argument \[?(COMMAND|NAME)\]?: invalid choice: .*|.*required: (COMMAND|NAME)", message):
             message = self._no_command()
         self.exit(_fail(f"{message}; see {self.prog} --help"))
 

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.errors import ModelLoadError
-from chairlift.mistaken_models import check_content
 from chairlift.gguf.blocks import BLOCK_TYPES, BlockType, Groups
 from chairlift.gguf.files import parts_of
+from chairlift.mistaken_models import check_content
 
 __all__ = ["GGUFFile", "GGUFModel", "TensorInfo"]
 

@@ -76,7 +76,7 @@ _REASONS = {
     "RepositoryNotFoundError": "there is none of that name, or it is private",
     "GatedRepoError": "its owner grants access on the Hub's page of the model, and hf auth login tells who you are",
 }
-"""Of errors of huggingface_hub by name: what they say is several lines long."""
+"""One line for each error of huggingface_hub, by name; their own texts have several."""
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 
@@ -102,8 +102,8 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
         reason = _REASONS.get(type(error).__name__) or (str(error).strip().splitlines() or [""])[0][:200]
         raise ModelLoadError(
             f"{name!r} is not a directory here, and the Hugging Face Hub did not give a model of that name "
-            f"({type(error).__name__}: {reason}); {mistaken_models.of_unknown_id(name)}check the spelling, the network, "
-            "and access to gated models, or download it elsewhere and give its directory"
+            f"({type(error).__name__}: {reason}); {mistaken_models.of_unknown_id(name)}check the spelling, the "
+            "network, and access to gated models, or download it elsewhere and give its directory"
         ) from None
     if not (Path(snapshot) / "config.json").is_file() and name.lower().endswith("-gguf"):
         hint = mistaken_models.of_unknown_id(name)

@@ -5,8 +5,9 @@ text, list or object, the values named below) is accepted. Of the fields that as
 a schema, and so is ``false``. Of the others, a hint is ignored, because the answer is still an answer to what was
 asked, and the reply says so in a header (``Warning: 299 chairlift "ignored: user"``). A value without which the answer
 would be an answer to another question is refused with status 400, and so is a misspelt field (``temprature``). Others
-that nobody knows are ignored like hints. ``request_id`` is never the key of anything, and ``user`` of nothing but the share of the engine that its
-requests get: without API keys, and where the scheduling policy shares fairly; elsewhere it is ignored.
+that nobody knows are ignored like hints. ``request_id`` is never the key of anything, and ``user`` of nothing but the
+share of the engine that its requests get: without API keys, and where the scheduling policy shares fairly; elsewhere it
+is ignored.
 
 ``service_tier`` is ``auto``, ``default``, ``flex``, ``priority``, ``scale`` (which is ``auto``: nothing is paid for in
 advance) or a class that the server was given; others are refused. Where the scheduling policy is ``fcfs`` it means

@@ -33,6 +33,8 @@ ALLOWED: dict[str, list[str]] = {
     "spec_decode": ["errors", "config", "request", "scheduler"],
     "plugins": ["errors", "scheduler"],
     "mistaken_models": ["errors"],
+    "quantities": ["errors"],
+    "vllm_names": ["errors"],
     "gguf": ["errors", "mistaken_models"],
     "tokenizer": ["errors", "config", "gguf", "mistaken_models", "parent"],
     "tool_calls": ["errors", "structured_outputs"],
