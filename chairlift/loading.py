@@ -167,7 +167,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     # These modules import torch, which takes most of a second, so they are imported only here.
     import torch
 
-    from chairlift.executor.kv_tensors import plan_kv_cache
+    from chairlift.executor.kv_tensors import check_fits, plan_kv_cache
     from chairlift.executor.local import LocalExecutor
     from chairlift.executor.select import choose_dtype, make_runner
     from chairlift.models.model_files import read_network
@@ -198,6 +198,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         swap_directory=config.cache.swap_directory,
         most_tokens=scheduler.max_num_seqs * max_model_len,
     )
+    check_fits(plan, device)
     rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     try:
         runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len)

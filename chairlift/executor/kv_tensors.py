@@ -20,6 +20,7 @@ __all__ = [
     "DEFAULT_SHARE",
     "KVPlan",
     "available_memory",
+    "check_fits",
     "gpu_cache_memory",
     "make_host_blocks",
     "make_kv_caches",
@@ -87,6 +88,25 @@ def available_memory(device: torch.device) -> int:
             total = int(line.split()[1]) * 1024
     limit = memory_limit()
     return (total if limit is None else min(total or limit, limit)) or 4 << 30
+
+
+def check_fits(plan: KVPlan, device: torch.device) -> None:
+    """Raise ConfigError for a KV cache, or a swap space in memory, that is larger than the machine's memory.
+
+    Pages of a CPU's memory are taken as they are touched, so that nothing else would fail before the system ends the
+    process. A GPU says so by itself.
+    """
+    if device.type != "cpu":
+        return
+    most = available_memory(device)
+    host = plan.host_bytes if plan.swap_directory is None else 0
+    if plan.total_bytes + host <= most:
+        return
+    swap = f" and the swap space {host:,} (swap_space_bytes)" if host else ""
+    raise ConfigError(
+        f"the KV cache would have {plan.total_bytes:,} bytes (kv_cache_memory_bytes, num_kv_blocks){swap}, but this"
+        f" machine, or this process's control group, has {most:,}; lower it"
+    )
 
 
 def gpu_cache_memory(free: int, total: int, utilization: float, step_bytes: int) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from chairlift.errors import ModelLoadError
+from chairlift.mistaken_models import check_content, of_directory
 from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
@@ -296,10 +297,7 @@ def read_hf_files(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]
     """
     path = model_dir / "config.json"
     if not path.is_file():
-        raise ModelLoadError(
-            f"{model_dir} has no config.json, so it is not a Hugging Face model directory; "
-            "give the directory that holds config.json, *.safetensors and tokenizer.json"
-        )
+        raise ModelLoadError(of_directory(model_dir))
     generation_path = model_dir / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     return read_json(path), generation, str(path)
@@ -320,6 +318,7 @@ def read_json(path: Path, whole: type = dict) -> Any:
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
+        check_content(path)
         raise ModelLoadError(f"{path} is not valid JSON ({error}); download the model again") from None
     if not isinstance(content, whole):
         kind = "object" if whole is dict else whole.__name__

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from chairlift import mistaken_models
 from chairlift.errors import ModelLoadError
 
 __all__ = ["INDEX_NAME", "SINGLE_NAME", "WEIGHT_FILE", "download_model"]
@@ -25,6 +26,12 @@ _SMALL: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
 )
+_REASONS: Final = {
+    "LocalEntryNotFoundError": "it is not in the cache, and the Hub cannot be reached or HF_HUB_OFFLINE is set",
+    "RepositoryNotFoundError": "there is none of that name, or it is private",
+    "GatedRepoError": "its owner grants access on the Hub's page of the model, and hf auth login tells who you are",
+}
+"""One line for each error of huggingface_hub, by name; their own texts have several."""
 _FOLDER: Final = re.compile(r"\w[\w-]*")
 
 
@@ -40,11 +47,11 @@ def download_model(name: str, revision: str | None = None) -> Path:
         try:
             return Path(snapshot_download(name, revision=of, allow_patterns=files))
         except Exception as error:  # unreachable, unknown, gated, disk full: for the caller all are "no such model"
-            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            reason = _REASONS.get(type(error).__name__) or (str(error).strip().splitlines() or [""])[0][:200]
             raise ModelLoadError(
                 f"{name!r} is not a directory here, and the Hugging Face Hub did not give a model of that name "
-                f"({type(error).__name__}: {reason}); check the spelling, the network, and access to gated models, "
-                "or download it elsewhere and give its directory"
+                f"({type(error).__name__}: {reason}); {mistaken_models.of_unknown_id(name)}check the spelling, the "
+                "network, and access to gated models, or download it elsewhere and give its directory"
             ) from None
 
     snapshot = fetch(list(_SMALL), revision)
@@ -53,6 +60,9 @@ def download_model(name: str, revision: str | None = None) -> Path:
     fetch([*(pieces or [SINGLE_NAME]), *_pooling_files(snapshot)], commit)
     if any(not (snapshot / file).is_file() for file in pieces):  # an index that was left behind
         fetch([SINGLE_NAME], commit)
+    if not (snapshot / "config.json").is_file() and name.lower().endswith("-gguf"):
+        hint = mistaken_models.of_unknown_id(name)
+        raise ModelLoadError(f"the Hub's model {name!r} has no config.json; {hint}or name another model")
     return snapshot
 
 

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from chairlift import mistaken_models
 from chairlift.errors import EngineDeadError, ModelLoadError
 from chairlift.gguf.files import find_gguf, is_gguf
 from chairlift.gguf.reader import GGUFModel
@@ -84,11 +85,8 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
         return model
     if name and path.is_dir():
         return path
-    if path.exists() or not _HUB_ID.fullmatch(name):
-        raise ModelLoadError(
-            f"{name!r} is not a directory; give the directory that holds config.json and *.safetensors, "
-            "or a Hugging Face model id such as Qwen/Qwen2.5-0.5B-Instruct"
-        )
+    if path.exists() or not _HUB_ID.fullmatch(name) or path.suffix == ".gguf":
+        raise ModelLoadError(mistaken_models.of_name(name))
     return download_model(name, revision)
 
 
@@ -493,7 +491,7 @@ def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             f"{model_dir} has its weights only as pickle ({pickled[0]!r}), and unpickling runs any code inside; "
             "get a version with *.safetensors, or convert it with transformers' save_pretrained if you trust its author"
         )
-    raise ModelLoadError(f"{model_dir} has neither {SINGLE_NAME} nor {INDEX_NAME}; download the model again")
+    raise ModelLoadError(mistaken_models.of_weights(model_dir))
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -517,6 +515,7 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
     try:
         return stack.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        mistaken_models.check_content(path)
         if "Cannot allocate memory" in str(error):  # PyTorch has no type of its own for it
             raise ModelLoadError(f"there is no memory to map {path} ({error}); free some, or raise ulimit -v") from None
         raise ModelLoadError(f"{path} is damaged or incomplete ({error}); download it again") from None

@@ -4,9 +4,10 @@ The rule for fields that are known but not served: a value that asks for what ha
 text, list or object, the values named below) is accepted. Of the fields that ask for a form only null does: ``{}`` is
 a schema, and so is ``false``. Of the others, a hint is ignored, because the answer is still an answer to what was
 asked, and the reply says so in a header (``Warning: 299 chairlift "ignored: user"``). A value without which the answer
-would be an answer to another question is refused with status 400. Fields that nobody knows are ignored like
-hints. ``request_id`` is never the key of anything, and ``user`` of nothing but the share of the engine that its
-requests get: without API keys, and where the scheduling policy shares fairly; elsewhere it is ignored.
+would be an answer to another question is refused with status 400, and so is a misspelt field (``temprature``). Others
+that nobody knows are ignored like hints. ``request_id`` is never the key of anything, and ``user`` of nothing but the
+share of the engine that its requests get: without API keys, and where the scheduling policy shares fairly; elsewhere it
+is ignored.
 
 ``service_tier`` is ``auto``, ``default``, ``flex``, ``priority``, ``scale`` (which is ``auto``: nothing is paid for in
 advance) or a class that the server was given; others are refused. Where the scheduling policy is ``fcfs`` it means
@@ -51,10 +52,11 @@ refused              ``functions``, ``function_call`` but ``none``, of texts ``t
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -98,6 +100,11 @@ _MAX_MESSAGES: Final = 1024
 _MAX_PROMPTS: Final = 64
 _MAX_IDS: Final = 2**20
 """Most token ids in one list. The longest body holds more than most models take; this bounds the rest."""
+
+_MOST_COMPARED: Final = 16
+_MOST_APART: Final = 2
+_ALIKE: Final = 0.88
+"""When a name that nobody knows is a misspelling of one that is known, and not a hint of another server's."""
 
 _END: Final = r"$(?!\n)"
 """The end of a pattern: before a final newline, ``$`` alone matches as well."""
@@ -414,11 +421,14 @@ def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = RE
     given and what is allowed.
     """
     known = _field_names(struct_type)
-    ignored = []
+    ignored: list[str] = []
     for name, value in body.items():
         if name in known or value is None:
             continue
         if name not in refused:
+            if len(ignored) < _MOST_COMPARED and (meant := _meant(name, known)) is not None:
+                message = f"unknown field {name!r}; did you mean {meant!r}?"
+                raise ApiError(400, message, code="unknown_parameter", param=name)
             ignored.append(name)
         elif not _asks_for_nothing(value, *refused[name]):
             message = f"{name} is {_given(value)}, which is not supported: {refused[name][1]}"
@@ -448,6 +458,13 @@ def unknown_inside(place: str, given: Any, struct_type: type[msgspec.Struct]) ->
     """Names in the object at ``place`` that its type does not have, as paths."""
     known = _field_names(struct_type)
     return [f"{place}.{name}" for name, value in (given or {}).items() if name not in known and value is not None]
+
+
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    """The field that a name is a misspelling of. Longer and shorter ones are not compared: that takes a while."""
+    near = [each for each in known if abs(len(each) - len(name)) <= _MOST_APART]
+    found = difflib.get_close_matches(name, near, n=1, cutoff=_ALIKE)
+    return found[0] if found else None
 
 
 def warning_headers(ignored: Sequence[str]) -> dict[str, str]:

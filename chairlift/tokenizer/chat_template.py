@@ -201,8 +201,8 @@ class ChatTemplate:
     def _tree(self) -> jinja2.nodes.Template:
         if self._source is None:
             raise TemplateError(
-                "this model has no chat template; send a plain prompt or token ids instead (generate), "
-                "or put a chat_template.jinja into the model directory"
+                "this model has no chat template; send a plain prompt instead (/v1/completions, or generate --raw), "
+                "or give a template: chat_template.jinja in the model directory, or --chat-template of the server"
             )
         with _complaining():
             return _environment().parse(self._source)

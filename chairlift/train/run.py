@@ -155,6 +155,11 @@ def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
     generation = dict(settings.generation_config) if settings.generation_config is not None else None
     if settings.path is not None:
         folder = Path(settings.path)
+        if folder.suffix == ".gguf":
+            raise ConfigError(
+                f"model.path {folder} is a GGUF file, and training needs whole weights; give a directory with"
+                " config.json and *.safetensors"
+            )
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path {folder} is no model directory: it has no config.json")
         raw, where = read_json(folder / "config.json"), str(folder / "config.json")
