@@ -277,6 +277,13 @@ class SchedulerConfig:
         """How tokens are drafted; None where none are. Raises ConfigError."""
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config else None
 
+    def takes_drafts(self, num_lookahead_steps: int) -> bool:
+        """Whether steps can have drafts: none is scheduled before the one before it has landed, and rows join and leave
+        by themselves. ``num_lookahead_steps`` is what the executor is best given; above 0 it keeps the newest tokens
+        for itself. Raises ConfigError for a bad ``speculative_config``."""
+        ahead = num_lookahead_steps or (self.speculation is None and self.num_lookahead_steps)
+        return self.batching == "continuous" and not ahead
+
     @property
     def most_running(self) -> int:
         """Rows: every running request must be able to take one token in every step, or decodes could starve."""

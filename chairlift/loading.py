@@ -108,9 +108,18 @@ class LoadedExecutor:
             deterministic=(native and not self.calls) or self.kernels == "hashlm" or config.model.batch_invariant,
             fingerprint=fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
+            **self._speculation(config),
             sampling_defaults=self.sampling_defaults,
             notes=self.notes,
         )
+
+    def _speculation(self, config: EngineConfig) -> dict[str, Any]:
+        """What :class:`EngineInfo` says about drafts."""
+        verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps)
+        asked = config.scheduler.speculation if verifies else None
+        said = {} if asked is None else {"speculative_method": asked.method}
+        most = 0 if asked is None else asked.num_speculative_tokens
+        return {**said, "num_speculative_tokens": most, "takes_predictions": verifies}
 
 
 def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:

@@ -173,6 +173,10 @@ class CompletionOutput:
     """(first token, version): the weights that it and those after it were sampled from, up to the next entry. One entry
     unless weights were replaced while it ran. Tokens count from 0 at the answer's beginning, also in deltas, which have
     the entries that begin with their tokens: mostly none."""
+    accepted_prediction_tokens: int = 0
+    """Tokens so far that were drafted from :attr:`SamplingParams.prediction`, and were right; also in deltas."""
+    rejected_prediction_tokens: int = 0
+    """Tokens that were drafted from it in vain."""
 
     @property
     def finished(self) -> bool:

@@ -106,6 +106,7 @@ class Request:
         "may_draft",
         "may_share",
         "min_tokens",
+        "num_accepted_predicted",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_ever_computed",
@@ -113,8 +114,10 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
+        "num_rejected_predicted",
         "num_sample_positions",
         "params",
+        "prediction",
         "priority",
         "progress_mark",
         "refused_at",
@@ -155,6 +158,7 @@ class Request:
         source: Request | None = None,
         may_share: bool = True,
         min_tokens: int = 0,
+        prediction: tuple[int, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -175,12 +179,12 @@ class Request:
         """What the executor needs to sample; the brain only carries it."""
         self.min_tokens = min_tokens
         """The answer has no fewer, unless its caller leaves."""
+        self.prediction = prediction
+        """A text that the answer is expected to repeat. It changes no token."""
         self.source = source
         """The request whose prompt this one shares (``n > 1``): its blocks are shared when it is still there."""
         self.may_share = may_share
         """Whether KV that others computed may stand in for computing the prompt."""
-        self.siblings: list[Request] = []
-        """Requests that wait for this one's prompt to be computed, then fork from it."""
         self.status = RequestStatus.WAITING
         self.is_ready = True
         """Whether it may join: not before its grammar is compiled."""
@@ -200,6 +204,8 @@ class Request:
 
     def _begin_books(self) -> None:
         """What scheduler and KV cache write down about a request."""
+        self.siblings: list[Request] = []
+        """Requests that wait for this one's prompt to be computed, then fork from it."""
         self.num_sample_positions = 1
         """How many of its last positions the chunk that reaches the newest known token samples; fewer where it is
         shorter. The request takes the token of the last one; the others are dropped."""
@@ -221,6 +227,8 @@ class Request:
         """Prompt tokens read from the prefix cache at first admission."""
         self.num_charged_tokens = 0
         """Computed tokens of this admission that its tenant has been charged for."""
+        self.num_accepted_predicted = self.num_rejected_predicted = 0
+        """Drafts from :attr:`prediction` that were right, and that were not."""
         self.num_preemptions = 0
         self.progress_mark = -1
         """Number of known tokens at the last admission; a victim must have more."""

@@ -124,6 +124,8 @@ class CoreOutputs:
     """The ledger's totals when the tokens were known."""
     progress: list[Progress] = dataclasses.field(default_factory=list)
     """Only of sequences that have news other than a token."""
+    predicted: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
+    """(sequence, drafts from the text that it expects that were right so far, and wrong), where that has changed."""
 
     def merge(self, later: CoreOutputs) -> None:
         """Append what came later, when nobody could take this one yet."""
@@ -137,6 +139,7 @@ class CoreOutputs:
         self.finished += later.finished
         self.decoding += later.decoding
         self.progress += later.progress
+        self.predicted += later.predicted
         self.decode_seconds = max(self.decode_seconds, later.decode_seconds)
 
 
@@ -228,7 +231,7 @@ class EngineCore(EngineClient):
             costs=self.costs,
             policy_share=config.policy_share,
             drop_late=config.late_requests == "drop",
-            speculator=speculator_from_config(config, self.costs),
+            speculator=speculator_from_config(config, self.costs, executor.num_lookahead_steps),
         )
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
@@ -561,6 +564,11 @@ class EngineCore(EngineClient):
         records = self._token_records(tokens)
         self.grammars.landed(flight.grammars, out.step, tokens)
         result = self.scheduler.update(out, tokens.token_ids, now)
+        if (drafts := self.scheduler.drafts) is not None and drafts.predicted:
+            for each in drafts.predicted:
+                counts = each.num_accepted_predicted, each.num_rejected_predicted
+                outputs.predicted.append((each.request_id, *counts))
+            drafts.predicted.clear()
         complete = self._complete(flight, now)
         rows = [row for row, request in enumerate(result.sampled) if request is not None]
         rows = [row for row in rows if tokens.token_ids[row] != FAILED_ROW]

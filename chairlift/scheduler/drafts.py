@@ -23,6 +23,9 @@ __all__ = ["Drafts", "Speculator"]
 class Speculator(Protocol):
     """Proposes tokens, and decides how many of them a step computes."""
 
+    only_predicted: bool
+    """Whether only requests that bring a text that they expect have drafts."""
+
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
     ) -> Sequence[tuple[Request, Sequence[int]]]:
@@ -54,15 +57,33 @@ class Drafts:
         """Tokens proposed and computed, those that were right, and rows that were verified."""
         self.accepted_at: list[int] = []
         """How often the draft at each place was accepted."""
+        self.predicted: list[Request] = []
+        """Requests that expect a text, and whose drafts were verified since somebody emptied the list."""
+        self._expecting: dict[str, Request] = {}
+        """Requests that expect a text."""
+
+    def added(self, request: Request) -> None:
+        """The request has come."""
+        if request.prediction:
+            self._expecting[request.request_id] = request
+
+    def left(self, request: Request) -> None:
+        """The request has left for good."""
+        self._expecting.pop(request.request_id, None)
+        self.speculator.forget(request)
 
     def add(self, step: Step) -> None:
         """Last of all, when nobody else wants what is left of the budget and of the blocks: drafts preempt nobody."""
         out = step.out
         if not step.runs_decodes or self._batch.membership.closed:
             return
+        only_predicted = self.speculator.only_predicted
+        if only_predicted and not self._expecting:
+            return
         if self._decodes.stale:
             self._decodes.rebuild()
-        rows = [(request, most) for request in self._decodes.requests if (most := self._most(request)) > 0]
+        asking = [r for r in self._expecting.values() if r.decoding] if only_predicted else self._decodes.requests
+        rows = [(request, most) for request in asking if (most := self._most(request)) > 0]
         if not rows:
             return
         chunks = [chunk for _, chunk in step.chunks]
@@ -150,6 +171,8 @@ class Drafts:
         for at in range(accepted):
             self.accepted_at[at] += 1
         self.speculator.verified(request, drafts, accepted)
+        if request.prediction:
+            self.predicted.append(request)
 
     def rejoin(self, flight: Step) -> None:
         """Rows whose drafts were verified, and that go on, compute one token per step again."""

@@ -176,6 +176,8 @@ class Scheduler:
                 f" {self.kv.capacity_tokens}; shorten the prompt, lower max_tokens, or raise kv_cache_memory_bytes"
             )
         self.requests[request.request_id] = request
+        if self.drafts is not None:
+            self.drafts.added(request)
         self._arrivals += 1
         request.sequence = request.sequence or self._arrivals  # a copy stands where its original does
         source = None if self.membership.closed else request.source  # a closed batch takes all answers together
@@ -455,7 +457,7 @@ class Scheduler:
         for leaver in leaving:
             self.batch.remove(leaver, now)
             if self.drafts is not None:
-                self.drafts.speculator.forget(leaver)
+                self.drafts.left(leaver)
             self.preemption_rate.finished(leaver, now)
         return leaving
 

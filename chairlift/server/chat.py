@@ -149,6 +149,8 @@ async def create_chat_completion(request: Request) -> Response:
     model = check_model(state, chat.model)
     caller = read_promises(request, chat, ignored)
     info = generating_info(state)
+    if chat.prediction is not None and not info.takes_predictions:
+        ignored.append("prediction")
     plan = chat_plan(state, chat, ignored)
     params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
     state.engine.check_room(1, class_of(params))
@@ -165,7 +167,7 @@ async def create_chat_completion(request: Request) -> Response:
     if chat.stream:
         return await start_stream(state, streams, _ChatChunks(head, chat, streams, texts, plan, params), headers)
     (output,) = await collect(streams)
-    meter = Meter(streams)
+    meter = Meter(streams, predicted=chat.prediction is not None)
     meter.note(0, output)
     most, pieces = chat.prompt_logprobs, Pieces()
     readings = [AnswerReading(plan, state.engine.tokenizer, params.skip_special_tokens) for _ in output.outputs]

@@ -42,6 +42,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """fp8: the layers' weights have 8 bits; null: they are in the dtype."""
     kv_cache_dtype: str | None = None
     """int8: K and V have 8 bits; null: they are in the dtype."""
+    speculative_method: str | None = None
+    """Who drafts tokens (docs/speculation.md); null: nobody does, but for requests with a prediction."""
     deterministic: bool | None = None
     determinism: str | None = None
     """What is promised, in words."""
@@ -98,6 +100,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
     if info is not None:
         card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
         card.quantization, card.kv_cache_dtype = info.quantization, info.kv_cache_dtype
+        card.speculative_method = info.speculative_method
         card.determinism = _BITS if info.deterministic else _NOISE
     return card
 

@@ -8,14 +8,16 @@ of few rows waits for memory and drafts are nearly free; a step of many rows com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from chairlift.config import SchedulerConfig
 from chairlift.request import Request
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
-from chairlift.spec_decode.ngram import NgramIndex
+from chairlift.spec_decode.ngram import NgramProposer
+from chairlift.spec_decode.predicted import PredictedText
 
-__all__ = ["AdaptiveSpeculator", "best_number", "speculator_from_config"]
+__all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_config"]
 
 _PRIOR = 0.5
 """Probability that a draft is right, of a request that has had none."""
@@ -27,6 +29,8 @@ _MOST_COMPARED = 64
 """Drafts of a step; more pay nowhere on a CPU."""
 _LEAST_GAIN = 1.02
 """The estimates are noisy: a smaller gain is none."""
+_MOST_PREDICTED = 16
+"""Drafts of a row that follows a text its caller expects, where nobody says how many."""
 
 
 def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int], float]) -> int:
@@ -46,27 +50,38 @@ def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int]
     return best
 
 
+class Proposer(Protocol):
+    """Guesses what comes next."""
+
+    def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+        """For each row (a request that decodes, and the most drafts that it may have) its drafts, which may be none."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request has left for good, also when it was never asked about."""
+        ...
+
+
 class AdaptiveSpeculator:
-    """Drafts by n-grams, as many as pay.
+    """As many drafts as pay: from a text that the caller expects while the answer follows it, else from a proposer.
 
     Args:
         step_seconds: Time of a step by its features, as learnt so far.
         most: Most drafts of a row in one step.
-        ngram_size: Tokens that must be equal for a draft.
-        hint_of: The text that a request expects, if any: token ids.
+        proposer: Who drafts for requests without such a text. None: they have no drafts.
     """
 
     def __init__(
-        self,
-        step_seconds: Callable[[StepFeatures], float],
-        most: int,
-        ngram_size: int,
-        hint_of: Callable[[Request], Sequence[int]] = lambda request: (),
+        self, step_seconds: Callable[[StepFeatures], float], most: int, proposer: Proposer | None = None
     ) -> None:
-        self._seconds, self._most, self._size, self._hint_of = step_seconds, most, ngram_size, hint_of
+        self._seconds, self._most, self._proposer = step_seconds, most, proposer
         self._chances: dict[str, float] = {}
-        self._indexes: dict[str, NgramIndex] = {}
+        self._texts: dict[str, PredictedText] = {}
+        self._follows: set[str] = set()
+        """Requests whose newest drafts came from the text that they expect."""
         self._idle_steps = 0
+        self.only_predicted = proposer is None
+        """See :class:`~chairlift.scheduler.drafts.Speculator`."""
 
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
@@ -80,7 +95,7 @@ class AdaptiveSpeculator:
         probes = self._idle_steps >= _PROBE_STEPS
         if not probes and not self._may_pay(rows, step, seconds):
             return []
-        proposals = self._propose(rows)
+        proposals = self._propose([(request, min(most, self._most)) for request, most in rows])
         order = sorted(self._ranked(proposals), reverse=True)[: min(budget, _MOST_COMPARED)]
         number = best_number(step.num_decodes, [chance for chance, _ in order], seconds)
         if probes and order:
@@ -98,17 +113,29 @@ class AdaptiveSpeculator:
         powers = (chance**at for chance in chances[:_MOST_COMPARED] for at in range(1, self._most + 1))
         return best_number(step.num_decodes, sorted(powers, reverse=True)[:_MOST_COMPARED], seconds) > 0
 
-    def _propose(self, rows: Iterable[tuple[Request, int]]) -> Mapping[str, tuple[Request, Sequence[int]]]:
-        found = {}
+    def _propose(self, rows: Sequence[tuple[Request, int]]) -> Mapping[str, tuple[Request, Sequence[int]]]:
+        """Request id -> the request and its drafts, of those that have some."""
+        found: dict[str, tuple[Request, Sequence[int]]] = {}
+        others: list[tuple[Request, int]] = []
         for request, most in rows:
-            name = request.request_id
-            index = self._indexes.get(name)
-            if index is None:
-                index = self._indexes[name] = NgramIndex(self._size, self._hint_of(request))
-            drafts = index.propose(request.token_ids, request.num_prompt_tokens, min(most, self._most))
+            drafts = self._expected(request, most) if request.prediction else ()
             if drafts:
-                found[name] = (request, drafts)
+                found[request.request_id] = (request, drafts)
+            else:
+                others.append((request, most))
+        self._follows = set(found)
+        if self._proposer is not None and others:
+            for (request, _), drafts in zip(others, self._proposer.propose(others), strict=True):
+                if drafts:
+                    found[request.request_id] = (request, drafts)
         return found
+
+    def _expected(self, request: Request, most: int) -> Sequence[int]:
+        """What comes next in the text that the request expects."""
+        text = self._texts.get(request.request_id)
+        if text is None:
+            text = self._texts[request.request_id] = PredictedText(request.prediction)
+        return text.propose(request.token_ids, request.num_prompt_tokens, most)
 
     def _ranked(self, proposals: Mapping[str, tuple[Request, Sequence[int]]]) -> Iterable[tuple[float, str]]:
         """(probability, request id) of each draft; those of one row fall along the row."""
@@ -124,16 +151,27 @@ class AdaptiveSpeculator:
         for right in [1.0] * num_accepted + [0.0] * (num_accepted < len(drafts)):
             chance += _MEMORY * (right - chance)
         self._chances[request.request_id] = min(chance, 0.98)
+        if request.request_id in self._follows:
+            request.num_accepted_predicted += num_accepted
+            request.num_rejected_predicted += len(drafts) - num_accepted
 
     def forget(self, request: Request) -> None:
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
         self._chances.pop(request.request_id, None)
-        self._indexes.pop(request.request_id, None)
+        self._texts.pop(request.request_id, None)
+        if self._proposer is not None:
+            self._proposer.forget(request)
 
 
-def speculator_from_config(config: SchedulerConfig, costs: Costs) -> AdaptiveSpeculator | None:
-    """None where no drafts are asked for. Raises ConfigError."""
+def speculator_from_config(
+    config: SchedulerConfig, costs: Costs, num_lookahead_steps: int
+) -> AdaptiveSpeculator | None:
+    """None where steps take no drafts (:meth:`SchedulerConfig.takes_drafts`). Where none are asked for, requests that
+    bring a text that they expect have some. Raises ConfigError."""
     asked = config.speculation
-    if asked is None:
+    if not config.takes_drafts(num_lookahead_steps):
         return None
-    return AdaptiveSpeculator(costs.model.step_seconds, asked.num_speculative_tokens, asked.prompt_lookup_min)
+    if asked is None:
+        return AdaptiveSpeculator(costs.model.step_seconds, _MOST_PREDICTED)
+    proposer = NgramProposer(asked.prompt_lookup_min)
+    return AdaptiveSpeculator(costs.model.step_seconds, asked.num_speculative_tokens, proposer)
