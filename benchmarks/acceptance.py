@@ -1,4 +1,4 @@
-"""What a benchmark demanded, what it measured, and whether that is enough: figures, their table, and their record.
+"""Figures of the benchmarks: the bound of each, the measured values, the verdict, their table and their record.
 
 A measurement is a generator of :class:`Figure`. Nothing is judged by hand: a figure is met when the median over its
 rounds is on the right side of its bound.

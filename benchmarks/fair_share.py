@@ -1,4 +1,4 @@
-"""What sharing each step's prompt budget does to waiting: fractions in policy order against all in policy order.
+"""Measures how sharing each step's prompt budget changes waits: fractions in policy order against all in policy order.
 
     python benchmarks/fair_share.py --json benchmarks/results/fair-share.json     # simulated, about ten minutes
     python benchmarks/fair_share.py --real                                        # the bundled model, one round
@@ -76,7 +76,7 @@ def _read(path: Path, lines: list[str]) -> list[TracedRequest]:
 
 @dataclasses.dataclass
 class Figures:
-    """Of one fraction, over all rounds. Times in seconds."""
+    """Figures of one fraction, over all rounds. Times in seconds."""
 
     ttft: list[float] = dataclasses.field(default_factory=list)
     e2e: list[float] = dataclasses.field(default_factory=list)

@@ -24,7 +24,7 @@ TOKEN_BUDGETS = (192, 256, 384, 512, 1024)
 
 
 class ModelCost(NamedTuple):
-    """What a model costs to run."""
+    """Cost figures of a model: weights that a token passes, and bytes of KV cache that it adds."""
 
     body_params: int
     """Weights that every token passes. The embedding is looked up, and not one of them."""

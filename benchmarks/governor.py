@@ -120,7 +120,7 @@ def serve(case: Case, trace: list[TracedRequest], **settings: Any) -> dict[str, 
 
 
 def figures(served: ServedTrace) -> dict[str, Any]:
-    """What is kept of a simulation."""
+    """Figures of one simulation that the record keeps, by name."""
     return {
         "score": served.output_tokens_per_second if served.goodput is None else served.goodput,
         "preemption_rate": served.preemption_rate,

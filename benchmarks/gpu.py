@@ -34,6 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chairlift": {},
     "graphs off": {"cuda_graphs": "off"},
     "in turns": {"num_lookahead_steps": 0},
+    "fp8": {"quantization": "fp8"},
+    "batch-invariant": {"batch_invariant": True},
 }
 """Settings that differ from the first's; ``in turns``: host and GPU wait for each other."""
 
@@ -86,10 +88,12 @@ def floor_of(model: Path, requests: Requests) -> tuple[float, dict[str, Any]]:
     """Seconds that the GPU's limits allow at best, and these limits."""
     import torch
 
+    from chairlift.kernels.roof import GPU
     from chairlift.models.model_files import read_config
-    from chairlift.workbench.bench.floor import GPU_BUDGETS, ModelCost, workload_floor
+    from chairlift.models.step_cost import ModelCost
+    from chairlift.workbench.bench.floor import GPU_BUDGETS, workload_floor
     from chairlift.workbench.bench.kernel_report import limits_record, limits_table
-    from chairlift.workbench.bench.limits import GPU, measure_device
+    from chairlift.workbench.bench.limits import measure_device
     from chairlift.workbench.bench.report import text
 
     limits = measure_device(torch.device("cuda"), torch.bfloat16)

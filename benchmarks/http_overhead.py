@@ -1,4 +1,4 @@
-"""What HTTP costs: the same requests offline and as concurrent streams of the server, in turns, on one machine.
+"""Measures the cost of HTTP: the same requests offline and as concurrent streams of the server, in turns.
 
     python benchmarks/make_random_model.py DIR
     python benchmarks/http_overhead.py --model DIR --rounds 5 --json benchmarks/results/http-overhead.json

@@ -1,4 +1,4 @@
-"""What it costs to be watched: tokens per second of one server, with ten open live views and with none, in turns.
+"""Measures the cost of live views: tokens per second of one server, with ten open views and with none, in turns.
 
     python benchmarks/live_overhead.py [--model hashlm:20ms] [--viewers 10] [--rounds 12] [--json FILE] [-- FLAG ...]
 
@@ -184,7 +184,7 @@ def look(port: int, told: Connection) -> None:
 
 
 class Edge(NamedTuple):
-    """What had been counted at a moment. Times in seconds."""
+    """Counters of the server and its processes at one moment. Times in seconds."""
 
     time: float
     """When the newest token that is counted came."""

@@ -1,4 +1,4 @@
-"""What packing is measured on, and the packers of other projects that are measured beside ours."""
+"""Inputs of the packing benchmarks, and packers of other projects that are measured beside ours."""
 
 from __future__ import annotations
 

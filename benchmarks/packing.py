@@ -96,7 +96,7 @@ def a3(args: argparse.Namespace) -> Iterator[Figure]:
             yield at_least(f"{label} / {kind}: least of four mixes", min(each), 1.0, "x")
             fewer = sum(theirs[name] > packs[name] for name in MIXES)
             text = f"{label} / {kind}: mixes with fewer packs"
-            # What sees the whole data set, too, meets the lower bound on most mixes: nobody can have fewer there.
+            # A packer that sees the whole data set also meets the lower bound on most mixes. No packer can go below it.
             yield context(text, fewer) if "100k" in label else at_least(text, fewer, 3)
 
 

@@ -1,5 +1,5 @@
-"""Draws what ``scheduling.py`` recorded: one panel per scenario, with the 95 % intervals. Of several records the last
-that has a scenario counts.
+"""Draws what ``scheduling.py`` recorded: one panel per scenario, with the 95 % intervals. If
+several records have a scenario, the last one counts.
 
 pip install matplotlib
 python benchmarks/plot_scheduling.py benchmarks/results/scheduling.json benchmarks/results/scheduling-15m.json \\

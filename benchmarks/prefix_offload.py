@@ -1,4 +1,4 @@
-"""What it brings to keep evicted prefixes: conversations that come back after others have needed their KV, in turns.
+"""Measures the gain of keeping evicted prefixes: conversations come back after others have needed their KV, in turns.
 
     python benchmarks/make_random_model.py /tmp/smollm --shape smollm-135m
     python benchmarks/prefix_offload.py --model /tmp/smollm --rounds 5 --json benchmarks/results/prefix-offload.json

@@ -1,4 +1,4 @@
-"""What rounding weights and KV costs in quality: perplexity, divergence and agreement over texts.
+"""Measures the loss of quality by rounding weights and KV: perplexity, divergence and agreement over texts.
 
     python -m benchmarks.quantization_quality MODEL [--formats int8,int4] [--models DIR,...] [--texts DIR]
 
@@ -45,10 +45,10 @@ Prompt = tuple[list[int], int]
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of every position that counts."""
+    """Scores of every position that counts."""
 
     logprobs: list[float]
-    """Of the token that is there."""
+    """Log-probability of the token that is there."""
     likeliest: list[dict[int, float]]
     """Log-probabilities of the likeliest ids."""
 
@@ -63,7 +63,7 @@ class Cost:
 
     perplexity: float
     growth: float
-    """Of the perplexity, as a fraction."""
+    """Growth of the perplexity, as a fraction."""
     divergence: float
     """Mean over positions, in nats."""
     agreement: float

@@ -1,4 +1,4 @@
-"""What the scheduling promises are worth, and what they cost: paired runs of each policy against the plain one.
+"""Measures gain and cost of the scheduling policies: paired runs of each policy against the plain one.
 
     python benchmarks/scheduling.py --simulate                       # on the modelled machine, in seconds
     python benchmarks/scheduling.py --model /tmp/s135 --rounds 3 --json benchmarks/results/scheduling.json
@@ -80,7 +80,7 @@ class Run:
     """Most KV blocks in use at once."""
 
     def ttft(self, keep: Callable[[TracedRequest], bool], quantile: float) -> float:
-        """Of the requests that ``keep`` wants, in seconds."""
+        """TTFT quantile in seconds of the requests that ``keep`` accepts."""
         values = sorted(t.first - t.request.arrival for t in self.timings if t.first >= 0 and keep(t.request))
         return values[min(len(values) - 1, int(quantile * len(values)))] if values else float("nan")
 
@@ -104,7 +104,7 @@ class Bench:
         self._known: dict[str, tuple[float, int]] = {}
 
     def traffic(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of ``kinds`` that were asked for."""
+        """Entries of ``kinds`` that ``--traffic`` names; all of them without the flag."""
         return {kind: each for kind, each in kinds.items() if kind in (self.args.traffic or kinds)}
 
     @property
@@ -353,7 +353,7 @@ def governor(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def fixed_rows(bench: Bench) -> list[int]:
-    """What the governor is compared with."""
+    """Fixed numbers of rows that the governor is compared with."""
     widest = bench.args.max_num_seqs
     return [widest // 4, 3 * widest // 8, widest // 2, widest]
 

@@ -1,4 +1,4 @@
-"""What the brain costs per step: ``schedule`` plus ``update`` with steady decode rows and a null executor.
+"""Measures the scheduler's time per step: ``schedule`` plus ``update`` with steady decode rows and a null executor.
 
     python benchmarks/step_overhead.py [--rows 128 1024] [--steps 2000] [--policy priority --waiting 500] [--json FILE]
 

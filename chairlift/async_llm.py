@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from chairlift.config import EngineConfig
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import Prompt
-from chairlift.errors import EngineDeadError
+from chairlift.errors import EngineDeadError, RequestError
 from chairlift.loading import Progress, read_tokenizer
-from chairlift.outputs import OutputKind, RequestOutput
+from chairlift.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    OutputKind,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from chairlift.pooled_llm import PooledCall, PooledCalls, listed, one_or_more
 from chairlift.sampling_params import SamplingParams
 
 __all__ = ["AsyncLLM"]
+
+_Result = TypeVar("_Result")
 
 
 class AsyncLLM:
@@ -95,14 +105,60 @@ class AsyncLLM:
         if priority is not None and isinstance(params, SamplingParams):
             params = dataclasses.replace(params, priority=priority)
         engine, kind = self._started(), OutputKind(kind)
-        if asyncio.get_running_loop() is not self._loop:
-            raise EngineDeadError("the engine belongs to the event loop that started it; make an AsyncLLM in this one")
+        self._check_loop()
         stream = await engine.submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant)
         try:
             async for output in stream:
                 yield output
         finally:
             stream.abort()
+
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """The embedding of each text, in their order, as :meth:`chairlift.llm.LLM.embed` gives it.
+
+        Each text is a request of its own in the queue. Texts of concurrent calls share passes. Cancelling the task ends
+        the call. Raises RequestError, QueueFullError when too much waits, EngineDeadError when the engine dies.
+        """
+        return await self._pool(
+            lambda calls: calls.embed(one_or_more(prompts), truncate_prompt_tokens, dimensions, prompt_name)
+        )
+
+    async def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """A number for each class of each text; see :meth:`chairlift.llm.LLM.classify` and :meth:`embed`."""
+        return await self._pool(lambda calls: calls.classify(one_or_more(prompts), truncate_prompt_tokens))
+
+    async def score(
+        self, query: str | Sequence[str], documents: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well a query and each document go together; see :meth:`chairlift.llm.LLM.score` and :meth:`embed`."""
+        return await self._pool(lambda calls: calls.score(listed(query), listed(documents), truncate_prompt_tokens))
+
+    async def _pool(self, ask: Callable[[PooledCalls], PooledCall[_Result]]) -> list[PoolingRequestOutput[_Result]]:
+        engine = self._started()
+        self._check_loop()
+        await engine.wait_ready()
+        if engine.pooling_inputs is None:
+            raise RequestError(
+                f"{self.config.model.model!r:.100} generates texts; for embeddings, scores or classes load another"
+                " model, or set runner to 'pooling' to embed with this one"
+            )
+        call = await asyncio.to_thread(ask, PooledCalls(engine.pooling_inputs))  # tokenizing must not hold the loop up
+        vectors = await engine.pool(call.texts)
+        names = [text.request_id for text in call.texts]
+        return call.finish(dict(zip(names, vectors, strict=True)))
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineDeadError("the engine belongs to the event loop that started it; make an AsyncLLM in this one")
 
     async def update_weights(self, source: str | Path, version: int, *, in_flight: str = "continue") -> EngineInfo:
         """Serve other weights from the next step on: those in a directory, for the same network.

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
+from chairlift.rerankers import RERANKERS
 from chairlift.service_class import ServiceClass, parse_service_classes, parse_tenant_weights
 from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
 
@@ -43,6 +44,7 @@ _CHOICES = {
     "model_impl": ("auto", "native", "transformers"),
     "runner": ("auto", "generate", "pooling"),
     "pooling_type": ("LAST", "CLS", "MEAN"),
+    "reranker": tuple(RERANKERS),
     "kernels": ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch", "triton"),
     "cuda_graphs": ("lazy", "start", "off"),
     "quantization": ("int8", "int4", "fp8", "none"),
@@ -85,11 +87,15 @@ _RANGES: dict[str, tuple[float, float]] = {
     "status_interval": (0, 10**6),
     "max_body_bytes": (1024, 2**30),
     "max_connections": (1, 2**20),
+    "batch_max_in_flight": (1, 2**16),
+    "max_batch_file_bytes": (1024, 2**40),
+    "max_stored_responses": (0, 2**20),
+    "max_stored_response_bytes": (0, 2**40),
 }
 """Least and most, inclusive."""
 _TEXTS = {
     *("model", "revision", "tokenizer", "swap_directory"),
-    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint"),
+    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir"),
 }
 """Settings that are a text as it stands; the texts of others have a form of their own."""
 
@@ -144,6 +150,11 @@ class ModelConfig:
     """Whether embeddings have length 1. None: as the model's files say, else yes."""
     is_matryoshka: bool | None = None
     """Whether an embedding may be cut to its first dimensions. None: as config.json says, else no."""
+    reranker: str | None = None
+    """The model says yes or no to a query and a document, and scores pairs: qwen3 for Qwen3-Reranker in its original
+    form. None: the model is what its files say."""
+    reranker_instruction: str | None = None
+    """What such a model is told to look for. None: passages that answer a web search, as its authors wrote it."""
     seed: int | None = None
     """Seeds the requests that bring no seed of their own, in order of arrival. None: fresh seeds each time."""
 
@@ -414,6 +425,10 @@ class ServerConfig:
     """Longest request body."""
     max_connections: int = 2048
     """Most connections at a time."""
+    max_stored_responses: int = 1024
+    """Most responses that are kept in memory for clients that send store: true to /v1/responses; 0 keeps none."""
+    max_stored_response_bytes: int = 64 * 1024 * 1024
+    """Most bytes of them, conversations included."""
     metrics_prefix: str = "chairlift"
     """Beginning of the metrics' names: chairlift, or vllm for dashboards made for it."""
     log_format: str = "text"
@@ -424,9 +439,23 @@ class ServerConfig:
     """Seconds between status lines while there is traffic; 0 is none."""
     otlp_traces_endpoint: str | None = None
     """Send OpenTelemetry traces to this URL (OTLP over HTTP), as http://127.0.0.1:4318/v1/traces; never a text."""
+    batch_dir: str | None = None
+    """Directory in which files and batches are kept; without, /v1/files and /v1/batches are off. It holds prompts."""
+    batch_max_in_flight: int | None = None
+    """Most requests of batches in the engine at a time. None: half of max_num_seqs."""
+    max_batch_file_bytes: int = 200 * 1024 * 1024
+    """Longest file that may be uploaded for a batch."""
+    cors_origin: tuple[str, ...] = ()
+    """Origin whose pages may ask this server from a browser, as https://app.example.org; may be repeated. *: any."""
 
     def __post_init__(self) -> None:
         _check(self)
+        for origin in self.cors_origin:
+            if origin != "*" and not re.fullmatch(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", origin):
+                raise ConfigError(
+                    "cors_origin must be scheme, host and port as browsers send them, such as https://app.example.org"
+                    f" or http://localhost:3000, in lower case and without a path, or *; got {origin!r}"
+                )
         for model_name in self.served_model_name:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}", model_name):
                 raise ConfigError(f"served_model_name must be of letters, digits and ._/:-, got {model_name!r}")

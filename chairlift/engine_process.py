@@ -18,6 +18,7 @@ import time
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.core_process import Connection, CoreProcess, FrameLogHandler
+from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.grammars import Grammars
 from chairlift.engine.messages import Loading, NotLoaded, Start
 from chairlift.engine.pooling_process import PoolingProcess
@@ -74,9 +75,13 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
         cache=config.cache,
         cache_secret=os.urandom(16),
         grammars=Grammars(
-            GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids)
+            GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids),
+            vocab_size=loaded.vocab_size,
         ),
     )
+    least_seconds = loaded.least_step_seconds()
+    if least_seconds is not None:
+        core.floor = FloorShare(least_seconds)
     info = loaded.info(config, core.kv.capacity_tokens)
     return CoreProcess(connection, core, info, config.scheduler.promises, progress)
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from chairlift.outputs import (
     RequestOutput,
     ScoringOutput,
 )
-from chairlift.pooled_llm import PooledTexts
+from chairlift.pooled_llm import PooledTexts, listed, one_or_more
 from chairlift.pooled_loading import is_pooling, load_pooling
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.chat_template import ChatTemplate
@@ -127,7 +127,8 @@ class LLM:
         """
         pooled = self._pooling("embed")
         with self._turn:
-            return pooled.embed(_texts(prompts), truncate_prompt_tokens, dimensions, prompt_name)
+            call = pooled.calls.embed(one_or_more(prompts), truncate_prompt_tokens, dimensions, prompt_name)
+            return pooled.run(call)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
@@ -138,7 +139,7 @@ class LLM:
         """
         pooled = self._pooling("classify")
         with self._turn:
-            return pooled.classify(_texts(prompts), truncate_prompt_tokens)
+            return pooled.run(pooled.calls.classify(one_or_more(prompts), truncate_prompt_tokens))
 
     def score(
         self, query: str | Sequence[str], documents: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
@@ -151,7 +152,7 @@ class LLM:
         """
         pooled = self._pooling("score")
         with self._turn:
-            return pooled.score(_listed(query), _listed(documents), truncate_prompt_tokens)
+            return pooled.run(pooled.calls.score(listed(query), listed(documents), truncate_prompt_tokens))
 
     def _pooling(self, what: str) -> PooledTexts:
         self._check_process()
@@ -198,7 +199,7 @@ class LLM:
         take turns, a call at a time.
         """
         self._generates("generate")
-        listed = _texts(prompts)
+        listed = one_or_more(prompts)
         if not isinstance(sampling_params, (SamplingParams, Sequence, type(None))):
             raise RequestError(
                 f"sampling_params must be a SamplingParams or one per prompt, got {type(sampling_params).__name__}"
@@ -394,19 +395,3 @@ def _one_each(what: str, given: Any, count: int) -> list[Any]:
     if len(given) != count:
         raise RequestError(f"{count} prompts but {len(given)} {what}; give one for all or one each")
     return list(given)
-
-
-def _texts(prompts: Any) -> list[Any]:
-    """A list of prompts, of one or several."""
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Set)):
-        raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
-    alone = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
-    return [prompts] if alone else list(prompts)
-
-
-def _listed(texts: Any) -> list[Any]:
-    return [texts] if isinstance(texts, str) else list(texts)
-
-
-def _is_token_ids(prompts: Any) -> bool:
-    return isinstance(prompts, (list, tuple)) and bool(prompts) and all(type(item) is int for item in prompts)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.fallback.model import TransformersLM
     from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.step_cost import ModelCost
+    from chairlift.scheduler.cost_model import StepFeatures
 
 __all__ = [
     "LoadedExecutor",
@@ -67,12 +69,41 @@ class LoadedExecutor:
     calls: tuple[str, ...] = ()
     """Names of the operations that the kernels lack, and PyTorch computes between them."""
     block_bytes: int = 0
-    """Of a KV block, over its layers; the mean of the cache groups."""
+    """Bytes of a KV block over its layers, as a mean of the cache groups."""
     quantization: str | None = None
     """See :attr:`EngineInfo.quantization`."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
-    """Of K and V, where it is not the model's."""
+    """Dtype of K and V, if it is not the model's."""
+    step_cost: ModelCost | None = None
+    """What a step costs at least, where the native CPU kernels run the model."""
+
+    def least_step_seconds(self) -> Callable[[StepFeatures, int], float] | None:
+        """Measure what this machine allows, within some 100 ms, and give the least seconds of a step.
+
+        They follow from its features and the number of rows that it samples from. None where other kernels than the
+        CPU's native ones run the model.
+        """
+        cost = self.step_cost
+        if cost is None:
+            return None
+        import torch
+
+        from chairlift.kernels.cpu.library import Pool
+        from chairlift.kernels.roof import quick_roof
+
+        pool = Pool(self.threads)
+        try:
+            roof = quick_roof(pool, self.kernels, torch.int8 if self.quantization else getattr(torch, self.dtype))
+        finally:
+            pool.close()
+
+        def least_seconds(step: StepFeatures, sampled: int) -> float:
+            rows = step.num_decodes
+            kv_bytes = rows * cost.kv_read(step.context_tokens // rows) if rows else 0
+            return cost.least_seconds(roof, rows + step.prefill_tokens, sampled, kv_bytes)
+
+        return least_seconds
 
     def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
         """What others may know; ``capacity_tokens`` is the engine's, which knows how long a window holds its blocks."""
@@ -205,7 +236,26 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         graphs=executor.describe_graphs(),
         block_bytes=sum(plan.block_bytes) // len(plan.block_bytes),
         kv_cache_dtype=None if plan.dtype == dtype else str(plan.dtype).removeprefix("torch."),
+        step_cost=_step_cost(network, kernels, dtype, model.quantization, plan.dtype),
     )
+
+
+def _step_cost(
+    network: ModelConfig | TransformersConfig,
+    kernels: str,
+    dtype: torch.dtype,
+    quantization: str | None,
+    kv_dtype: torch.dtype,
+) -> ModelCost | None:
+    from chairlift.kernels.weights import QUANTIZED
+    from chairlift.models.hf_config import ModelConfig
+    from chairlift.models.step_cost import ModelCost
+
+    if kernels in ("torch", "triton") or not isinstance(network, ModelConfig):
+        return None
+    if quantization is not None and quantization.partition("+")[0] not in QUANTIZED:
+        return None  # formats of files alone (MXFP4), in which only a part of the model is
+    return ModelCost.of(network, dtype, quantization, kv_dtype)
 
 
 def model_directory(config: EngineConfig) -> Path:

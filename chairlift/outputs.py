@@ -72,7 +72,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
         self._ends = array("q")
         """Per token, where its entries end."""
         self._ranks = array("i")
-        """Of the tokens themselves; the others have 1, 2, ... in order."""
+        """Ranks of the chosen tokens. The other entries have ranks 1, 2, ... in order."""
 
     @property
     def num_entries(self) -> int:
@@ -97,7 +97,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
             del self._ids[end:], self._logprobs[end:]
 
     def chosen(self) -> Iterator[Logprob | None]:
-        """Of each token only the first of its entries, which is its own."""
+        """Yield the chosen token's entry at each position. It is the first entry of its position."""
         start = 0
         for end, rank in zip(self._ends, self._ranks, strict=True):
             yield self._entry(start, rank) if end > start else None

@@ -1,10 +1,11 @@
-"""Embeddings, scores and classes of lists of texts, in this process."""
+"""Embeddings, scores and classes of lists of texts: what the calls of LLM and AsyncLLM ask of the model."""
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Generic, TypeVar
 
 from chairlift.engine.interrupt import held_interrupt
 from chairlift.engine.pooling_core import PooledText, PoolingCore
@@ -12,57 +13,91 @@ from chairlift.engine.pooling_inputs import PoolingInputs, cosine, floats
 from chairlift.errors import RequestError
 from chairlift.outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, ScoringOutput
 
-__all__ = ["PooledTexts"]
+__all__ = ["PooledCall", "PooledCalls", "PooledTexts", "listed", "one_or_more"]
 
 _Result = TypeVar("_Result")
 
 
-class PooledTexts:
-    """What :class:`~chairlift.llm.LLM` asks for its texts; see there for the arguments."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class PooledCall(Generic[_Result]):
+    """One call, checked."""
 
-    def __init__(self, core: PoolingCore, inputs: PoolingInputs) -> None:
-        self._core, self._inputs = core, inputs
+    texts: list[PooledText]
+    """What the model is to read."""
+    finish: Callable[[Mapping[str, bytes]], list[PoolingRequestOutput[_Result]]]
+    """From the vector of each text, by its name, to what the caller gets."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PooledCalls:
+    """Calls of :class:`~chairlift.llm.LLM`, where the arguments are described. Every method raises RequestError."""
+
+    inputs: PoolingInputs
 
     def embed(
         self, prompts: Sequence[Any], truncate: int | None, dimensions: int | None, prompt_name: str | None
-    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        inputs = self._inputs
+    ) -> PooledCall[EmbeddingOutput]:
+        """The vector of each prompt."""
+        inputs = self.inputs
         inputs.check_task("embed")
         inputs.check_dimensions(dimensions)
         texts = self._texts(prompts, truncate, inputs.prefix(prompt_name))
-        return self._outputs(texts, lambda values: EmbeddingOutput(floats(inputs.cut(values, dimensions))))
+        return _each(texts, lambda values: EmbeddingOutput(floats(inputs.cut(values, dimensions))))
 
-    def classify(
-        self, prompts: Sequence[Any], truncate: int | None
-    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        self._inputs.check_task("classify")
-        return self._outputs(self._texts(prompts, truncate, ""), lambda values: ClassificationOutput(floats(values)))
+    def classify(self, prompts: Sequence[Any], truncate: int | None) -> PooledCall[ClassificationOutput]:
+        """Numbers for the classes of each prompt."""
+        self.inputs.check_task("classify")
+        return _each(self._texts(prompts, truncate, ""), lambda values: ClassificationOutput(floats(values)))
 
     def score(
         self, queries: Sequence[Any], documents: Sequence[Any], truncate: int | None
-    ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        inputs = self._inputs
+    ) -> PooledCall[ScoringOutput]:
+        """A number for each document."""
+        inputs = self.inputs
         inputs.check_task("score")
         if len(queries) not in (1, len(documents)):
             raise RequestError(
                 f"{len(queries)} queries but {len(documents)} documents; give one query for all, or one each"
             )
-        if inputs.pooling.task == "classify":
+        if inputs.pooling.task == "embed":
+            first = self._texts(queries, None, inputs.prefix(None))
+            return _cosines(first, self._texts(documents, truncate, inputs.prefix(None)))
 
-            def make(name: str, pair: Any) -> PooledText:
-                return inputs.pair(name, pair[0], pair[1], truncate)
+        def make(name: str, pair: Any) -> PooledText:
+            return inputs.pair(name, pair[0], pair[1], truncate)
 
-            asked = list(queries) if len(queries) > 1 else list(queries) * len(documents)
-            pairs = enumerate(zip(asked, documents, strict=True))
-            texts = [self._named(place, len(documents), make, pair) for place, pair in pairs]
-            return self._outputs(texts, lambda values: ScoringOutput(floats(values)[0]))
-        both = [
-            *self._texts(queries, None, inputs.prefix(None)),
-            *self._texts(documents, truncate, inputs.prefix(None)),
-        ]
-        vectors = self._run(both)
-        first, second = both[: len(queries)], both[len(queries) :]
-        found: list[PoolingRequestOutput[ScoringOutput]] = []
+        asked = list(queries) if len(queries) > 1 else list(queries) * len(documents)
+        pairs = enumerate(zip(asked, documents, strict=True))
+        texts = [_named(place, len(documents), make, pair) for place, pair in pairs]
+        return _each(texts, lambda values: ScoringOutput(floats(values)[-1]))
+
+    def _texts(self, prompts: Sequence[Any], truncate: int | None, prefix: str) -> list[PooledText]:
+        def make(name: str, prompt: Any) -> PooledText:
+            ids, added = self.inputs.encode(prompt, prefix)
+            return self.inputs.text(name, ids, truncate, added)
+
+        return [_named(place, len(prompts), make, prompt) for place, prompt in enumerate(prompts)]
+
+
+def _named(place: int, count: int, make: Callable[[str, Any], PooledText], given: Any) -> PooledText:
+    try:
+        return make(uuid.uuid4().hex, given)
+    except RequestError as error:
+        raise type(error)(f"prompt {place}: {error}") if count > 1 else error from None
+
+
+def _each(texts: list[PooledText], make: Callable[[bytes], _Result]) -> PooledCall[_Result]:
+    def finish(vectors: Mapping[str, bytes]) -> list[PoolingRequestOutput[_Result]]:
+        return [PoolingRequestOutput(text.request_id, make(vectors[text.request_id]), text.token_ids) for text in texts]
+
+    return PooledCall(texts, finish)
+
+
+def _cosines(first: list[PooledText], second: list[PooledText]) -> PooledCall[ScoringOutput]:
+    """One of ``first`` for all of ``second``, or one each."""
+
+    def finish(vectors: Mapping[str, bytes]) -> list[PoolingRequestOutput[ScoringOutput]]:
+        found = []
         for place, document in enumerate(second):
             query = first[place if len(first) > 1 else 0]
             score = cosine(vectors[query.request_id], vectors[document.request_id])
@@ -70,30 +105,36 @@ class PooledTexts:
             found.append(PoolingRequestOutput(document.request_id, ScoringOutput(score), ids))
         return found
 
-    def _texts(self, prompts: Sequence[Any], truncate: int | None, prefix: str) -> list[PooledText]:
-        def make(name: str, prompt: Any) -> PooledText:
-            ids, added = self._inputs.encode(prompt, prefix)
-            return self._inputs.text(name, ids, truncate, added)
+    return PooledCall([*first, *second], finish)
 
-        return [self._named(place, len(prompts), make, prompt) for place, prompt in enumerate(prompts)]
 
-    @staticmethod
-    def _named(place: int, count: int, make: Callable[[str, Any], PooledText], given: Any) -> PooledText:
-        try:
-            return make(uuid.uuid4().hex, given)
-        except RequestError as error:
-            raise type(error)(f"prompt {place}: {error}") if count > 1 else error from None
+def one_or_more(prompts: Any) -> list[Any]:
+    """A list of prompts, of one or several. Raises RequestError for what is neither."""
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Set)):
+        raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
+    alone = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
+    return [prompts] if alone else list(prompts)
 
-    def _outputs(
-        self, texts: Sequence[PooledText], make: Callable[[bytes], _Result]
-    ) -> list[PoolingRequestOutput[_Result]]:
-        vectors = self._run(texts)
-        return [PoolingRequestOutput(text.request_id, make(vectors[text.request_id]), text.token_ids) for text in texts]
 
-    def _run(self, texts: Sequence[PooledText]) -> dict[str, bytes]:
-        """The vector of each text, by its name. Raises RequestError for one that has none, KeyboardInterrupt between
-        two passes."""
-        core, found = self._core, dict[str, bytes]()
+def _is_token_ids(prompts: Any) -> bool:
+    return isinstance(prompts, (list, tuple)) and bool(prompts) and all(type(item) is int for item in prompts)
+
+
+def listed(texts: Any) -> list[Any]:
+    """A list of texts, of one or several."""
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
+class PooledTexts:
+    """Runs calls in this process, one at a time."""
+
+    def __init__(self, core: PoolingCore, inputs: PoolingInputs) -> None:
+        self._core = core
+        self.calls = PooledCalls(inputs)
+
+    def run(self, call: PooledCall[_Result]) -> list[PoolingRequestOutput[_Result]]:
+        """Raises RequestError for a text that has no vector, and KeyboardInterrupt between two passes."""
+        core, found, texts = self._core, dict[str, bytes](), call.texts
         places = {text.request_id: place for place, text in enumerate(texts)}
         for text in texts:
             core.add(text)
@@ -109,4 +150,4 @@ class PooledTexts:
         finally:
             for text in texts:
                 core.abort(text.request_id)
-        return found
+        return call.finish(found)

@@ -6,17 +6,26 @@ import dataclasses
 from typing import TYPE_CHECKING, Final
 
 from chairlift.config import EngineConfig
-from chairlift.engine.info import EngineInfo, PoolingInfo
+from chairlift.engine.info import EngineInfo, PairTexts, PoolingInfo
 from chairlift.engine.pooling_core import PoolingCore
 from chairlift.errors import ConfigError
-from chairlift.loading import Progress, device_name, find_device, fingerprint, model_directory, threads_of
+from chairlift.loading import (
+    Progress,
+    device_name,
+    find_device,
+    fingerprint,
+    model_directory,
+    read_tokenizer,
+    threads_of,
+)
+from chairlift.rerankers import RERANKERS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from chairlift.models.pooling import PooledConfig
 
-__all__ = ["LoadedPooling", "is_pooling", "load_pooling"]
+__all__ = ["LoadedPooling", "is_pooling", "load_pooling", "read_pooled"]
 
 _OF_GENERATION: Final = (
     *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization"),
@@ -40,29 +49,49 @@ def is_pooling(config: EngineConfig) -> bool:
     """Whether the settings name a model for embeddings, scores or classes. Raises ConfigError and ModelLoadError."""
     from chairlift.models.hashlm_served import parse_hashlm
 
+    if config.model.reranker is None and config.model.reranker_instruction is not None:
+        raise ConfigError("reranker_instruction is for a reranker, and none is set; leave it out, or set reranker")
     if parse_hashlm(config.model.model) is not None:
-        if config.model.runner == "pooling":
-            raise ConfigError("runner is 'pooling', but HashLM only generates; leave runner out")
+        if config.model.runner == "pooling" or config.model.reranker is not None:
+            raise ConfigError("runner is 'pooling', but HashLM only generates; leave runner and reranker out")
         return False
     from chairlift.models.pooling import pools
 
-    return pools(model_directory(config), config.model.runner)
+    return pools(model_directory(config), config.model.runner, config.model.reranker)
+
+
+def read_pooled(config: EngineConfig, model_dir: Path) -> PooledConfig:
+    """What the model's files and the settings say. Raises ConfigError and ModelLoadError."""
+    from chairlift.models.pooling import read_pooled_config, read_reranker
+
+    settings = config.model
+    given = {
+        "pooling_type": settings.pooling_type,
+        "normalize": settings.pooling_normalize,
+        "is_matryoshka": settings.is_matryoshka,
+    }
+    if settings.reranker is None:
+        return read_pooled_config(model_dir, **given)  # type: ignore[arg-type]
+    if any(value is not None for value in given.values()):
+        raise ConfigError("pooling_type, pooling_normalize and is_matryoshka are for embeddings; a reranker has none")
+    if settings.skip_tokenizer_init:
+        raise ConfigError("a reranker needs the tokenizer, to know its answers; leave skip_tokenizer_init out")
+    tokenizer, answers = read_tokenizer(config, str(model_dir)), RERANKERS[settings.reranker].answers
+    ids = [tokenizer.token_to_id(answer) for answer in answers]
+    if None in ids:
+        missing = answers[ids.index(None)]
+        raise ConfigError(f"reranker is {settings.reranker!r}, but {model_dir} has no token {missing!r}; leave it out")
+    return read_reranker(model_dir, settings.reranker, tuple(each for each in ids if each is not None))
 
 
 def load_pooling(config: EngineConfig, progress: Progress | None = None) -> LoadedPooling:
     """Load the weights. Raises ConfigError and ModelLoadError."""
     from chairlift.executor.select import choose_dtype, choose_format, choose_pooled_kernels, make_pooled_executor
     from chairlift.models.loader import load_pooled
-    from chairlift.models.pooling import read_pooled_config
 
     settings, scheduler = config.model, config.scheduler
     model_dir = model_directory(config)
-    pooled = read_pooled_config(
-        model_dir,
-        pooling_type=settings.pooling_type,
-        normalize=settings.pooling_normalize,
-        is_matryoshka=settings.is_matryoshka,
-    )
+    pooled = read_pooled(config, model_dir)
     network = pooled.network
     device = find_device(settings.device)
     dtype = choose_dtype(network, settings.dtype, device)
@@ -100,7 +129,8 @@ def _max_model_len(asked: int | None, pooled: PooledConfig) -> int:
 def _engine_info(config: EngineConfig, pooled: PooledConfig, model_dir: Path, dtype: str, kernels: str) -> EngineInfo:
     settings, scheduler = config.model, config.scheduler
     max_model_len = _max_model_len(settings.max_model_len, pooled)
-    how = (dtype, kernels, pooled.pooling, str(pooled.normalize), str(settings.quantization))
+    how: tuple[str, ...] = (dtype, kernels, pooled.pooling, str(pooled.normalize), str(settings.quantization))
+    how += tuple(filter(None, (settings.reranker, settings.reranker_instruction)))
     return EngineInfo(
         model=settings.model,
         model_dir=str(model_dir),
@@ -122,11 +152,20 @@ def _engine_info(config: EngineConfig, pooled: PooledConfig, model_dir: Path, dt
         deterministic=False,
         fingerprint=fingerprint(str(model_dir), settings.model, *how),
         notes=_notes(config, pooled),
-        pooling=_info(pooled),
+        pooling=_info(config, pooled),
     )
 
 
-def _info(pooled: PooledConfig) -> PoolingInfo:
+def _pair_texts(config: EngineConfig) -> PairTexts | None:
+    reranker, instruction = RERANKERS.get(config.model.reranker or ""), config.model.reranker_instruction
+    if reranker is None:
+        return None
+    asked = reranker.default if instruction is None else instruction
+    query = f"{reranker.instruction}{asked}{reranker.query}"
+    return PairTexts(reranker.before, query, reranker.document, reranker.behind)
+
+
+def _info(config: EngineConfig, pooled: PooledConfig) -> PoolingInfo:
     return PoolingInfo(
         task=pooled.task,
         pooling_type=pooled.pooling,
@@ -137,6 +176,7 @@ def _info(pooled: PooledConfig) -> PoolingInfo:
         prompts=dict(pooled.prompts),
         default_prompt=pooled.default_prompt,
         token_types=getattr(pooled.network, "num_token_types", 0) > 1,
+        pair=_pair_texts(config),
     )
 
 

@@ -16,7 +16,7 @@ __all__ = [
     "NOT_REFUSED",
     "NO_PROMISE",
     "SIZE_UNKNOWN",
-    "Beat",
+    "DecodeClock",
     "Request",
     "RequestStatus",
     "Service",
@@ -54,7 +54,7 @@ class Service:
     first_token_by: float = math.inf
     finish_by: float = math.inf
     seconds_per_token: float = math.inf
-    """Of the decode phase, at most."""
+    """Longest mean time per token of the decode phase that the request allows."""
     retention: int = 0
     """How long its blocks stay in the prefix cache when it leaves: 0, or 1 or 2 to outlast those below."""
 
@@ -66,8 +66,8 @@ class Service:
 NO_PROMISE: Service = Service()
 
 
-class Beat:
-    """A counter that ticks once per step. All decoding requests share one, so that one tick advances all of them."""
+class DecodeClock:
+    """A counter that ticks once per decode step. All decoding requests share one, so one tick advances all of them."""
 
     __slots__ = ("count",)
 
@@ -77,7 +77,7 @@ class Beat:
 
 NOT_REFUSED = (-1, -1, 0.0)
 SIZE_UNKNOWN = -1
-_STILL = Beat()  # the beat of every request that is not decoding in step with the others: it never ticks
+_STILL = DecodeClock()  # never ticks: the clock of every request that does not decode with the others
 
 
 class Request:
@@ -88,7 +88,7 @@ class Request:
     """
 
     __slots__ = (
-        "_beat",
+        "_clock",
         "_computed",
         "_joined_at",
         "adapter_id",
@@ -235,30 +235,30 @@ class Request:
         self.admitted_at_step = -1
         """Step in which it was given its row."""
         self.resumed_at_step = -1
-        """What steps before this one sample for it is out of date."""
+        """Tokens that earlier steps sample for this request are out of date and dropped."""
         self.short_of_blocks = False
-        """It runs, but gave blocks of its end away, and waits for as many."""
+        """Whether it runs, lost blocks at the end of its table, and waits for as many."""
         self.num_ever_computed = 0
         """Most positions it had computed before it lost some."""
         self.due_at = -1
-        """Beat at which a decoding request next needs the scheduler's attention."""
+        """Tick of the decode clock at which the scheduler must look at this decoding request next."""
         self.refused_at: tuple[int, int, float] = NOT_REFUSED
         """State of the KV cache, reserve and watermark at which this request last did not fit."""
         self.times_passed = 0
         """How often a later request was admitted past this one."""
         self._computed = 0
-        self._beat = _STILL
+        self._clock = _STILL
         self._joined_at = 0
 
     @property
     def num_computed_tokens(self) -> int:
         """Leading positions whose KV is computed, or will be by the steps already scheduled."""
-        return self._computed + self._beat.count - self._joined_at
+        return self._computed + self._clock.count - self._joined_at
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, value: int) -> None:
-        if self._beat is not _STILL:
-            raise InvariantError(f"{self.request_id} advances with the beat; leave it before setting computed tokens")
+        if self._clock is not _STILL:
+            raise InvariantError(f"{self.request_id} advances with the decode clock; leave it before setting tokens")
         self._computed = value
 
     @property
@@ -272,8 +272,8 @@ class Request:
         return self.limit if self.is_guaranteed else len(self.token_ids)
 
     @property
-    def has_given_way(self) -> bool:
-        """Whether it had a row before, and lost it: to another, or to other weights."""
+    def was_preempted(self) -> bool:
+        """Whether it had a row before and lost it, to another request or to an update of the weights."""
         return bool(self.num_preemptions or self.num_ever_computed)
 
     @property
@@ -286,18 +286,18 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        """Whether this request advances by one token with every beat."""
-        return self._beat is not _STILL
+        """Whether this request advances by one token with every tick of the decode clock."""
+        return self._clock is not _STILL
 
-    def join(self, beat: Beat) -> None:
-        """Advance by one position with every tick of ``beat`` from now on."""
-        self._beat = beat
-        self._joined_at = beat.count
+    def join(self, clock: DecodeClock) -> None:
+        """Advance by one position with every tick of ``clock`` from now on."""
+        self._clock = clock
+        self._joined_at = clock.count
 
     def leave(self) -> None:
-        """Stop advancing with the beat; the position reached is kept."""
+        """Stop advancing with the decode clock. The position that was reached stays."""
         self._computed = self.num_computed_tokens
-        self._beat = _STILL
+        self._clock = _STILL
         self._joined_at = 0
 
     def move_to(self, status: RequestStatus) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from chairlift.errors import RequestError
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, StructuredOutputsParams
+from chairlift.thinking import ThinkingBudget
 
 __all__ = ["SHAPED_REASONS", "SamplingLimits", "SamplingParams", "is_of_the_caller"]
 
@@ -39,7 +40,7 @@ class SamplingLimits:
     max_token_id_list: int = 4096
     max_bad_words: int = 128
     max_bad_word_chars: int = 8192
-    """Of all of them together."""
+    """Largest number of characters of all bad words together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,8 @@ class SamplingParams:
     prediction: str | Sequence[int] | None = None
     """A text, or its token ids, that the answer is expected to repeat in large part: the file that is being edited. The
     answer is the same without, and where the text is right it comes sooner (docs/speculation.md)."""
+    thinking: ThinkingBudget | None = None
+    """How many tokens the model may reason, and by which tokens its reasoning is known."""
     priority: int | None = None
     """Lower goes first, where the scheduling policy looks at it. None: that of its class of service."""
     service_tier: str | None = None
@@ -147,6 +150,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0.0, 1e9, above=True)
         self._normalise(limits)
+        if self.thinking is not None:
+            _set(self, "thinking", ThinkingBudget.of(self.thinking))
         if self.structured_outputs is not None:
             _set(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
             for name in ("min_tokens", "ignore_eos"):

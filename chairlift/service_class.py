@@ -24,7 +24,7 @@ class ServiceClass:
     """One class. What is reserved is lent to others while it lies idle, and taken back when the class needs it."""
 
     priority: int = 0
-    """Of requests that name none themselves; lower goes first."""
+    """Priority of requests that name none themselves. Lower goes first."""
     min_seqs: int = 0
     """Rows of the batch reserved for the class."""
     min_blocks: int = 0

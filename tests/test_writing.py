@@ -61,7 +61,7 @@ def test_memory_is_no_device() -> None:
 
 
 def test_what_was_there_keeps_its_mode(tmp_path: Path) -> None:
-    """Of a file that nobody else may read the next version is nobody else's either."""
+    """A file that only its owner may read stays so when it is replaced."""
     path = tmp_path / "result.json"
     path.write_text("before")
     path.chmod(0o600)

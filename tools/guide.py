@@ -1,6 +1,6 @@
-"""Reads docs/guide: the questions, wordings and answers that the bundled model is made from.
+"""Reads tools/textbook: the questions, wordings and answers that the bundled model is made from.
 
-The format is explained in docs/guide/README.md. Standard library only.
+The format is explained in tools/textbook/README.md. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "words",
 ]
 
-GUIDE_DIR = Path(__file__).resolve().parent.parent / "docs" / "guide"
+GUIDE_DIR = Path(__file__).resolve().parent / "textbook"
 MAX_JACCARD = 0.8
 """A held-back wording shares less than this with every wording trained on."""
 

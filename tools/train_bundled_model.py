@@ -1,4 +1,4 @@
-"""Makes chairlift/assets from docs/guide: tokenizer, configuration and weights, from one seed.
+"""Makes chairlift/assets from tools/textbook: tokenizer, configuration and weights, from one seed.
 
 ::
 
@@ -173,7 +173,7 @@ class Curriculum:
 
 
 class GuideCurriculum(Curriculum):
-    """That of docs/guide, with the tokenizer in a directory: a ``data.source`` for ``chairlift train``."""
+    """That of tools/textbook, with the tokenizer in a directory: a ``data.source`` for ``chairlift train``."""
 
     def __init__(self, tokenizer: str, seed: int = 0) -> None:
         backend = tokenizers.Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))

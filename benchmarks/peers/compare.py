@@ -42,7 +42,8 @@ sys.path.insert(0, str(HERE.parent))
 from floor import floor_seconds, model_cost  # noqa: E402
 from workload import draw, totals  # noqa: E402
 
-from chairlift.workbench.bench.limits import Roof, measure_limits  # noqa: E402
+from chairlift.kernels.roof import Roof  # noqa: E402
+from chairlift.workbench.bench.limits import measure_limits  # noqa: E402
 from chairlift.workbench.bench.machine import describe_machine  # noqa: E402
 
 ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
@@ -107,7 +108,7 @@ def limits() -> Roof:
 def measure(
     engines: dict[str, list[str]], requests: Path, rounds: int, work: Path, with_limits: bool
 ) -> tuple[dict[str, Any], ...]:
-    """What each engine says about itself, and the result of each of its rounds."""
+    """Description that each engine gives of itself, and results of its rounds: two mappings by the engine's name."""
     children: list[Child] = []
     results: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     try:

@@ -80,7 +80,7 @@ def padded(model: Any, rows: int) -> Answer:
                 output = model.generate(
                     input_ids=ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, use_cache=True, **options
                 )
-            # What is beyond the tokens asked for is waste, and not counted.
+            # Tokens beyond the number asked for are waste, and are not counted.
             produced += [min(count, output.shape[1] - longest) for _, count in batch]
         return produced
 

@@ -19,8 +19,8 @@ from protocol import Requests, restart_with, serve
 
 
 def environment(engine: str, cores: str) -> dict[str, str]:
-    """What must be set before the process starts. vLLM binds the threads of worker processes itself; an engine in this
-    process is bound the same way through OpenMP's own variables. Raises SystemExit for cores that it can't bind."""
+    """Environment variables to set before the process starts. vLLM binds the threads of worker processes itself. An
+    engine in this process is bound the same way, by OpenMP's variables. Raises SystemExit for cores it can't bind."""
     variables = {
         "LD_PRELOAD": ":".join(preloads(Path(sys.prefix))),
         "VLLM_CPU_KVCACHE_SPACE": "2",

@@ -209,13 +209,13 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
 
 
 def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str:
-    """Whose kernels to measure. Raises ConfigError where they cannot run."""
+    """Instruction-set path of the kernels to measure, or ``gpu``. Raises ConfigError where they cannot run."""
     import torch
 
     from chairlift.executor.select import why_not_quantized, why_not_triton
     from chairlift.kernels.cpu.library import best_isa, why_unavailable
+    from chairlift.kernels.roof import GPU
     from chairlift.loading import find_device
-    from chairlift.workbench.bench.limits import GPU
 
     EngineConfig.from_flat({"device": args.device})
     if args.device != "cpu" and args.dtype in _CODES:

@@ -40,6 +40,7 @@ are those of chairlift bench serve. Every run has an engine of its own, so no ca
   chairlift bench offline --baseline
   chairlift bench offline --trace monday.jsonl --slo ttft:500,tpot:80 --html monday.html
   chairlift bench offline --workload chat --request-rate 4 --num-prompts 100 --compare static --rounds 5
+  chairlift bench offline --max-num-seqs 16,32,64 --compare static
 
 Exit code 1: some requests failed, and are counted by kind."""
 
@@ -71,7 +72,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     measured.add_argument("--rounds", metavar="N", type=int, default=3, help="of such a comparison (default: 3)")
     measured.add_argument("--html", metavar="FILE", type=Path, help="write a page with charts there")
-    add_engine_flags(parser, leave_out={"model", "seed"})
+    measured.add_argument(
+        "--max-num-seqs",
+        metavar="N,...",
+        dest="sizes",
+        type=_sizes,
+        help="slots: most requests that run at once; several, with commas: all in one table, with --compare static the "
+        "same numbers of static batches too",
+    )
+    add_engine_flags(parser, leave_out={"model", "seed", "max_num_seqs"})
+
+
+def _sizes(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and 0 < int(part) <= 1 << 20 for part in parts):
+        raise argparse.ArgumentTypeError(f"must be a number of slots above 0, or several with commas, got {text!r}")
+    return sorted({int(part) for part in parts})
 
 
 def run(args: argparse.Namespace) -> tuple[Report, int]:
@@ -81,6 +97,10 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
     """
     settings, _ = read_settings(args, sampling=False)
     check_ranges(args, rounds=(1, 1000))
+    if args.sizes is not None and len(args.sizes) > 1:
+        return _run_sizes(args, settings)
+    if args.sizes is not None:
+        settings["max_num_seqs"] = args.sizes[0]
     if all(getattr(args, name) is None for name in (*_TRAFFIC, *_MEASURED)):
         return _run_at_once(args, settings)
     if args.baseline:
@@ -137,6 +157,58 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
         cells.append(cell)
         del llm  # before the next is loaded
     return results(cells, names)
+
+
+def _run_sizes(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[Report, int]:
+    """Several numbers of slots, in turns, in one table."""
+    from chairlift.workbench.bench.machine import describe_machine, machine_facts
+    from chairlift.workbench.bench.report import Facts, Text, text
+    from chairlift.workbench.bench.serve_report import serve_record
+    from chairlift.workbench.bench.serve_result import figures_of, parse_goodput
+    from chairlift.workbench.bench.sizes import Size, best_words, sizes_report, sizes_table
+
+    if args.baseline or args.compare not in (None, "static"):
+        raise ConfigError(
+            "several --max-num-seqs are compared with each other, and with --compare static; with nothing else"
+        )
+    slo = parse_goodput([args.slo]) if args.slo is not None else {}
+    name, where, _ = _model(args, settings)
+    own = _DEFAULTS | dict(settings) | {"model": where}
+    kinds = ["continuous", *["static"] * (args.compare is not None)]
+    names = [(batching, slots) for batching in kinds for slots in args.sizes]
+    sides = [own | {"batching": batching, "max_num_seqs": slots} for batching, slots in names]
+    for side in sides:
+        EngineConfig.from_flat(side)
+    if "," in (args.request_rate or ""):
+        raise ConfigError("several --max-num-seqs take one --request-rate; run once for each rate")
+    args.compare = args.compare or "static"  # rounds, as of a comparison
+    loads, told = loads_of(args, slo)
+    machine = describe_machine()
+    _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})), "")
+    found: list[list[tuple[ServeRun, Any, dict[str, Any]]]] = [[] for _ in names]
+    for index, place, _, run in _measure(name, sides, loads):
+        batching, slots = names[place]
+        figures, about = figures_of(run, slo), told[index] | {"benchmark": "offline", "machine": machine.cpu}
+        found[place].append((run, figures, serve_record(run, figures, about)))
+        _print(
+            f"round {told[index]['round']}: {batching}, {slots} slots: {figures.output_throughput:,.1f} output tokens/s"
+        )
+    sizes = [Size(*each, [figures for _, figures, _ in runs]) for each, runs in zip(names, found, strict=True) if runs]
+    _print("", *text(sizes_table(sizes), Text(best_words(sizes))))
+    record = {
+        "benchmark": "offline",
+        "model": name,
+        "machine": dataclasses.asdict(machine),
+        "best": best_words(sizes),
+        "sizes": [
+            {"batching": batching, "max_num_seqs": slots, "runs": [one for _, _, one in runs]}
+            for (batching, slots), runs in zip(names, found, strict=True)
+        ],
+    }
+    facts = {"model": name, "workload": told[0]["workload"], "arrivals": told[0]["arrivals"], "seed": str(args.seed)}
+    runs = [run for each in found for run, _, _ in each]
+    code = 1 if any(figures.failed for each in found for _, figures, _ in each) else 0
+    return sizes_report(record, sizes, facts), 130 if any(run.interrupted for run in runs) else code
 
 
 def _changes(text: str) -> dict[str, Any]:

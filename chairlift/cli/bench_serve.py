@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 import random
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from chairlift.workbench.bench.serve_run import Load, Outcome, Progress, ServeRun
     from chairlift.workbench.workload.arrivals import Arrivals
     from chairlift.workbench.workload.lengths import Lengths
+    from chairlift.workbench.workload.texts import Said
 
 __all__ = [
     *("DESCRIPTION", "SIDES", "SUMMARY", "Cell", "add_arguments", "add_traffic_flags", "check_ranges", "loads_of"),
@@ -42,6 +44,7 @@ server knows them; their lengths and times depend on --seed alone. Examples:
 
   chairlift bench serve --workload chat --request-rate 4 --num-prompts 200 --goodput ttft:500 tpot:80
   chairlift bench serve --trace monday.jsonl --html monday.html
+  chairlift bench serve --dataset ShareGPT.json --num-prompts 200 --request-rate 4
   chairlift bench serve --input-len 512 --output-len uniform:16:128 --request-rate 1,2,4,8 --ignore-eos
   chairlift bench serve --compare http://127.0.0.1:8000 http://127.0.0.1:8001 --rounds 5 --ignore-eos
 
@@ -64,9 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--compare", metavar=("URL_A", "URL_B"), nargs=2, help="the same requests to both, in turns")
     server.add_argument("--rounds", metavar="N", type=int, default=3, help="of --compare (default: 3)")
     server.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it lists)")
-    server.add_argument("--endpoint", choices=_ENDPOINTS, default="completions", help="(default: completions)")
+    server.add_argument("--endpoint", choices=_ENDPOINTS, help="(default: completions; of a data set with chats: chat)")
+    server.add_argument(
+        "--ready-check-timeout-sec",
+        metavar="S",
+        type=float,
+        default=600.0,
+        help="wait so long for a server that still loads, or does not answer yet; 0: not at all (default: 600)",
+    )
     server.add_argument("--api-key-file", metavar="FILE", type=Path, help="file with the API key")
-    add_traffic_flags(parser)
+    add_traffic_flags(parser, texts=True)
     answers = parser.add_argument_group("answers")
     answers.add_argument("--ignore-eos", action="store_true", help="answers are exactly as long as asked for")
     answers.add_argument("--temperature", metavar="X", type=float, default=0.0, help="(default: 0)")
@@ -113,8 +123,21 @@ def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, lis
     """The plan, and of each load what the record says about it."""
     from chairlift.workbench.bench.serve import Plan
 
-    check_ranges(args, rounds=(1, 1000), num_warmups=(0, 10_000), timeout=(0.001, 1e6), temperature=(0, 100))
+    check_ranges(
+        args,
+        rounds=(1, 1000),
+        num_warmups=(0, 10_000),
+        timeout=(0.001, 1e6),
+        temperature=(0, 100),
+        ready_check_timeout_sec=(0, 1e6),
+    )
     loads, cells = loads_of(args, slo, temperature=args.temperature, promises=args.promises)
+    chats = any(said.messages for load in loads for said in load.said or ())
+    chat = chats if args.endpoint is None else _ENDPOINTS[args.endpoint]
+    if chats and not chat:
+        raise ConfigError(
+            f"{args.dataset} has chats, which go to --endpoint chat; leave out --endpoint {args.endpoint}"
+        )
     asked = ("ignore_eos", "temperature", "timeout", "num_warmups")
     cells = [cell | {"benchmark": "serve"} | {name: getattr(args, name) for name in asked} for cell in cells]
     urls = [RemoteServer(url, name="the URL").url for url in args.compare or [args.base_url]]
@@ -123,10 +146,12 @@ def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, lis
         loads=loads,
         api_key=None if args.api_key_file is None else read_key(args.api_key_file),
         model=args.model,
-        chat=_ENDPOINTS[args.endpoint],
+        chat=chat,
         ignore_eos=args.ignore_eos,
         num_warmups=args.num_warmups,
         timeout=args.timeout,
+        ready_timeout=args.ready_check_timeout_sec,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     return plan, cells
 
@@ -134,11 +159,22 @@ def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, lis
 # --- traffic ---------------------------------------------------------------------------------------------------------
 
 
-def add_traffic_flags(parser: argparse.ArgumentParser) -> None:
-    """Which requests, and when; where ``vllm bench serve`` has a flag for it, it is spelled the same."""
+def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -> None:
+    """Add the flags that choose requests and their arrival times, spelled as in ``vllm bench serve`` where it has them.
+    ``texts`` adds ``--dataset``: a file with the texts to send."""
     traffic = parser.add_argument_group("traffic")
     source = traffic.add_mutually_exclusive_group()
     source.add_argument("--trace", metavar="FILE", type=Path, help="lengths and times from a file (chairlift trace)")
+    parser.set_defaults(dataset=None)
+    if texts:
+        source.add_argument(
+            "--dataset",
+            "--dataset-path",
+            metavar="FILE",
+            type=Path,
+            help="send the texts of a file: ShareGPT (JSON or JSON lines), messages, vLLM's custom prompts, a batch "
+            "file for OpenAI's API; also .gz and Parquet",
+        )
     source.add_argument(
         "--workload", metavar="NAME", help="a kind of traffic, such as chat or summarize (default: chat)"
     )
@@ -191,7 +227,9 @@ def check_ranges(args: argparse.Namespace, **more: tuple[float, float]) -> None:
         raise ConfigError(
             "a trace keeps its own bursts; leave out --burstiness, or give --arrivals gamma:RATE:BURSTINESS"
         )
-    if (args.input_len is None) != (args.output_len is None):
+    if args.dataset is not None and args.output_len is not None and not args.output_len.isdigit():
+        raise ConfigError(f"with --dataset, --output-len must be a number for all answers, got {args.output_len!r:.40}")
+    if args.dataset is None and (args.input_len is None) != (args.output_len is None):
         raise ConfigError("--input-len and --output-len go together; give both")
 
 
@@ -207,13 +245,18 @@ def loads_of(
     rates = [None] if args.request_rate is None else [_rate(text) for text in args.request_rate.split(",")]
     if args.compare is not None and len(rates) > 1:
         raise ConfigError("--compare takes one --request-rate; compare at several in several runs")
-    source = _source(args)
+    said = None
+    if args.dataset is None:
+        source = _source(args)
+    else:
+        source, said = _texts(args)
     loads, told = [], []
     salt = random.SystemRandom().getrandbits(58)
     for number, rate in enumerate(rates * (args.rounds if args.compare is not None else 1)):
         requests, users, arrivals = source(rate)
         most = min([each for each in (args.max_concurrency, users) if each is not None], default=None)
-        loads.append(Load(requests=requests, max_concurrency=most, salt=salt + number * 2 * _MOST_PROMPTS, **fields))
+        salted = salt + number * 2 * _MOST_PROMPTS
+        loads.append(Load(requests=requests, max_concurrency=most, salt=salted, said=said, **fields))
         told.append(_settings(args, requests, arrivals, rate) | {"round": number + 1, "goodput_limits_ms": dict(slo)})
     return loads, told
 
@@ -255,6 +298,29 @@ def _source(args: argparse.Namespace) -> Source:
         return [dataclasses.replace(r, arrival=t) for r, t in zip(recorded, times, strict=True)], users, words
 
     return of_the_trace
+
+
+def _texts(args: argparse.Namespace) -> tuple[Source, Sequence[Said]]:
+    """Requests of a data set by rate, and what each says; what there is to know of it is printed."""
+    from chairlift.workbench.workload.arrivals import AllAtOnce
+    from chairlift.workbench.workload.formats import load_texts
+
+    loaded = load_texts(args.dataset, AllAtOnce(), args.seed)
+    requests, said = loaded.requests[: args.num_prompts], loaded.said[: args.num_prompts]
+    if args.output_len is not None:
+        wanted = max(1, int(args.output_len))
+        requests = [dataclasses.replace(each, output_tokens=wanted) for each in requests]
+    print("\n".join(f"note: {note}" for note in loaded.notes), end="\n" * bool(loaded.notes))
+    several = (args.rounds if args.compare is not None else 1) * len((args.request_rate or "").split(","))
+    if several > 1:
+        print("note: each run sends the same texts, and a prefix cache may know them from the run before")
+
+    def at(rate: float | None) -> tuple[Sequence[TracedRequest], int | None, str]:
+        arrivals, users, words = _arrivals(args, rate)
+        times = arrivals.times(len(requests), args.seed)
+        return [dataclasses.replace(r, arrival=t) for r, t in zip(requests, times, strict=True)], users, words
+
+    return at, said
 
 
 def _drawn(args: argparse.Namespace, rate: float | None) -> tuple[Sequence[TracedRequest], int | None, str]:
@@ -304,6 +370,8 @@ def _settings(
         rate = (len(requests) - 1) / span if span else math.inf
     if args.trace is not None:
         workload = f"trace {args.trace}"
+    elif args.dataset is not None:
+        workload = f"texts of {args.dataset}"
     elif args.input_len is not None:
         workload = f"prompts of {args.input_len} tokens, answers of {args.output_len}"
     else:
@@ -336,7 +404,7 @@ async def _measure(plan: Plan, settings: Sequence[Mapping[str, Any]], slo: Mappi
 
 def _head(run: ServeRun, place: int | None) -> Iterator[str]:
     server = run.server
-    prompts = "token ids" if server.dialect.vocab_size else "text"
+    prompts = "token ids" if server.dialect.vocab_size and run.load.said is None else "text"
     kind = "chat completions" if server.dialect.chat else "completions"
     side = "" if place is None else f"{SIDES[place]}: "
     yield f"{side}{plain(server.model)} at {server.url}, {kind}, prompts as {prompts}"
@@ -367,7 +435,7 @@ class Cell:
     """One run."""
 
     place: int
-    """Of who answered: 0, or 1 for the second of two."""
+    """Index of the server that answered: 0 or 1."""
     settings: Mapping[str, Any]
     run: ServeRun
     figures: Figures

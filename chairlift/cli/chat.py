@@ -76,7 +76,7 @@ def _choose_model(args: argparse.Namespace, engine: dict[str, Any]) -> _Model:
 
 
 class _Model(Protocol):
-    """Whoever answers."""
+    """A model to chat with: in this process, or behind a server."""
 
     @property
     def title(self) -> str:

@@ -72,10 +72,11 @@ def run(args: argparse.Namespace) -> int:
 def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
     """The report of a model for embeddings, scores or classes."""
     from chairlift.models.loader import check_pooled_weights, resolve_dtype
-    from chairlift.models.pooling import read_pooled_config
+    from chairlift.pooled_loading import read_pooled
 
-    config, info = read_pooled_config(model_dir), llm.info
+    config, info = read_pooled(llm.config, model_dir), llm.info
     gives = f"embeddings of {pooling.width:,} numbers" if pooling.task == "embed" else f"classes {pooling.labels}"
+    gives = gives if pooling.pair is None else f"scores of pairs, by the answers {' and '.join(pooling.labels)}"
     of_length = ", of length 1" if pooling.normalize else ""
     quantization = "" if info.quantization is None else f" with {info.quantization} weights"
     _tell("architecture", f"{config.network.model_type}, {config.network.num_hidden_layers} layers")

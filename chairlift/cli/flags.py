@@ -115,7 +115,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
 
 
 def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the config file and the flags say: keywords for :class:`~chairlift.LLM`, and sampling parameters.
+    """Settings from the config file and the flags: keywords for :class:`~chairlift.LLM`, and sampling parameters.
 
     Flags go before the file. Sampling is greedy where neither gives a temperature; a command without ``sampling`` gets
     none, and refuses them in the file. Raises ConfigError.
@@ -128,7 +128,7 @@ def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str
 
 
 def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
-    """What the config file and the flags say about the engine, and about the server. Raises ConfigError."""
+    """Settings from the config file and the flags: the engine's by name, and the server's. Raises ConfigError."""
     server = {flag.name: (flag.kind, flag.default is None) for flag in server_fields()}
     file = _read_file(args.config, server)
     engine = {name: value for name, value in file.items() if name not in server} | _given(args, _ENGINE)

@@ -73,7 +73,7 @@ def _accept_any_text() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Of a command, or a command's command. Wrong usage is one line and exit code 2, like every other error."""
+    """Parser of a command or of a subcommand. Wrong usage prints one line and exits with 2, like every other error."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **how)
@@ -95,7 +95,7 @@ class _Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
     def unknown(self, word: str) -> str:
-        """What to say of a word that the command does not know."""
+        """Error message for a word that the command does not know."""
         near = difflib.get_close_matches(word.partition("=")[0], self._flags(), n=1)
         if near == [word.partition("=")[0]]:
             return f"flag {word!r} must come after {self.prog!r}"

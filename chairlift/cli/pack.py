@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(slots=True)
 class _Tally:
-    """What is counted beside the stream's own figures."""
+    """Counts that the stream's own figures lack."""
 
     capacity: int
     align: int = 1

@@ -33,7 +33,7 @@ before: give texts like those that the model will read, chats with their templat
 memory of the whole model, and the time of several passes over the texts."""
 
 _FORMATS: Final = ("int4-g128", "int4-g32", "int8")
-"""Those of :mod:`chairlift.quantize.rounding`, which imports torch."""
+"""Names of the formats in :mod:`chairlift.quantize.rounding`. Repeated here, because that module imports torch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def _record(args: argparse.Namespace, report: Report) -> dict[str, Any]:
 
 
 def _mean_errors(report: Report) -> tuple[float, float]:
-    """Of the layers' outputs, of the weights written and of the nearest."""
+    """Mean relative squared error of the layers' outputs: with the written weights, and with nearest ones."""
     count = len(report.output_errors)
     return sum(each for each, _ in report.output_errors) / count, sum(each for _, each in report.output_errors) / count
 

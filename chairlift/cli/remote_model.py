@@ -94,7 +94,7 @@ class RemoteModel:
 
 
 def _content(event: Mapping[str, Any]) -> str:
-    """What a chunk of a streamed answer adds to it."""
+    """Text that one chunk adds to a streamed answer."""
     try:
         return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
     except (AttributeError, KeyError, TypeError):

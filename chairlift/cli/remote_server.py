@@ -19,12 +19,12 @@ from chairlift.errors import ConfigError, EngineDeadError, OverloadedError, Prom
 __all__ = ["MOST_BYTES", "NotThereError", "RemoteServer", "message", "parse_object", "plain", "read_key"]
 
 MOST_BYTES: Final = 1 << 20
-"""Of an answer that is no stream, and of a line of one that is."""
+"""Most bytes that are read of an answer that is not streamed, and of one line of a streamed answer."""
 _CONNECT_SECONDS: Final = 10.0
 _ANSWER_SECONDS: Final = 600.0
 """Longest wait for the next piece of an answer; it may be in a queue."""
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""What could move the cursor, change the terminal or turn text around."""
+"""Characters that could move the cursor, change the terminal or reverse the direction of text."""
 
 
 class NotThereError(RequestError):
@@ -135,7 +135,7 @@ class RemoteServer:
 
 
 def message(answer: Mapping[str, Any]) -> str:
-    """What an OpenAI error object says, or nothing."""
+    """Message of an OpenAI error object; empty without one."""
     error = answer.get("error")
     text = error.get("message") if isinstance(error, dict) else error
     return plain(text)[:1000] if isinstance(text, str) else ""

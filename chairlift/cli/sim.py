@@ -171,7 +171,8 @@ def setting_value(flag: Flag, text: str) -> Any:
 
 
 def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Which requests, and when, for :func:`read_traffic`. Without ``required`` the workload ``chat`` is meant."""
+    """Add the flags that :func:`read_traffic` reads: requests and arrival times. Unless ``required``, the default is
+    the workload ``chat``."""
     traffic = parser.add_argument_group("traffic")
     source = traffic.add_mutually_exclusive_group(required=required)
     default = None if required else "chat"
@@ -303,7 +304,9 @@ def report_lines(report: SimReport) -> list[str]:
         ("between tokens", served.itl),
         ("whole request", served.e2e),
     ):
-        table.append([label, *map(_seconds, (times.mean, times.p50, times.p90, times.p99))])
+        untold = served.delivered_whole and (times is served.tpot or times is served.itl)
+        cells = ["-"] * 4 if untold else map(_seconds, (times.mean, times.p50, times.p90, times.p99))
+        table.append([label, *cells])
     return [*lines, "", *aligned(table)]
 
 
@@ -318,7 +321,8 @@ def _comparison_lines(compare: str, reports: list[tuple[str, SimReport]]) -> lis
         served = report.served
         row = [value, f"{served.requests_per_second:.2f}", f"{served.output_tokens_per_second:,.0f}"]
         for times in (served.ttft, served.tpot, served.e2e):
-            row += [_seconds(times.p50), _seconds(times.p99)]
+            untold = served.delivered_whole and times is served.tpot
+            row += ["-", "-"] if untold else [_seconds(times.p50), _seconds(times.p99)]
         table.append([*row, f"{served.mean_rows:.1f}", f"{served.preemption_rate:.1%}"])
     return aligned(table)
 

@@ -113,7 +113,8 @@ class _Observer:
             return response.status, body
 
     def _state(self) -> str:
-        """Of progress first, then whether it takes anything new."""
+        """State of the server: ``serving``, or a reason. ``/health`` says whether it makes progress, then ``/ready``
+        whether it accepts requests."""
         for path in ("/health", "/ready"):
             try:
                 status, body = self._get(path, (200, 503))
@@ -135,7 +136,7 @@ class _Observer:
         return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else None
 
     def _names(self) -> tuple[str, str]:
-        """Of the model and the version, where the server tells them."""
+        """Names of the model and the version; both empty where the server does not tell them."""
         try:
             models = parse_object(self._get("/v1/models", (200,))[1])["data"]
             return str(models[0]["id"]), str(parse_object(self._get("/version", (200,))[1])["version"])

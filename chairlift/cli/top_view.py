@@ -1,4 +1,4 @@
-"""What ``chairlift top`` shows: a server's answers, made into lines. Nothing here knows a terminal or a clock."""
+"""The view of ``chairlift top``: a server's answers as lines of text. Nothing here uses a terminal or a clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chairlift.cli.remote_server import plain
 __all__ = ["SORTS", "Line", "Metrics", "Snapshot", "quantile", "span", "text_of", "view"]
 
 SORTS: Final = ("age", "output", "speed", "prompt", "queued")
-"""What requests may be sorted by; ``age`` is the order in which the server lists them."""
+"""Sort keys for requests; ``age`` is the order in which the server lists them."""
 
 _WATCH, _TOO_MANY = 0.02, 0.05
 """Preemption rates from which work is done twice too often."""
@@ -64,7 +64,7 @@ class Metrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a server said at one moment."""
+    """Answers of a server at one moment."""
 
     when: float
     """Seconds on a clock that does not jump."""
@@ -80,8 +80,11 @@ class Snapshot:
 
 
 def quantile(before: Mapping[float, float], after: Mapping[float, float], share: float) -> float | None:
-    """Of the observations between two states of a histogram, linear within a bucket as Prometheus has it; None without
-    any, and for what is above the last bound that bound."""
+    """Quantile ``share`` of the observations made between two states of a histogram (upper bound -> cumulative count).
+
+    It is linear within a bucket, as in Prometheus. Above the last finite bound it is that bound. None without
+    observations.
+    """
     bounds = sorted(after)
     counts = [after[bound] - before.get(bound, 0.0) for bound in bounds]
     if not counts or counts[-1] <= 0:
@@ -165,10 +168,15 @@ def _gauges(now: Snapshot, before: Snapshot | None) -> list[Line]:
         _rates(now, before),
         _latencies(now, before, "TTFT", "time_to_first_token_seconds"),
         _latencies(now, before, "ITL", "inter_token_latency_seconds"),
-        "",
+        _floor(metrics.value("floor_share")),
     ]
     padded = [[*line, (" " * max(2, 46 - len(text_of(line))), "")] for line in left]
     return [[*line, (more, "")] for line, more in zip(padded, right, strict=True)]
+
+
+def _floor(share: float | None) -> str:
+    """How near steps come to what the machine allows; nothing where a server does not know."""
+    return "" if share is None else f"machine   {share:.0%} of its floor"
 
 
 def _judge(rate: float | None) -> tuple[str, str]:

@@ -94,7 +94,17 @@ def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
     ways = reading.add_mutually_exclusive_group()
     ways.add_argument(
         "--format",
-        choices=("chairlift", "mooncake", "bailian", "azure", "burstgpt", "sharegpt"),
+        choices=(
+            "chairlift",
+            "mooncake",
+            "bailian",
+            "azure",
+            "burstgpt",
+            "sharegpt",
+            "chats",
+            "custom",
+            "openai-batch",
+        ),
         help="what the file is (default: what its first line looks like)",
     )
     ways.add_argument(
@@ -106,10 +116,12 @@ def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
     ways.add_argument("--pattern", metavar="REGEX", help="read a text log, with groups (?P<time>...) of the same names")
     reading.add_argument("--sort", action="store_true", help="take lines in any order of time")
     reading.add_argument(
-        "--arrivals", metavar="FORM", help="of ShareGPT's conversations, which have no times (default: all at once)"
+        "--arrivals",
+        metavar="FORM",
+        help="of conversations and other texts, which have no times (default: all at once)",
     )
     reading.add_argument(
-        "--tokenizer", metavar="DIR", type=Path, help="counts ShareGPT's tokens (default: 4 characters are a token)"
+        "--tokenizer", metavar="DIR", type=Path, help="counts tokens of texts (default: 4 characters are a token)"
     )
     reading.add_argument("--seed", metavar="N", type=_number(0), default=0, help="of what is random (default: 0)")
 

@@ -32,7 +32,7 @@ _STEPS: Final = (
 
 
 def fact_lines(trace: Sequence[TracedRequest], notes: Sequence[str] = ()) -> list[str]:
-    """What there is to say about a trace, one thing in a line; ``notes`` at the end."""
+    """Facts about a trace, one on each line; ``notes`` at the end."""
     from chairlift.workbench.bench.report import Facts, text
 
     facts = summarise(trace)

@@ -191,7 +191,7 @@ class _Feed(threading.Thread):
         super().__init__(name="traffic", daemon=True)
         self.records: queue.Queue[dict[str, Any] | None] = queue.Queue(10_000)
         self.state = ""
-        """What is wrong with the connection, in words."""
+        """Trouble with the connection, in words; empty while it works."""
         self._server = server
         self._block_size = block_size
         self._ends = None if duration is None else time.monotonic() + duration
@@ -246,7 +246,7 @@ class _Feed(threading.Thread):
             raise self._failure
 
     def losses(self) -> str:
-        """What is missing, in words; empty when nothing is."""
+        """Gaps in the recording, in words; empty without any."""
         parts = []
         if self._num_lost:
             parts.append(f"{self._num_lost:,} requests were lost on the way")

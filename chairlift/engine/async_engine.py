@@ -154,7 +154,7 @@ class AsyncEngine:
 
     @property
     def num_queued(self) -> int:
-        """Of these, the ones that have not been in a step."""
+        """Number of unfinished requests that have not been in a step."""
         return len(self.intake)
 
     @property

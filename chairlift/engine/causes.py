@@ -268,7 +268,7 @@ class CauseLedger:
                 self._move(account, _Phase.JOINED)
 
     def _share_of_decodes(self, out: SchedulerOutput) -> float:
-        """Of a step's time, what its decode rows would have taken without the prompts."""
+        """Share of a step's time that its decode rows would have taken without the prompts."""
         prompts = [chunk for chunk in out.chunks if chunk.why not in ("stalled", "verify")]
         num_decodes = out.num_decodes + len(out.chunks) - len(prompts)
         if not prompts or not num_decodes:

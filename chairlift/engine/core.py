@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from chairlift.config import CacheConfig, SchedulerConfig
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
+from chairlift.engine.estimates import estimator_from
 from chairlift.engine.events import Events
+from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.grammars import GrammarRow, Grammars
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
-from chairlift.engine.outlook import outlook_from
 from chairlift.engine.step_log import StepLog, StepRecord
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import Executor, LiveWeights, OnProgress, PendingTokens, WeightSource
@@ -71,7 +72,7 @@ class TokenRecord:
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Of the first."""
+    """Rank of the first entry, the chosen token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,7 +221,7 @@ class EngineCore(EngineClient):
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
-            policy=policy or policy_from_config(config, outlook_from(self.costs, self.answer_lengths, self.kv)),
+            policy=policy or policy_from_config(config, estimator_from(self.costs, self.answer_lengths, self.kv)),
             prefill_mode=prefill_mode_from_name(config.prefill_mode, self.costs, config.max_num_batched_tokens),
             membership=membership_from_name(config.batching, config.batch_wait_ms, config.batch_sizes),
             watermark=config.admission_watermark,
@@ -241,6 +242,8 @@ class EngineCore(EngineClient):
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
         """Gives the masks of a step, while it is computed; None where no request has any. The tokens of the steps in
         flight are not known then."""
+        self.floor: FloorShare | None = None
+        """How near steps come to what the machine allows, where that was measured."""
         self.config = config
         self.executor = executor
         self.weight_version = 0
@@ -272,6 +275,8 @@ class EngineCore(EngineClient):
         asked = request.params.structured_outputs
         if asked is not None:
             self.grammars.add(sequences, asked.value)
+        elif request.params.thinking is not None:
+            self.grammars.limit(sequences, request.params.thinking)
         try:
             for sequence in sequences:
                 self.scheduler.add(sequence)
@@ -414,6 +419,7 @@ class EngineCore(EngineClient):
             token_budget=scheduler.batch.token_budget,
             watermark=scheduler.batch.watermark,
             num_governor_decisions=0 if self.governor is None else self.governor.num_decisions,
+            floor_share=None if self.floor is None else self.floor.share,
         )
         return stats
 
@@ -462,7 +468,7 @@ class EngineCore(EngineClient):
     def _launch(self, out: SchedulerOutput, now: float) -> None:
         for row in out.joined:
             request = self.scheduler.running[row.request_id]
-            if not request.has_given_way:
+            if not request.was_preempted:
                 self._joined.append((row.request_id, request.num_cached_tokens, now))
                 if request.source is None:
                     self._counted.prefix_cache_queries += row.num_prompt_tokens
@@ -528,6 +534,10 @@ class EngineCore(EngineClient):
         was_busy = out.num_decodes > 0 or len(out.chunks) > len(out.joined)
         if was_busy and not out.swap_out and not out.swap_in:
             self.costs.passed(record.features, end - max(start, self._landed_at), end - self._landed_at)
+        if self.floor is not None:
+            sampled = out.num_decodes + sum(chunk.samples for chunk in out.chunks)
+            begin = self._landed_at if was_busy else max(start, self._landed_at)
+            self.floor.landed(record.features, sampled, out.num_held, end - begin)
         self._landed_at, counted = end, self._counted
         counted.step_tokens = out.num_tokens
         counted.num_computed_tokens += out.num_tokens
@@ -616,7 +626,7 @@ class EngineCore(EngineClient):
 
     @staticmethod
     def _token_records(tokens: SampledTokens) -> list[TokenRecord | None] | None:
-        """Of the step's rows; None when nobody asked. A row whose record cannot be made becomes a failed one."""
+        """Records of the step's rows; None when no row asked for one. A row without a valid record fails."""
         if tokens.logprobs is None:
             return None
         records: list[TokenRecord | None] = [None] * len(tokens.logprobs)

@@ -45,8 +45,9 @@ class Engine:
         kv: KVCacheManager | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        if grammars is None and tokenizer is not None:
-            grammars = Grammars(GrammarCompiler(lambda: tokenizer, limits.vocab_size, limits.eos_token_ids))
+        if grammars is None:
+            compiler = GrammarCompiler(lambda: tokenizer, limits.vocab_size, limits.eos_token_ids)
+            grammars = Grammars(compiler if tokenizer is not None else None, vocab_size=limits.vocab_size)
         self.core = EngineCore(
             executor,
             config,

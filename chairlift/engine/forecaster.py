@@ -16,7 +16,7 @@ __all__ = ["Forecaster"]
 _log = logging.getLogger(__name__)
 
 _STEPS_PER_STEP: Final = 8
-"""Of the copy, per step of the engine: about half a millisecond."""
+"""Steps of the scheduler's copy per step of the engine. They take about half a millisecond."""
 _PAUSE: Final = 0.5
 """Seconds between the end of one forecast and the beginning of the next."""
 _PAUSE_OF_THE_FAILED: Final = 60.0

@@ -17,12 +17,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from chairlift.engine.thinking import ThinkingMatcher
 from chairlift.errors import RequestError
 from chairlift.grammar.compiler import Compiled, Compiler, Matcher
 from chairlift.request import Request
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput
 from chairlift.step_batch import SampledTokens
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
+from chairlift.thinking import ThinkingBudget
 
 __all__ = ["Compile", "GrammarRow", "Grammars"]
 
@@ -30,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_KEPT: Final = 256
 _MOST_KEPT_CHARS: Final = 16 << 20
-"""Of the texts of all compiled grammars that are kept; what is compiled grows with them."""
+"""Largest total length of the texts of all compiled grammars that are kept. Compiled size grows with it."""
 
 Compile = Callable[[Callable[[], Compiled]], "Future[Compiled]"]
 """Has a grammar compiled beside the loop."""
@@ -40,7 +42,7 @@ InFlight = Callable[[Request], list[int] | None]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class GrammarRow:
-    """A request with a grammar, and where it is in it."""
+    """A request with a grammar or a thinking budget, and where it is in it."""
 
     request: Request
     matcher: Matcher
@@ -59,10 +61,19 @@ class Grammars:
     """``compiler`` is None where the engine has none: then requests with a grammar are refused.
 
     ``beside`` compiles (default: on a thread). ``fill_beside``: masks are filled on another thread, while the model
-    runs, where all tokens are known before. One thread owns the object.
+    runs, where all tokens are known before. ``vocab_size`` is the number of logits, which thinking budgets need. One
+    thread owns the object.
     """
 
-    def __init__(self, compiler: Compiler | None, beside: Compile | None = None, *, fill_beside: bool = True) -> None:
+    def __init__(
+        self,
+        compiler: Compiler | None,
+        beside: Compile | None = None,
+        *,
+        fill_beside: bool = True,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
         self._compiler = compiler
         self._beside = beside
         self._fill_beside = fill_beside
@@ -103,6 +114,11 @@ class Grammars:
         self._jobs[key].requests += requests
         for request in requests:
             request.is_ready = False
+
+    def limit(self, requests: Sequence[Request], budget: ThinkingBudget) -> None:
+        """The answers of one request may think so long, and follow no grammar. Raises RequestError."""
+        for request in requests:
+            self._follow_new(request, self._limited(budget, None))
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Requests whose grammar has been compiled since, and those whose grammar cannot be followed, with the reason.
@@ -161,9 +177,18 @@ class Grammars:
 
     def _start(self, requests: Sequence[Request], compiled: Compiled) -> None:
         for request in requests:
-            request.may_draft = False
             matcher = compiled.matcher(sorted(request.stop_token_ids))
-            self._rows[request.request_id] = GrammarRow(request, matcher)
+            budget = getattr(request.params, "thinking", None)
+            self._follow_new(request, matcher if budget is None else self._limited(budget, matcher))
+
+    def _limited(self, budget: ThinkingBudget, matcher: Matcher | None) -> ThinkingMatcher:
+        if self._vocab_size is None or max(budget.marks) >= self._vocab_size:
+            raise RequestError(f"thinking has token ids that the model does not know: {budget.marks!r:.80}")
+        return ThinkingMatcher(budget, self._vocab_size, matcher)
+
+    def _follow_new(self, request: Request, matcher: Matcher) -> None:
+        request.may_draft = False
+        self._rows[request.request_id] = GrammarRow(request, matcher)
 
     # -- following -----------------------------------------------------------------------------------------------
 
@@ -212,7 +237,15 @@ class Grammars:
                 tokens.token_ids[index], tokens.errors[index] = FAILED_ROW, matcher.error
 
     def complete(self, rows: Sequence[tuple[int, GrammarRow]]) -> list[Request]:
-        """Requests of a step whose answer nothing may follow, now that its tokens are taken."""
+        """Requests of a step whose answer nothing may follow, now that its tokens are taken. Those whose reasoning is
+        over are followed no more: they may have drafts again."""
+        for _, row in rows:
+            matcher = row.matcher
+            done = isinstance(matcher, ThinkingMatcher) and matcher.is_over
+            if done and matcher.num_consumed <= row.request.num_output_tokens:
+                self._rows.pop(row.request.request_id, None)
+                self._decode_rows, self._decoding = (), []
+                row.request.may_draft = True
         return [
             row.request
             for _, row in rows

@@ -10,7 +10,7 @@ from typing import Any, Final
 from chairlift.errors import ConfigError
 from chairlift.service_class import ServiceClass
 
-__all__ = ["EngineInfo", "PoolingInfo", "check_update", "describe_impl"]
+__all__ = ["EngineInfo", "PairTexts", "PoolingInfo", "check_update", "describe_impl"]
 
 _IMPLS: Final = {
     "native": "native: Chairlift's own code for this family",
@@ -24,6 +24,19 @@ _IMPLS: Final = {
 def describe_impl(model_impl: str) -> str:
     """Whose code the layers are, and what that costs, in words."""
     return _IMPLS[model_impl]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairTexts:
+    """What stands around a query and a document where a decoder is asked whether they go together."""
+
+    before: str
+    """Read by itself, and so is ``behind``."""
+    query: str
+    """Before the query, in one text with it and the document."""
+    document: str
+    """Before the document."""
+    behind: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +61,14 @@ class PoolingInfo:
     """Name of the one that stands before every text, unless another is asked for."""
     token_types: bool = False
     """Whether the second text of a pair has a token type of its own."""
+    pair: PairTexts | None = None
+    """How pairs are put to a decoder that answers yes or no; the last class is yes."""
 
     @property
     def scores(self) -> bool:
-        """Whether pairs of texts can be scored: by their embeddings, or by a classifier with one class."""
-        return len(self.labels) <= 1
+        """Whether pairs of texts can be scored: by their embeddings, by a classifier with one class, or by yes and
+        no."""
+        return len(self.labels) <= 1 or self.pair is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +111,9 @@ class EngineInfo:
     quantization: str | None = None
     """What weights are rounded to, as ``int4+int8``, where not all are of the dtype."""
     weight_bytes: int = 0
-    """Of all weights in memory."""
+    """Bytes of all weights in memory."""
     kv_cache_dtype: str | None = None
-    """Of K and V, where it is not ``dtype``."""
+    """Dtype of K and V, if it is not ``dtype``."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Sampling parameters where a request gives none."""
     notes: tuple[str, ...] = ()

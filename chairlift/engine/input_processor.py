@@ -21,8 +21,8 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "unnamed"]
 
 Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Any]
-"""Text or token ids, or either under the name that vLLM's callers give it: ``prompt``, ``prompt_token_ids``. Of both,
-the ids are used, and the text is told as that of the prompt."""
+"""Text or token ids, or either under the name that vLLM's callers give it: ``prompt``, ``prompt_token_ids``. If
+both are given, the ids are used, and the text is returned as the prompt's text."""
 
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _MAX_ID_LENGTH = 256
@@ -164,6 +164,10 @@ class InputProcessor:
         stops = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stops |= frozenset(self.limits.eos_token_ids)
+        if params.thinking is not None and params.thinking.end in stops:
+            raise RequestError(
+                f"thinking.end is {params.thinking.end}, which also ends the answer; leave it out of stop_token_ids"
+            )
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         return PreparedRequest(
             request_id,
@@ -229,6 +233,7 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams) -> None:
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("thinking", () if params.thinking is None else params.thinking.marks)
         self._check_ids("logit_bias", list(params.logit_bias or ()))
         if self._tokenizer is None and (params.stop or params.bad_words):
             raise RequestError(

@@ -21,7 +21,7 @@ _LEAST, _MOST = 1.0, 60.0
 _OUTDATED: Final = 5.0
 """Seconds without a word of the engine after which its forecast says nothing any more, if its steps take no longer."""
 _LAST_SHARE: Final = 0.5
-"""Of the queue, for the class that comes last."""
+"""Share of the queue that the lowest class may fill."""
 _MOST_TAKEN: Final = 0.8
 """Share of the starts that those who will come are counted on to take: no wait is more than five times longer."""
 _WRONG_REFUSALS: Final = 0.1
@@ -69,7 +69,7 @@ class _Crowd:
             del self.lanes[each.lane]
 
     def before(self, level: int) -> int:
-        """Of this level and of those that go before it."""
+        """Number of requests at this level and at all levels that go before it."""
         return sum(count for each, count in self.levels.items() if each <= level)
 
 
@@ -110,7 +110,7 @@ class Intake:
         self._waiting: dict[str, _Waiting] = {}
         self._crowd = _Crowd()
         self._starts: dict[str, float] = {}
-        """Of the forecast, by request."""
+        """Forecast start of each request, by its id."""
         self._unforeseen = _Crowd()
         """Requests that wait and are not in the forecast: they came since."""
         self._lane_ends: dict[_Lane, tuple[float, float]] = {}
@@ -261,7 +261,7 @@ class Intake:
                 self._unforeseen.add(each)
             elif each.lane is not None and self._levels:  # without classes the engine knows no lanes either
                 lanes.setdefault(each.lane, []).append(self._starts[name])
-        # Of the tenant that has most the forecast has a newcomer; of the others there are those who wait.
+        # The forecast adds a newcomer for the tenant with most requests. Other tenants have waiting requests only.
         self._lane_ends = {
             lane: (max(all_), max(0.0, max(all_) - made) / len(all_))
             for lane, all_ in lanes.items()
@@ -304,7 +304,7 @@ class Intake:
         return now - self.heard_at > max(_OUTDATED, 3 * self._longest_step)
 
     def _wait(self, service_class: str, lane: _Lane | None, now: float, since: _Crowd, free_rows: int) -> float | None:
-        """Of one behind those that came ``since`` the forecast was made."""
+        """Wait in seconds of a request behind those that came ``since`` the forecast was made."""
         forecast = self.forecast
         if forecast is None or self.is_outdated(now):
             return None

@@ -42,7 +42,7 @@ class _Answer:
         """How many generated tokens count, once a stop string has ended the answer."""
         self.stop_string: str | None = None
         self.logprobs = None if self.params.logprobs is None else _flat(tokenizer)
-        """Of generated tokens, without those already delivered as deltas."""
+        """Log-probabilities of generated tokens that were not delivered yet."""
         self.cumulative = 0.0
         self.last_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
@@ -312,7 +312,7 @@ class OutputProcessor:
         self._decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
         self._broken: list[tuple[RequestState, list[str]]] = []
         self.weight_version = 0
-        """Of the weights that tokens come from now."""
+        """Version of the weights that compute tokens now."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
@@ -459,7 +459,8 @@ class OutputProcessor:
         state.metrics.causes, state.metrics.preempted_by = causes, ended.preempted_by
         state.metrics.preempted_during = ended.preempted_during
         answer.close(ended, frozenset() if state.prepared.params.ignore_eos else self._eos)
-        state.error = state.error or ended.error
+        if answer.stop_string is None:  # what failed behind a stop string is no part of the answer
+            state.error = state.error or ended.error
         state.metrics.num_preemptions += ended.num_preemptions
 
     def _count_end(self, state: RequestState, now: float) -> None:

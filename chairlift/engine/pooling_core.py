@@ -29,7 +29,7 @@ class PooledText:
     request_id: str
     token_ids: list[int]
     token_types: list[int] | None = None
-    """Of each token; None: all are 0."""
+    """Type id of each token; None: all are 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from chairlift.engine.info import EngineInfo, PoolingInfo
+from chairlift.engine.info import EngineInfo, PairTexts, PoolingInfo
 from chairlift.engine.input_processor import unnamed
 from chairlift.engine.pooling_core import PooledText
 from chairlift.errors import InvariantError, PromptTooLongError, RequestError
@@ -82,7 +82,11 @@ class PoolingInputs:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError("pairs of texts need the tokenizer, which was not loaded (skip_tokenizer_init)")
-        ids, types, second_at = tokenizer.encode_pair(first, second)
+        if self.pooling.pair is None:
+            ids, types, second_at = tokenizer.encode_pair(first, second)
+        else:
+            ids, second_at = _asked(tokenizer, self.pooling.pair, first, second)
+            types = [0] * len(ids)
         limit = self._limit(truncate)
         if limit is not None and len(ids) > limit:
             surplus = len(ids) - limit
@@ -147,6 +151,21 @@ class PoolingInputs:
         return struct.pack(f"<{len(kept)}f", *kept)
 
 
+def _asked(tokenizer: Tokenizer, texts: PairTexts, query: Any, document: Any) -> tuple[list[int], list[int]]:
+    """Token ids of a question whether two texts go together, and the places of those that are the document's alone."""
+    for text in (query, document):
+        if not isinstance(text, str):
+            raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
+    head = f"{texts.query}{query}{texts.document}"
+    before, asked, behind, known = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (texts.before, head + document, texts.behind, head)
+    )
+    shared = next((at for at, pair in enumerate(zip(asked, known, strict=False)) if pair[0] != pair[1]), len(known))
+    # A token that begins before the document and ends in it stays.
+    first = len(before) + min(shared + (shared < len(known)), len(asked))
+    return [*before, *asked, *behind], [*range(first, len(before) + len(asked))]
+
+
 def floats(values: bytes) -> list[float]:
     """Numbers of a vector from its bytes: float32, little endian."""
     if struct.pack("=h", 1) == struct.pack("<h", 1):
@@ -155,7 +174,7 @@ def floats(values: bytes) -> list[float]:
 
 
 def cosine(first: bytes, second: bytes) -> float:
-    """Of the angle between two vectors of floats."""
+    """Cosine of the angle between two vectors of floats."""
     a, b = floats(first), floats(second)
     lengths = math.sqrt(sum(x * x for x in a) * sum(x * x for x in b))
     return sum(x * y for x, y in zip(a, b, strict=True)) / max(lengths, 1e-12)

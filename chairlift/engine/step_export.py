@@ -39,6 +39,8 @@ class RecordedRequest:
     output_tokens: int = 0
     """At its end, or as far as the recording goes."""
     started: float | None = None
+    first: float | None = None
+    """When its first token was known; None where that is not in the recording."""
     ended: float | None = None
     reason: str = ""
 
@@ -55,7 +57,7 @@ class Recording:
     steps: list[tuple[StepFeatures, float]]
     """What a cost model learns from."""
     end: float
-    """Of the last step or event."""
+    """End of the last step or event, in seconds."""
 
     @property
     def arrivals(self) -> list[RecordedRequest]:
@@ -124,8 +126,10 @@ class _Reader:
             return
         for slot in line.get("off", ()):
             self.rows.pop(slot, None)
-        self.rows.update(dict(line.get("on", ())))
         start, end = line["t"]
+        # Where rows decode on, there was work all the time, and what the loop did between the steps took time as well.
+        begin = self._step_end if self.rows and self._step_end else max(start, self._step_end)
+        self.rows.update(dict(line.get("on", ())))
         chunks = [
             Chunk(slot, at, count, samples, why, (0,) * (count - 1) if why == "verify" else ())
             for _, slot, at, count, samples, why in line.get("chunks", ())
@@ -134,12 +138,19 @@ class _Reader:
         if type(context) is not int or context < 0:
             raise ValueError(context)
         features = StepFeatures.of(count, context, chunks)
-        self.steps.append((features, float(end - max(start, self._step_end))))
+        self.steps.append((features, float(end - begin)))
         self._step_end, self.end = end, max(self.end, end)
         for number in () if line.get("rest") else self.rows.values():
-            self._request(number).output_tokens += 1
+            self._gave(number, 1)
         for number, *_, samples, _ in line.get("chunks", ()):
-            self._request(number).output_tokens += samples
+            self._gave(number, samples)
+
+    def _gave(self, number: int, tokens: int) -> None:
+        """Count tokens of the step that ended last."""
+        request = self._request(number)
+        if tokens and not request.output_tokens:
+            request.first = self._step_end
+        request.output_tokens += tokens
 
     def _request(self, number: int) -> RecordedRequest:
         return self.requests.setdefault(number, RecordedRequest(f"#{number}"))

@@ -2,7 +2,7 @@
 
 Differences only, so that a steady step is one short line however many rows it has, and a snapshot now and then, from
 which a reader can begin. The same lines are what the live view draws, what a recording on file is made of, and what a
-simulated run leaves behind; docs/live-view.md describes them. Of a prompt they have nothing but its length.
+simulated run leaves behind; docs/live-view.md describes them. They hold a prompt's length, never its text.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StepRecorder:
 
     @property
     def num_bytes(self) -> int:
-        """Of the lines that nobody has taken."""
+        """Bytes of the lines that nobody has taken."""
         return self._num_bytes
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class StepRecorder:
         for row in out.joined:
             request, number = requests[row.request_id], self._number(row.request_id)
             self._started.setdefault(row.request_id, now)
-            again = request.has_given_way
+            again = request.was_preempted
             self._changes.append(["join", number, now, row.slot, row.num_computed_tokens, again])
         if out.num_held > len(self._held):
             done = {name for name, _ in out.decode_rows if requests[name].finish_reason is not None} - self._held

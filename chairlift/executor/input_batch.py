@@ -103,7 +103,7 @@ class InputBatch:
         self._settle(step.verifies, token_ids)
 
     def _settle(self, verifies: list[tuple[int, int, Chunk]], token_ids: list[int]) -> None:
-        """Of drafts keep those that are right, and the token that was drawn behind them."""
+        """Keep the drafts that are right, and the token that was drawn after the last of them."""
         for first, slot, chunk in verifies:
             own = token_ids[first : first + chunk.samples]
             accepted = chunk.num_accepted(own)

@@ -39,9 +39,9 @@ class KVPlan:
     """Layer -> group."""
     block_size: int
     dtype: torch.dtype
-    """Of K and V as they are kept; int8 stands for codes with a scale and a minimum of each token and head."""
+    """Dtype of K and V in the cache. int8 means codes with a scale and a minimum of each token and head."""
     bytes_per_token: int
-    """Of all layers together, for K and V."""
+    """Bytes of one token's K and V in all layers together."""
     total_bytes: int
     block_bytes: list[int]
     """Per group, bytes of one block in all its layers, K and V."""

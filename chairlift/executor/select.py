@@ -47,7 +47,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _LEAST_CAPABILITY = (8, 0)
-"""Of a GPU (Ampere): asynchronous copies, and bfloat16 in the tensor cores."""
+"""Lowest compute capability of a GPU (Ampere): asynchronous copies, and bfloat16 in the tensor cores."""
 _LEAST_FP8_CAPABILITY = (8, 9)
 """Ada: products of fp8, and conversions."""
 

@@ -1,8 +1,8 @@
 """A model run by the Triton kernels on one GPU: differences in, one launch list or graph, tokens back when ready.
 
 Steps in which every row computes one token and samples read and advance the resident state, padded to one of a few
-sizes, so that a CUDA graph can replay them. Of others, with chunks of prompts, all but the drawing is a graph too,
-unless there are so many tokens that the GPU is busy for longer than the host is. Sampling is part of the step, and what
+sizes, so that a CUDA graph can replay them. In steps with chunks of prompts all but the draw is a graph too, unless
+there are so many tokens that the GPU is busy for longer than the host is. Sampling is part of the step, and what
 was drawn is the next step's input where it lies: the host may start that step before it knows the tokens of this one.
 Everything is queued on one stream, so that each step sees what the one before it left.
 """

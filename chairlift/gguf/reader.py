@@ -31,7 +31,7 @@ _MOST_HEADER: Final = 1 << 28
 """Bytes of metadata and tensor descriptions. A vocabulary of 262,144 tokens takes 10 MB."""
 _MOST_KEYS: Final = 1 << 16
 _MOST_ITEMS: Final = 1 << 24
-"""Of one array."""
+"""Largest number of items in one array."""
 _MOST_NAME: Final = 256
 _MOST_SIDE: Final = 1 << 32
 _STRING, _ARRAY, _BOOL = 8, 9, 7

@@ -8,7 +8,7 @@ is slow where PyTorch runs a whole model on the CPU; a model that is trained, an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     """Weights, float32, and numbers, int64, of the experts that each token chooses, both [T, k], the best first.
 
     ``logits`` are [T, E]. ``correction`` [E] is added to scores for the choice, and not to the weights (DeepSeek-V3:
-    it balances the load). Of equal scores the lower number is chosen.
+    it balances the load). If scores are equal, the lower number is chosen.
     """
     logits = logits.float()
     if routing.scoring == "softmax_chosen":
@@ -68,7 +68,8 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 def _width(
     x: Value, shared: Value | None, gate_up: Weight, down: Weight, router: Tensor, routing: Routing,
-    correction: Tensor | None = None, shared_gate: Tensor | None = None,
+    correction: Tensor | None = None, shared_gate: Tensor | None = None, router_bias: Tensor | None = None,
+    biases: tuple[Tensor, Tensor] | None = None, clamp: tuple[float, float] | None = None,
 ) -> int:  # fmt: skip
     if shared is not None:
         expect(shared, "rows", x.width)
@@ -85,12 +86,18 @@ def experts(
     routing: Routing,
     correction: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> Tensor:
     """Each token of ``x`` [T, D] through the experts it chooses, summed with their weights -> [T, D].
 
     An expert is down(silu(gate(x)) * up(x)) (Shazeer, 2020). ``gate_up`` is [E 2 I, D], gate above up for each expert,
     ``down`` [E D, I], ``router`` [E, D]; see :func:`route` for ``correction`` [E]. ``shared`` [T, D], what an expert
     for all tokens computed, is added, times sigmoid(x ``shared_gate``) where there is such a gate [1, D] (Qwen2-MoE).
+    ``router_bias`` [E] is added to the router's products, and ``biases`` [E 2 I] and [E D] to those of gate and up, and
+    of down. With a ``clamp`` (alpha, limit), g = min(gate, limit) and u = up within +-limit, an expert is
+    down(g sigmoid(alpha g) (u + 1)) (gpt-oss, OpenAI, 2025).
     Sums are float32, in the order of each token's own choice, and rounded once.
     """
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
@@ -98,11 +105,13 @@ def experts(
             "these experts are laid out for the native kernels, which run them in a step program only; "
             "keep them out of functions given to ops.call_out, or load the model in another layout"
         )
-    gate_ups, downs = (weight.reshape(routing.num_experts, -1, weight.shape[1]) for weight in (gate_up, down))
+    layer = _Experts.of(routing.num_experts, gate_up, down, biases, clamp)
     product = functional.linear if x.requires_grad or gate_up.requires_grad or x.is_cuda else _row_by_row
-    weights, chosen = route(product(x.float(), router.float()), routing, correction)
+    logits = product(x.float(), router.float())
+    logits = logits if router_bias is None else logits + router_bias.float()
+    weights, chosen = route(logits, routing, correction)
     # A GPU must not wait to learn which tokens an expert has, or no CUDA graph could hold this.
-    results = (_all_rows if x.is_cuda else _chosen_rows)(x, gate_ups, downs, chosen, product)
+    results = (_all_rows if x.is_cuda else _chosen_rows)(x, layer, chosen, product)
     out = weights[:, :1] * results[:, 0].float()
     for column in range(1, routing.top_k):
         out = out + weights[:, column : column + 1] * results[:, column].float()
@@ -123,30 +132,61 @@ def _row_by_row(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-def _expert(x: Tensor, gate_up: Tensor, down: Tensor, product: _Product) -> Tensor:
-    """One expert's MLP, rows to rows. The gate is in float64 for the reason given in :func:`route`."""
-    gate, up = product(x, gate_up).chunk(2, dim=-1)
-    return product(functional.silu(gate.double()).to(x.dtype) * up, down)
+class _Experts(NamedTuple):
+    """The weights of a layer by expert, [E, ...]."""
+
+    gate_ups: Tensor
+    downs: Tensor
+    gate_up_biases: Tensor | None
+    down_biases: Tensor | None
+    clamp: tuple[float, float] | None
+
+    @classmethod
+    def of(
+        cls, count: int, gate_up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor] | None,
+        clamp: tuple[float, float] | None,
+    ) -> _Experts:  # fmt: skip
+        first, second = biases or (None, None)
+        return cls(
+            gate_up.reshape(count, -1, gate_up.shape[1]),
+            down.reshape(count, -1, down.shape[1]),
+            None if first is None else first.reshape(count, -1),
+            None if second is None else second.reshape(count, -1),
+            clamp,
+        )
+
+    def compute(self, expert: int, x: Tensor, product: _Product) -> Tensor:
+        """One expert's MLP, rows to rows. The gate is in float64 for the reason given in :func:`route`."""
+        both = product(x, self.gate_ups[expert])
+        gate, up = (both if self.gate_up_biases is None else both + self.gate_up_biases[expert]).chunk(2, dim=-1)
+        if self.clamp is None:
+            inner = functional.silu(gate.double()).to(x.dtype) * up
+        else:
+            alpha, limit = self.clamp
+            gate = gate.double().clamp(max=limit)
+            inner = (gate * (alpha * gate).sigmoid()).to(x.dtype) * (up.clamp(-limit, limit) + 1)
+        out = product(inner, self.downs[expert])
+        return out if self.down_biases is None else out + self.down_biases[expert]
 
 
-def _chosen_rows(x: Tensor, gate_ups: Tensor, downs: Tensor, chosen: Tensor, product: _Product) -> Tensor:
+def _chosen_rows(x: Tensor, layer: _Experts, chosen: Tensor, product: _Product) -> Tensor:
     """What the experts of each token compute, [T, k, D], expert by expert, for the tokens that chose it."""
     top_k, flat = chosen.shape[1], chosen.flatten()
     order = flat.argsort(stable=True)
-    counts = flat.bincount(minlength=len(gate_ups)).tolist()
+    counts = flat.bincount(minlength=len(layer.downs)).tolist()
     parts, start = [], 0
     for expert, count in enumerate(counts):
         if count:
             tokens = order[start : start + count] // top_k
-            parts.append(_expert(x[tokens], gate_ups[expert], downs[expert], product))
+            parts.append(layer.compute(expert, x[tokens], product))
             start += count
     return torch.cat(parts)[order.argsort()].reshape(*chosen.shape, -1)
 
 
-def _all_rows(x: Tensor, gate_ups: Tensor, downs: Tensor, chosen: Tensor, product: _Product) -> Tensor:
+def _all_rows(x: Tensor, layer: _Experts, chosen: Tensor, product: _Product) -> Tensor:
     """The same with every token through every expert, without looking at what was chosen."""
     results = x.new_zeros((*chosen.shape, x.shape[1]))
-    for expert in range(len(gate_ups)):
-        out = _expert(x, gate_ups[expert], downs[expert], product)
+    for expert in range(len(layer.downs)):
+        out = layer.compute(expert, x, product)
         results = torch.where((chosen == expert)[..., None], out[:, None], results)
     return results

@@ -12,7 +12,7 @@ from chairlift.kernels.cpu.packing import by_slices
 __all__ = ["FP8_LARGEST", "FP8_LEAST_SCALE", "Fp8Weight", "fp8_linear", "quantize"]
 
 FP8_LARGEST: Final = 448.0
-"""Of the format."""
+"""Largest value of the format."""
 FP8_LEAST_SCALE: Final = torch.finfo(torch.float32).tiny
 """That of zeros, so that nothing is divided by 0."""
 
@@ -24,7 +24,9 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     scales. A row with an infinity or NaN gives NaN in every product, which is found where tokens are drawn.
     """
     wide = rows.float()
-    scales = (wide.abs().amax(1) / FP8_LARGEST).clamp(min=FP8_LEAST_SCALE)
+    largest = wide.abs().amax(1)
+    # Division by a number would be a product with its reciprocal on a GPU, and its last bit another than the CPU's.
+    scales = (largest / torch.full_like(largest, FP8_LARGEST)).clamp(min=FP8_LEAST_SCALE)
     return (wide / scales[:, None]).to(torch.float8_e4m3fn), scales
 
 

@@ -109,7 +109,7 @@ class Op(Generic[_P, _R]):
 
     @functools.cached_property
     def parameters(self) -> list[inspect.Parameter]:
-        """Of the reference, in order."""
+        """Parameters of the reference, in order."""
         return list(inspect.signature(self.reference).parameters.values())
 
 

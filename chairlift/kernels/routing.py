@@ -18,7 +18,7 @@ class Routing:
     """Which experts a token is sent to, and how much each of their results counts (Shazeer et al., 2017).
 
     The router's logits are products in float32. They become scores, the ``top_k`` experts with the highest scores are
-    chosen, best first, and their scores are the weights. Of equal scores the expert with the lower number comes first.
+    chosen, best first, and their scores are the weights. If scores are equal, the lower expert comes first.
     Raises ValueError for numbers that no token can be routed by.
     """
 

@@ -213,7 +213,7 @@ class Native(WeightFormat):
             weight.set_bias(bias.detach())
 
     def name(self, weight: PackedMatrix) -> str | None:
-        return f"int{weight.kind.bits}" if isinstance(weight, PackedCodes) else None
+        return weight.kind.name if isinstance(weight, PackedCodes) else None
 
     def linear(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
         return ops.native_linear(x, weight)

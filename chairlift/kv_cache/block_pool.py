@@ -10,17 +10,18 @@ from chairlift.kv_cache.prefix_node import PrefixNode
 __all__ = ["NULL_BLOCK", "BlockPool"]
 
 NULL_BLOCK = 0
-"""Stands in a block table where a sliding window has passed. Never given out, never read."""
+"""Entry of a block table behind a sliding window. This block is never given out and never read."""
 
 
 class BlockPool:
     """``num_blocks`` blocks with ids ``0 .. num_blocks - 1``; block 0 is the null block.
 
-    A block is *used* while its reference count is above zero. A block that nobody uses but whose content the prefix
-    cache knows is *cached*: it can be shared again, and is evicted, least recently used first, when the pool runs dry.
+    A block is *used* while its reference count is above zero. An unused block whose content the prefix cache knows is
+    *cached*: it can be shared again. When the pool has no other block, the least recently used one is evicted.
 
-    Cached blocks with a retention level above 0 are *protected*: evicted after those of every lower level. At most half
-    of the pool is; beyond that the one unused for the longest counts as level 0, so that nobody can freeze the cache.
+    Cached blocks with a retention level above 0 are *protected*: they are evicted after those of every lower level. At
+    most half of the pool is protected. Beyond that the longest unused one falls to level 0, so that no tenant can
+    freeze the cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -31,21 +32,21 @@ class BlockPool:
         self.nodes: list[PrefixNode | None] = [None] * num_blocks
         """The prefix-cache node that knows this block's content."""
         self.num_cached = 0
-        # Front: next to be given out. Blocks without content go to the front, cached ones to the back.
+        # The front is given out next. Blocks without content go to the front, cached ones to the back.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._levels = [0] * num_blocks
-        # The protected blocks by level, each in the order of its releases, with the number of its release.
+        # Level -> {protected block: number of its release}, in order of release.
         self._protected: dict[int, OrderedDict[int, int]] = {1: OrderedDict(), 2: OrderedDict()}
         self._num_releases = 0
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be given out at all."""
+        """Number of blocks without the null block."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out now, cached ones included."""
+        """Number of blocks that can be given out now, cached ones included."""
         return len(self._free) + self.num_protected
 
     @property
@@ -57,7 +58,7 @@ class BlockPool:
         return self.capacity - self.num_free
 
     def allocate(self) -> tuple[int, PrefixNode | None]:
-        """Give out one block, and the prefix-cache node evicted for it, if any. The caller has checked ``num_free``."""
+        """Give out one block, with the prefix-cache node evicted for it or None. ``num_free`` must be above 0."""
         if self._free:
             block, _ = self._free.popitem(last=False)
         else:
@@ -71,18 +72,18 @@ class BlockPool:
         return block, evicted
 
     def share(self, block: int) -> None:
-        """One more block table names this block."""
+        """Count one more block table that has this block."""
         if self.ref_counts[block] == 0:
             self._withdraw(block)
             self.num_cached -= 1
         self.ref_counts[block] += 1
 
     def retain(self, block: int, level: int) -> None:
-        """Give a used block a retention level of 0 to 2. It keeps the highest it is given while its content lasts."""
+        """Give a used block a retention level of 0 to 2. The highest level holds while the content is cached."""
         self._levels[block] = max(self._levels[block], level)
 
     def release(self, block: int) -> None:
-        """One block table less names this block."""
+        """Count one block table less that has this block. At 0 the block is cached if it has content, else free."""
         count = self.ref_counts[block] - 1
         if count < 0 or block == NULL_BLOCK:
             raise InvariantError(f"block {block} was released more often than it was taken")
@@ -99,7 +100,7 @@ class BlockPool:
         self.nodes[block] = node
 
     def detach(self, block: int) -> None:
-        """The prefix cache no longer knows this block."""
+        """Remember that the prefix cache no longer knows this block."""
         self.nodes[block] = None
         if self.ref_counts[block] == 0:
             self.num_cached -= 1
@@ -111,7 +112,7 @@ class BlockPool:
         self._free.move_to_end(block, last=False)
 
     def _keep(self, block: int) -> None:
-        """File a cached block behind those of its level."""
+        """Put a cached block at the end of its level's queue."""
         level = self._levels[block]
         if level == 0:
             self._free[block] = None
@@ -132,7 +133,7 @@ class BlockPool:
             del self._protected[self._levels[block]][block]
 
     def check_invariants(self, references: dict[int, int]) -> None:
-        """Compare the books with ``references``, how often each block stands in a block table or a deferred release.
+        """Compare all counts with ``references``: how often each block is in a block table or a deferred release.
 
         Raises InvariantError.
         """

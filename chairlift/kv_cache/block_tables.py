@@ -18,9 +18,9 @@ __all__ = ["BlockTables"]
 
 
 class BlockTables:
-    """How tables are made, grow, shrink and are given back.
+    """Makes, extends, shrinks and frees the block tables of requests.
 
-    ``evicted`` is called with (group, block, node) when a block is given out again that a prefix-cache node stood for.
+    ``evicted`` is called with (group, block, node) when the block of a prefix-cache node is given out again.
     """
 
     def __init__(self, layout: CacheLayout, evicted: Callable[[int, int, PrefixNode], None]) -> None:
@@ -29,15 +29,15 @@ class BlockTables:
         self.reservations = Reservations(layout, self.pools)
         self._evicted = evicted
         self.held_blocks = 0
-        """Table entries of all requests, shared ones counted once per table."""
+        """Number of table entries of all requests. A shared block counts once per table."""
         self.deferred: deque[tuple[int, int, list[int]]] = deque()
-        """(last step that reads them, group, blocks) that are released when that step has run."""
+        """(last step that uses the blocks, group, blocks). They are released when that step has run."""
         self.num_deferred = [0] * len(self.pools)
         self.done_step = 0  # steps count from 1
         self.journal: list[TableChange] | None = None
-        """Every change of a table, while somebody watches."""
+        """Every change of a table, or None while nobody subscribes to them."""
         self.num_changes = 0
-        """Counts what may let a request in that did not fit: blocks given back, smaller reservations."""
+        """Counts events after which a refused request may fit: released blocks and smaller reservations."""
 
     def occupy(
         self,
@@ -47,8 +47,11 @@ class BlockTables:
         known: int,
         path: list[PrefixNode] | None,
     ) -> None:
-        """Make ``tables`` the request's: their blocks are shared, new ones stand for None and for what is missing. With
-        ``path`` None it offers none of its blocks to others."""
+        """Give the request one table per group.
+
+        Blocks in ``tables`` are shared. New ones replace None and are appended, ``wants`` per group. ``path`` has the
+        prefix-cache nodes of the shared blocks. With ``path`` None its blocks are never published.
+        """
         request.block_ids, request.reserved = [], [(0, 0)] * len(tables)
         request.num_out_of_reach = [self.layout.first_in_reach(group, known) for group in range(len(tables))]
         for group, (pool, shared, want) in enumerate(zip(self.pools, tables, wants, strict=True)):
@@ -67,8 +70,11 @@ class BlockTables:
         request.last_node = path[-1] if path else None
 
     def adopt(self, request: Request, original: Request, twins: Sequence[dict[int, int]]) -> None:
-        """Give the copy of a request blocks where the original has some in another cache of the same sizes, shared as
-        there: ``twins`` has, per group, which block here stands for which there. It offers them to nobody."""
+        """Give the copy of a request as many blocks as the original has in another cache of the same sizes.
+
+        ``twins`` maps, per group, source block ids to copies, so that blocks shared there are shared here. The copies
+        are never published to the prefix cache.
+        """
         request.block_ids, request.reserved = [], [(0, 0)] * len(twins)
         request.num_out_of_reach = list(original.num_out_of_reach)
         request.num_published = NEVER
@@ -84,10 +90,10 @@ class BlockTables:
             self._update_reservation(group, request)
 
     def extend(self, request: Request, num_tokens: int, in_flight: int) -> list[NewBlocks] | None:
-        """Make room for the request's first ``num_tokens`` positions, giving back what a window has left behind.
+        """Append blocks for the request's first ``num_tokens`` positions, and release blocks behind its windows.
 
-        ``in_flight`` is the last step that was scheduled before this one. None when a pool is short; nothing is
-        taken then.
+        ``in_flight`` is the last step that was scheduled before this one. Returns the new blocks, or None if a pool is
+        short; no block is taken then.
         """
         for group, cache_group in enumerate(self.layout.groups):
             if cache_group.window is not None:
@@ -112,7 +118,7 @@ class BlockTables:
         return max(0, -(-num_tokens // self.block_size) - len(request.block_ids[group]))
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
-        """Whether the request can have blocks for its first ``num_tokens`` positions now."""
+        """Whether there are blocks for the request's first ``num_tokens`` positions now."""
         for group, pool in enumerate(self.pools):
             want = self._num_wanted(group, request, num_tokens)
             if want and want > pool.num_free - self.reservations.withheld(group, request):
@@ -120,8 +126,8 @@ class BlockTables:
         return True
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks, in the shortest pool, for want of which :meth:`extend` will still fail when every deferred release
-        has happened; 0 when it will not."""
+        """Number of blocks that :meth:`extend` will lack when every deferred release has happened, in the pool that is
+        shortest; 0 if it will succeed."""
         want = -(-num_tokens // self.block_size)
         gaps = [
             want - len(table) - max(0, free - self.reservations.withheld(group, request))
@@ -130,13 +136,13 @@ class BlockTables:
         return max(0, *gaps)
 
     def num_free_soon(self) -> list[int]:
-        """Per group: free blocks when every deferred release has happened."""
+        """Number of free blocks per group when every deferred release has happened."""
         return [pool.num_free + deferred for pool, deferred in zip(self.pools, self.num_deferred, strict=True)]
 
     def free(self, request: Request, in_flight: int) -> None:
-        """Take all blocks of the request back, after step ``in_flight``, the last one that may read or write them.
+        """Release all blocks of the request after step ``in_flight``, the last one that may read or write them.
 
-        The end of the table goes first, so that the prefix cache keeps the beginnings, which more requests share.
+        The end of the table is released first, so that the prefix cache keeps beginnings, which more requests share.
         """
         for group in range(len(request.block_ids)):
             self._cut(group, request, 0, in_flight)
@@ -147,11 +153,11 @@ class BlockTables:
         request.last_node = None
 
     def shrink(self, request: Request, num_tokens: int, in_flight: int) -> bool:
-        """Keep the blocks of the first ``num_tokens`` positions, whole blocks, and take the rest back as :meth:`free`.
+        """Keep the blocks of the first ``num_tokens`` positions (whole blocks), and release the rest as :meth:`free`.
 
-        False, and nothing changed, when a sliding window has given back what the token after them attends to. The
-        caller computes the rest again: ``num_computed_tokens`` must go down to ``num_tokens``, and ``progress_mark``
-        up to the known tokens, so that nothing beyond is published or forked before a new token proves it computed.
+        False, and nothing changes, if a sliding window has released a block that the next token attends to. The caller
+        computes the rest again. It must set ``num_computed_tokens`` to ``num_tokens`` and ``progress_mark`` to the
+        number of known tokens, so that no later block is published or forked before a new token proves it computed.
         """
         if num_tokens % self.block_size:
             raise InvariantError(f"{request!r} cannot keep {num_tokens} positions: blocks have {self.block_size}")
@@ -173,7 +179,7 @@ class BlockTables:
         return True
 
     def step_done(self, step: int) -> None:
-        """Step ``step`` has run: what waited for it is released."""
+        """Release the blocks that waited for ``step``, which has run."""
         self.done_step = max(self.done_step, step)
         while self.deferred and self.deferred[0][0] <= step:
             _, group, blocks = self.deferred.popleft()
@@ -183,7 +189,7 @@ class BlockTables:
                 self.pools[group].release(block)
 
     def resumable(self, request: Request, position: int) -> bool:
-        """Whether every block that the token at ``position`` attends to is still the request's."""
+        """Whether the request still has every block that the token at ``position`` attends to."""
         end = -(-position // self.block_size)
         return all(
             NULL_BLOCK not in table[self.layout.first_in_reach(group, position) : end]
@@ -191,7 +197,7 @@ class BlockTables:
         )
 
     def take(self, group: int, count: int) -> list[int]:
-        """Blocks from the pool, which has as many."""
+        """Take ``count`` blocks from the pool, which must have them."""
         taken = []
         for _ in range(count):
             block, node = self.pools[group].allocate()
@@ -201,7 +207,7 @@ class BlockTables:
         return taken
 
     def _leave_behind(self, group: int, request: Request, in_flight: int) -> None:
-        """Take back the blocks that the sliding window has passed."""
+        """Release the blocks that the sliding window has passed."""
         first = min(self.layout.first_in_reach(group, request.num_computed_tokens), len(request.block_ids[group]))
         table = request.block_ids[group]
         passed = [i for i in range(request.num_out_of_reach[group], first) if table[i] != NULL_BLOCK]
@@ -218,7 +224,7 @@ class BlockTables:
         self.num_changes += self.reservations.update(group, request)
 
     def _cut(self, group: int, request: Request, end: int, in_flight: int) -> None:
-        """Take back the request's table in ``group`` from entry ``end`` on, the last entry first."""
+        """Release the request's table in ``group`` from entry ``end`` on, the last entry first."""
         table = request.block_ids[group]
         if self.journal is not None:
             self.journal.append((request.request_id, group, end, [], table[end:]))

@@ -1,4 +1,4 @@
-"""What must hold of the block tables between any two steps. For tests and simulation, not for production."""
+"""Checks of the block tables between two steps. For tests and simulation, not for production."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_manager"]
 
 
 def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
-    """Compare every count with the tables of the live requests; raises InvariantError on the first that differs."""
+    """Compare every count with the tables of the live requests. Raises InvariantError for the first difference."""
     references: list[dict[int, int]] = [{} for _ in kv.pools]
     held, reserved, unheld = 0, [0] * len(kv.pools), [0] * len(kv.pools)
     for request in requests:
@@ -57,7 +57,7 @@ def _check_table(kv: KVCacheManager, group: int, request: Request) -> None:
 
 
 def _check_writable(pool: BlockPool, group: int, request: Request, tail: list[int]) -> None:
-    """What a request is still going to write must be its own and unknown to the prefix cache."""
+    """Check that blocks which a request will write belong to it alone and are unknown to the prefix cache."""
     for block in tail:
         if pool.ref_counts[block] != 1 or pool.nodes[block] is not None:
             raise InvariantError(f"{request!r} is about to write block {block} of group {group}, which others can read")

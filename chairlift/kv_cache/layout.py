@@ -15,8 +15,11 @@ __all__ = ["CacheLayout"]
 
 
 class CacheLayout:
-    """``max_step_tokens`` is the most tokens one step computes for one request: a window group must hold a window and a
-    step of new tokens at once."""
+    """Cache groups with their block size.
+
+    ``max_step_tokens`` is the most tokens that one step computes for one request. A window group must hold a window and
+    the new tokens of one step at once. Raises ConfigError for a bad block size and for no groups.
+    """
 
     def __init__(self, groups: Sequence[CacheGroup], block_size: int, max_step_tokens: int) -> None:
         if block_size not in {1, 2, 4, 8, 16, 32, 64, 128, 256}:
@@ -28,7 +31,7 @@ class CacheLayout:
         self.max_step_tokens = max_step_tokens
 
     def blocks_for(self, group: int, num_tokens: int) -> int:
-        """The most blocks a request of ``num_tokens`` positions ever holds at once in ``group``."""
+        """Largest number of blocks that a request of ``num_tokens`` positions holds at once in ``group``."""
         whole = -(-num_tokens // self.block_size)
         window = self.groups[group].window
         if window is None:
@@ -36,11 +39,11 @@ class CacheLayout:
         return min(whole, -(-(window - 1 + self.max_step_tokens) // self.block_size) + 1)
 
     def first_in_reach(self, group: int, position: int) -> int:
-        """The first table entry that the token at ``position`` may still attend to."""
+        """Index of the first table entry that the token at ``position`` may still attend to."""
         window = self.groups[group].window
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def admission_blocks(self, group: int, known: int, reserve: int) -> int:
-        """Entries the table has after admission."""
+        """Number of table entries after admission with ``known`` shared tokens and ``reserve`` reserved positions."""
         whole = -(-max(reserve, known + 1) // self.block_size)
         return min(whole, self.first_in_reach(group, known) + self.blocks_for(group, reserve))

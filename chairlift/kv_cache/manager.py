@@ -1,4 +1,4 @@
-"""Which requests are let in with which blocks: shared ones, new ones, or what comes back from host memory."""
+"""Admission of requests to the KV cache, with shared blocks, new blocks, and KV that returns from host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks", "TableChan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shared:
-    """Leading positions whose KV somebody else computed: along a prefix-cache path, or in a fork's source."""
+    """Leading positions whose KV another request computed: along a prefix-cache path, or in a fork's source."""
 
     num_tokens: int
     path: list[PrefixNode] = dataclasses.field(default_factory=list)
@@ -34,10 +34,10 @@ _NO_LIMIT = 1 << 40
 
 
 class KVCacheManager:
-    """Gives blocks to requests and takes them back. Raises InvariantError for what a scheduler must never ask.
+    """Gives blocks to requests and takes them back. Raises InvariantError for calls that a scheduler must not make.
 
-    ``max_step_tokens`` is the most tokens one step computes for one request. With ``prefix_offload`` the host blocks
-    that no preempted request needs keep what the prefix cache evicts.
+    ``max_step_tokens`` is the most tokens that one step computes for one request. With ``prefix_offload`` evicted
+    blocks of the prefix cache are kept in host blocks that no preempted request needs.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class KVCacheManager:
             self.prefix_cache = PrefixCache(block_size, self.pools, secret, host_pool=self.swap_pool, **seam)
         self.prefix_offload = prefix_offload and enable_prefix_caching
         self.num_offloaded = self.num_brought_back = 0
-        """Blocks that the prefix cache evicted and host memory kept, and those that were copied back."""
+        """Evicted blocks that were copied to host memory, and blocks that were copied back."""
         self._offloaded: list[tuple[int, int, int]] = []  # (group, block, host block) for the next step to copy
         self._scheduled_step = 0
         self.swapped: dict[str, Swapped] = {}
-        """What host memory keeps of preempted requests, by request id."""
+        """Request id -> KV of a preempted request in host memory."""
 
     def fits_when_empty(self, num_tokens: int) -> bool:
-        """Whether a request of this many positions could be served if it had the whole cache to itself."""
+        """Whether a request of ``num_tokens`` positions fits if it has the whole cache to itself."""
         return all(self.layout.blocks_for(g, num_tokens) <= pool.capacity for g, pool in enumerate(self.pools))
 
     @property
     def capacity_tokens(self) -> int:
-        """The most positions one request alone can have; a window group large enough for its window sets no limit."""
+        """Most positions of one request alone. A window group that can hold its window sets no limit."""
         limits = [
             pool.capacity * self.block_size
             for group, pool in enumerate(self.pools)
@@ -95,7 +95,7 @@ class KVCacheManager:
         blocks of its own only. None when it does not fit now.
         """
         if request.refused_at == (self.tables.num_changes, reserve, watermark):
-            return None  # as before: no need to hash its whole prompt again
+            return None  # nothing has changed since it was refused, so its prompt need not be hashed again
         shared = self._find_shared(request) if share else _Shared(0)
         known = shared.num_tokens
         path = shared.path[: known // self.block_size]
@@ -105,10 +105,10 @@ class KVCacheManager:
             return None
         hosts = [(group, i, host) for group, i in absent if (host := path[i].hosts[group]) is not None]
         for group, _, host in hosts:
-            self.swap_pool.touch(group, host, self._scheduled_step + 1)  # what is evicted now takes another's place
-        # What comes back is offered to others once the step that brings it has run: with what the request computes.
+            self.swap_pool.touch(group, host, self._scheduled_step + 1)  # so that no eviction of this step takes it
+        # Blocks that come back are published once the step that copies them has run, with the request's own blocks.
         path = path[: min((i for _, i in absent), default=len(path))]
-        stale = shared.source is not None and shared.source.num_published == NEVER  # and so is what is forked from it
+        stale = shared.source is not None and shared.source.num_published == NEVER  # a fork of it is stale too
         self.tables.occupy(request, tables, wants, known, path if share and not stale else None)
         copies: list[tuple[int, int, int]] = []
         if shared.source is not None and known % self.block_size:
@@ -119,7 +119,7 @@ class KVCacheManager:
         return Admission(known, copies, [(group, host, request.block_ids[group][i]) for group, i, host in hosts])
 
     def num_shared(self, request: Request) -> int:
-        """Leading positions that would not have to be computed if the request were let in now."""
+        """Number of leading positions that need no computing if the request joins now."""
         swapped = self.swapped.get(request.request_id)
         return self._find_shared(request).num_tokens if swapped is None else swapped.num_tokens
 
@@ -136,10 +136,9 @@ class KVCacheManager:
     def swap_out(self, request: Request, num_tokens: int, in_flight: int) -> list[tuple[int, int, int]] | None:
         """Keep the KV of the request's first ``num_tokens`` computed positions in host memory, and free its blocks.
 
-        Returns (group, block, host block) to copy in step ``in_flight + 1``, before that writes anything; what no
-        later position can reach is left out. None, and nothing changed, when host memory is short or a sliding window
-        has given back what the next position attends to; and for KV that may not be shared, which nobody would know
-        when it comes back.
+        Returns (group, block, host block) to copy in step ``in_flight + 1``, before it writes anything. Blocks that no
+        later position can reach are left out. Returns None, and nothing changes, if host memory is short, if a sliding
+        window has released a block that the next position attends to, or if the KV may not be shared.
         """
         if request.request_id in self.swapped or not 0 < num_tokens <= request.num_computed_tokens:
             raise InvariantError(f"{request!r} cannot save {num_tokens} positions: not computed, or saved before")
@@ -162,11 +161,11 @@ class KVCacheManager:
     def swap_in(
         self, request: Request, reserve: int, watermark: float, step: int, *, share: bool = True
     ) -> Admission | None:
-        """Give a swapped request blocks for its first ``reserve`` positions, and say what step ``step`` copies back.
+        """Give a swapped request blocks for its first ``reserve`` positions, and list the copies for step ``step``.
 
         Blocks that the prefix cache still has are shared instead of copied. The host blocks are free once ``step`` has
-        run. ``watermark``, ``share`` and None are as in :meth:`admit`; None also while steps in flight, which may
-        fail, compute or save what is to come back.
+        run. ``watermark``, ``share`` and None are as in :meth:`admit`. The result is also None while a step in flight,
+        which may fail, still computes or saves this KV.
         """
         saved = self.swapped.get(request.request_id)
         if saved is None:
@@ -196,7 +195,7 @@ class KVCacheManager:
         return Admission(known, [], copies)
 
     def drop_swapped(self, request: Request) -> None:
-        """Forget what host memory keeps of the request, if anything: it has ended, or is to be computed again."""
+        """Drop the request's KV from host memory, if it has any: the request has ended or is computed again."""
         saved = self.swapped.pop(request.request_id, None)
         if saved is not None:
             request.refused_at = NOT_REFUSED
@@ -204,45 +203,45 @@ class KVCacheManager:
                 self.swap_pool.release(group, hosts, saved.step)
 
     def scheduled(self, step: int) -> list[tuple[int, int, int]]:
-        """The next step is complete. Returns (group, block, host block) to copy before it writes anything: what the
-        prefix cache evicted since the step before."""
+        """Note that ``step`` is scheduled. Returns (group, block, host block) to copy before it writes anything: blocks
+        that the prefix cache evicted since the step before."""
         self._scheduled_step = step
         offloaded, self._offloaded = self._offloaded, []
         return offloaded
 
     def step_done(self, step: int) -> None:
-        """Step ``step`` has run: what waited for it is released."""
+        """Release the blocks and host blocks that waited for ``step``, which has run."""
         self.tables.step_done(step)
         self.swap_pool.step_done(step)
 
     def copies_lost(self, step: int) -> None:
-        """Step ``step`` failed: what the prefix cache evicted for it is gone."""
+        """Drop the host copies that ``step`` should have made. It failed."""
         if self.prefix_cache is not None:
             for group, node in self.swap_pool.saved_in(step):
                 self.prefix_cache.drop_copy(group, node)
 
     def swapped_since(self, step: int) -> list[str]:
-        """Ids of requests swapped out in step ``step`` or while it was in flight: when it fails, their KV is lost."""
+        """Ids of requests swapped out in ``step`` or while it was in flight. If it fails, their KV is lost."""
         return [request_id for request_id, saved in self.swapped.items() if saved.step >= step]
 
     def publish(self, request: Request, num_confirmed: int) -> None:
-        """Let others share the request's full blocks among its first ``num_confirmed`` positions."""
+        """Publish the request's full blocks among its first ``num_confirmed`` positions in the prefix cache."""
         if self.prefix_cache is not None and num_confirmed // self.block_size > request.num_published:
             self.tables.num_changes += 1
             self.prefix_cache.publish(request, num_confirmed)
 
     def publish_confirmed(self, request: Request) -> None:
-        """Publish what steps that have landed computed: all but the newest token, once there is one since admission."""
+        """Publish the blocks that finished steps computed: all but the newest token, once there is a new token."""
         if request.block_ids and len(request.token_ids) > request.progress_mark:
             self.publish(request, len(request.token_ids) - 1)
 
     def forget(self, request: Request) -> None:
-        """The request failed: nothing that stands in its blocks may be shared any more."""
+        """Stop sharing the blocks of a request that failed."""
         if self.prefix_cache is not None:
             self.prefix_cache.forget(request)
 
     def forget_all(self, requests: Iterable[Request]) -> None:
-        """Nothing computed so far, nor computed on top of it by ``requests``, which run, may be shared any more."""
+        """Stop sharing all KV computed so far, and all KV that the running ``requests`` compute after it."""
         self.tables.num_changes += 1
         for request in requests:
             request.num_published, request.last_node = NEVER, None
@@ -252,7 +251,7 @@ class KVCacheManager:
     def _wants(
         self, request: Request, tables: Sequence[Sequence[int | None]], known: int, reserve: int, watermark: float
     ) -> list[int] | None:
-        """How many new blocks of each group the request needs beside those in ``tables``; None if they do not fit."""
+        """Number of new blocks per group that the request needs beside those in ``tables``; None if they do not fit."""
         wants: list[int] = []
         for group, (pool, shared) in enumerate(zip(self.pools, tables, strict=True)):
             kept = [block for block in shared if block is not None]
@@ -266,7 +265,7 @@ class KVCacheManager:
         return wants
 
     def _find_shared(self, request: Request) -> _Shared:
-        """How many leading positions can be shared, and with whom."""
+        """Find the leading positions that the request can share."""
         if not request.may_share:
             return _Shared(0)
         known, path = 0, []
@@ -288,7 +287,8 @@ class KVCacheManager:
         return self.tables.resumable(source, forked) and all(len(table) >= end for table in source.block_ids)
 
     def _agreed(self, path: list[PrefixNode]) -> int:
-        """The most leading blocks of ``path`` that every group still has, or host memory, as far as it needs them."""
+        """Number of leading blocks of ``path`` that every group still has, in its pool or in host memory, as far as its
+        window needs them."""
         hit = len(path)
         for group, cache_group in enumerate(self.layout.groups):
             if cache_group.window is None:
@@ -306,7 +306,7 @@ class KVCacheManager:
         return node.blocks[group] is not None or (host is not None and self.swap_pool.is_readable(group, host))
 
     def _shared_table(self, group: int, shared: _Shared) -> list[int | None]:
-        """The full blocks of the shared positions; the null block where a window has passed, None for what only host
+        """Full blocks of the shared positions, with the null block behind a window and None for blocks that only host
         memory has."""
         num_full = shared.num_tokens // self.block_size
         first = self.layout.first_in_reach(group, shared.num_tokens)
@@ -317,7 +317,7 @@ class KVCacheManager:
         return [NULL_BLOCK if i < first else blocks[i] for i in range(num_full)]
 
     def _evicted(self, group: int, block: int, node: PrefixNode) -> None:
-        """A block with what ``node`` stands for is given out again."""
+        """Called when the block of ``node`` is given out again."""
         if self.prefix_cache is not None:
             if self.prefix_offload:
                 self._offload(group, block, node)
@@ -327,7 +327,7 @@ class KVCacheManager:
         """Keep a copy of an evicted block in host memory, if there is room."""
         step, host = self._scheduled_step + 1, node.hosts[group]
         if host is not None:
-            self.swap_pool.touch(group, host, step)  # while the block was there, nobody used the copy
+            self.swap_pool.touch(group, host, step)  # the copy was not used while the block was there
             return
         host = node.hosts[group] = self.swap_pool.keep(group, node, step)
         if host is not None:
@@ -335,5 +335,5 @@ class KVCacheManager:
             self._offloaded.append((group, block, host))
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
-        """Compare every count with the tables of the live requests; raises InvariantError on the first that differs."""
+        """Compare every count with the tables of the live requests. Raises InvariantError for the first difference."""
         check_manager(self, requests)

@@ -1,7 +1,7 @@
-"""Which block holds which prefix: a tree of full blocks, found by a SHA-256 chain and trusted only after comparison.
+"""The prefix cache: a tree of full blocks, found by a SHA-256 chain and compared token by token.
 
-The idea of hashing blocks in a chain is vLLM's automatic prefix caching; the tree, so that a hit is verified token by
-token along its whole path and a hash collision can never hand out foreign content, is RadixAttention's (SGLang).
+Hashing blocks in a chain is the idea of vLLM's automatic prefix caching. The tree is RadixAttention's (SGLang). With it
+a hit is compared along its whole path, so a hash collision can never return foreign content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from chairlift.request import Request
 __all__ = ["NEVER", "PrefixCache", "block_tokens"]
 
 NEVER = 1 << 60
-"""As a number of published blocks: this request offers no more of them."""
+"""Number of published blocks of a request that publishes no more."""
 
 
 def _sha256(data: bytes) -> bytes:
@@ -30,15 +30,15 @@ _TOKEN_BYTES = 8
 
 
 def block_tokens(token_ids: list[int]) -> bytes:
-    """Token ids as bytes, eight each, in the machine's order: what a node compares and hashes."""
+    """Pack token ids into bytes, eight each, in the machine's byte order. Nodes compare and hash these."""
     return array("q", token_ids).tobytes()
 
 
 class PrefixCache:
     """Full blocks by content. Two requests share a block only if salt, adapter and every token up to its end agree.
 
-    ``secret`` makes keys differ between processes; ``hash_function`` is a seam for tests with colliding hashes. Copies
-    in ``host_pool`` last until they are evicted there, or what they copy is forgotten.
+    ``secret`` makes keys differ between processes. ``hash_function`` is for tests with colliding hashes. Copies in
+    ``host_pool`` last until they are evicted there or their content is forgotten.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class PrefixCache:
         return len(self._nodes)
 
     def walk(self, request: Request, max_blocks: int) -> list[PrefixNode]:
-        """The longest path of known nodes that spells the request's first tokens, at most ``max_blocks`` long.
+        """The longest path of known nodes for the request's first tokens, at most ``max_blocks`` long.
 
-        Nodes on the path may have lost their block in some group; the caller decides what is usable.
+        Nodes on the path may have lost their block in some group. The caller decides which are usable.
         """
         path: list[PrefixNode] = []
         node = self._nodes.get(self._root_key(request))
@@ -82,7 +82,7 @@ class PrefixCache:
         return path
 
     def publish(self, request: Request, num_confirmed: int) -> None:
-        """Offer the request's full blocks among its first ``num_confirmed`` computed positions to other requests."""
+        """Let other requests share the full blocks among the request's first ``num_confirmed`` computed positions."""
         end = num_confirmed // self.block_size
         if end <= request.num_published:
             return
@@ -101,7 +101,7 @@ class PrefixCache:
                 self._nodes[key] = child
                 node.num_children += 1
             elif child.parent is not node or child.tokens != tokens:
-                end = NEVER  # a colliding key belongs to other content: nothing of this request behind it can be found
+                end = NEVER  # a colliding key belongs to other content, so later blocks of this request cannot be found
                 break
             self._attach(child, request, index)
             node = child
@@ -110,25 +110,25 @@ class PrefixCache:
         self._prune(node)
 
     def evicted(self, group: int, node: PrefixNode) -> None:
-        """The pool took this node's block in ``group`` back."""
+        """Note that the pool has taken back this node's block in ``group``."""
         node.blocks[group] = None
         self._prune(node)
 
     def lost_copy(self, group: int, node: PrefixNode) -> None:
-        """The same for its host block."""
+        """Note that the node's host block in ``group`` is lost."""
         node.hosts[group] = None
         self._prune(node)
 
     def drop_copy(self, group: int, node: PrefixNode) -> None:
-        """Give the node's host block back, if it has one."""
+        """Release the node's host block, if it has one."""
         host = node.hosts[group]
         if host is not None and self._host_pool is not None:
             self._host_pool.drop(group, host)
             self.lost_copy(group, node)
 
     def forget(self, request: Request) -> None:
-        """Drop the request's whole path, also where a window has passed: its content is not to be trusted."""
-        # What was brought back and not published yet is known by its tokens only.
+        """Drop the request's whole path, also behind windows, because its content cannot be trusted."""
+        # Blocks that came back from host memory and are not published yet are found by their tokens only.
         for known in self.walk(request, request.num_computed_tokens // self.block_size):
             for group in range(len(self._pools)):
                 self.drop_copy(group, known)
@@ -160,7 +160,7 @@ class PrefixCache:
         self._nodes.clear()
 
     def check_invariants(self) -> None:
-        """Raises InvariantError unless nodes and blocks name each other one to one and the tree is whole."""
+        """Raise InvariantError unless nodes and blocks refer to each other one to one and the tree is complete."""
         children: dict[int, int] = {}
         for key, node in self._nodes.items():
             if node.key != key:
@@ -193,7 +193,7 @@ class PrefixCache:
                 pool.attach(block, node)
 
     def _prune(self, node: PrefixNode | None) -> None:
-        """Remove nodes that hold no block and lead to none, from here up to the root."""
+        """Remove nodes without blocks and without children, from here up to the root."""
         while node is not None and not node.num_children and node.holds_nothing:
             if self._nodes.get(node.key) is not node:
                 return
@@ -203,7 +203,7 @@ class PrefixCache:
                 node.num_children -= 1
 
     def _root(self, request: Request) -> PrefixNode | None:
-        """The root of the request's adapter and salt; None where its key collides with another node's."""
+        """Root for the request's adapter and salt; None if its key collides with another node's."""
         key = self._root_key(request)
         owner = (request.adapter_id, request.cache_salt)
         root = self._nodes.get(key)

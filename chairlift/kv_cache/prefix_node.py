@@ -15,10 +15,10 @@ class PrefixNode:
         self.key = key
         self.parent = parent
         self.tokens = tokens
-        """As :func:`~chairlift.kv_cache.prefix_cache.block_tokens` packs them: bytes cost the garbage collector
-        nothing, tuples of numbers do."""
+        """Token ids packed by :func:`~chairlift.kv_cache.prefix_cache.block_tokens`. Unlike tuples, bytes cost the
+        garbage collector nothing."""
         self.owner: tuple[int, str] | None = None
-        """Adapter and salt, on a root only."""
+        """(adapter id, salt) on a root; None on other nodes."""
         self.blocks: list[int | None] = [None] * num_groups
         self.hosts: list[int | None] = [None] * num_groups
         self.num_children = 0

@@ -12,35 +12,37 @@ __all__ = ["Reservations"]
 
 
 class Reservations:
-    """A guaranteed request may reacquire the blocks that its window released: nobody else may take them meanwhile."""
+    """A guaranteed request may reacquire blocks that its sliding window released. No other request may take them."""
 
     def __init__(self, layout: CacheLayout, pools: Sequence[BlockPool]) -> None:
         self._layout, self._pools = layout, pools
         self.reserved = [0] * len(pools)
-        """Per group: blocks that guaranteed requests hold or may still take."""
+        """Number of blocks per group that guaranteed requests hold or may still take."""
         self.unheld = [0] * len(pools)
-        """Per group: those of them that they do not hold now."""
+        """Number of blocks per group that are reserved and not held now."""
 
     def fits(self, group: int, request: Request, free: int, want: int, watermark: float) -> bool:
-        """Whether a request that joins may take ``want`` of ``free`` blocks.
+        """Whether a request that joins may take ``want`` of ``free`` blocks, with ``watermark`` of the pool left free.
 
-        Blocks that guaranteed requests share count for each of them: when one leaves them behind, nothing comes free.
+        A block that guaranteed requests share counts once for each, because it stays in use when one releases it.
         """
         capacity = self._pools[group].capacity
-        most = 0  # in a group without a window a guaranteed request has all its blocks from the beginning
+        to_reserve = 0  # in a group without a window a guaranteed request has all its blocks from the beginning
         if request.is_guaranteed and self._layout.groups[group].window is not None:
-            most = self._layout.blocks_for(group, request.limit)
-        spare = min(free - want - self.unheld[group], capacity - self.reserved[group] - most)
+            to_reserve = self._layout.blocks_for(group, request.limit)
+        spare = min(free - want - self.unheld[group], capacity - self.reserved[group] - to_reserve)
         return spare >= watermark * capacity
 
     def withheld(self, group: int, request: Request) -> int:
-        """Free blocks that a request that runs may not take."""
+        """Number of free blocks that a running request may not take."""
         return 0 if request.is_guaranteed else self.unheld[group]
 
     def update(self, group: int, request: Request) -> bool:
-        """The request's table has changed, or what it has left to compute. A guaranteed request has reserved what it
-        holds, and as much more as its window and its next step need: of what is known, then a token. True when
-        others may take more blocks than before."""
+        """Update the reservation after the request's table or its number of uncomputed tokens has changed.
+
+        A guaranteed request reserves the blocks that it holds and those that its window and next step need. The next
+        step has the rest of the known tokens, later one token. True if others may take more blocks than before.
+        """
         window, size = self._layout.groups[group].window, self._layout.block_size
         if window is None or not request.is_guaranteed:
             return False
@@ -51,7 +53,8 @@ class Reservations:
         return self.reserve(group, request, held + unheld, unheld)
 
     def reserve(self, group: int, request: Request, reserved: int, unheld: int) -> bool:
-        """Reserve so many blocks for the request, and so many beside those it holds. Returns as :meth:`update`."""
+        """Reserve ``reserved`` blocks for the request, ``unheld`` of which it does not hold. Returns as
+        :meth:`update`."""
         before = request.reserved[group]
         self.reserved[group] += reserved - before[0]
         self.unheld[group] += unheld - before[1]

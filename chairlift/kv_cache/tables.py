@@ -1,4 +1,4 @@
-"""What changes in block tables, and how full they are."""
+"""Records of changes in block tables, and counts of blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import dataclasses
 __all__ = ["Admission", "BlockCounts", "NewBlocks", "TableChange"]
 
 TableChange = tuple[str, int, int, list[int], list[int]]
-"""(request id, group, first, blocks it has from entry ``first`` on, blocks given back); ``first`` = -n: its first n."""
+"""(request id, group, first, blocks from entry ``first`` on, released blocks). ``first`` = -n: the window passed the
+first n entries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,19 +22,19 @@ class NewBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admission:
-    """What a request starts with."""
+    """KV that a request starts with."""
 
     num_computed_tokens: int
-    """Leading positions whose KV is already there."""
+    """Leading positions whose KV is computed already."""
     copies: list[tuple[int, int, int]]
     """(group, source block, destination block) to copy before the step's first write."""
     swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, host block, block) to bring back from host memory before the step's first write."""
+    """(group, host block, block) to copy from host memory before the step's first write."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Blocks of all groups together: ``free + used + cached`` is the whole."""
+    """Blocks of all groups together. ``free + used + cached`` are all blocks."""
 
     free: int
     used: int

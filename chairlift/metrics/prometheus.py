@@ -260,6 +260,9 @@ def _ours(
     yield names.gauge_by("preemption_rate", text, "window", rates)
     text = "Share of computed tokens that were computed before, and lost to a preemption."
     yield names.gauge("recomputed_token_share", text, _share(engine.num_recomputed_tokens, engine.num_computed_tokens))
+    if engine.floor_share is not None:
+        text = "Least time this machine could take for the last steps, over the time they took; 0 while nothing runs."
+        yield names.gauge("floor_share", text, 0.0 if idle or not up else engine.floor_share)
     text = "Tokens computed past a stop string or a cancellation, and thrown away."
     yield names.counter("overrun_tokens", text, stats.overrun_tokens)
     yield names.counter("engine_restarts", "Times the engine died and was started again.", stats.num_restarts)

@@ -67,7 +67,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_finished_sequences: int = 0
     num_preempted_sequences: int = 0
-    """Of the finished ones, those preempted at least once."""
+    """Finished sequences that were preempted at least once."""
     preemption_rate: float = 0.0
     """Preempted / finished sequences over the last 60 s."""
     prefix_cache_queries: int = 0
@@ -77,24 +77,24 @@ class EngineStats:
     num_computed_tokens: int = 0
     """Tokens computed by all steps."""
     num_recomputed_tokens: int = 0
-    """Of those, tokens computed again after a preemption."""
+    """Computed tokens that had been computed before and were lost to a preemption."""
     step_tokens: int = 0
     """Tokens computed by this step."""
     num_swap_preemptions: int = 0
-    """Of the preemptions, those that kept the KV in host memory."""
+    """Preemptions that kept the KV in host memory."""
     num_tail_preemptions: int = 0
     """And those that dropped only its end."""
     num_verified_rows: int = 0
     """Rows of steps that had drafts."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Of the drafts, those that were right."""
+    """Drafts that were right."""
     accepted_at: list[int] = dataclasses.field(default_factory=list)
     """How often the first, second, ... draft of a row was accepted."""
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_offloaded_blocks: int = 0
-    """Of those swapped out, what the prefix cache evicted; of those swapped in, what it wanted back."""
+    """Swapped-out blocks that the prefix cache evicted. The next field counts those that it copied back."""
     num_brought_back_blocks: int = 0
     num_late_dropped: int = 0
     """Sequences that were ended because they could not keep their deadline any more."""
@@ -112,6 +112,9 @@ class EngineStats:
     """Share of the KV blocks kept free when a sequence joins."""
     num_governor_decisions: int = 0
     """Changes that the governor made, or in shadow mode would have made."""
+    floor_share: float | None = None
+    """Least time in which this machine could have done the last steps / the time they took; None where its limits were
+    not measured."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -170,13 +173,13 @@ class RequestStats:
         """By reason: queue_requests, queue_tokens, queue_timeout, forecast, logprobs, draining, unavailable,
         connections."""
         self.responses: Counter[str] = Counter()
-        """Of the API, and to what was no request for it, by HTTP status; a stream that breaks off began as 200."""
+        """Responses by HTTP status, also to requests that are not the API's. A stream that breaks off counts as 200."""
         self.classes: Counter[str] = Counter()
         """Requests that have ended, by class of service."""
         self.with_deadline: Counter[str] = Counter()
-        """Of those, by class, the ones with a deadline: answered, dropped, or cut off after they had missed it."""
+        """Ended requests with a deadline, by class: answered, dropped, or cut off after they had missed it."""
         self.within_deadline: Counter[str] = Counter()
-        """Of those, the ones that kept all that was promised: the goodput."""
+        """Ended requests that kept all their deadlines, by class: the goodput."""
         self.deadline_misses: Counter[tuple[str, str]] = Counter()
         """By class and kind."""
         self.cause_seconds = dict.fromkeys(CAUSES, 0.0)

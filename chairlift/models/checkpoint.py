@@ -18,6 +18,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Matrix, Stack
 from chairlift.models.registry import FAMILIES
+from chairlift.models.stored_rows import StoredRows, TransposedStack
 
 __all__ = ["CheckpointPart", "checkpoint_layout", "decoder_layout", "hf_state_dict"]
 
@@ -47,14 +48,21 @@ class CheckpointPart:
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of the tensor in the checkpoint."""
         if self.stack > 1:
-            return (self.stack, self.shape[0] // self.stack, *self.shape[1:])
+            each = (self.shape[0] // self.stack, *self.shape[1:])
+            return (self.stack, *(each[::-1] if self.transposed else each))
         return self.shape[::-1] if self.transposed else self.shape
 
-    def rows_of(self, stored: Tensor) -> Tensor:
-        """The tensor of the checkpoint as rows of :attr:`shape`: a view."""
+    def rows_of(self, stored: Tensor) -> Tensor | StoredRows:
+        """The tensor of the checkpoint as rows of :attr:`shape`, without a copy of it."""
         if self.stack > 1:
-            return stored.flatten(0, 1)
+            return TransposedStack(stored) if self.transposed else stored.flatten(0, 1)
         return stored.t() if self.transposed else stored
+
+    def stored(self, rows: Tensor) -> Tensor:
+        """The opposite: ``rows`` [shape] in the checkpoint's order, as its tensor."""
+        if not self.transposed:
+            return rows.view(self.stored_shape)
+        return rows.view(self.stack, -1, rows.shape[1]).transpose(1, 2) if self.stack > 1 else rows.t()
 
     def sources(self, first: int, count: int) -> Tensor:
         """int64 [count]: which row of the tensor each of our rows from ``first`` on is. ``first`` begins a head."""
@@ -100,11 +108,15 @@ def decoder_layout(model: nn.Module, config: ModelConfig, left_out: str = "") ->
         transposed = tensor.dim() == 2 and last in family.transposed
         start = 0
         for name, count in zip(names, counts, strict=True):
-            whole = f"{name.replace('*', number.group() if number else '')}.{attribute}"
+            whole = family.renamed.get(f"{kind}.{attribute}", f"{name}.{attribute}")
+            whole = whole.replace("*", number.group() if number else "")
             shape, ordered = (count, *tensor.shape[1:]), min(count, max(turned.get(last, 0) - start, 0))
             how = (order, ordered) if ordered else ((), 0)
             if last == "qkv_proj" and family.qkv_by_head:
                 how = (by_head, len(by_head))
+            if last == "gate_up_proj" and family.paired_gates and stack > 1:
+                each = count // stack
+                how = ((*range(0, each, 2), *range(1, each, 2)), count)
             parts.append(CheckpointPart(whole, parameter, start, shape, transposed, *how, stack))
             start += count
     return parts
@@ -161,5 +173,5 @@ def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
         rows = whole[part.start : part.start + part.shape[0]]
         if part.order:
             rows = rows[part.sources(0, len(rows)).argsort().to(rows.device)]
-        tensors[part.name] = (rows.t() if part.transposed else rows.view(part.stored_shape)).contiguous()
+        tensors[part.name] = part.stored(rows.contiguous()).contiguous()
     return tensors

@@ -33,7 +33,7 @@ class LayerCache:
     """Width of a head of V, where it is not ``head_dim``."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Of K and V of one token, kept in ``dtype``. In int8, each head has a float32 scale and minimum of its own."""
+        """Bytes of one token's K and V in ``dtype``. In int8, each head has a float32 scale and minimum of its own."""
         extra = 8 if dtype == torch.int8 else 0
         widths = (self.head_dim, self.head_dim if self.value_dim is None else self.value_dim)
         return self.num_kv_heads * sum(width * dtype.itemsize + extra for width in widths)

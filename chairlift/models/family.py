@@ -71,6 +71,10 @@ class ExpertLayers:
     """Whether what that one computes is multiplied by the sigmoid of a product (Qwen2-MoE)."""
     correction: bool = False
     """Whether a bias is added to scores for the choice of experts, and not to their weights (DeepSeek-V3)."""
+    bias: bool = False
+    """Whether the router and the products of experts have biases (gpt-oss)."""
+    clamp: tuple[float, float] | None = None
+    """(alpha, limit) of gates that are clamped; see :func:`chairlift.kernels.experts.experts` (gpt-oss)."""
 
 
 class Fields:
@@ -180,7 +184,12 @@ class Family:
     qkv_by_head: bool = False
     """Whether q, k and v are one tensor that has the rows of q, k and v of the first head, then of the second, ..."""
     transposed: tuple[str, ...] = ()
-    """Last names of our layers whose weights are stored as [in, out]."""
+    """Last names of our layers whose weights are stored as [in, out], or as [E, in, out] where they are stacked."""
+    paired_gates: bool = False
+    """Whether stacked weights of gate and up have the rows of a gate and of what it gates side by side."""
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Our parameters (``*`` is a number) -> their names in a checkpoint, where those are not a layer's name and
+    ``.weight`` or ``.bias``."""
     optional_prefix: str = ""
     """Which a checkpoint may leave out of all names."""
     ignored_tensors: str = r"rotary_emb\.inv_freq"
@@ -240,6 +249,8 @@ def read_experts(
     shared_size: int = 0,
     shared_gate: bool = False,
     correction: bool = False,
+    bias: bool = False,
+    clamp: tuple[float, float] | None = None,
     **routing: Any,
 ) -> ExpertLayers:
     """Experts of inner width ``size`` in these ``layers``, as many as the first of ``count_keys`` in the file says.
@@ -260,4 +271,6 @@ def read_experts(
         shared_size=shared_size,
         shared_gate=shared_gate,
         correction=correction,
+        bias=bias,
+        clamp=clamp,
     )

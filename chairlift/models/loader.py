@@ -27,7 +27,7 @@ from chairlift.errors import EngineDeadError, ModelLoadError
 from chairlift.gguf.files import find_gguf, is_gguf
 from chairlift.gguf.reader import GGUFModel
 from chairlift.kernels.cpu.packing import by_slices
-from chairlift.kernels.grouped import GroupedRows, GroupKind
+from chairlift.kernels.grouped import GroupedRows, GroupKind, dequantized
 from chairlift.kernels.weights import ONEDNN, PLAIN, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
@@ -36,7 +36,7 @@ from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.gguf_tensors import gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_json
 from chairlift.models.layers.linear import Matrix
-from chairlift.models.pooled_layout import pooled_layout
+from chairlift.models.pooled_layout import SCORES, pooled_layout
 from chairlift.models.pooled_network import PooledNetwork
 from chairlift.models.pooling import PooledConfig
 from chairlift.models.quantized_checkpoints import with_whole_weights
@@ -178,11 +178,25 @@ def _pooled_parts(
     model: PooledNetwork, model_dir: Path, stack: contextlib.ExitStack
 ) -> tuple[Mapping[str, Any], list[CheckpointPart]]:
     tensors = with_whole_weights(_open_files(model_dir, stack), model_dir)
+    if model.config.answers:
+        tensors = {**tensors, SCORES: _InMemory(_rows_of_head(tensors, model, model_dir))}
     layout = pooled_layout(model, tensors)
     _compare_parts(tensors, layout.parts, model_dir, lambda name: _is_ignored(layout.ignored, name))
     if isinstance(model.config.network, ModelConfig):
         _refuse_mixed(tensors, layout.parts, model.config.network, model_dir)
     return tensors, layout.parts
+
+
+def _rows_of_head(tensors: Mapping[str, Any], model: PooledNetwork, model_dir: Path) -> Tensor:
+    """Those rows of the output head that are the classifier's: the embedding's where it is tied."""
+    network = model.config.network
+    embedding = next(part.name for part in pooled_layout(model, tensors).parts if part.parameter == _EMBEDDING)
+    tied = isinstance(network, ModelConfig) and network.tie_word_embeddings
+    name = _HEAD if _HEAD in tensors and not tied else embedding
+    if name not in tensors or (name == embedding and not tied):
+        raise ModelLoadError(f"{model_dir}: tensor {_HEAD if not tied else embedding} is missing; download it again")
+    rows = tensors[name].get_slice(name)
+    return torch.cat([dequantized(rows[answer : answer + 1]) for answer in model.config.answers])
 
 
 def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -293,11 +307,11 @@ def _tell_nobody(label: str, share: float) -> None:
 
 
 def _finite(rows: Tensor | GroupedRows, dtype: torch.dtype) -> bool:
-    """Whether all numbers are finite, also once they are rounded to ``dtype``. Not-a-number is the least and the most
-    of any that it is among. Of integers in groups, the least and the most that a code can stand for are looked at."""
+    """Whether all numbers are finite, also once they are rounded to ``dtype``. The minimum and maximum of
+    numbers with NaN are NaN. For integers in groups, the lowest and the highest value of a code are tested."""
     if isinstance(rows, GroupedRows):
         lowest = rows.scales * -rows.kind.zero if rows.minimums is None else rows.minimums
-        rows = torch.stack([lowest, lowest + rows.scales * ((1 << rows.kind.bits) - 1)])
+        rows = torch.stack([lowest, lowest + rows.scales * rows.kind.span])
     return bool(torch.stack(torch.aminmax(rows)).to(dtype).isfinite().all())
 
 
@@ -443,8 +457,9 @@ def _check_grouped(name: str, rows: GroupedRows) -> None:
 
 
 def _is_mapped(tensors: Mapping[str, Any], part: CheckpointPart) -> bool:
-    """Whether reading it gives a view of a file. Rows in another order are a copy."""
-    return not part.order and not isinstance(tensors[part.name], (StoredRows, _InMemory))
+    """Whether reading it gives a view of a file. Rows in another order, or out of a transposed stack, are a copy."""
+    copied = part.order or (part.transposed and part.stack > 1)
+    return not copied and not isinstance(tensors[part.name], (StoredRows, _InMemory))
 
 
 def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRows:
@@ -453,7 +468,7 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRo
         stored = tensors[part.name]
         if isinstance(stored, StoredRows):
             return stored
-        tensor: Tensor = part.rows_of(tensors[part.name].get_tensor(part.name))
+        tensor: Tensor | StoredRows = part.rows_of(tensors[part.name].get_tensor(part.name))
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ModelLoadError(f"cannot read tensor {part.name}: {error}; download the model again") from None
     return tensor
@@ -584,7 +599,8 @@ def _refuse_mixed(
 ) -> None:
     for part in parts:
         mixed = part.transposed or part.stack > 1 or len(part.order) > config.head_dim
-        if mixed and isinstance(tensors[part.name], StoredRows):
+        stored = tensors[part.name]
+        if mixed and isinstance(stored, StoredRows) and not stored.stacked:
             raise ModelLoadError(
                 f"{model_dir}: tensor {part.name} is quantised, which {config.model_type} models cannot be, for their"
                 " weights are stored transposed, stacked or head by head; use the original model in bfloat16,"

@@ -12,10 +12,13 @@ from chairlift.models.pooled_network import PooledNetwork
 from chairlift.models.pooling import ENCODERS
 from chairlift.models.registry import FAMILIES
 
-__all__ = ["PooledLayout", "pooled_layout"]
+__all__ = ["SCORES", "PooledLayout", "pooled_layout"]
+
+SCORES = "score.weight"
+"""The classifier of a decoder, [L, D]."""
 
 _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
-"""Of LayerNorm's parameters in checkpoints made from TensorFlow's."""
+"""Names of LayerNorm's parameters in checkpoints made from TensorFlow's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def pooled_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayout:
         parts = [dataclasses.replace(part, name=part.name.removeprefix(prefix)) for part in parts]
     for name, tensor in model.named_parameters():
         if name.startswith("head."):
-            parts.append(CheckpointPart("score.weight", name, 0, tuple(tensor.shape)))
+            parts.append(CheckpointPart(SCORES, name, 0, tuple(tensor.shape)))
     head = r"^lm_head\.|^embed_out\." if model.head is None else r"^lm_head\."
     return PooledLayout(parts, f"{FAMILIES[network.model_type].ignored_tensors}|{head}")
 

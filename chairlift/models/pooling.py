@@ -23,8 +23,9 @@ from chairlift.models.modernbert import MODERNBERT
 from chairlift.models.registry import FAMILIES
 from chairlift.models.roberta import ROBERTA
 from chairlift.models.xlm_roberta import XLM_ROBERTA
+from chairlift.rerankers import RERANKERS
 
-__all__ = ["ENCODERS", "PooledConfig", "parse_encoder", "pools", "read_pooled_config"]
+__all__ = ["ENCODERS", "PooledConfig", "parse_encoder", "pools", "read_pooled_config", "read_reranker"]
 
 ENCODERS: Final[dict[str, EncoderFamily]] = {
     family.model_type: family for family in (BERT, MODERNBERT, ROBERTA, XLM_ROBERTA)
@@ -68,6 +69,8 @@ class PooledConfig:
     """Sizes that an embedding may be cut to (Matryoshka; Kusupati et al., 2022): empty: any; None: none."""
     notes: tuple[str, ...] = ()
     """What a person should know, a line each."""
+    answers: tuple[int, ...] = ()
+    """The classifier is these rows of the output head: the token ids of a reranker's answers."""
 
     @property
     def task(self) -> str:
@@ -80,13 +83,15 @@ class PooledConfig:
         return self.network.max_model_len
 
 
-def pools(path: Path, runner: str = "auto") -> bool:
-    """Whether a model is one for embeddings, scores or classes, by its files and the setting ``runner``.
+def pools(path: Path, runner: str = "auto", reranker: str | None = None) -> bool:
+    """Whether a model is one for embeddings, scores or classes, by its files and these settings.
 
     Raises ConfigError where the setting asks for what the model cannot be, and ModelLoadError for damaged files.
     """
+    if reranker is not None and runner == "generate":
+        raise ConfigError(f"runner is 'generate', but reranker {reranker!r} scores pairs; leave one of them out")
     if is_gguf(path):
-        if runner == "pooling":
+        if runner == "pooling" or reranker is not None:
             raise ConfigError("runner is 'pooling', but embeddings from GGUF files are not supported; use safetensors")
         return False
     config = path / "config.json"
@@ -99,8 +104,8 @@ def pools(path: Path, runner: str = "auto") -> bool:
             f"runner is 'generate', but {path} is a model for embeddings or classes ({name or raw.get('model_type')});"
             " use runner 'auto' or 'pooling'"
         )
-    if runner != "auto":
-        return runner == "pooling"
+    if runner != "auto" or reranker is not None:
+        return runner == "pooling" or reranker is not None
     body = name.endswith((_CLASSIFIES, "Model")) and not name.endswith("LMHeadModel")
     return only or body or _is_sentence(path)
 
@@ -146,6 +151,35 @@ def read_pooled_config(
             raise ConfigError("pooling_normalize is for embeddings, and this model is a classifier; leave it out")
         fields["normalize"] = normalize
     return PooledConfig(**fields)
+
+
+def read_reranker(path: Path, name: str, answers: tuple[int, ...]) -> PooledConfig:
+    """The files of a decoder that says yes or no; ``answers`` are the token ids of its answers, see ``Reranker``.
+
+    Raises ModelLoadError when a file is missing, damaged or asks for the unsupported, and ConfigError for a model that
+    cannot be one.
+    """
+    where = path / "config.json"
+    if not where.is_file():
+        raise ModelLoadError(f"{path} has no config.json; give the directory that holds it")
+    raw = read_json(where)
+    architecture = _architecture(raw, str(where))
+    if raw.get("model_type") in ENCODERS or not architecture.endswith("ForCausalLM"):
+        raise ConfigError(
+            f"reranker {name!r} is for models that generate (...ForCausalLM), and {path} is {architecture}; leave it"
+            " out"
+        )
+    network = parse_config(raw, where=str(where))
+    if any(not 0 <= each < network.vocab_size for each in answers):
+        raise ModelLoadError(f"{path}: the answers are tokens {answers}, but the model knows {network.vocab_size}")
+    return PooledConfig(
+        network=network,
+        pooling="LAST",
+        normalize=False,
+        labels=RERANKERS[name].answers,
+        answers=answers,
+        max_seq_length=_sentence_files(path).get("max_seq_length"),
+    )
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> str:
@@ -227,6 +261,10 @@ def _embedder(path: Path, encoder: bool) -> dict[str, Any]:
         return {"pooling": pooling, "normalize": True, "notes": (note,)}
     modules = _json_list(file)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    if kinds == ["Transformer", "LogitScore"]:
+        raise ModelLoadError(
+            f"{file}: the model scores pairs by the logits of an answer; if it is Qwen3-Reranker, set reranker to qwen3"
+        )
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ModelLoadError(
             f"{file}: the steps {', '.join(kinds) or 'none'} are not supported; supported are Transformer, Pooling and,"

@@ -16,6 +16,7 @@ from chairlift.models.glm4 import GLM4
 from chairlift.models.glm4_moe import GLM4_MOE
 from chairlift.models.gpt2 import GPT2
 from chairlift.models.gpt_neox import GPT_NEOX
+from chairlift.models.gpt_oss import GPT_OSS
 from chairlift.models.granite import GRANITE
 from chairlift.models.granitemoe import GRANITEMOE
 from chairlift.models.helium import HELIUM
@@ -59,6 +60,7 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE,
         GPT2,
         GPT_NEOX,
+        GPT_OSS,
         GRANITE,
         GRANITEMOE,
         HELIUM,

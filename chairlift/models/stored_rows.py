@@ -5,11 +5,12 @@ from __future__ import annotations
 import abc
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from chairlift.kernels.grouped import GroupedRows, GroupKind, dequantized
 
-__all__ = ["MOST_NUMBERS", "StoredRows"]
+__all__ = ["MOST_NUMBERS", "StoredRows", "TransposedStack"]
 
 MOST_NUMBERS: Final = 1 << 22
 """How many numbers to ask for at a time: 16 MiB once they are float32."""
@@ -22,7 +23,9 @@ class StoredRows(abc.ABC):
     """
 
     kind: GroupKind | None = None
-    """How the numbers are written; None where slices are float32."""
+    """How the numbers are written; None where slices are floats."""
+    stacked: bool = False
+    """Whether these are the rows of a stack of weights, one above the other."""
 
     @abc.abstractmethod
     def get_shape(self) -> list[int]:
@@ -45,3 +48,27 @@ class StoredRows(abc.ABC):
     def get_tensor(self, name: str) -> Tensor:
         """All of it, float32."""
         return dequantized(self[:])
+
+
+class TransposedStack(StoredRows):
+    """The rows [E out, in] of a tensor [E, in, out], copied as they are asked for."""
+
+    stacked = True
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        count, size, each = self._tensor.shape
+        return [count * each, size]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        each = self._tensor.shape[2]
+        first, last, _ = rows.indices(len(self))
+        parts = []
+        while first < last:
+            member, start = divmod(first, each)
+            end = min(each, start + last - first)
+            parts.append(self._tensor[member, :, start:end].t())
+            first += end - start
+        return torch.cat(parts) if parts else self._tensor.new_empty(0, self._tensor.shape[1])

@@ -30,7 +30,7 @@ class Squares:
 
     weights: float = 0.0
     error: float = 0.0
-    """Of what the codes are worth, from the weights."""
+    """Sum of squared differences between the weights and the values of their codes."""
     error_of_largest: float = 0.0
     """The same, had the largest number of each group decided its scale."""
 

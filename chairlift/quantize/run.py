@@ -42,14 +42,14 @@ class Report:
     """Numbers in these matrices."""
     squares: Squares = dataclasses.field(default_factory=Squares)
     files: list[str] = dataclasses.field(default_factory=list)
-    """Of weights."""
+    """Names of the files with weights."""
     nbytes: int = 0
-    """Of tensors."""
+    """Bytes of the tensors."""
     samples: int = 0
-    """Of the calibration; 0 without."""
+    """Samples used for calibration; 0 without calibration."""
     tokens: int = 0
     output_errors: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """Of the calibration, for each product: see :class:`~chairlift.quantize.gptq.Calibrated`."""
+    """Error of each product's output after calibration: see :class:`~chairlift.quantize.gptq.Calibrated`."""
     notes: list[str] = dataclasses.field(default_factory=list)
 
 

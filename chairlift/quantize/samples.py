@@ -17,7 +17,7 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["MOST_TOKENS", "make_packs", "read_texts"]
 
 MOST_TOKENS: Final = 131_072
-"""Of all samples together: the hidden states of so many are in memory, in float32."""
+"""Largest number of tokens in all samples together. Their hidden states are in memory, in float32."""
 _LONGEST: Final = 2048
 """Tokens of a sample, and of a pack."""
 
@@ -25,9 +25,9 @@ _LONGEST: Final = 2048
 def read_texts(path: Path) -> list[str]:
     """The samples of a file, empty ones left out.
 
-    A file of JSON lines (``.jsonl``) has an object with ``text`` on each line. Of any other, paragraphs are samples
-    where a blank line parts any, else lines. Raises ConfigError for a file that cannot be read and for one without a
-    text.
+    A file of JSON lines (``.jsonl``) has an object with ``text`` on each line. In any other file the samples are
+    paragraphs if a blank line separates some, else lines. Raises ConfigError for a file that cannot be read and for
+    one without a text.
     """
     try:
         content = path.read_text(encoding="utf-8-sig")

@@ -66,13 +66,13 @@ class ShardWriter:
             room -= tensor.nbytes
         self._shards = shards
         self.nbytes = sum(tensor.nbytes for shard in shards for tensor in shard)
-        """Of all tensors."""
+        """Bytes of all tensors."""
         self._files: list[IO[bytes]] = []
         self._places: dict[str, tuple[IO[bytes], int, Planned]] = {}
 
     @property
     def names(self) -> list[str]:
-        """Of the files, in order."""
+        """Names of the files, in order."""
         count = len(self._shards)
         if count == 1:
             return ["model.safetensors"]

@@ -41,7 +41,7 @@ class Machine:
 
     name: str
     bandwidth: float
-    """Of memory, in bytes per second."""
+    """Memory bandwidth in bytes per second."""
     operations: float
     """Dense bfloat16, per second."""
     memory: float
@@ -53,7 +53,7 @@ class Machine:
     step_seconds: float
     """Launches, scheduling and everything else that a step costs whatever is in it."""
     kv_share: float
-    """Of the memory, for weights and KV together."""
+    """Share of the memory for weights and KV together."""
 
 
 def _gpu(name: str, terabytes: float, teraflops: float, gigabytes: float) -> Machine:
@@ -105,7 +105,7 @@ class ModelShape:
     head_params: int
     """Weights of the output head, which only tokens that are sampled from pass."""
     embedding_params: int
-    """Of an embedding that is not also the head; it is looked up, never read whole."""
+    """Parameters of an embedding that is not also the head. It is looked up, never read whole."""
     kv_width: int
     """Elements of K, or of V, that all layers together keep per token."""
     q_width: int

@@ -32,7 +32,7 @@ from chairlift.step_batch import Masks, SampledTokens
 __all__ = ["RequestTiming", "ServedTrace", "SimExecutor", "SimReport", "replay", "serve_trace", "simulated_core"]
 
 _VOCAB_SIZE: Final = 2**31 - 1
-"""Of simulated models: large, so that prompts that differ do not begin alike."""
+"""Vocabulary of simulated models. It is large, so that different prompts do not begin alike."""
 _TOKEN: Final = 1
 _MOST_HOST_BLOCKS: Final = 1 << 22
 

@@ -19,7 +19,7 @@ __all__ = ["Collector", "Percentiles", "RequestTiming", "ServedTrace", "Watch"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of times in seconds; zeros where there were none."""
+    """Percentiles of times in seconds; zeros where there were none."""
 
     mean: float
     p50: float
@@ -49,7 +49,7 @@ class ServedTrace:
     """Ended because their client left; they count nowhere else."""
     prompt_tokens: int
     cached_tokens: int
-    """Of these, read from the prefix cache."""
+    """Prompt tokens read from the prefix cache."""
     output_tokens: int
     seconds: float
     """From the first request that is sent to the last token."""
@@ -58,7 +58,7 @@ class ServedTrace:
     ttft: Percentiles
     """Time to the first token, from when it is sent. The others per request too, but for the gaps between tokens."""
     tpot: Percentiles
-    """Time per output token after the first."""
+    """Time per output token after the first; says nothing where ``delivered_whole``, as the next."""
     itl: Percentiles
     """Gaps between tokens, over all tokens."""
     e2e: Percentiles
@@ -74,6 +74,8 @@ class ServedTrace:
     """Requests preempted at least once / requests that ended."""
     goodput: float | None
     """Share of the requests with a promise (ttft_ms, tpot_ms, deadline_ms) that was kept in full; None without any."""
+    delivered_whole: bool = False
+    """Whether answers came whole, as those of static batches do: then there is no time between tokens."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -215,4 +217,5 @@ class Collector:
             preemptions=core.scheduler.num_preemptions - preemptions,
             preemption_rate=sum(timing.preempted for timing in over) / len(over) if over else 0.0,
             goodput=sum(kept) / len(kept) if kept else None,
+            delivered_whole=self._held,
         )

@@ -1,7 +1,8 @@
 """A recording, and what static batching would have made of the same requests, on the same machine, at the same times.
 
-The machine is known by the recorded steps: a cost model is fitted on them. Both ways of batching are then simulated
-with it, so that the difference between them is one of scheduling alone.
+What was recorded is measured, and stands first. The machine is known by the recorded steps: a cost model is fitted on
+them, and static batching is simulated with it. So is what was recorded: where the cost model is off, or its simulation
+differs from the recording, no comparison is made, and the reason is told.
 
 ``python -c "... main()" . static`` reads a recording and writes one line that compares, then a recording of the static
 run; with ``demo`` it writes a recording of a simulated example.
@@ -33,6 +34,10 @@ __all__ = ["compare", "compare_sides", "demo", "main", "recorded_config", "recor
 _MOST_REQUESTS: Final = 4000
 _MOST_BYTES: Final = 256 << 20
 _DEMO_BLOCK: Final = 16
+_MOST_ERROR: Final = 0.2
+"""Median error of the cost model, relative, up to which it is used."""
+_ALIKE: Final = 1.25
+"""Factor between what was recorded and its simulation, up to which the simulator is believed."""
 _DROPPED: Final = ("governor", "late_requests", "scheduling_policy")
 
 
@@ -48,7 +53,7 @@ class _Side:
     seconds: float
     """From the first arrival to the end of the last request."""
     held_share: float
-    """Of all tokens computed for answers, those computed for requests that had ended and stayed in their batch."""
+    """Share of the computed answer tokens that belong to ended requests that stayed in their batch."""
 
 
 def recorded_trace(recording: Recording) -> list[TracedRequest]:
@@ -111,20 +116,76 @@ def compare(data: bytes) -> bytes:
 def compare_sides(recording: Recording, **settings: Any) -> tuple[dict[str, Any], bytes]:
     """Figures of both ways of batching, and the recording of the static run. Raises ConfigError."""
     trace, deployment = recorded_trace(recording), recorded_deployment(recording)
+    _check_fit(recording, deployment)
+    recorded = recorded_config(recording)
+    measured = _measured(recording, len(trace))
+    _check_alike(measured, _simulated_side(trace, recorded, deployment)[0])
     sides: dict[str, _Side] = {}
     lines = b""
     for batching in ("continuous", "static"):
         config = recorded_config(recording, **{**settings, "batching": batching})
-        served, lines = _simulate(trace, config, deployment)
-        sides[batching] = _side(served, read_recording(lines), batching == "static")
+        sides[batching], lines = _simulated_side(trace, config, deployment)
+    as_recorded = recorded.scheduler.batching == "continuous" and not settings
     figures = {
+        "measured": dataclasses.asdict(measured),
         **{name: dataclasses.asdict(side) for name, side in sides.items()},
         "requests": len(trace),
         "begin": recording.arrivals[-len(trace)].arrival,
         "validity": deployment.validity,
-        "words": _words(sides["continuous"], sides["static"]),
+        "words": _words(sides["continuous"], sides["static"], measured if as_recorded else None),
     }
     return figures, lines
+
+
+def _check_fit(recording: Recording, deployment: Deployment) -> None:
+    """Raise ConfigError where the cost model is no basis for a comparison."""
+    errors = deployment.cost.errors(recording.steps)
+    off = errors[len(errors) // 2]
+    if off > _MOST_ERROR:
+        raise ConfigError(
+            f"no comparison: the step model misses half of the {len(errors):,} recorded steps by more than {off:.0%}"
+            f" (allowed: {_MOST_ERROR:.0%}); record for longer, while nothing else runs on the machine"
+        )
+
+
+def _measured(recording: Recording, count: int) -> _Side:
+    """What became of the last ``count`` requests of a recording, as far as they have ended. Raises ConfigError when
+    none has."""
+    done = [each for each in recording.arrivals[-count:] if each.ended is not None]
+    if not done:
+        raise ConfigError("no comparison: no recorded request has ended yet; record for longer")
+    whole = [(each.ended or 0.0) - each.arrival for each in done]
+    first = [each.first - each.arrival for each in done if each.first is not None]
+    p50, p99 = np.percentile(whole, [50, 99]).tolist()
+    seconds = max(each.ended or 0.0 for each in done) - min(each.arrival for each in done)
+    return _Side(
+        tokens_per_second=sum(each.output_tokens for each in done) / seconds if seconds > 0 else 0.0,
+        first_p50=float(np.median(first)) if first else 0.0,
+        whole_p50=p50,
+        whole_p99=p99,
+        seconds=seconds,
+        held_share=0.0,
+    )
+
+
+def _check_alike(measured: _Side, simulated: _Side) -> None:
+    """Raise ConfigError where the simulator makes something else of the recorded engine than what was recorded."""
+    for what, ran, made in (
+        ("an answer (median)", measured.whole_p50, simulated.whole_p50),
+        ("all of them", measured.seconds, simulated.seconds),
+    ):
+        if not ran / _ALIKE <= made <= ran * _ALIKE:
+            raise ConfigError(
+                f"no comparison: {what} took {_seconds(ran)}, and takes {_seconds(made)} in a simulation of the same"
+                " engine, so simulated static batches would say nothing; record for longer, and from an idle engine on"
+            )
+
+
+def _simulated_side(
+    trace: Sequence[TracedRequest], config: EngineConfig, deployment: Deployment
+) -> tuple[_Side, bytes]:
+    served, lines = _simulate(trace, config, deployment)
+    return _side(served, read_recording(lines), config.scheduler.batching == "static"), lines
 
 
 def _side(served: ServedTrace, recording: Recording, held: bool) -> _Side:
@@ -144,24 +205,32 @@ def _side(served: ServedTrace, recording: Recording, held: bool) -> _Side:
     )
 
 
-def _words(continuous: _Side, static: _Side) -> list[str]:
-    """The difference as people would say it."""
+def _words(continuous: _Side, static: _Side, measured: _Side | None) -> list[str]:
+    """The difference as people would say it; ``measured`` is what was recorded, of continuous batching."""
 
     def times(more: float, less: float) -> str:
         ratio = more / less if less > 0 else 1.0
         return "about as much" if 0.95 < ratio < 1.05 else f"{ratio:.1f} times as much"
 
+    ran = []
+    if measured is not None:
+        ran = [
+            f"Measured: continuous batching finished everything in {_seconds(measured.seconds)}, with"
+            f" {measured.tokens_per_second:,.0f} tokens per second. Half of the people saw their first word within"
+            f" {_seconds(measured.first_p50)}; half of the answers were complete within {_seconds(measured.whole_p50)},"
+            f" 99 of 100 within {_seconds(measured.whole_p99)}."
+        ]
     return [
-        f"Continuous batching finished everything in {_seconds(continuous.seconds)}, static batching in"
-        f" {_seconds(static.seconds)}.",
-        f"It brought {continuous.tokens_per_second:,.0f} tokens per second against {static.tokens_per_second:,.0f}:"
-        f" {times(continuous.tokens_per_second, static.tokens_per_second)}.",
-        f"Half of the people saw their first word within {_seconds(continuous.first_p50)}, with static batching within"
-        f" {_seconds(static.first_p50)}, because a static batch delivers when all of it is done.",
-        f"Half of the answers were complete within {_seconds(continuous.whole_p50)} against"
+        *ran,
+        f"Simulated, both: continuous batching finishes everything in {_seconds(continuous.seconds)}, static batching"
+        f" in {_seconds(static.seconds)}, with {continuous.tokens_per_second:,.0f} tokens per second against"
+        f" {static.tokens_per_second:,.0f}: {times(continuous.tokens_per_second, static.tokens_per_second)}.",
+        f"Simulated: half of the people see their first word within {_seconds(continuous.first_p50)}, with static"
+        f" batching within {_seconds(static.first_p50)}, because a static batch delivers when all of it is done.",
+        f"Simulated: half of the answers are complete within {_seconds(continuous.whole_p50)} against"
         f" {_seconds(static.whole_p50)}; 99 of 100 within {_seconds(continuous.whole_p99)} against"
         f" {_seconds(static.whole_p99)}.",
-        f"Of what the static batches computed for answers, {static.held_share:.0%} was for rows that had ended.",
+        f"Of what simulated static batches compute for answers, {static.held_share:.0%} is for rows that have ended.",
     ]
 
 

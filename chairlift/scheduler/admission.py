@@ -1,4 +1,4 @@
-"""The waiting line: lanes in policy order, and a bounded look past those that do not fit."""
+"""The waiting queue: lanes in policy order, and a bounded search past requests that do not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _first(entry: tuple[_Key, Request]) -> _Key:
 
 
 class _Lane:
-    """Requests that differ by their standing only, in its order; preempted ones go first."""
+    """Waiting requests that differ in their policy order only. Preempted ones go first."""
 
     __slots__ = ("by_size", "keys", "requests", "served_at")
 
@@ -26,16 +26,16 @@ class _Lane:
         self.keys: list[_Key] = []
         self.requests: list[Request] = []
         self.by_size: list[tuple[_Key, Request]] = []
-        """The same requests: of equal standing, the smallest first, and then those that gave way."""
+        """The same requests by standing, then preempted ones last, then by size."""
         self.served_at = 0.0
-        """When somebody of this lane was last let in."""
+        """Time at which a request of this lane last joined."""
 
 
 class WaitingQueue:
     """Waiting requests in policy order.
 
-    When the first in line does not fit, up to ``look_ahead`` requests may be looked past; once a request has been
-    passed ``max_times_passed`` times, nobody passes it any more.
+    If the first request does not fit, up to ``look_ahead`` requests behind it are tried. A request that was passed
+    ``max_times_passed`` times is not passed any more.
     """
 
     def __init__(self, policy: Policy, look_ahead: int = 8, max_times_passed: int = 16) -> None:
@@ -43,7 +43,7 @@ class WaitingQueue:
         self.look_ahead = look_ahead
         self.max_times_passed = max_times_passed
         self.num_changes = 0
-        """How often somebody came or went."""
+        """Number of requests that came or went."""
         self._lanes: dict[Hashable, _Lane] = {}
         self._places: dict[str, tuple[Hashable, _Key, _Key]] = {}
 
@@ -63,7 +63,7 @@ class WaitingQueue:
         return min((request.arrival_time for request in self), default=0.0)
 
     def first_but_for_age(self, now: float) -> Request:
-        """Who would be first in line if nobody had waited."""
+        """First request in policy order if age did not count."""
         heads = [lane.requests[0] for lane in self._lanes.values()]
         return min(heads, key=lambda head: self.policy.rank(head, 0.0, now)) if len(heads) > 1 else heads[0]
 
@@ -75,15 +75,15 @@ class WaitingQueue:
         at = bisect.bisect_right(lane.keys, key)
         lane.keys.insert(at, key)
         lane.requests.insert(at, request)
-        # Whoever gave way goes first in policy order. By size it goes last: it may need many blocks for few tokens, and
-        # those behind it would wait until it fits.
-        gave_way = float(request.status is not RequestStatus.WAITING)
-        size_key = (*self.policy.standing(request), gave_way, request.size, request.sequence)
+        # A preempted request goes first in policy order. By size it goes last: it may need many blocks for few tokens,
+        # and requests behind it would wait until it fits.
+        preempted = float(request.status is not RequestStatus.WAITING)
+        size_key = (*self.policy.standing(request), preempted, request.size, request.sequence)
         bisect.insort(lane.by_size, (size_key, request), key=_first)
         self._places[request.request_id] = (name, key, size_key)
 
     def remove(self, request: Request, served_at: float | None = None) -> None:
-        """Take a request out of the line; ``served_at`` is when, if it was let in."""
+        """Take a request out of the queue. ``served_at`` is the time, if it joins the batch."""
         self.num_changes += 1
         name, key, size_key = self._places.pop(request.request_id)
         lane = self._lanes[name]
@@ -102,8 +102,10 @@ class WaitingQueue:
             del self._lanes[name]
 
     def line(self, now: float) -> Iterator[Request]:
-        """Everybody in policy order. Lanes are compared anew at each step of the iteration. The one just yielded may
-        be removed; after any other change, begin again."""
+        """Yield all waiting requests in policy order. Lanes are compared again for each request.
+
+        The request just yielded may be removed. After any other change, call this again.
+        """
         passed = dict.fromkeys(self._lanes, 0)
         while passed:
             name = next(iter(passed))
@@ -134,13 +136,13 @@ class WaitingQueue:
                 yield request
 
     def catch_up(self, original: WaitingQueue) -> None:
-        """Lanes age as those of the original, of which this queue holds a copy."""
+        """Take the lanes' ages from ``original``. This queue holds copies of its requests."""
         for name, lane in self._lanes.items():
             if name in original._lanes:
                 lane.served_at = original._lanes[name].served_at
 
     def may_pass(self, passed: list[Request]) -> bool:
-        """Whether somebody behind the last of ``passed``, who did not fit, may be tried."""
+        """Whether a request behind the last of ``passed``, which did not fit, may be tried."""
         return len(passed) <= self.look_ahead and passed[-1].times_passed < self.max_times_passed
 
     def _rank(self, name: Hashable, at: int, now: float) -> _Key:

@@ -1,4 +1,4 @@
-"""How long will an answer be? Nobody knows; what can be said comes from the answers that ended last."""
+"""How long will an answer be? The estimate comes from the answers that ended last."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from chairlift.request import Request
 __all__ = ["AnswerLengths"]
 
 _LEAST_OF_A_CLASS: Final = 20
-"""A class of service with fewer answers than that is expected to be like all others."""
+"""Least number of ended answers for an estimate. A class with fewer uses the answers of all classes."""
 
 
 class AnswerLengths:
-    """The lengths of the newest ``capacity`` answers, over all and per class of service.
+    """Lengths of the newest ``capacity`` answers, over all classes of service and per class.
 
-    An answer that its ``max_tokens`` cut off says only that it would have been at least so long. To leave it out, or to
-    take it as it is, makes answers look shorter than they are; the estimate of Kaplan and Meier (1958) does neither.
-    Beyond the longest answer seen it goes on as an exponential distribution would (Brown, Hollander and Korwar, 1974).
+    An answer that ``max_tokens`` cut off would have been at least as long. Leaving it out, or counting it as it is,
+    makes answers look too short. The estimate of Kaplan and Meier (1958) avoids both. Beyond the longest answer seen
+    it continues as an exponential distribution (Brown, Hollander and Korwar, 1974).
     """
 
     def __init__(self, capacity: int = 512) -> None:
@@ -29,23 +29,26 @@ class AnswerLengths:
         self._classes: defaultdict[str, _Curve] = defaultdict(lambda: _Curve(capacity))
 
     def add(self, request: Request) -> None:
-        """Take what a request that has ended tells."""
+        """Learn from the answer of an ended request."""
         reason = request.finish_reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             for curve in (self._all, self._classes[request.service.service_class]):
                 curve.add(request.num_output_tokens, cut=reason is FinishReason.LENGTH)
 
     def knows(self, request: Request) -> bool:
-        """Whether enough answers like its own have ended by themselves, or it cannot."""
+        """Whether enough similar answers have ended by themselves, or ``min_tokens`` fixes this one's length."""
         most = request.max_total_tokens - request.num_prompt_tokens
         return request.min_tokens >= most or self._curve(request).num_ended >= _LEAST_OF_A_CLASS
 
     def expected(self, request: Request) -> int:
-        """How many tokens its answer will have in the end, as far as is known."""
+        """Expected total number of tokens of the request's answer."""
         curve = self._curve(request)
-        most, so_far = request.max_total_tokens - request.num_prompt_tokens, request.num_output_tokens
-        least = max(so_far + 1, request.min_tokens)
-        return most if least >= most else max(least, min(most, round(so_far + curve.rest(so_far, most))))
+        longest = request.max_total_tokens - request.num_prompt_tokens
+        so_far = request.num_output_tokens
+        shortest = max(so_far + 1, request.min_tokens)
+        if shortest >= longest:
+            return longest
+        return max(shortest, min(longest, round(so_far + curve.rest(so_far, longest))))
 
     def _curve(self, request: Request) -> _Curve:
         own = self._classes.get(request.service.service_class)
@@ -53,7 +56,7 @@ class AnswerLengths:
 
 
 class _Curve:
-    """The share of answers that are longer than so many tokens, for any number of tokens."""
+    """Survival curve: the share of answers that are longer than a given number of tokens."""
 
     def __init__(self, capacity: int) -> None:
         self._recent: deque[tuple[int, bool]] = deque(maxlen=capacity)
@@ -61,9 +64,9 @@ class _Curve:
         self._at: list[int] = []
         """Lengths at which the share falls, ascending, from 0 on."""
         self._share: list[float] = []
-        """From there to the next."""
+        """Share of longer answers, from each of these lengths to the next."""
         self._area: list[float] = []
-        """Under the curve, from 0 to there."""
+        """Area under the curve from 0 to each of these lengths."""
         self._longest = 0
 
     @property
@@ -72,7 +75,7 @@ class _Curve:
 
     @property
     def num_ended(self) -> int:
-        """Of them, those that were not cut off."""
+        """Number of recent answers that ended by themselves, not cut off."""
         return sum(not cut for _, cut in self._recent)
 
     def add(self, num_tokens: int, *, cut: bool) -> None:
@@ -80,15 +83,15 @@ class _Curve:
         self._is_fitted = False
 
     def rest(self, so_far: int, most: int) -> float:
-        """The mean of what is left of answers longer than ``so_far``, were they cut off at ``most`` tokens."""
+        """Mean number of further tokens of answers longer than ``so_far``, if cut off at ``most`` tokens."""
         self._fit()
         share = self._upto(so_far)[1]
-        if not share:  # none was that long
+        if not share:  # no answer was that long
             return float(most - so_far)
         return (self._upto(most)[0] - self._upto(so_far)[0]) / share
 
     def _upto(self, length: int) -> tuple[float, float]:
-        """The area up to a length, and the share there."""
+        """(area under the curve up to a length, share at that length)."""
         index = bisect_right(self._at, length) - 1
         area, share, start = self._area[index], self._share[index], self._at[index]
         if length <= self._longest or not self._longest or share in (0.0, 1.0):
@@ -103,7 +106,7 @@ class _Curve:
         self._is_fitted = True
         self._at, self._share, self._area, self._longest = [0], [1.0], [0.0], 0
         left = len(self._recent)
-        for length, cut in sorted(self._recent):  # of equal length, those that were cut off last
+        for length, cut in sorted(self._recent):  # at equal length, answers that were cut off come last
             if not cut:
                 if length > self._at[-1]:
                     self._area.append(self._area[-1] + self._share[-1] * (length - self._at[-1]))

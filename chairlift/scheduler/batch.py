@@ -1,4 +1,4 @@
-"""The requests of a scheduler: who waits, who runs in which row, and how they move between the two."""
+"""The requests of a scheduler: the waiting ones, the running ones with their rows, and moves between both."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ __all__ = ["Batch"]
 
 
 class Batch:
-    """Rows and blocks of all requests. A request waits, runs in a row, is a sibling that waits for the prompt of the
-    request it forks from, or is not ready yet."""
+    """Rows and blocks of all requests.
+
+    A request is in one of four states: it waits, it runs in a row, it is a sibling that waits for the prompt of the
+    request it forks from, or it is not ready yet.
+    """
 
     def __init__(
         self,
@@ -44,11 +47,11 @@ class Batch:
         self.membership = membership
         self.waiting = waiting
         self.max_running = max_running
-        """Rows."""
+        """Number of rows."""
         self.running_limit = max_running
-        """Rows that may be taken; may be changed between steps, and nobody leaves for a lower one."""
+        """Rows that may be taken. It may change between steps; a lower limit preempts no request."""
         self.token_budget = token_budget
-        """Tokens of a step; may be lowered between steps. Every running request gets its one token in any case."""
+        """Most tokens of a step. It may be lowered between steps. Every running request gets one token in any case."""
         self.watermark = watermark
         """Share of each block pool that stays free when a request joins running ones, beside what is reserved."""
         self.prompt_share = PromptShare(1.0 if membership.closed else policy_share)
@@ -62,35 +65,35 @@ class Batch:
         self.reserve: dict[str, Request] = {}
         """Short requests that run in reserved rows and blocks."""
         self.paced: dict[str, float] = {}
-        """Seconds per token that running requests were promised, of those that were."""
+        """Request id -> longest seconds per token, for running requests that have such a limit."""
         self.decodes = DecodeRows(kv.block_size)
         """Rows that take one token in every step."""
         self.catching_up: list[Request] = []
         """Running requests with more than one token to compute."""
         self.stops: Counter[int] = Counter({FAILED_ROW: 1})
-        """Tokens that end a running request -> how many of them each ends."""
+        """Stop token -> number of running requests that it ends."""
         self.step = 0
         """Number of the last step that had something to execute."""
         self.now = 0.0
         """When the newest step was scheduled."""
         self.num_computed_tokens = 0
-        """Positions computed of all running requests."""
+        """Computed positions of all running requests together."""
         self.free_slots = list(range(max_running - 1, -1, -1))
         self.left: list[int] = []
         """Rows given up since the newest step."""
         self.num_vacated = 0
         """Rows given up so far."""
         self.epoch = 0
-        """Changes whenever tokens of steps in flight may have nobody to go to."""
+        """Changes whenever tokens of steps in flight may have lost their request."""
 
     @property
     def free_rows(self) -> int:
-        """How many more may run."""
+        """Number of requests that may still join."""
         return max(0, self.running_limit - len(self.running))
 
     @property
     def open_rows(self) -> int:
-        """How many more may run without a reserved row."""
+        """Number of requests that may still join without a reserved row."""
         return max(0, self.free_rows - self._unused_rows)
 
     @property
@@ -98,7 +101,7 @@ class Batch:
         return max(0, self.prompt_share.reserved_rows(self.running_limit) - len(self.reserve))
 
     def _unused_blocks(self) -> float:
-        """Share of the blocks that is reserved and not taken: nobody else may have it when joining."""
+        """Share of the blocks that is reserved and not taken. Only short requests may join with these."""
         share = self.prompt_share.reserved_blocks(self.running_limit)
         if share and self.reserve:
             pools = enumerate(self.kv.pools)
@@ -119,12 +122,12 @@ class Batch:
 
     @property
     def has_prefill_work(self) -> bool:
-        """Whether a prompt is under way, or could be begun as far as rows go."""
+        """Whether a prompt is being computed, or a waiting request has a free row."""
         prompts = any(request.num_computed_tokens < request.progress_mark for request in self.catching_up)
         return prompts or bool(self.waiting and self.free_rows)
 
     def num_prefill_tokens(self, most: int) -> int:
-        """Known tokens that want to be computed, of prompts under way and of those first in line, up to ``most``."""
+        """Known tokens that are not computed, of running requests and of those first in line, at most ``most``."""
         total = sum(request.num_tokens - request.num_computed_tokens for request in self.catching_up)
         if self.free_rows and total < most:
             for request in islice(self.waiting, self.free_rows):
@@ -134,7 +137,7 @@ class Batch:
         return min(total, most)
 
     def wait(self, request: Request, now: float) -> None:
-        """Queue a request that has arrived, or that has lost its row; one that is not ready when it is."""
+        """Queue a request that has arrived or has lost its row. A request that is not ready is queued later."""
         if not request.is_ready:
             self.unready[request.request_id] = request
             return
@@ -145,13 +148,13 @@ class Batch:
         self.waiting.add(request)
 
     def refile(self, request: Request) -> None:
-        """Its place in the line has changed."""
+        """Move a waiting request to its new place, after its order has changed."""
         if request in self.waiting:
             self.waiting.remove(request)
             self.waiting.add(request)
 
     def admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:
-        """Give a waiting request a row and blocks, or nothing; ``reserved`` ones if so."""
+        """Give a waiting request a row and blocks, or nothing. With ``reserved`` both come from the reserve."""
         pinned = is_pinned(request, self.max_preemptions)
         if pinned and not self.policy.may_stay(request):
             out.held_up_by = out.held_up_by or "reservation"
@@ -171,9 +174,9 @@ class Batch:
         return self.watermark + (0.0 if reserved else self._unused_blocks())
 
     def seat(self, request: Request, admission: Admission, out: SchedulerOutput, reserved: bool) -> None:
-        """Give a waiting request, which has its blocks, a row."""
+        """Give a row to a waiting request that has its blocks."""
         self.waiting.remove(request, self.now)
-        if not request.has_given_way:
+        if not request.was_preempted:
             request.num_cached_tokens = admission.num_computed_tokens
         request.move_to(RequestStatus.RUNNING)
         if reserved:
@@ -203,7 +206,7 @@ class Batch:
         self.wait(request, self.now)
 
     def vacate(self, request: Request) -> None:
-        """Give up row and blocks. Blocks stay taken until the last step in step that may touch them has run."""
+        """Give up row and blocks. Blocks stay taken until the last step in flight that may touch them has run."""
         self.num_vacated += 1
         if request.finish_reason is not FinishReason.ERROR:
             self.kv.publish_confirmed(request)
@@ -246,7 +249,7 @@ class Batch:
         self.release_siblings(request, now)
 
     def release_siblings(self, request: Request, now: float) -> None:
-        """Let the other samples of the prompt in: its KV is there to fork from, or never will be."""
+        """Queue the other answers of the prompt. Its KV can be forked now, or never will be."""
         for sibling in request.siblings:
             self.wait(sibling, now)
         request.siblings = []

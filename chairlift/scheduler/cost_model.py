@@ -1,17 +1,16 @@
-"""How long a step will take, learnt from the steps that ran.
+"""Prediction of step times, learnt from the steps that ran.
 
-The form is a roofline without overlap between its phases: a step reads the weights or computes with them, whichever
-takes longer, then its decode rows read their KV and its prompt chunks attend, each at a price per position. Kernels
-have more corners than one (tiles, caches, launches), so the first phase is not one corner but a rising line through
-knots, one knot per doubling of the number of tokens on both sides of the ridge, where computing takes over. All of it
-is linear in coefficients that must not be negative, which makes every prediction positive and rising in every feature.
+The model is a roofline without overlap between its phases. First a step reads the weights or computes with them,
+whichever takes longer. Then its decode rows read their KV and its prompt chunks attend, each at a price per position.
+Kernels have more corners than one (tiles, caches, launches). So the first phase is a rising line through knots, one
+per doubling of the number of tokens on both sides of the ridge, where computing takes longer than reading. Everything
+is linear in coefficients that must not be negative, so each prediction is positive and rises with every feature.
 
-Fitting is online, with memory and time per step that do not grow: each stretch between two knots keeps the normal
-equations of the steps that fell into it, and every few steps all stretches together are solved by coordinate descent
-(non-negative least squares). Each stretch forgets only as new steps fall into it, so that an hour of pure decoding does
-not erase what is known about prompts; one recursion over all steps would. Errors are relative, and a step that is far
-off counts as if it were near (Huber, 1964), so descheduled and first steps do little harm. Where nothing was observed,
-the caller's prior holds, scaled by what was seen elsewhere.
+Fitting is online. Memory and time per step do not grow. Each stretch between two knots keeps the normal equations of
+its steps. Every few steps all stretches together are solved by coordinate descent (non-negative least squares). A
+stretch forgets only when new steps fall into it, so an hour of pure decoding does not erase knowledge of prompts.
+Errors are relative, and outliers are damped (Huber, 1964), so descheduled steps and first steps do little harm. For
+sizes that were not observed the caller's prior holds, scaled by observations elsewhere.
 """
 
 from __future__ import annotations
@@ -32,31 +31,31 @@ __all__ = ["CostModel", "Roofline", "StepFeatures"]
 _KNOTS_BELOW, _KNOTS_ABOVE = 3, 7
 _NUM_KNOTS = _KNOTS_BELOW + _KNOTS_ABOVE + 1
 _NUM_LOCAL = 6
-"""Of a stretch: 1, the share of the stretch covered, decode rows, prompt tokens, context, prompt context."""
+"""Features of a stretch: 1, covered share of the stretch, decode rows, prompt tokens, context, prompt context."""
 _PAIRS = tuple((one, other) for one in range(_NUM_LOCAL) for other in range(one, _NUM_LOCAL))
 _FORGET = 0.995
 _REFIT_EVERY = 64
 _SWEEPS = 30
 _LEAST_SECONDS = 1e-9
 _OUTLIER = 2.0
-"""In typical errors."""
+"""Errors above this many typical errors are damped."""
 
 
 class StepFeatures(NamedTuple):
-    """What the cost of a step depends on."""
+    """Features of a step that its cost depends on."""
 
     num_decodes: int = 0
     """Rows that compute one token; drafts count as rows."""
     context_tokens: int = 0
-    """Positions that these rows attend to, together."""
+    """Positions that all decode rows attend to together."""
     prefill_tokens: int = 0
     """Tokens of prompt chunks, recomputed ones included."""
     prefill_context: float = 0.0
-    """Positions that these tokens attend to, together: the sum over chunks of tokens times their mean context."""
+    """Positions that all prompt tokens attend to together: sum over chunks of tokens times mean context."""
 
     @classmethod
     def of(cls, num_decodes: int, context_tokens: int, chunks: Iterable[Chunk]) -> StepFeatures:
-        """The features of a step as the scheduler describes it."""
+        """Features of a step of the scheduler."""
         tokens, context = 0, 0.0
         for chunk in chunks:
             if chunk.drafts:
@@ -69,20 +68,20 @@ class StepFeatures(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Prices to start from, in seconds."""
+    """Initial prices of work, in seconds."""
 
     weight_seconds: float = 0.02
-    """To read all weights once."""
+    """Time to read all weights once."""
     token_seconds: float = 0.001
-    """To compute one token that is sampled from."""
+    """Time to compute one token that is sampled from."""
     prompt_share: float = 1.0
-    """What a token that is not sampled from costs of that: it skips the output head."""
+    """Cost of a token that is not sampled from, as a share of ``token_seconds``. It skips the output head."""
     context_seconds: float = 3e-7
-    """For a decode row to attend to one position."""
+    """Time for a decode row to attend to one position."""
     pair_seconds: float = 1e-7
-    """For a prompt token to attend to one position."""
+    """Time for a prompt token to attend to one position."""
     step_seconds: float = 0.0005
-    """Everything that does not depend on what is in the step."""
+    """Time that does not depend on the step's content."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -94,14 +93,14 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
-        """Tokens in a step from which on computing takes longer than reading the weights."""
+        """Number of tokens in a step above which computing takes longer than reading the weights."""
         return self.weight_seconds / self.token_seconds
 
 
 class CostModel:
-    """Seconds of steps, prompts and copies. Not thread-safe.
+    """Predicts seconds of steps, prompts and copies. Not thread-safe.
 
-    ``prior`` holds until there are observations, ``copy_bandwidth`` (bytes per second) until there are copies.
+    ``prior`` holds until steps are observed, ``copy_bandwidth`` (bytes per second) until copies are observed.
     """
 
     def __init__(self, prior: Roofline | None = None, copy_bandwidth: float = 5e9) -> None:
@@ -118,13 +117,13 @@ class CostModel:
         self._error = 1.0
         """Typical relative error: a running median."""
         self._log_scale = 0.0
-        """How much slower than the prior everything was, as a running mean of logarithms."""
+        """Observed time divided by the prior's, as a running mean of logarithms."""
         self._set(list(self._prior))
 
     # -- predictions ---------------------------------------------------------------------------------------------
 
     def step_seconds(self, step: StepFeatures) -> float:
-        """Seconds of one step: above 0, and no less when any feature grows."""
+        """Seconds of one step. The result is above 0 and never falls when a feature grows."""
         tokens = step.num_decodes + self.prior.prompt_share * step.prefill_tokens
         at = min(bisect.bisect_left(self._ends, tokens), _NUM_KNOTS - 1)
         seconds = self._levels[at] + self._slopes[at] * (tokens - self._begins[at])
@@ -143,7 +142,7 @@ class CostModel:
     # -- observations --------------------------------------------------------------------------------------------
 
     def observe(self, step: StepFeatures, seconds: float) -> None:
-        """Learn from a step that took ``seconds``; what is not above 0 is ignored."""
+        """Learn from a step that took ``seconds``. A time that is not above 0 is ignored."""
         self._observe(step, seconds, _FORGET)
 
     def _observe(self, step: StepFeatures, seconds: float, forget: float) -> None:
@@ -158,21 +157,21 @@ class CostModel:
         off = math.log(seconds / self._scaled_prior(step)) if self.num_observed > 1 else 0.0
         first = math.log(seconds / self._prior_seconds(step)) if self.num_observed == 1 else 0.0
         self._log_scale += first + share * max(-1.0, min(1.0, off))
-        # Errors count relative to the prediction, and less so above it, where the tail of the noise is.
+        # Errors count relative to the prediction. Errors above it count less, because noise only makes steps longer.
         self._accumulate(step, seconds, weight / (predicted * max(seconds, predicted)), forget)
         if self.num_observed % _REFIT_EVERY == 0 or self.num_observed in (1, 2, 4, 8, 16, 32):
             self._set(self._solve(self._coefficients, _SWEEPS))
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
-        """Learn from a copy. One that is far off moves the bandwidth by 7 % at most."""
+        """Learn from a copy. An outlier changes the bandwidth by at most 7 %."""
         if num_bytes > 0 and seconds > 0:
             off = math.log(num_bytes / seconds / self.copy_bandwidth)
             self.copy_bandwidth *= math.exp(0.1 * max(-0.7, min(0.7, off)))
 
     def fit(self, steps: Sequence[tuple[StepFeatures, float]], passes: int = 4) -> None:
-        """Learn from many steps at once, all counted alike, and from nothing before them.
+        """Forget everything and learn from these steps, all with equal weight.
 
-        Each pass knows better than the one before which of them are far off.
+        Each pass recognises outliers better than the one before.
         """
         for _ in range(passes):
             self._clear()
@@ -181,7 +180,7 @@ class CostModel:
             self._set(self._solve(self._coefficients, 40 * _SWEEPS))
 
     def errors(self, steps: Iterable[tuple[StepFeatures, float]]) -> list[float]:
-        """Relative errors of the predictions, smallest first; like :meth:`fit`, of steps that took any time."""
+        """Relative errors of the predictions, smallest first. Steps of no time are left out, as in :meth:`fit`."""
         return sorted(abs(self.step_seconds(step) / seconds - 1) for step, seconds in steps if seconds > 0)
 
     # -- inside: coefficients are [base, rise per stretch, row, prompt token, context, pair] --------------------------
@@ -235,7 +234,7 @@ class CostModel:
         for at in range(_NUM_KNOTS):
             if not self._gram[at][0]:
                 continue
-            # A step in this stretch has the whole rise of those before it, and a share of its own.
+            # A step in this stretch has the whole rise of all earlier stretches and a share of this one's.
             spread = [list(range(at + 1)), [at + 1], *([size - 4 + price] for price in range(4))]
             for one, value in enumerate(self._target[at]):
                 for i in spread[one]:
@@ -250,7 +249,7 @@ class CostModel:
         for i, prior in enumerate(self._prior):
             level += prior if i <= _NUM_KNOTS else 0.0
             usual = prior or (0.2 * level if i <= _NUM_KNOTS else 0.2 * self.prior.token_seconds)
-            weight = (self._error / (usual * scale)) ** 2  # the prior may be off by all of itself, a step by its error
+            weight = (self._error / (usual * scale)) ** 2  # the prior may be off by 100 %, a step by its error
             gram[i][i] += weight
             target[i] += weight * prior * scale
         found = list(start)
@@ -263,7 +262,7 @@ class CostModel:
     # -- JSON ----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: :meth:`from_dict` makes a model that goes on learning from there."""
+        """The whole state as JSON values. :meth:`from_dict` makes a model from it that goes on learning."""
         return {
             "prior": dataclasses.asdict(self.prior),
             "copy_bandwidth": self.copy_bandwidth,
@@ -277,7 +276,7 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CostModel:
-        """The model that :meth:`to_dict` described. Raises ConfigError when it did not."""
+        """The model from a result of :meth:`to_dict`. Raises ConfigError for any other mapping."""
         try:
             model = cls(Roofline(**fields["prior"]), float(fields["copy_bandwidth"]))
             model.num_observed = int(fields["num_observed"])

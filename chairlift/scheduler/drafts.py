@@ -1,4 +1,4 @@
-"""Several tokens of a request in one step: drafts are computed beside the newest token, and kept where they are right.
+"""Several tokens of a request in one step: drafts are computed beside the newest token, and kept if they are right.
 
 Sampling has no state: the token of a position follows from the logits there and from the request's own noise. A draft
 is therefore accepted exactly when it equals the token that is drawn in its place. Where they differ, the token that was
@@ -21,7 +21,7 @@ __all__ = ["Drafts", "Speculator"]
 
 
 class Speculator(Protocol):
-    """Proposes tokens, and decides how many of them a step computes."""
+    """Proposes drafts, and decides how many of them a step computes."""
 
     only_predicted: bool
     """Whether only requests that bring a text that they expect have drafts."""
@@ -29,21 +29,23 @@ class Speculator(Protocol):
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
     ) -> Sequence[tuple[Request, Sequence[int]]]:
-        """Drafts for some of ``rows`` (a request that decodes, and the most drafts that it may have), at most
-        ``budget`` in all. ``step`` is what the step computes without drafts."""
+        """(request, drafts) for some of ``rows``, at most ``budget`` drafts in all.
+
+        ``rows`` has (decoding request, most drafts that it may have). ``step`` has the step's features without drafts.
+        """
         ...
 
     def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
-        """The step with these drafts has landed, and the first ``num_accepted`` of them were right."""
+        """Called when the step with these drafts has ended. The first ``num_accepted`` drafts were right."""
         ...
 
     def forget(self, request: Request) -> None:
-        """The request has left for good, also when it never had drafts."""
+        """Called when a request has ended, also if it never had drafts."""
         ...
 
 
 class Drafts:
-    """Gives decode rows drafts, and takes what their step sampled.
+    """Gives drafts to decode rows, and takes the tokens that their step sampled.
 
     A row with k drafts leaves the decode rows for one step. It computes its newest token and its drafts as one chunk
     with k + 1 sample positions. Until that step has landed only the newest token counts as computed, so nothing that
@@ -54,26 +56,26 @@ class Drafts:
         self._batch, self._kv, self._decodes = batch, batch.kv, batch.decodes
         self.speculator = speculator
         self.num_drafts = self.num_accepted = self.num_verified = 0
-        """Tokens proposed and computed, those that were right, and rows that were verified."""
+        """Drafts that were computed, drafts that were right, and rows that were verified."""
         self.accepted_at: list[int] = []
-        """How often the draft at each place was accepted."""
+        """Number of accepted drafts at each place in a row's drafts."""
         self.predicted: list[Request] = []
-        """Requests that expect a text, and whose drafts were verified since somebody emptied the list."""
+        """Requests that expect a text and had drafts verified, since the caller emptied the list."""
         self._expecting: dict[str, Request] = {}
         """Requests that expect a text."""
 
     def added(self, request: Request) -> None:
-        """The request has come."""
+        """Note that a request has come."""
         if request.prediction:
             self._expecting[request.request_id] = request
 
     def left(self, request: Request) -> None:
-        """The request has left for good."""
+        """Forget a request that has left for good."""
         self._expecting.pop(request.request_id, None)
         self.speculator.forget(request)
 
     def add(self, step: Step) -> None:
-        """Last of all, when nobody else wants what is left of the budget and of the blocks: drafts preempt nobody."""
+        """Add drafts to a step. Called last: drafts use leftover budget and blocks only, and preempt no request."""
         out = step.out
         if not step.runs_decodes or self._batch.membership.closed:
             return
@@ -112,8 +114,8 @@ class Drafts:
         return min(request.max_total_tokens - known - 1, request.limit - known)
 
     def _num_fitting(self, request: Request, count: int) -> int:
-        """Of ``count`` drafts those that there are blocks for: a new one is taken only while each running request could
-        have one too."""
+        """Number of the ``count`` drafts that have blocks. A new block is taken only while each running request could
+        get one too."""
         kv, known = self._kv, len(request.token_ids)
         count = min(count, self._most(request))
         room = min(len(table) for table in request.block_ids) * kv.block_size - known
@@ -123,8 +125,8 @@ class Drafts:
         return count
 
     def _make_room(self, request: Request, chunk: Chunk, step: Step) -> bool:
-        """Take the request out of the decode rows, and blocks for its drafts. False, and it decodes without, where the
-        cache has none to give."""
+        """Take the request out of the decode rows and get blocks for its drafts. False if the cache is short of blocks;
+        the request then decodes without drafts."""
         self._decodes.stop(request)
         request.num_computed_tokens = chunk.start  # its newest token still reads what a window is about to leave behind
         grown = self._kv.tables.extend(request, chunk.end, self._batch.step)
@@ -137,7 +139,7 @@ class Drafts:
         return True
 
     def accept(self, flight: Step, tokens: Sequence[int], sampled: Sequence[Request | None]) -> list[Request | None]:
-        """Append what rows with drafts have sampled, as far as it is right. Returns ``sampled`` with them."""
+        """Append the right tokens of rows with drafts. Returns ``sampled`` with these rows filled in."""
         found = list(sampled)
         place = len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
         for request, chunk in flight.verifies:
@@ -175,7 +177,7 @@ class Drafts:
             self.predicted.append(request)
 
     def rejoin(self, flight: Step) -> None:
-        """Rows whose drafts were verified, and that go on, compute one token per step again."""
+        """Let rows with verified drafts compute one token per step again, unless they have ended."""
         rows = [r for r, _ in flight.verifies if r.slot >= 0 and r.finish_reason is None]
         rows = [r for r in rows if r.resumed_at_step <= flight.out.step and r.num_computed_tokens < r.limit]
         if rows:

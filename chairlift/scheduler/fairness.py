@@ -1,8 +1,8 @@
-"""Virtual token counters: who has had how much service (VTC; Sheng et al., OSDI 2024).
+"""Virtual token counters: how much service each tenant has had (VTC; Sheng et al., OSDI 2024).
 
-Each tenant's counter grows by the tokens computed for it, weighted by kind and divided by the tenant's share. Serving
-the lowest counter first keeps any two tenants that have work waiting within a bounded gap of each other, and leaves
-nothing idle while anybody has work.
+Each tenant's counter grows by the tokens computed for it, weighted by kind and divided by the tenant's share. The
+tenant with the lowest counter goes first. So the gap between two tenants with waiting work is bounded, and no row is
+idle while a tenant has work.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from chairlift.request import Request
 __all__ = ["DECODE_WEIGHT", "PREFILL_WEIGHT", "VirtualTokenCounters"]
 
 PREFILL_WEIGHT = 1.0
-"""Per token computed in a chunk: of a prompt, or again after a preemption."""
+"""Charge per token of a chunk, which is a part of a prompt or of a recompute after a preemption."""
 DECODE_WEIGHT = 2.0
-"""Per token generated."""
+"""Charge per generated token."""
 _MOST_IDLE = 10_000
 
 
 class VirtualTokenCounters:
-    """Service per tenant, in weighted tokens. A request is charged for its prompt when it joins, for its answer as it
-    grows; what it leaves uncomputed is given back.
+    """Service per tenant, in weighted tokens.
 
-    Between two tenants that both have requests waiting all the time, service grows apart by no more than
+    A request is charged for its prompt when it joins and for its answer as it grows. The charge for tokens that it
+    leaves uncomputed is returned.
+
+    If two tenants always have waiting requests, their service differs by at most
     ``2 * max(PREFILL_WEIGHT * L, DECODE_WEIGHT * M)`` (the paper's theorem), divided by the smaller of their shares
-    and 1, with L the longest request and M the most tokens that all running requests together have. It takes a line
-    in which the lowest counter goes first and nobody is looked past.
+    and 1. L is the longest request, M the most tokens of all running requests together. The bound needs a queue in
+    which the lowest counter goes first and no request is passed.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -36,17 +38,17 @@ class VirtualTokenCounters:
         self._waiting: dict[str, set[str]] = {}
         """Ids of waiting requests per tenant."""
         self._last = ""
-        """Tenant that was the last to have requests waiting."""
+        """Tenant that last had waiting requests."""
 
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
     def weight(self, tenant: str) -> float:
-        """Its share, in relation to those of others."""
+        """Weight of a tenant's share, 1 by default."""
         return self._weights.get(tenant, 1.0)
 
     def catch_up(self, original: VirtualTokenCounters) -> None:
-        """Take over weights and counters; who waits is known already."""
+        """Take weights and counters from ``original``. The waiting requests are known already."""
         self._weights, self._last = original._weights, original._last
         self._counters = dict(original._counters)
 
@@ -55,12 +57,15 @@ class VirtualTokenCounters:
         return list(self._waiting)
 
     def num_waiting(self, tenant: str) -> int:
-        """How many of its requests wait."""
+        """Number of the tenant's waiting requests."""
         return len(self._waiting.get(tenant, ()))
 
     def queued(self, request: Request) -> None:
-        """It begins to wait. A tenant of which nobody waited is lifted to those of which somebody does: what it did
-        not ask for is not saved up."""
+        """Count a request that begins to wait.
+
+        If it is its tenant's only one, the counter is lifted to the lowest counter of tenants with waiting requests,
+        because service that a tenant did not ask for is not saved up.
+        """
         tenant = request.service.tenant
         if tenant not in self._waiting:
             floor = min((self[other] for other in self._waiting), default=self[self._last])
@@ -69,7 +74,7 @@ class VirtualTokenCounters:
         self._waiting[tenant].add(request.request_id)
 
     def forgotten(self, request: Request) -> None:
-        """It has ended; nothing happens unless it waited."""
+        """Stop counting a request that waited. Nothing happens if it did not wait."""
         tenant = request.service.tenant
         waiting = self._waiting.get(tenant, set())
         waiting.discard(request.request_id)
@@ -80,13 +85,13 @@ class VirtualTokenCounters:
                 self._counters = {name: self[name] for name in [*self._waiting, tenant]}
 
     def joined(self, request: Request) -> None:
-        """Charge the chunks it is about to compute."""
+        """Charge a request that joins for the chunks that it will compute."""
         self.forgotten(request)
         request.num_charged_tokens = len(request.token_ids)
         self._charge(request.service.tenant, PREFILL_WEIGHT * (len(request.token_ids) - request.num_computed_tokens))
 
     def settle(self, running: Iterable[Request]) -> None:
-        """Charge what has been generated since the last time."""
+        """Charge the tokens generated since the last call."""
         charged: dict[str, int] = {}
         for request in running:
             computed = request.num_computed_tokens
@@ -99,7 +104,7 @@ class VirtualTokenCounters:
             self._charge(tenant, DECODE_WEIGHT * fresh)
 
     def left(self, request: Request) -> None:
-        """Give back what was charged and not computed."""
+        """Return the charge for tokens that a request did not compute before it left its row."""
         self.settle((request,))
         unused = request.num_charged_tokens - request.num_computed_tokens
         self._charge(request.service.tenant, -PREFILL_WEIGHT * unused)

@@ -1,9 +1,8 @@
-"""When will a request start? The scheduler's own code, run ahead on a copy of its state and a clock of its own.
+"""Forecast of request starts: the scheduler's own code runs ahead on a copy of its state, with a simulated clock.
 
-The copy has every request's place, its tokens and its blocks, the same policy and the same limits; its steps take as
-long as is to be expected. Steps in flight it runs once more: they have just begun. What nobody knows, how long
-answers will be, is guessed from those that ended. How good that is gets measured:
-:class:`~chairlift.engine.calibration.Calibration`.
+The copy has every request's place, tokens and blocks, the same policy and the same limits. Step times come from the
+cost model. Steps in flight run again in the copy, because they have just begun. Answer lengths are estimated from
+answers that ended. :class:`~chairlift.engine.calibration.Calibration` measures how good forecasts are.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from chairlift.scheduler.scheduler import Scheduler
 __all__ = ["Forecast", "StepSeconds", "foresee"]
 
 StepSeconds = Callable[[StepFeatures], float]
-"""How long after the step before a step ends."""
+"""Function: features of a step -> seconds from the end of the step before to its end."""
 
 _TOKEN: Final = 1
 _ANY_SIZE: Final = 1 << 40
-"""Size of a newcomer: nobody knows it, so it is taken for one that only the policy's order helps."""
+"""Size of a newcomer. It is unknown, so smallest-first order must not help it."""
 _NEWCOMER: Final = "\0newcomer of "  # no caller's id begins like that: ids come from the front's own generator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forecast:
-    """When requests will be in their first step, in seconds on the engine's clock."""
+    """Forecast times of requests' first steps, in seconds on the engine's clock."""
 
     made_at: float
     starts: dict[str, float]
-    """Of each that waits. In the order of the line as it will be."""
+    """Forecast start of each waiting request, in the order in which they will start."""
     newcomers: dict[str, float]
-    """Of one that would come now, by class of service, of the tenant that has most requests here."""
+    """Forecast start of a newcomer, by class of service, of the tenant that has most requests here."""
     seconds_per_start: float
-    """Between one start and the next: what each that came since adds."""
+    """Mean time between two starts. Each request that came since the forecast adds this much."""
     strangers: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The same of a tenant that has none."""
+    """Forecast start of a newcomer, by class of service, of a tenant that has no requests here."""
     tenant: str | None = None
-    """The one that has most."""
+    """Tenant that has most requests."""
 
     def wait_of(self, service_class: str, now: float, num_since: int = 0, *, stranger: bool = False) -> float:
-        """Seconds that a newcomer would wait; ``num_since`` is how many came since the forecast was made."""
+        """Seconds that a newcomer would wait. ``num_since`` requests came since the forecast was made."""
         newcomers = self.strangers if stranger and self.strangers else self.newcomers
         start = newcomers.get(service_class)
         if start is None:
@@ -67,11 +66,11 @@ def foresee(
     depth: int = 0,
     most_steps: int = 512,
 ) -> Iterator[Forecast | None]:
-    """Run ahead, one step per item; the last item is the forecast, all others are None.
+    """Run ahead one step per item. The last item is the forecast, all others are None.
 
-    ``classes`` has the priority of a newcomer per class of service. Like the engine, the copy schedules ``depth`` steps
-    beyond the newest known tokens. Starts beyond ``most_steps`` are extrapolated from the rate until then. The
-    scheduler may go on meanwhile: nothing of it is touched, and nothing but the copy is read after the first item.
+    ``classes`` maps classes of service to the priority of a newcomer. Like the engine, the copy schedules ``depth``
+    steps beyond the newest known tokens. Starts beyond ``most_steps`` are extrapolated from the rate until then. The
+    scheduler may go on meanwhile: it is never changed, and only the copy is read after the first item.
     """
     line = [request.request_id for request in scheduler.waiting.line(now)]
     starts: dict[str, float] = {}
@@ -90,7 +89,7 @@ def foresee(
     yield None
     for _ in range(most_steps):
         out = twin.schedule(clock)
-        for name in missing & starts.keys():  # they know enough, and are in nobody's way
+        for name in missing & starts.keys():  # their start is known, so they must not delay others
             missing.remove(name)
             twin.abort(name, clock)
         if out.num_tokens:
@@ -122,7 +121,7 @@ def foresee(
 def _forecast(
     now: float, starts: dict[str, float], names: dict[str, tuple[str, bool]], pace: float, busiest: str
 ) -> Forecast:
-    """From the times of all starts; ``names`` are those of the newcomers, as :func:`_add_newcomers` returns them."""
+    """Make a forecast from all start times. ``names`` are the newcomers' as :func:`_add_newcomers` returns them."""
     came = {label: starts.pop(name) for name, label in names.items()}
     strangers = {label: start for (label, is_stranger), start in came.items() if is_stranger}
     newcomers = {label: start for (label, is_stranger), start in came.items() if not is_stranger} or strangers
@@ -134,8 +133,11 @@ def _seconds(seconds: StepSeconds, out: SchedulerOutput) -> float:
     return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
 
 
-class _Onlookers:
-    """A policy under which newcomers, who are not there, displace nobody; when they would is put into ``starts``."""
+class _NewcomersDisplaceNobody:
+    """Wraps a policy so that hypothetical newcomers displace no request.
+
+    The time at which a newcomer would displace a request is its start, and goes into ``starts``.
+    """
 
     def __init__(self, policy: Policy, starts: dict[str, float]) -> None:
         self._policy, self._starts = policy, starts
@@ -152,12 +154,12 @@ class _Onlookers:
 
 
 def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict[str, float]) -> Scheduler:
-    """Of those who run, as they were before the steps in flight."""
+    """Copy the scheduler with its running requests, as they were before the steps in flight."""
     kv = scheduler.kv
     groups = [dataclasses.replace(group, num_host_blocks=0) for group in kv.layout.groups]
     steps = kv.layout.max_step_tokens
     memory = KVCacheManager(groups, kv.block_size, max_step_tokens=steps, enable_prefix_caching=False)
-    twin = scheduler.twin(memory, cast(Policy, _Onlookers(scheduler.policy.fork(), starts)))
+    twin = scheduler.twin(memory, cast(Policy, _NewcomersDisplaceNobody(scheduler.policy.fork(), starts)))
     begins = scheduler.chunks_in_flight()
     blocks: list[dict[int, int]] = [{} for _ in groups]
     for request in sorted(scheduler.running.values(), key=lambda request: request.admitted_at_step):
@@ -168,7 +170,7 @@ def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict
 
 
 def _queue(twin: Scheduler, scheduler: Scheduler, lengths: AnswerLengths, now: float) -> None:
-    """Add those who wait."""
+    """Add copies of the waiting requests."""
     for request in scheduler.waiting.line(now):
         twin.add(_like(request, lengths))
     twin.waiting.catch_up(scheduler.waiting)
@@ -176,8 +178,10 @@ def _queue(twin: Scheduler, scheduler: Scheduler, lengths: AnswerLengths, now: f
 
 
 def _add_newcomers(twin: Scheduler, classes: dict[str, int], busiest: str, now: float) -> dict[str, tuple[str, bool]]:
-    """Add a request of each class for the busiest tenant and for one that is unknown. Returns request id -> (class,
-    whether its tenant is the unknown one)."""
+    """Add a request of each class for the busiest tenant and for an unknown tenant.
+
+    Returns request id -> (class, whether its tenant is the unknown one).
+    """
     names: dict[str, tuple[str, bool]] = {}
     for number, (name, priority) in enumerate(classes.items()):
         for tenant in dict.fromkeys((busiest, _NEWCOMER)):
@@ -190,8 +194,8 @@ def _add_newcomers(twin: Scheduler, classes: dict[str, int], busiest: str, now: 
 
 
 def _like(request: Request, lengths: AnswerLengths) -> Request:
-    """A request of the same size and standing, whose answer is as long as is to be expected."""
-    # One that has ended and is held in its batch is held here, too; it has no more tokens to come.
+    """Copy a request with the same size and standing, and an answer of the expected length."""
+    # An ended request that is held in its batch is held in the copy, too. It gets no more tokens.
     num_tokens = request.num_output_tokens + 1 if request.finish_reason else lengths.expected(request)
     copy = Request(
         request.request_id,
@@ -205,7 +209,7 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
     copy.token_ids = [_TOKEN] * len(request.token_ids)
     copy.num_prompt_tokens = request.num_prompt_tokens
     copy.max_total_tokens += request.num_prompt_tokens
-    copy.limit = request.limit  # nobody who reserves blocks knows how long the answer will be
+    copy.limit = request.limit  # blocks are reserved for the longest answer, not for the expected one
     copy.num_preemptions, copy.sequence = request.num_preemptions, request.sequence
     copy.times_passed = request.times_passed
     copy.size = request.size

@@ -1,14 +1,13 @@
 """A governor moves three settings while the engine runs: rows, tokens of a step, and blocks kept free at admission.
 
-It is asked about once a second, between steps, what the settings should be, given plain numbers about the time since it
-was last asked. It never touches a request: a lower limit takes effect as requests leave. What may become of its answers
-is not its own affair: :class:`~chairlift.scheduler.governor_loop.GovernorLoop` keeps them within guard rails.
+About once a second, between two steps, it gets plain numbers about the time since the last call and proposes settings.
+It never touches a request: a lower limit takes effect as requests leave.
+:class:`~chairlift.scheduler.governor_loop.GovernorLoop` keeps its proposals within guard rails.
 
-:class:`RuleGovernor` aims at fewer than 2 % of the requests being preempted, and at latency targets if there are any.
-Before anything goes wrong it goes by a forecast: requests with prompts and answers as long as the recent ones take so
-much memory when they are answered side by side (the idea of LightLLM's Past-Future scheduler, ASPLOS 2025, with means
-in place of distributions). What the forecast gets wrong is corrected as TCP corrects its window: up slowly while memory
-is free and work waits, down by a factor when requests are preempted.
+:class:`RuleGovernor` aims at fewer than 2 % preempted requests, and at latency targets if there are any. It forecasts
+the memory that requests take side by side if prompts and answers are as long as recent ones (the idea of LightLLM's
+Past-Future scheduler, ASPLOS 2025, with means in place of distributions). It corrects errors of the forecast as TCP
+corrects its window: up slowly while memory is free and requests wait, down by a factor when requests are preempted.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ __all__ = [
 _MARGIN = 4.5
 _NEARLY_FREE = 1.25
 HEALTHY, UNHEALTHY = 0.02, 0.05
-"""Shares of requests preempted at least once: below the first all is well, above the second something must be done."""
+"""Shares of requests preempted at least once. Below the first the engine is healthy, above the second it is not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What a governor moves."""
+    """The settings that a governor moves."""
 
     running: int
-    """Most requests that run."""
+    """Largest number of running requests."""
     tokens: int
-    """Token budget of a step; no less than ``running``."""
+    """Token budget of a step, at least ``running``."""
     watermark: float
     """Share of the KV blocks kept free when a request joins a running batch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bounds:
-    """How far settings may go, both ends included."""
+    """Lower and upper limits of settings, both included."""
 
     least: Settings
     most: Settings
@@ -70,70 +69,71 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Targets:
-    """Latencies that are aimed at, in seconds; infinite where none is."""
+    """Target latencies in seconds. Infinite means no target."""
 
     ttft: float = math.inf
-    """To the first token, from arrival."""
+    """Time from arrival to the first token."""
     tpot: float = math.inf
-    """Per token after it."""
+    """Time per token after the first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What happened since the governor was last asked. Times in seconds; zeros where there was nothing to measure."""
+    """Figures since the governor was last called. Times in seconds. Zero where nothing was measured."""
 
     settings: Settings
-    """In force."""
+    """Settings in force."""
     seconds: float
-    """Since then."""
+    """Length of this interval."""
     running: int
-    """Now, and so are the next two."""
+    """Requests that run now."""
     waiting: int
+    """Requests that wait now."""
     oldest_wait: float
-    """Of those that wait, how long the first to come has waited."""
+    """Wait in seconds of the oldest waiting request."""
     kv_use: float
-    """Share of the KV blocks that requests held, at most."""
+    """Largest share of the KV blocks that requests held."""
     capacity_tokens: int
-    """Positions that the KV cache has room for, in requests like the recent ones."""
+    """Positions that fit into the KV cache, for requests of recent lengths."""
     preemption_rate: float
-    """Requests preempted for the first time / requests finished, over the last hundred or so."""
+    """Requests preempted for the first time divided by finished requests, over about the last hundred."""
     finished: int
     preempted: int
-    """For the first time."""
+    """Requests preempted for the first time."""
     prompt_length: float
-    """Mean of recent requests, in tokens that were not in the prefix cache."""
+    """Mean number of prompt tokens of recent requests, without tokens from the prefix cache."""
     answer_length: float
-    """Mean, in tokens: generated tokens per finished request, those of requests still running included."""
+    """Generated tokens, those of running requests included, divided by finished requests."""
     context_length: float
-    """Mean positions computed of those that run."""
+    """Mean number of computed positions of running requests."""
     prefill_share: float
-    """Of the tokens computed, those of prompts."""
+    """Share of the computed tokens that belong to prompts."""
     tokens_per_second: float
-    """Tokens of answers."""
+    """Answer tokens per second."""
     step_p50: float
     step_p99: float
     ttft: float
-    """Mean of the first tokens."""
+    """Mean time to first token."""
     tpot: float
-    """Mean gap between tokens."""
+    """Mean time between tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a governor wants, and why, in words."""
+    """Settings that a governor proposes, with the reason in words."""
 
     settings: Settings
     why: str
 
 
 class Governor(Protocol):
-    """A value with a memory of its own. No clock, no chance: equal observations bring equal proposals."""
+    """Proposes settings. It uses no clock and no randomness: equal observations give equal proposals."""
 
     @property
     def name(self) -> str: ...
 
     def decide(self, now: float, seen: Observation) -> Proposal | None:
-        """What the settings should be; None when they may stay. ``now`` is in seconds on the engine's clock."""
+        """Proposed settings, or None to keep the present ones. ``now`` is in seconds on the engine's clock."""
         ...
 
 
@@ -141,20 +141,20 @@ class Governor(Protocol):
 
 
 def rows_that_fit(seen: Observation) -> float:
-    """Requests like the recent ones that can be answered side by side without running out of memory.
+    """Number of requests of recent lengths that fit into the KV cache side by side.
 
-    Seen at any moment, a running answer is long already (long ones are there more often), about as long as the mean
-    answer when lengths are spread as in chat.
+    At a random moment a running answer is about as long as the mean answer, when lengths vary as in chats, because long
+    answers run for longer.
     """
     return seen.capacity_tokens / max(1.0, seen.prompt_length + seen.answer_length)
 
 
 def expected_growth(seen: Observation) -> float:
-    """Share of the KV cache that those who run will want on top of what they have, when they want most.
+    """Largest further share of the KV cache that the running requests will need at once.
 
     If each step ends a fixed share of the answers, n requests of mean length c and mean answer r hold n (c + t)
-    exp(-t / r) positions after t more steps, which is most at t = r - c. That is the mean; it takes r / n steps until
-    the first of them leaves, in which they grow by r, and a margin of a few times that covers when it takes longer.
+    exp(-t / r) positions after t more steps. The maximum is at t = r - c. This is a mean. The first request leaves
+    after r / n steps, in which all grow by r together. A margin of a few r covers a later leave.
     """
     mean, context = seen.answer_length, seen.context_length
     growth = seen.running * (mean * math.exp(context / mean - 1) - context) if mean > context else 0.0
@@ -162,7 +162,7 @@ def expected_growth(seen: Observation) -> float:
 
 
 def rows_in_time(seen: Observation, costs: Costs, seconds: float, most: int) -> int:
-    """The most rows, at least 1, that decode in steps of at most so many seconds."""
+    """Largest number of rows, at least 1, that decode in steps of at most ``seconds``."""
     low, high = 1, max(1, most)
     while low < high:
         middle = (low + high + 1) // 2
@@ -172,17 +172,17 @@ def rows_in_time(seen: Observation, costs: Costs, seconds: float, most: int) -> 
 
 
 def tokens_in_time(seen: Observation, costs: Costs, seconds: float, most: int) -> int:
-    """The largest token budget with which a step of the rows that run takes at most so many seconds."""
+    """Largest token budget with which a step of the running rows takes at most ``seconds``."""
     rows = min(seen.running, most - 1)
     return rows + costs.chunk_budget(rows, int(rows * seen.context_length), seconds, max(1, most - rows))
 
 
 def tokens_for_throughput(seen: Observation, costs: Costs, most: int) -> int:
-    """The token budget with which prompts cost others least.
+    """Token budget with which prompts delay running answers least.
 
-    Prompt tokens are nearly free in a step that reads the weights anyway, up to the ridge of the roofline (SARATHI,
-    2023); and there must be room for as many as the rows that end will be replaced by. More would only make some
-    steps long, while the others read the weights for decodes alone.
+    Up to the ridge of the roofline, prompt tokens are nearly free in a step that reads the weights anyway (SARATHI,
+    2023). The budget must also have room for the prompts that replace ended rows. A larger budget only makes some
+    steps long, while other steps read the weights for decodes alone.
     """
     rows = min(seen.running, most - 1)
     context = int(rows * seen.context_length)
@@ -197,7 +197,7 @@ def tokens_for_throughput(seen: Observation, costs: Costs, most: int) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Round:
-    """Since the last correction."""
+    """Sums since the last correction."""
 
     finished: int = 0
     preempted: int = 0
@@ -212,17 +212,17 @@ class _Round:
 
 
 class RuleGovernor:
-    """Forecast and correction, by rules that can be said in words."""
+    """Governor with fixed rules: a forecast and its correction."""
 
     name = "rules"
 
     def __init__(self, bounds: Bounds, targets: Targets, costs: Costs) -> None:
         self._bounds, self._targets, self._costs = bounds, targets, costs
         self._factor = 1.0
-        """By how much the forecast of rows that fit is corrected."""
+        """Correction factor of the forecast number of rows that fit."""
         self._round = _Round()
         self._slack = 1.0
-        """How much longer than the target a step with prompts may take, as steps without them take less."""
+        """Longest step with prompts, as a multiple of the target. Steps without prompts take less than the target."""
 
     def decide(self, now: float, seen: Observation) -> Proposal | None:
         most, target = self._bounds.most, self._targets.tpot
@@ -242,8 +242,11 @@ class RuleGovernor:
         return Proposal(Settings(running, tokens, watermark), ", ".join(whys))
 
     def _correct(self, seen: Observation) -> str:
-        """Additive increase, multiplicative decrease (Chiu and Jain, 1989), once per generation of requests: what a
-        change does is not seen before those that it let in have ended."""
+        """Correct the factor, and return the reason.
+
+        It is increased additively and decreased multiplicatively (Chiu and Jain, 1989), once per generation of
+        requests: the effect shows when the requests that it admitted have ended.
+        """
         self._round.add(seen)
         turn, rate = self._round, seen.preemption_rate
         if turn.preempted and rate > HEALTHY and turn.preempted >= 0.1 * seen.running:

@@ -1,4 +1,4 @@
-"""Around a governor: what it is told, what may become of what it says, and a record of both."""
+"""Runs a governor: collects its observations, limits and applies its proposals, and keeps a log of both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from chairlift.scheduler.scheduler import Scheduler
 __all__ = ["Decision", "GovernorLoop", "Window", "governor_from_config"]
 
 _USUAL_PROMPT, _USUAL_ANSWER, _USUAL_COUNT = 64, 160, 4
-"""At first a window is told of so many requests as they usually are, in tokens; real ones soon outweigh them."""
+"""Tokens per prompt, tokens per answer and number of assumed requests that a window starts with. Real requests soon
+outweigh them."""
 
 _log = logging.getLogger("chairlift.governor")
 
@@ -37,7 +38,7 @@ class Decision:
     """One entry of the audit log."""
 
     now: float
-    """In seconds on the engine's clock."""
+    """Time in seconds on the engine's clock."""
     governor: str
     before: Settings
     after: Settings
@@ -59,11 +60,11 @@ def _short(value: float) -> str:
     return f"{value:.3g}" if isinstance(value, float) else f"{value:,}"
 
 
-# --- what a governor is told -----------------------------------------------------------------------------------------
+# --- observations ----------------------------------------------------------------------------------------------------
 
 
 class _Ratio:
-    """A ratio of two counts that forgets: the lower one counts for ``memory`` at most."""
+    """Ratio of two counts that forgets old ones: the denominator is kept at or below ``memory``."""
 
     __slots__ = ("_lower", "_memory", "_upper")
 
@@ -79,13 +80,13 @@ class _Ratio:
             self._lower = self._memory
 
     def value(self, prior: float = 0.0) -> float:
-        """``prior`` is added to the lower count."""
+        """The ratio, with ``prior`` added to the denominator."""
         lower = self._lower + prior
         return self._upper / lower if lower else 0.0
 
 
 class Window:
-    """Collects an observation. A step that only decodes costs it a few additions, whatever the number of rows."""
+    """Collects one observation. A step that only decodes costs a few additions, whatever the number of rows."""
 
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
@@ -93,7 +94,7 @@ class Window:
         self._prompts.add(_USUAL_PROMPT, 1)
         self._answers.add(_USUAL_COUNT * _USUAL_ANSWER, _USUAL_COUNT)
         self._num_finished = scheduler.preemption_rate.num_finished
-        self._gave_way: set[str] = set()
+        self._ever_preempted: set[str] = set()
         """Live requests that were preempted at least once."""
         self._begin(now)
 
@@ -103,11 +104,11 @@ class Window:
         self._first_tokens: list[float] = []
         self._tokens = self._prefill = self._preemptions = self._gaps = 0
         self._waited = self._kv_use = 0.0
-        self._gave_way &= self._scheduler.requests.keys()
-        self._known = len(self._gave_way)
+        self._ever_preempted &= self._scheduler.requests.keys()
+        self._known = len(self._ever_preempted)
 
     def saw(self, out: SchedulerOutput, result: StepResult, seconds: float, now: float) -> None:
-        """A step has landed at ``now``, ``seconds`` after it began."""
+        """Count a step that ended at ``now``, ``seconds`` after it began."""
         self._steps.append(seconds)
         self._gaps += out.num_decodes
         self._waited += out.num_decodes * seconds
@@ -117,16 +118,16 @@ class Window:
             whole = out.blocks.free + out.blocks.used + out.blocks.cached
             self._kv_use = max(self._kv_use, out.blocks.used / whole if whole else 0.0)
         if out.preempted:
-            self._gave_way.update(out.preempted)
-            self._preemptions = len(self._gave_way) - self._known
+            self._ever_preempted.update(out.preempted)
+            self._preemptions = len(self._ever_preempted) - self._known
         if out.chunks:
             for row in result.sampled[out.num_decodes :]:
-                if row is not None and not row.has_given_way:
+                if row is not None and not row.was_preempted:
                     self._first_tokens.append(now - row.arrival_time)
                     self._prompts.add(row.num_prompt_tokens - row.num_cached_tokens, 1)
 
     def close(self, now: float, settings: Settings) -> Observation:
-        """What was seen since the last time; the next window begins."""
+        """Return the observation since the last call, and begin the next window."""
         scheduler, seconds = self._scheduler, now - self._since
         finished = scheduler.preemption_rate.num_finished - self._num_finished
         self._num_finished += finished
@@ -136,7 +137,7 @@ class Window:
         steps, computed = sorted(self._steps), self._tokens + self._prefill
         oldest = scheduler.waiting.oldest_arrival if waiting else now
         kv, length = scheduler.kv, max(1, round(self._prompts.value() + self._answers.value()))
-        # Behind a sliding window a request gives blocks back: longer ones take no more.
+        # A sliding window releases blocks, so longer requests take no more of them.
         per_block = [max(kv.block_size, length / kv.layout.blocks_for(group, length)) for group in range(len(kv.pools))]
         seen = Observation(
             settings=settings,
@@ -167,11 +168,11 @@ class Window:
 
 
 class GovernorLoop:
-    """Asks a governor once per ``interval`` seconds, and applies what the guard rails leave of its answer.
+    """Calls a governor every ``interval`` seconds and applies its proposal within the guard rails.
 
-    It begins with as many requests as fit if all are of usual lengths: none is taken back that was let in before the
-    first has ended. In ``shadow`` everything happens, but nothing is applied: decisions follow one another as if they
-    had been. The last ``capacity`` decisions are kept in ``decisions``.
+    It begins with as many requests as fit if all have usual lengths, because no request that joined can be taken back
+    before the first one has ended. With ``shadow`` no decision is applied, but later ones assume that it was. The last
+    ``capacity`` decisions are kept in ``decisions``.
     """
 
     def __init__(
@@ -190,18 +191,18 @@ class GovernorLoop:
         self.num_decisions = 0
         self._scheduler = scheduler
         self.settings = Settings(scheduler.batch.running_limit, scheduler.batch.token_budget, scheduler.batch.watermark)
-        """In force; in shadow mode, those that would be."""
+        """Settings in force. In shadow mode, the settings that would be."""
         self.rails = GuardRails(self.settings, bounds)
         self.window = Window(scheduler, now)
         self._due = now + interval
         seen = self.window.close(now, self.settings)
         room = max(self.settings.watermark, expected_growth(seen))
         start = bounds.clamp(Settings(int(rows_that_fit(seen)), self.settings.tokens, room))
-        if start != self.settings:  # without the rails' knowledge: it may open at once
+        if start != self.settings:  # the guard rails do not count this as a move, so the next one may come at once
             self._set(now, start, "nothing is known yet", seen)
 
     def govern(self, now: float) -> None:
-        """Between two steps: ask, if it is time."""
+        """Call the governor if it is time. Must run between two steps."""
         if now < self._due:
             return
         self._due = now + self.interval
@@ -233,12 +234,12 @@ class GovernorLoop:
 def governor_from_config(
     config: SchedulerConfig, scheduler: Scheduler, costs: Costs, now: float
 ) -> GovernorLoop | None:
-    """The governor that the settings ask for, at the settings that they begin with; None when it is off. Raises
-    ConfigError for a class of one's own that cannot be used."""
+    """The governor loop for these settings; None if it is off. Raises ConfigError for a custom class that cannot be
+    used."""
     if config.governor == "off":
         return None
     most, reserved = config.most_running, sum(each.min_seqs for each in (config.promises or {}).values())
-    # What classes have reserved must stay within reach, and prompts must get on.
+    # Reserved rows of classes must stay available, and prompts must make progress.
     least = Settings(reserved + 1, min(config.max_num_batched_tokens, 64), min(config.admission_watermark, 0.01))
     bounds = Bounds(least, Settings(most, config.max_num_batched_tokens, max(config.admission_watermark, 0.4)))
     targets = Targets(

@@ -1,4 +1,4 @@
-"""Whatever a governor wants: within bounds, in small steps, not to and fro, and back when it did harm."""
+"""Limits for a governor's proposals: bounds, small steps, no moves to and fro, and a way back after harm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ _WATERMARK_STEP = 0.04
 
 
 class GuardRails:
-    """Whatever a governor wants: within bounds, in small steps, not to and fro, and back when it did harm."""
+    """Limits a governor's proposals.
+
+    Settings stay within bounds, move in small steps and do not turn round too soon. Changes that cost throughput are
+    undone for a while.
+    """
 
     def __init__(
         self,
@@ -36,12 +40,12 @@ class GuardRails:
         self._busy: deque[tuple[float, float]] = deque(maxlen=patience)
         """(tokens per second, share of prompts) of windows in which work waited, since the last notable change."""
         self._base = configured
-        """As of then."""
+        """Settings at the last notable change."""
         self._before: tuple[float, float] | None = None
-        """The means of what came before it, until there is a verdict."""
+        """Means of ``_busy`` before the last notable change, until that change is judged."""
 
     def harmed(self, now: float, seen: Observation) -> str:
-        """Why the configured settings should come back for a while, or nothing. Each notable change gets a verdict."""
+        """Reason to return to the configured settings for a while, or "". Each notable change is judged once."""
         if not seen.waiting or not seen.tokens_per_second:
             return ""
         self._busy.append((seen.tokens_per_second, seen.prefill_share))
@@ -49,7 +53,7 @@ class GuardRails:
             return ""
         (speed, share), (was, share_was) = self._mean(), self._before
         self._before = None
-        # Other work has another speed; and fewer preemptions have a price, which the configured settings would not pay.
+        # Other traffic has another speed. And fewer preemptions cost throughput, which the configured settings keep.
         unlike = abs(share - share_was) > 0.1 or seen.preemption_rate > UNHEALTHY
         if unlike or speed >= was * (1 - self._worst_drop) or seen.settings == self.configured:
             return ""
@@ -58,11 +62,11 @@ class GuardRails:
         return f"{speed:.0f} tokens/s after {was:.0f} before; the configured settings, for a while"
 
     def held(self, now: float) -> bool:
-        """Whether the configured settings are in force because of harm done."""
+        """Whether the configured settings are in force because a change did harm."""
         return now < self._held_until
 
     def limit(self, now: float, current: Settings, wanted: Settings) -> Settings:
-        """The nearest allowed settings to those wanted."""
+        """The allowed settings that are nearest to ``wanted``."""
         wanted = self.bounds.clamp(wanted)
         running = self._step("running", now, current.running, wanted.running)
         tokens = self._step("tokens", now, current.tokens, wanted.tokens)
@@ -74,7 +78,7 @@ class GuardRails:
         return self.bounds.clamp(Settings(running, tokens, watermark))
 
     def moved(self, now: float, before: Settings, after: Settings) -> None:
-        """Take note of a change that is in force from now on."""
+        """Note a change of the settings that is in force from now on."""
         for field in dataclasses.fields(Settings):
             old, new = getattr(before, field.name), getattr(after, field.name)
             if old != new:
@@ -84,7 +88,10 @@ class GuardRails:
             self._busy.clear()
 
     def _step(self, name: str, now: float, at: int, wanted: int) -> int:
-        """Up by an eighth, down by a half at most, one in any case; not for less than a twentieth; no quick turn."""
+        """Move ``at`` towards ``wanted``: up by at most an eighth (at least 1), down by at most a half.
+
+        It stays for a change of less than a twentieth, and for a turn within the cool-down.
+        """
         aim = max(at // 2, min(wanted, at + max(1, at // 8)))
         if abs(aim - at) < max(1.0, at / 20):
             return at
@@ -100,6 +107,6 @@ class GuardRails:
 
 
 def _differ(one: Settings, other: Settings) -> bool:
-    """Whether going from one to the other is more than fine-tuning."""
+    """Whether two settings differ by more than fine-tuning."""
     ratios = (one.running / other.running, one.tokens / other.tokens)
     return any(not 0.8 < ratio < 1.25 for ratio in ratios) or abs(one.watermark - other.watermark) > 0.1

@@ -1,4 +1,4 @@
-"""What must hold between any two steps. Cheap enough for tests and simulation, not for production."""
+"""Checks of the scheduler's state between two steps. Cheap enough for tests and simulation, not for production."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When requests may join a batch and when they may leave it: also a value.
+"""Rules for when requests may join a batch and when they may leave it.
 
 ``continuous`` is iteration-level scheduling (Orca, OSDI 2022). ``static`` and ``dynamic`` are the baselines it is
 measured against: request-level batches as FasterTransformer and Triton's dynamic batcher run them.
@@ -25,7 +25,7 @@ class _Waiting(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Membership:
-    """How a batch begins and ends."""
+    """Rules by which a batch begins and ends."""
 
     name: str
     closed: bool
@@ -48,18 +48,18 @@ class Membership:
         return self._ready_size(waiting, free_slots)
 
     def fires_at(self, waiting: _Waiting, free_slots: int) -> float:
-        """When the requests in ``waiting`` may join, if nothing runs and nobody else comes."""
+        """Time at which the requests in ``waiting`` may join, if nothing runs and no other request comes."""
         ready = not self.closed or self._ready_size(waiting, free_slots)
         return waiting.oldest_arrival + (0.0 if ready else self.batch_wait)
 
     def _ready_size(self, waiting: _Waiting, free_slots: int) -> int:
-        """The largest size that need not wait for more: a full batch, else a preferred one; 0 when there is none."""
+        """The largest size that need not wait for more requests: a full batch, else a preferred size, else 0."""
         if len(waiting) >= free_slots:
             return free_slots
         return max((size for size in self.preferred_sizes if size <= len(waiting)), default=0)
 
     def lacks(self, places: int) -> str:
-        """What the next in line waits for, when so many may join and it does not."""
+        """What the next waiting request lacks, when ``places`` requests may join and it does not."""
         return "tokens" if places else "batch" if self.closed else "slots"
 
     def needs_budget(self) -> int:
@@ -67,7 +67,7 @@ class Membership:
         return 0 if self.closed else 1
 
     def prepare(self, batch: Sequence[Request], most: int) -> None:
-        """Before ``batch`` joins: decide how many positions each row computes. ``most`` bounds any row."""
+        """Set how many positions each row of ``batch`` computes, before it joins. ``most`` bounds any row."""
         if self.held:
             longest = max((request.max_total_tokens - request.num_prompt_tokens for request in batch), default=0)
             for request in batch:

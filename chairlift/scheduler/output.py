@@ -1,4 +1,4 @@
-"""What crosses between brain and muscle: differences one way, token ids the other."""
+"""Messages between scheduler and executor: steps as differences one way, token ids the other way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NewRow:
     block_ids: list[list[int]]
     """Block table per cache group."""
     sampling: Any
-    """The executor's own description of how this row samples; opaque to the brain."""
+    """The executor's own description of how this row samples. The scheduler does not read it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,16 +44,18 @@ class Chunk:
     """``prefill``, ``recompute`` (after a preemption), ``stalled`` (a decode that had to wait for a block), or
     ``verify`` (a decode with drafts)."""
     drafts: tuple[int, ...] = ()
-    """The last tokens of the chunk, where they are not known but proposed; each of them, and the known one before them,
-    is a sample position."""
+    """Proposed tokens at the end of the chunk. Each of them, and the known token before them, is a sample position."""
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
 
     def num_accepted(self, tokens: Sequence[int]) -> int:
-        """How many drafts are right when ``tokens`` were drawn at the sample positions: all before the first that
-        differs from what was drawn in its place. One more token than that is then known."""
+        """Number of right drafts, when ``tokens`` were drawn at the sample positions.
+
+        Drafts are right up to the first that differs from the token drawn in its place. That token is right too, so
+        one more token than the result is known.
+        """
         for place, draft in enumerate(self.drafts):
             if tokens[place] != draft:
                 return place
@@ -79,35 +81,35 @@ class SchedulerOutput:
     copies: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     """(group, source block, destination block), copied before this step writes anything else."""
     swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, host block, block) to bring back from host memory, before this step computes anything. It comes after
-    ``copies``: a source of theirs may have been given back since, and be where something is brought back to."""
+    """(group, host block, block) to copy back from host memory before this step computes anything. Applied after
+    ``copies``, because a block may be the source of a copy and then the destination of a swap-in."""
     decode_slots: tuple[int, ...] | None = None
-    """Rows that compute their one newest token and sample, from this step on; None when it is as before."""
+    """Rows that compute their newest token and sample, from this step on. None if they are the same as before."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     num_decodes: int = 0
     num_tokens: int = 0
     """Tokens computed in this step; 0 means there is nothing to execute."""
     num_recomputed: int = 0
-    """Of those, tokens that had been computed before and were lost to a preemption."""
+    """Tokens in this step that had been computed before and were lost to a preemption."""
 
-    # For the step log and the cost model; an executor that computes does not read what follows.
+    # The fields below are for the step log and the cost model. An executor that computes does not read them.
     decode_rows: tuple[tuple[str, int], ...] = ()
     """(request id, slot) of every decode row."""
     chunk_ids: list[str] = dataclasses.field(default_factory=list)
     preempted: list[str] = dataclasses.field(default_factory=list)
     preempted_for: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Requests preempted since the step before -> who needed what they had; empty where nobody in particular did."""
+    """Request preempted since the step before -> request that needed its row or blocks; "" for none in particular."""
     stalled: tuple[str, ...] = ()
-    """Decodes that rest from this step on, for want of a block."""
+    """Ids of decoding requests that wait for a block from this step on."""
     held_up_by: str = ""
-    """What the first in line that was not let in waits for: ``slots``, ``blocks``, ``tokens``, ``reservation`` (rows
-    kept for another class) or ``batch``; ``grammar`` when only requests wait whose grammar is being compiled, and empty
-    when nobody waits. Set also where there is nothing to execute."""
+    """What the first waiting request lacks: ``slots``, ``blocks``, ``tokens``, ``reservation`` (rows reserved for
+    another class) or ``batch``. ``grammar`` if all waiting requests have a grammar that is being compiled. Empty if no
+    request waits. Set also in a step that has nothing to execute."""
     context_tokens: int = 0
-    """Positions that the decode rows attend to, together: what the cost of a decode grows with."""
+    """Positions that all decode rows attend to together. The cost of a decode grows with it."""
     num_waiting: int = 0
     num_held: int = 0
-    """Decode rows that only compute because their batch has not ended (``batching="static"``)."""
+    """Finished decode rows that compute until their static batch ends (``batching="static"``)."""
     blocks: BlockCounts | None = None
     unused_slots: int = 0
     """Positions allocated in block tables but not computed: internal fragmentation."""
@@ -117,7 +119,7 @@ class SchedulerOutput:
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
-    """What an update changed."""
+    """Result of an update."""
 
     sampled: Sequence[Request | None]
     """Per sample position: the request whose token was accepted, or None where it was dropped."""

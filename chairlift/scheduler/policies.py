@@ -1,4 +1,4 @@
-"""From settings to a policy."""
+"""Make a policy from settings, and load plugins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from chairlift.config import SchedulerConfig
 from chairlift.errors import ConfigError
-from chairlift.scheduler.deadlines import OutlookOf
+from chairlift.scheduler.deadlines import EstimateOf
 from chairlift.scheduler.policy import FCFS, Policy
 from chairlift.scheduler.precedence import Precedence
 from chairlift.service_class import parse_service_classes, parse_tenant_weights
@@ -17,8 +17,8 @@ from chairlift.service_class import parse_service_classes, parse_tenant_weights
 __all__ = ["load_plugin", "load_policy", "policy_from_config"]
 
 
-def policy_from_config(config: SchedulerConfig, outlook: OutlookOf | None = None) -> Policy:
-    """A fresh policy. Raises ConfigError for a class of one's own that cannot be used."""
+def policy_from_config(config: SchedulerConfig, estimate: EstimateOf | None = None) -> Policy:
+    """A new policy for these settings. Raises ConfigError for a custom class that cannot be used."""
     if config.scheduling_policy == "fcfs":
         return FCFS
     if config.scheduling_policy == "priority":
@@ -27,24 +27,26 @@ def policy_from_config(config: SchedulerConfig, outlook: OutlookOf | None = None
             max_running=config.most_running,
             ageing_seconds=config.ageing_seconds,
             tenant_weights=parse_tenant_weights(config.tenant_weights),
-            outlook=outlook,
+            estimate=estimate,
         )
     return load_policy(config.scheduling_policy)
 
 
 def load_policy(path: str) -> Policy:
-    """``module:Class``, made without arguments. Raises ConfigError naming what is missing."""
+    """Make the policy ``module:Class`` without arguments. Raises ConfigError that names a missing member."""
     members = [name for name in dir(type(FCFS)) if not name.startswith("_")]
     base = "chairlift.scheduler.policy.FirstComeFirstServed"
     return cast(Policy, load_plugin("scheduling_policy", path, lambda owner: owner(), members, base))
 
 
 def load_plugin(setting: str, path: str, make: Callable[[Any], Any], members: list[str], example: str) -> Any:
-    """``make`` applied to the class ``module:Class``, which is imported. Raises ConfigError when that fails, or when
-    the result lacks one of ``members``."""
+    """Import the class ``module:Class`` and return ``make`` of it.
+
+    Raises ConfigError when that fails, or when the result lacks one of ``members``.
+    """
     module_name, _, class_name = path.partition(":")
     if "" not in sys.path:
-        sys.path.append("")  # neither the installed command nor the engine's process looks where it runs
+        sys.path.append("")  # the installed command and the engine's process do not search the current directory
     try:
         plugin = make(getattr(importlib.import_module(module_name), class_name))
     except Exception as error:

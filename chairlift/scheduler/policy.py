@@ -1,4 +1,4 @@
-"""Who is next, who is preempted, and who gets how much of a step: a policy is a value, and the loop never asks which.
+"""Policies decide which request is next, which is preempted, and how a step's tokens are divided.
 
 :class:`Policy` is the public interface for policies of one's own (``--scheduling-policy module:Class``). Start from
 :class:`FirstComeFirstServed`, override what differs, and run ``chairlift sim gate module:Class`` before it
@@ -19,28 +19,28 @@ Resource = Literal["slots", "blocks", "tokens"]
 
 
 class Policy(Protocol):
-    """Every question has one caller, the loop; ``now`` is in seconds on the engine's clock.
+    """The interface that the scheduler calls. ``now`` is in seconds on the engine's clock.
 
-    The loop keeps its own promises whatever a policy answers: no request is preempted twice without progress in
-    between, none too often, none starves behind one that does not fit, and budgets hold.
+    The scheduler keeps its invariants whatever a policy answers: no request is preempted twice without progress in
+    between or too often, none starves behind one that does not fit, and budgets hold.
     """
 
     name: str
     preemptive: bool
-    """Whether :meth:`outranks` is ever true. If not, nobody asks, and running work is only preempted for blocks that
-    running work needs."""
+    """Whether :meth:`outranks` is ever true. If not, it is never called, and running work is only preempted for blocks
+    that other running work needs."""
 
     def fork(self) -> Policy:
-        """A policy of the same opinion that has seen no request yet, for looking ahead on a copy of the state."""
+        """A policy with the same settings that has seen no request, for forecasts on a copy of the state."""
         ...
 
     def catch_up(self, original: Policy) -> None:
-        """Called on a fork once it was told of all requests: what the original knows of the past, it knows too."""
+        """Take the history of ``original``. Called on a fork after all requests were added to it."""
         ...
 
     def order(self, request: Request) -> tuple[float, ...]:
-        """Standing, as a sort key: who is smaller goes first within a lane, and keeps its blocks when running work is
-        short of them. Must not change while the request waits in one place."""
+        """Sort key within a lane. A smaller request goes first, and keeps its blocks when running work is short of
+        them. The key must not change while the request waits in one place."""
         ...
 
     def lane(self, request: Request) -> Hashable:
@@ -48,68 +48,72 @@ class Policy(Protocol):
         ...
 
     def rank(self, head: Request, waited: float, now: float) -> tuple[float, ...]:
-        """Sort key of a lane, by its first request and by how long nobody of the lane was let in while it waited.
-        May change from one call to the next."""
+        """Sort key of a lane with first request ``head``. ``waited`` is the time in seconds since a request of the lane
+        last joined, or since ``head`` came. The key may change from one call to the next."""
         ...
 
     def outranks(self, request: Request, running: Request, resource: Resource, now: float) -> bool:
-        """Whether ``request``, which waits or is in its prefill, may take ``resource`` from a running one."""
+        """Whether ``request``, which waits or prefills, may take ``resource`` from ``running``."""
         ...
 
     def yields(self, running: Request, needy: Request) -> bool:
-        """Whether a running request may be preempted for blocks that another running one needs. Never in a circle."""
+        """Whether ``running`` may be preempted for blocks that ``needy``, also running, needs. Never in a circle."""
         ...
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
-        """The request to preempt, of those that may be. When running work is in need it is a candidate itself; None
-        lets it wait."""
+        """The request to preempt, or None. A running request that needs blocks is a candidate too. It waits if the
+        result is None or itself."""
         ...
 
     def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
-        """How a step's token budget is divided between requests that have several tokens to compute; ``needs`` has
-        how many, in order of admission. Each at most once, and no more in all than the budget."""
+        """Divide a step's token budget between requests with several tokens to compute.
+
+        ``needs`` has (request, tokens to compute) in order of admission. The result has each request at most once, and
+        at most ``budget`` tokens in all.
+        """
         ...
 
     def standing(self, request: Request) -> tuple[float, ...]:
-        """What stands above size when the rest of a step's prompt budget goes to the smallest requests: smaller goes
-        first, and among equals the smallest request. Must not change while the request waits in one place."""
+        """Sort key that goes before size, when the rest of a step's prompt budget goes to the smallest requests.
+
+        Smaller goes first. The key must not change while the request waits in one place.
+        """
         ...
 
     def reserved_tokens(self, needs: Sequence[tuple[Request, int]]) -> int:
-        """Tokens of a step that are promised to some of ``needs``, as in :meth:`share`: they never go by size."""
+        """Tokens of a step that are reserved for some of ``needs`` (as in :meth:`share`). They never go by size."""
         ...
 
     def observe(self, running: Iterable[Request], now: float) -> None:
-        """Called before the waiting are compared with those who run."""
+        """Called before waiting requests are compared with running ones."""
         ...
 
     def may_stay(self, request: Request) -> bool:
-        """Whether a waiting request that may not be preempted any more may have a row now."""
+        """Whether a waiting request that may not be preempted any more may join now."""
         ...
 
     def late(self, now: float) -> Iterable[Request]:
-        """Requests that cannot keep their deadline any more; each is reported once."""
+        """Requests that cannot keep their deadline any more. Each is reported once."""
         ...
 
     def moved(self) -> Iterable[Request]:
-        """Waiting requests whose lane or order time has changed; asked after :meth:`late`, and each is reported once
-        for every change."""
+        """Waiting requests with a changed lane or order, each once for every change. Called after :meth:`late`."""
         ...
 
     def queued(self, request: Request, now: float) -> None:
-        """It begins to wait: it has arrived, or was preempted."""
+        """A request begins to wait: it has arrived, or was preempted."""
         ...
 
     def joined(self, request: Request) -> None:
-        """It has a row from this step on."""
+        """A request has a row from this step on."""
         ...
 
     def left(self, request: Request) -> None:
-        """It gives up its row; its computed tokens are still known."""
+        """A request leaves its row. Its number of computed tokens is still set."""
         ...
 
     def forgotten(self, request: Request) -> None:
-        """It has ended, wherever it was."""
+        """A request has ended, whether it ran or waited."""
         ...
 
 

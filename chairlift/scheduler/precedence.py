@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from chairlift.request import Request
-from chairlift.scheduler.deadlines import Deadlines, OutlookOf
+from chairlift.scheduler.deadlines import Deadlines, EstimateOf
 from chairlift.scheduler.fairness import VirtualTokenCounters
 from chairlift.scheduler.policy import FirstComeFirstServed, Policy, Resource
 from chairlift.service_class import ServiceClass
@@ -16,7 +16,7 @@ __all__ = ["Precedence"]
 
 
 _OWED_SHARE = 0.75
-"""Of its fair share of the rows. A tenant that wants no more need not wait for them; those who want more would take
+"""Part of its fair share of the rows that a tenant gets at once. Tenants that want more wait, because they would take
 rows from each other for ever."""
 
 _STARVING = 8
@@ -26,30 +26,30 @@ _STARVING = 8
 class Precedence(FirstComeFirstServed):
     """The policy ``priority``.
 
-    * A class below its reserved rows, blocks or step tokens takes them back from whoever borrowed them.
-    * Requests with a deadline go by least slack: by when they must start at the latest, as far as ``outlook`` can
-      tell. For those that cannot make it see :class:`~chairlift.scheduler.deadlines.Deadlines`.
-    * Lower ``priority`` displaces running work of higher number. Waiting lowers it by one per ``ageing_seconds`` in
-      which nobody of the same lane was let in, for the order of the line only: age takes nobody's row away. Nor does
-      priority from one let in after eight times as long: else it would be displaced at once, and starve.
-    * Between tenants of one priority, virtual token counters decide; then who holds fewer rows for its weight; then
-      arrival. A tenant with less service that wants, running and waiting, no more than three quarters of its share of
-      the rows, or one, takes them from one that has more than its share and more than one: who asks for little does
-      not wait for who asks for all.
+    * A class below its reserved rows, blocks or step tokens takes them back from the requests that borrowed them.
+    * Requests with a deadline go by least slack, which is the latest time at which they must start by ``estimate``.
+      :class:`~chairlift.scheduler.deadlines.Deadlines` says what happens to requests that will be late.
+    * A lower ``priority`` number displaces running work of a higher number. A lane gains one level for each
+      ``ageing_seconds`` in which none of its requests joined. Age changes the waiting order only and takes no row. A
+      request that joined after eight times as long keeps its row against priority, or it would starve.
+    * Between tenants of one priority, virtual token counters decide, then fewer rows for the tenant's weight, then
+      arrival. A tenant is *owed* rows if it has had less service and wants, running and waiting, no more than three
+      quarters of its share of the rows, or one row. It takes them from a tenant with more than its share and more than
+      one row. So a tenant that asks for little does not wait for one that asks for all.
 
-    What it comes to in steps, for R rows, budget T and requests of at most L positions, with continuous batching and
-    mixed steps. Prompts under way are computed after ``P = ceil(R * L / (T - R + 1))`` steps, and what may not be
-    preempted has ended ``L`` steps later; D is the look-ahead, W is ``max_times_passed``.
+    Bounds in steps, for R rows, budget T and requests of at most L positions, with continuous batching and mixed
+    steps. Prompts that are being computed are done after ``P = ceil(R * L / (T - R + 1))`` steps. Requests that may
+    not be preempted end ``L`` steps later. D is the look-ahead, W is ``max_times_passed``.
 
-    * A class below its reserved rows gets one back within ``P + D + 1`` steps of asking, where blocks suffice for all
-      rows; one below its reserved blocks is let in within ``(W + 1) * (P + L + D + 1)``. Reserved step tokens are there
-      in every step, as far as decodes leave any.
-    * Of N lanes, the head of one that everybody goes before starts after ``8 * ageing_seconds``, and within
-      ``N * (W + 1) * (P + L + D + 1)`` steps from then.
-    * A tenant to whom rows are owed has one within ``P + D + 1`` steps, where blocks suffice for all rows and others
-      may be preempted.
-    * For :class:`~chairlift.scheduler.fairness.VirtualTokenCounters` see there. Age goes before fair shares: their
-      bound holds as long as nobody waits for ``ageing_seconds``.
+    * A class below its reserved rows gets one back within ``P + D + 1`` steps, if blocks suffice for all rows. A class
+      below its reserved blocks joins within ``(W + 1) * (P + L + D + 1)``. Reserved step tokens are there in every
+      step, as far as decodes leave any.
+    * The head of the lowest of N lanes starts within ``N * (W + 1) * (P + L + D + 1)`` steps after it has waited for
+      ``8 * ageing_seconds``.
+    * A tenant that is owed rows has one within ``P + D + 1`` steps, if blocks suffice for all rows and others may be
+      preempted.
+    * :class:`~chairlift.scheduler.fairness.VirtualTokenCounters` has the bound of fair shares. Age goes before fair
+      shares, so that bound holds as long as no request waits for ``ageing_seconds``.
     """
 
     name = "priority"
@@ -62,35 +62,35 @@ class Precedence(FirstComeFirstServed):
         max_running: int,
         ageing_seconds: float = 30.0,
         tenant_weights: Mapping[str, float] | None = None,
-        outlook: OutlookOf | None = None,
+        estimate: EstimateOf | None = None,
     ) -> None:
         self.counters = VirtualTokenCounters(tenant_weights)
         self._classes = dict(classes)
         self._no_class = ServiceClass()
         self._max_running = max_running
         self._ageing = ageing_seconds
-        self._deadlines = Deadlines(outlook)
+        self._deadlines = Deadlines(estimate)
         self._rows: Counter[str] = Counter()
-        """Running requests per class."""
+        """Number of running requests per class."""
         self._tenant_rows: Counter[str] = Counter()
         self._row = 1.0
-        """Weight of the tenants that want something, per row."""
+        """Total weight of the tenants with requests, per row."""
         self._running: Iterable[Request] = ()
         self._settled = self._counted = True
         self._blocks: Counter[str] = Counter()
-        """Blocks per class, in its fullest cache group; see :meth:`_used`."""
+        """Number of blocks per class, in its fullest cache group. See :meth:`_used`."""
         self._reserves_blocks = any(each.min_blocks for each in classes.values())
         self._reserves_tokens = any(each.min_step_tokens for each in classes.values())
         self._known: set[str] = set()
         self._starving: set[str] = set()
-        """Heads of lanes that got nothing for too long, and requests that were let in as such."""
+        """Ids of the first requests of lanes that waited too long, and of requests that joined for that reason."""
 
     def fork(self) -> Precedence:
         twin = Precedence(
             self._classes,
             max_running=self._max_running,
             ageing_seconds=self._ageing,
-            outlook=self._deadlines.outlook,
+            estimate=self._deadlines.estimate_of,
         )
         twin._starving = set(self._starving)
         return twin
@@ -122,7 +122,7 @@ class Precedence(FirstComeFirstServed):
             return (claim, 0, -periods, head.priority, fair, head.sequence)
         if head.start_by < math.inf:
             return (claim, 1, head.start_by, head.priority, fair, head.sequence)
-        rows = self._tenant_rows[tenant] / self.counters.weight(tenant)  # who is owed a row is asked first
+        rows = self._tenant_rows[tenant] / self.counters.weight(tenant)  # a tenant that is owed a row goes first
         return (claim, 2, 0.0, head.priority - periods, fair, rows, head.sequence)
 
     def outranks(self, request: Request, running: Request, resource: Resource, now: float) -> bool:
@@ -139,7 +139,7 @@ class Precedence(FirstComeFirstServed):
         return request.priority < running.priority and running.start_by == math.inf
 
     def _is_owed(self, request: Request, running: Request) -> bool:
-        """Whether the one's tenant wants few rows and has had little service, and the other has more than its share."""
+        """Whether ``request``'s tenant is owed a row, and the tenant of ``running`` has more than its share."""
         tenant, other = request.service.tenant, running.service.tenant
         if tenant == other or self.counters[tenant] > self.counters[other]:
             return False
@@ -155,7 +155,7 @@ class Precedence(FirstComeFirstServed):
         return super().yields(running, needy)
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
-        # Of equal standing, the tenant that has had most is preempted first, and the work that is soonest done again.
+        # At equal standing the victim is of the tenant with most service, and cheapest to compute again.
         return max(candidates, key=self._weakness, default=None)
 
     def _weakness(self, request: Request) -> tuple[float, ...]:
@@ -179,7 +179,7 @@ class Precedence(FirstComeFirstServed):
         return shares
 
     def _floors(self, needs: Sequence[tuple[Request, int]]) -> dict[str, int]:
-        """Tokens of a step that are reserved for each class and wanted by it."""
+        """Class -> tokens of a step that are reserved for it and that it needs."""
         wanted: Counter[str] = Counter()
         for request, num_tokens in needs:
             wanted[request.service.service_class] += num_tokens
@@ -202,7 +202,7 @@ class Precedence(FirstComeFirstServed):
         return self._classes.get(name, self._no_class)
 
     def _claims(self, request: Request, resource: Resource) -> bool:
-        """Whether the request's class has less than what is reserved for it."""
+        """Whether the request's class has less of ``resource`` than is reserved for it."""
         name = request.service.service_class
         own = self._class(name)
         if resource == "slots":
@@ -212,7 +212,7 @@ class Precedence(FirstComeFirstServed):
         return own.min_step_tokens > 0
 
     def _within(self, request: Request, resource: Resource) -> bool:
-        """Whether all that the request's class has is reserved for it."""
+        """Whether the request's class has no more of ``resource`` than is reserved for it."""
         name = request.service.service_class
         own = self._class(name)
         if resource == "slots":

@@ -1,4 +1,4 @@
-"""Who may be preempted, how, and how often it happens."""
+"""Which requests may be preempted, how, and how often that happens."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class PreemptionCosts(Protocol):
     """Seconds, as measured."""
 
     def recompute_seconds(self, num_tokens: int) -> float:
-        """To compute so many lost positions of one request again."""
+        """Seconds to compute ``num_tokens`` lost positions of one request again."""
         ...
 
     def swap_seconds(self, num_blocks: int) -> float:
-        """To copy so many blocks of every cache group to host memory, and back."""
+        """Seconds to copy ``num_blocks`` blocks of every cache group to host memory and back."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreemptionMode:
-    """How running requests are preempted, as a value.
+    """How running requests are preempted.
 
-    ``recompute`` drops KV: the end of it only where that is enough (running work needs blocks), else all of it.
-    ``swap`` keeps it in host memory as long as there is room. ``auto`` takes what costs less time. With ``none``
-    nobody is preempted, and so requests join only with blocks for the longest answer they may give (TGI's rule).
+    ``recompute`` drops KV: only the end of it if running work needs a few blocks, else all of it. ``swap`` keeps KV in
+    host memory as long as there is room. ``auto`` takes the cheaper of both. With ``none`` no request is preempted,
+    so requests join only with blocks for the longest answer they may give (TGI's rule).
     """
 
     name: str = "recompute"
@@ -54,7 +54,7 @@ class PreemptionMode:
         return self.name in ("auto", "recompute")
 
     def saves(self, request: Request, num_tokens: int) -> bool:
-        """Whether to keep the first ``num_tokens`` positions of a request in host memory rather than drop them."""
+        """Whether to save the first ``num_tokens`` positions of a request in host memory instead of dropping them."""
         if self.name != "auto" or self.costs is None:
             return self.name == "swap"
         num_blocks = max(map(len, request.block_ids), default=0)
@@ -62,17 +62,16 @@ class PreemptionMode:
 
 
 def is_pinned(request: Request, max_preemptions: int) -> bool:
-    """A request preempted this often is never preempted again, and joins only with all blocks it may ever need."""
+    """Whether a request was preempted so often that it never is again. It joins only with all blocks it may need."""
     return request.num_preemptions >= max_preemptions
 
 
 def may_be_preempted(request: Request, max_preemptions: int, step: int) -> bool:
-    """Whether somebody may take a running request's place in ``step``.
+    """Whether a running request may be preempted in ``step``.
 
-    Not if it joined in this very step, has not produced a token since it came back from a preemption, is pinned or
-    already complete. One that has not come back yet, for want of blocks, may have to give up more. Every request is
-    admitted with blocks for all its known tokens, so one that may not be preempted can always produce its next token,
-    and the wait for it is bounded.
+    It may not if it joined in this step, has no new token since its last preemption, is pinned, or is complete. A
+    request that still waits for its lost blocks may lose more. Every request is admitted with blocks for all its known
+    tokens, so a request that may not be preempted can always produce its next token, and the wait for it is bounded.
     """
     return (
         request.finish_reason is None
@@ -90,7 +89,7 @@ def may_be_preempted(request: Request, max_preemptions: int, step: int) -> bool:
 def candidates(
     running: Iterable[Request], needy: Request, policy: Policy, max_preemptions: int, step: int
 ) -> Iterable[Request]:
-    """Running requests that may be preempted for blocks that ``needy``, itself among them, needs."""
+    """Running requests that may be preempted for blocks that ``needy`` needs. ``needy`` may be among them."""
     for request in running:
         if may_be_preempted(request, max_preemptions, step) and (request is needy or policy.yields(request, needy)):
             yield request
@@ -100,7 +99,7 @@ RECOMPUTE = PreemptionMode()
 
 
 class PreemptionRate:
-    """Requests that have finished, those of them that were preempted, and their share over a window in seconds."""
+    """Numbers of finished and of preempted requests, and the preempted share over the last ``window`` seconds."""
 
     def __init__(self, window: float = 60.0) -> None:
         self.window = window

@@ -1,4 +1,4 @@
-"""Preemption: of running work that needs blocks by other running work, or by a waiting request that outranks it."""
+"""Preemption of running requests, for running ones that need blocks or waiting ones that outrank them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from chairlift.scheduler.step import Step
 __all__ = ["Preemptor"]
 
 _ASK_AGAIN_STEPS = 4
-"""While nobody comes or goes, time alone changes who outranks whom: a full batch is asked again this seldom."""
+"""Steps between two comparisons of the queue with a full batch, while no request comes or goes. Only time changes the
+order then."""
 
 
 class Preemptor:
@@ -24,50 +25,51 @@ class Preemptor:
         self.running, self.waiting = batch.running, batch.waiting
         self.num_preemptions = 0
         self.num_swaps = self.num_tails = 0
-        """Of the preemptions, those that kept the KV in host memory, and those that dropped only its end."""
+        """Preemptions that kept the KV in host memory, and preemptions that dropped only the end of the KV."""
         self.preempted_for: dict[str, str] = {}
-        """Requests preempted since the newest step -> the request that needed their blocks or row; "" for none."""
+        """Request preempted since the newest step -> request that needed its blocks or row; "" for none."""
         self.swap_out: list[tuple[int, int, int]] = []
         """(group, block, host block) that the next step saves in host memory."""
-        self._turned_away: tuple[int, int] | None = None
-        """Who had come and gone when the first in line outranked nobody in a full batch; None when it did."""
-        self._asked_at = 0
-        """Step in which the waiting were last compared with a full batch."""
+        self._refused_state: tuple[int, int] | None = None
+        """(changes of the queue, rows vacated) when the first waiting request last outranked no running one; None if
+        it outranked one."""
+        self._compared_at = 0
+        """Step in which waiting requests were last compared with a full batch."""
 
     def make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
-        """Blocks for the request's first ``num_tokens`` positions, preempting others if need be."""
+        """Get blocks for the request's first ``num_tokens`` positions, and preempt others if necessary."""
         while True:
             grown = self.kv.tables.extend(request, num_tokens, self.batch.step)
             if grown is not None:
                 step.out.new_blocks += [(request.slot, blocks) for blocks in grown]
                 return True
             if self.membership.closed or not self.kv.tables.num_missing(request, num_tokens):
-                return False  # steps in flight still hold what is reserved for it; it is there in the next step
+                return False  # steps in flight still hold the blocks; the request gets them in the next step
             victims = candidates(self.running.values(), request, self.policy, self.batch.max_preemptions, step.out.step)
             victim = self.policy.victim(victims)
-            if victim is None or victim is request:  # the last in line waits, and keeps what it has
+            if victim is None or victim is request:  # the weakest request waits, and keeps its blocks
                 return False
             self.preempted_for[victim.request_id] = request.request_id
             num_blocks = self.kv.tables.num_missing(request, num_tokens)
-            if self._rather_saves(victim, num_blocks) or not self._drop_tail(victim, num_blocks, step):
+            if self._swap_is_cheaper(victim, num_blocks) or not self._drop_tail(victim, num_blocks, step):
                 self.preempt(victim, step)
 
     def admit_ahead(self, step: Step, budget: int) -> None:
-        """Let in, before the budget is spent, those who may take from running work what they need."""
-        crowd = (self.waiting.num_changes, self.batch.num_vacated)
+        """Before the budget is spent, admit waiting requests that may take rows and blocks from running ones."""
+        state = (self.waiting.num_changes, self.batch.num_vacated)
         if (
             not self.batch.free_rows
-            and crowd == self._turned_away
-            and step.out.step < self._asked_at + _ASK_AGAIN_STEPS
+            and state == self._refused_state
+            and step.out.step < self._compared_at + _ASK_AGAIN_STEPS
         ):
             return
-        self._turned_away, self._asked_at = crowd, step.out.step
+        self._refused_state, self._compared_at = state, step.out.step
         self.policy.observe(self.running.values(), self.batch.now)
         while self.waiting:
             head = next(self.waiting.line(self.batch.now))
             if self._takes_its_place(head, step, budget):
                 continue
-            # Who is first for its age can take nobody's row, and must not stand in the way of those who can.
+            # A request that is first for its age takes no row from others. The first one without age may.
             other = head if self.batch.free_rows else self.waiting.first_but_for_age(self.batch.now)
             if other is head or not self._takes_its_place(other, step, budget):
                 return
@@ -75,19 +77,19 @@ class Preemptor:
     def _takes_its_place(self, head: Request, step: Step, budget: int) -> bool:
         ahead = [r for r in self.batch.catching_up if not self.policy.outranks(head, r, "tokens", self.batch.now)]
         if sum(request.num_tokens - request.num_computed_tokens for request in ahead) >= budget:
-            self._turned_away = None
+            self._refused_state = None
             return False
         let_in = self.batch.open_rows > 0 and self.batch.admit(head, step.out)
         return let_in or (self._displace(head, step) and self.batch.admit(head, step.out))
 
     def _displace(self, head: Request, step: Step) -> bool:
-        """Preempt running work for one that waits; only if that lets it in once steps in flight have landed."""
+        """Preempt running work for a waiting request, but only if it can then join once steps in flight have landed."""
         outranks, now = self.policy.outranks, self.batch.now
 
         def able(resource: Resource) -> list[Request]:
             lower = [running for running in self.running.values() if outranks(head, running, resource, now)]
-            if lower:  # who may not be preempted now may be in the next step
-                self._turned_away = None
+            if lower:  # a request that may not be preempted now may be in the next step
+                self._refused_state = None
             return [
                 running for running in lower if may_be_preempted(running, self.batch.max_preemptions, step.out.step)
             ]
@@ -97,14 +99,14 @@ class Preemptor:
             evicted = self.policy.victim(able("slots"))
             if evicted is None:
                 return False
-            if self.batch.free_rows:  # it takes a row that is reserved for short ones before it takes somebody's
+            if self.batch.free_rows:  # a free row reserved for short requests is taken before a row in use
                 evicted = None
         reserve, leaving = head.reserve, able("blocks")
         if evicted is not None and evicted not in leaving:
             leaving.append(evicted)  # its blocks come free with its row
         if self.kv.lacks(head, reserve, self.batch.kept_free(), leaving):
             return False
-        head.times_passed = self.waiting.max_times_passed  # what is freed for it goes to nobody it would let past
+        head.times_passed = self.waiting.max_times_passed  # no other request may take the blocks freed for this one
         if evicted is not None:
             self.preempted_for[evicted.request_id] = head.request_id
             self.preempt(evicted, step)
@@ -117,8 +119,10 @@ class Preemptor:
         return True
 
     def preempt(self, request: Request, step: Step | None) -> None:
-        """Take row and blocks from a running request, which waits again. ``step`` is the one that is being put together
-        now, or None between two steps."""
+        """Take row and blocks from a running request and queue it again.
+
+        ``step`` is the step that is being scheduled, or None between two steps.
+        """
         self.preempted_for.setdefault(request.request_id, "")
         done = self._computed_before(request, step)
         if step is not None:
@@ -132,7 +136,7 @@ class Preemptor:
 
     @staticmethod
     def _computed_before(request: Request, step: Step | None) -> int:
-        """Its computed positions without those of the step that is being put together."""
+        """Computed positions of the request without those of the step that is being scheduled."""
         done = request.num_computed_tokens
         if step is not None:
             done -= sum(chunk.num_tokens for other, chunk in step.chunks if other is request)
@@ -141,12 +145,12 @@ class Preemptor:
 
     def _count_preemption(self, request: Request, done: int) -> None:
         request.num_ever_computed = max(request.num_ever_computed, done)
-        if not request.short_of_blocks:  # else it gives up more for the same shortage
+        if not request.short_of_blocks:  # else this is the same preemption: it loses more for the same shortage
             request.num_preemptions += 1
             self.num_preemptions += 1
 
     def _take_from(self, request: Request, step: Step, done: int) -> None:
-        """The step that is being put together computes nothing for the request, which has computed ``done`` before."""
+        """Remove the request from the step that is being scheduled. ``done`` positions were computed before it."""
         out = step.out
         out.chunks = [chunk for chunk in out.chunks if chunk.slot != request.slot]
         step.chunks = [entry for entry in step.chunks if entry[0] is not request]
@@ -154,21 +158,21 @@ class Preemptor:
         out.preempted.append(request.request_id)
         if request.decoding:
             self.batch.decodes.stop(request)
-        if request not in self.batch.catching_up:  # it decoded, or only waited for its last token
+        if request not in self.batch.catching_up:  # it was decoding, or only waited for its last token
             self.batch.catching_up.append(request)
         self.batch.num_computed_tokens -= request.num_computed_tokens - done
         request.num_computed_tokens = done
 
-    def _rather_saves(self, request: Request, num_blocks: int) -> bool:
-        """Whether to keep all of a request's KV in host memory costs less than to drop so many blocks of its end."""
+    def _swap_is_cheaper(self, request: Request, num_blocks: int) -> bool:
+        """Whether swapping all of a request's KV costs less than dropping ``num_blocks`` blocks at its end."""
         room = all(len(table) <= self.kv.swap_pool.num_free(group) for group, table in enumerate(request.block_ids))
         return room and self.batch.preemption.saves(request, num_blocks * self.kv.block_size)
 
     def _swap(self, request: Request, done: int) -> bool:
-        """Keep the KV of a request that is about to leave, if the mode says so and host memory has room."""
+        """Save the KV of a preempted request in host memory, if the mode says so and there is room."""
         # One token is left to compute, so that the next can be sampled.
         num_tokens = min(done, len(request.token_ids) - 1)
-        # A prompt whose log-probabilities are asked for is computed again: a report in flight is dropped.
+        # A prompt with requested log-probabilities is computed again, because a report in flight is dropped.
         if num_tokens <= 0 or not request.may_share or not self.batch.preemption.saves(request, num_tokens):
             return False
         self.kv.publish_confirmed(request)
@@ -176,17 +180,17 @@ class Preemptor:
         if copies is None:
             return False
         self.swap_out += copies
-        self.num_swaps += not request.short_of_blocks  # then it is counted with those that gave up their end
+        self.num_swaps += not request.short_of_blocks  # else it was counted when it lost its end
         return True
 
     def _drop_tail(self, request: Request, num_blocks: int, step: Step) -> bool:
-        """Take blocks of its end from a running request, which waits in its row until there are as many again.
+        """Take ``num_blocks`` blocks at the end of a running request. It waits in its row until it gets them back.
 
-        What it keeps need not be computed again. False where nothing would be left, or may not be taken.
+        The blocks that it keeps need no recompute. False if no block would be left, or none may be taken.
         """
         size = self.kv.block_size
         done = self._computed_before(request, step)
-        # One known token is left to compute, so that the next can be sampled: results of steps in flight are dropped.
+        # One known token stays uncomputed, so that the next can be sampled. Results of steps in flight are dropped.
         kept = min(min(map(len, request.block_ids)) - num_blocks, min(done, len(request.token_ids) - 1) // size) * size
         last = request.num_preemptions + 1 >= self.batch.max_preemptions  # once pinned, it must not wait holding blocks
         if kept <= 0 or last or not (self.batch.preemption.drops_tails and request.may_share):
@@ -208,7 +212,7 @@ class Preemptor:
         return True
 
     def break_stall(self) -> None:
-        """Everybody waits for blocks that prefix sharing keeps taken: the last in line gives its own back."""
+        """Preempt the weakest request when all wait for blocks that prefix sharing keeps in use."""
         able = [
             r for r in self.running.values() if r.finish_reason is None and not is_pinned(r, self.batch.max_preemptions)
         ]

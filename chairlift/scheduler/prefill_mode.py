@@ -1,4 +1,4 @@
-"""Which kind of work a step does: decode rows, chunks of prompts, or both."""
+"""Modes that decide which work a step does: decode rows, chunks of prompts, or both."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["MIXED", "PrefillMode", "Turn", "prefill_mode_from_name"]
 
 
 class Turn(enum.Enum):
-    """What one step computes."""
+    """Kind of work that one step computes."""
 
     MIXED = "mixed"
     DECODE = "decode"
     PREFILL = "prefill"
-    """Decode rows rest, unless there turns out to be nothing to prefill."""
+    """Chunks only. Decode rows rest, unless there is nothing to prefill."""
 
 
 class PrefillMode(Protocol):
-    """Asked once per step."""
+    """Decides the kind of each step. ``turn`` is called once per step."""
 
     name: str
 
@@ -41,8 +41,10 @@ class _Mixed:
 
 
 class _PrefillFirst:
-    """Whoever can be prefilled is, with the whole budget, before anybody decodes on (vLLM's first scheduler): rows
-    fill up soonest, and answers that are under way pause."""
+    """Prefill with the whole budget while there are prompts, then decode (vLLM's first scheduler).
+
+    Rows fill up soonest, but running answers pause.
+    """
 
     name = "prefill_first"
 
@@ -51,7 +53,7 @@ class _PrefillFirst:
 
 
 class _DecodeFirst:
-    """Prompts wait until fewer than ``share`` of the rows decode: answers under way are smooth, new ones come later."""
+    """Prompts wait until fewer than ``share`` of the rows decode. Running answers are smooth, new ones start later."""
 
     name = "decode_first"
 
@@ -70,7 +72,7 @@ class _DecodeFirst:
 
 
 class _Separate:
-    """Steps of one kind, in turns where there is work of both (FasterTransformer's and TGI's way)."""
+    """Steps of one kind. They alternate if there is work of both kinds (as in FasterTransformer and TGI)."""
 
     name = "separate"
 
@@ -86,9 +88,12 @@ class _Separate:
 
 
 class _Auto:
-    """Mixed while a step of both kinds is predicted to take no longer than two of one kind; else apart, and where
-    prompts dominate, prompts first. Decided by the measured ratio of prompt to decode tokens that want to be computed,
-    and by the load, through the cost model; with hysteresis, so that it does not flutter."""
+    """Chooses a mode by the cost model.
+
+    ``mixed`` while one mixed step is predicted to take no longer than two separate steps. Else ``prefill_first`` if
+    prompts dominate, ``separate`` if not. Prompts dominate by the measured ratio of prompt tokens to decode rows. A
+    hysteresis keeps the mode from changing to and fro.
+    """
 
     name = "auto"
 
@@ -98,13 +103,13 @@ class _Auto:
         self._ratio = 1.0
         """Prompt tokens per decode row, as a running mean."""
         self._cost = 1.0
-        """Seconds of a mixed step / of two apart, as a running mean."""
+        """Seconds of a mixed step divided by those of two separate steps, as a running mean."""
         self._mode: PrefillMode = MIXED
         self._modes = {mode.name: mode for mode in (MIXED, _PrefillFirst(), _Separate())}
 
     @property
     def current(self) -> str:
-        """The mode it is in."""
+        """Name of the mode in use."""
         return self._mode.name
 
     def turn(self, batch: Batch) -> Turn:
@@ -126,7 +131,7 @@ _PROMPTS_DOMINATE = 32.0
 
 
 def prefill_mode_from_name(name: str, costs: Costs, max_tokens: int) -> PrefillMode:
-    """A fresh mode; ``max_tokens`` is a step's budget. Raises ConfigError for an unknown name."""
+    """A new mode. ``max_tokens`` is a step's token budget. Raises ConfigError for an unknown name."""
     if name == "auto":
         return _Auto(costs, max_tokens)
     modes: dict[str, type[PrefillMode]] = {mode.name: mode for mode in (_Mixed, _PrefillFirst, _DecodeFirst, _Separate)}

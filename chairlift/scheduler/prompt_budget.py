@@ -18,8 +18,7 @@ __all__ = ["PromptBudget"]
 
 
 class PromptBudget:
-    """What a step's token budget leaves after the decodes goes to chunks of running requests, and to waiting requests
-    that join."""
+    """Gives the token budget that decodes leave to chunks of running requests and to waiting requests that join."""
 
     def __init__(self, batch: Batch, preemptor: Preemptor, max_model_len: int) -> None:
         self.batch, self.preemptor = batch, preemptor
@@ -28,11 +27,13 @@ class PromptBudget:
         self.max_model_len = max_model_len
 
     def run(self, step: Step, budget: int, turn: Turn) -> None:
-        """Hand out the prompt budget: a fraction in policy order, whether a request runs or waits, then the rest to the
-        smallest requests. What one side cannot use passes to the other."""
+        """Hand out the prompt budget: a fraction in policy order, then the rest to the smallest requests.
+
+        Running and waiting requests take part alike. Tokens that one side cannot use pass to the other.
+        """
         out = step.out
         rows, rest = list(self.batch.catching_up), 0
-        if turn is Turn.DECODE:  # only for those that stalled
+        if turn is Turn.DECODE:  # chunks only for stalled decodes
             self._run_chunks(step, budget, [r for r in rows if r.num_computed_tokens >= r.progress_mark])
             return
         younger: list[Request] = []
@@ -56,7 +57,7 @@ class PromptBudget:
             self.batch.prompt_share.carried = step.carried
 
     def _split_at_the_line(self, rows: list[Request]) -> tuple[list[Request], list[Request]]:
-        """Those before the first in line, and those behind it, who joined for their size, in policy order."""
+        """(rows before the first waiting request, rows behind it in policy order). The latter joined for their size."""
         head = next(self.waiting.line(self.batch.now)) if self.waiting and rows else None
         if head is None:
             return rows, []
@@ -71,8 +72,7 @@ class PromptBudget:
         return [(request, request.num_tokens - request.num_computed_tokens) for request in rows]
 
     def _run_smallest(self, step: Step, budget: int) -> int:
-        """Hand out the rest of the budget to the smallest requests, of those that run and those that may join. Returns
-        what is left."""
+        """Give the rest of the budget to the smallest requests that run or may join. Returns the budget left."""
 
         def order(request: Request) -> tuple[bool, tuple[float, ...]]:
             return request.num_computed_tokens < request.progress_mark, size_order(request)
@@ -85,7 +85,7 @@ class PromptBudget:
             if newcomer and not (rows and size_order(rows[0]) < size_order(newcomer)):
                 request, newcomer = newcomer, None
                 if self._lets_in(request, step):
-                    # What it has to compute is known only now: a prompt to fork from, or a prefix, may be gone.
+                    # Its size is known only now, because a prompt to fork from or a cached prefix may be gone.
                     insort(rows, request, key=order)
                     newcomer = self._smallest_newcomer(step)
                 continue
@@ -102,7 +102,7 @@ class PromptBudget:
         return budget
 
     def _smallest_newcomer(self, step: Step) -> Request | None:
-        """The smallest waiting request that may have a row, of those that stand as high as the first in line."""
+        """The smallest waiting request that may join and has the same standing as the first in policy order."""
         if step.out.preempted or not self.waiting or not self.batch.free_rows:
             return None
         may_pass = self._may_pass(step)
@@ -114,15 +114,17 @@ class PromptBudget:
         return None
 
     def _may_pass(self, step: Step) -> bool:
-        """Whether requests may join before the first in line, and before those that did not fit in this step."""
+        """Whether requests may join before the first waiting one and before those that did not fit in this step."""
         head = next(self.waiting.line(self.batch.now))
         if head.times_passed >= self.waiting.max_times_passed:
             return False
         return not step.passed or self.waiting.may_pass(step.passed)
 
     def _lets_in(self, request: Request, step: Step) -> bool:
-        """Give the smallest newcomer a row and blocks: open ones, else those of the reserve, which nobody before it
-        could have. Nobody, when this step has preempted a request since the newcomer was chosen."""
+        """Give the smallest newcomer an open row and blocks, else reserved ones, which only short requests may take.
+
+        False if it does not fit, or if this step has preempted a request since the newcomer was chosen.
+        """
         out = step.out
         if out.preempted:
             return False
@@ -134,12 +136,14 @@ class PromptBudget:
 
     @staticmethod
     def _upto(request: Request, num_tokens: int) -> int:
-        """Positions that need blocks before the next ``num_tokens`` of the request are computed: one that gave blocks
-        away resumes with all it will need, as if it joined anew."""
+        """Number of positions that need blocks before the next ``num_tokens`` tokens are computed.
+
+        A request that lost blocks resumes with blocks for all its known tokens, as if it joined again.
+        """
         return request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
 
     def _run_chunks(self, step: Step, budget: int, rows: list[Request]) -> int:
-        """Divide the budget between running requests that have more than one token to compute. Returns what is left."""
+        """Divide the budget between running requests with more than one token to compute. Returns the budget left."""
         rows, short = [r for r in rows if r.slot >= 0], True
         while rows and budget > 0 and short:
             short, needs = False, self._needs(rows)
@@ -151,17 +155,19 @@ class PromptBudget:
                 if self.preemptor.make_room(request, self._upto(request, num_tokens), step):
                     budget -= num_tokens
                     self._take_chunk(request, num_tokens, step)
-                else:  # its share is for who got nothing: only that may bring blocks back
+                else:  # its tokens go to requests that got none: their windows may release blocks
                     short = True
             rows = [r for r in rows if r.slot >= 0]
         return budget
 
     def _admit(self, step: Step, budget: int, before: Request | None = None) -> int:
-        """Let waiting requests in, in policy order and those ``before`` a running one, while budget, rows and blocks
-        last. Returns the budget left."""
+        """Admit waiting requests in policy order while budget, rows and blocks last. Returns the budget left.
+
+        With ``before``, only requests that go before this running one are admitted.
+        """
         out = step.out
         waiting = self.waiting
-        if not waiting or out.preempted:  # what was taken is not given to another
+        if not waiting or out.preempted:  # rows and blocks of a preempted request go to no newcomer
             return budget
         if step.passed and not waiting.may_pass(step.passed):
             return budget
@@ -171,7 +177,7 @@ class PromptBudget:
             return budget
         closed = self.membership.closed
         batch: Iterable[Request] = islice(waiting.line(self.batch.now), places + (0 if closed else waiting.look_ahead))
-        if closed:  # those who may join, and nobody else: how long each row computes is decided for them together
+        if closed:  # the length of each row depends on all requests that join, so exactly these must be known
             batch = list(batch)
             self.membership.prepare(batch, min(self.max_model_len - 1, self.kv.capacity_tokens))
         passed = step.passed
@@ -202,7 +208,7 @@ class PromptBudget:
         start = request.num_computed_tokens
         end = start + num_tokens
         samples = min(request.num_sample_positions, num_tokens) if end == request.num_tokens else 0
-        why = "stalled" if start >= request.progress_mark else "recompute" if request.has_given_way else "prefill"
+        why = "stalled" if start >= request.progress_mark else "recompute" if request.was_preempted else "prefill"
         chunk = Chunk(request.slot, start, num_tokens, samples, why)
         step.out.chunks.append(chunk)
         step.chunks.append((request, chunk))
@@ -216,8 +222,10 @@ class PromptBudget:
                 step.finals.append(request)
 
     def _take_back_chunk(self, request: Request, step: Step) -> int:
-        """Undo the chunk that a request has in this step, if it still has it, to give it a longer one: a row has one
-        chunk, and blocks behind its window stay while that is computed. Returns its tokens."""
+        """Undo the chunk that a request has in this step, so that it can get a longer one. Returns its tokens, or 0.
+
+        A row has one chunk, because blocks behind its window must stay until the whole chunk is computed.
+        """
         index = next((i for i, (other, _) in enumerate(step.chunks) if other is request), None)
         if index is None:
             return 0

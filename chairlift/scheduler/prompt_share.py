@@ -12,14 +12,14 @@ DEFAULT_POLICY_SHARE = 0.75
 """Measured with ``benchmarks/fair_share.py``: see benchmarks/README.md."""
 
 _ROWS_PER_RESERVED = 32
-"""Of so many rows, one is reserved for short requests. Fewer rows have none: one row less would cost throughput."""
+"""One in this many rows is reserved for short requests. With fewer rows none is: it would cost throughput."""
 _BLOCK_RESERVE = 1 / 64
-"""Share of the blocks that only short requests may take when they join. With the default cache these are a few short
+"""Share of the blocks that only short requests may take when they join. In the default cache it holds a few short
 prompts."""
 
 
 class PromptShare:
-    """The part of each step's prompt budget that goes to the smallest requests, and what is reserved for short ones.
+    """Divides each step's prompt budget between policy order and smallest first, and reserves rows for short requests.
 
     A *short* request has no more tokens to compute than the smallest-first part of one full step.
 
@@ -40,17 +40,17 @@ class PromptShare:
             raise ConfigError(f"policy_share must be from 0.25 to 1, got {fraction}; 1 hands out all in policy order")
         self.fraction = fraction
         self.carried = 1.0 - fraction
-        """Part of a token that the policy side is owed, at most one; it has the first token."""
+        """Fraction of a token that the policy side is owed, at most 1. The policy side gets the first token."""
 
     @property
     def by_size(self) -> bool:
-        """Whether anything goes to the smallest."""
+        """Whether a part of the budget goes to the smallest requests."""
         return self.fraction < 1.0
 
     def split(self, budget: int, reserved: int) -> int:
-        """Tokens of ``budget`` that are handed out in policy order; the rest goes to the smallest.
+        """Tokens of ``budget`` that are handed out in policy order. The rest goes to the smallest requests.
 
-        ``reserved`` of them are promised to somebody by the policy, and all of these are in the first part.
+        The policy reserves ``reserved`` of them for some requests. All of these are in the result.
         """
         part = budget - (1.0 - self.fraction) * max(0, budget - reserved) + self.carried
         whole = min(budget, math.floor(part))
@@ -62,9 +62,9 @@ class PromptShare:
         return int((1.0 - self.fraction) * token_budget)
 
     def reserved_rows(self, rows: int) -> int:
-        """Rows, of so many, that only short requests may take."""
+        """Number of ``rows`` rows that only short requests may take."""
         return rows // _ROWS_PER_RESERVED if self.by_size else 0
 
     def reserved_blocks(self, rows: int) -> float:
-        """Share of each block pool that only short requests may take when they join, where so many may run."""
+        """Share of each block pool that only short requests may take when they join, with ``rows`` rows."""
         return _BLOCK_RESERVE if self.reserved_rows(rows) else 0.0

@@ -3,9 +3,9 @@
 A step takes, in this order: the decode rows, one token each; chunks of running requests that have more than one token
 to compute (Sarathi-Serve's stall-free mix, OSDI 2024); and waiting requests, as long as budget, rows and blocks last.
 
-Steady decode costs the brain next to nothing. All decoding requests advance with one shared beat; a timing wheel names
-those that need a block, or end, at a given beat. A step in which nobody joins, leaves or needs a block touches no
-request at all, and its update only appends the tokens.
+Steady decode costs the scheduler next to nothing. All decoding requests advance with one shared clock. A timing wheel
+names the requests that need a block, or end, at a given tick. A step in which no request joins, leaves or needs a block
+touches no request, and its update only appends the tokens.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """``add`` and ``abort`` requests; ``schedule`` a step, run it, and ``update`` with the tokens it sampled.
+    """Decides which tokens each step computes.
 
-    ``schedule`` may be called again before ``update`` (look-ahead): positions advance when they are scheduled, and a
-    result that arrives for a request that has left meanwhile is dropped and counted in ``num_late``.
+    Callers ``add`` and ``abort`` requests. They ``schedule`` a step, run it, and ``update`` with the sampled tokens.
+    ``schedule`` may be called again before ``update`` (look-ahead), because positions advance when they are scheduled.
+    A result for a request that has left meanwhile is dropped and counted in ``num_late``.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Scheduler:
         self.preemptor = Preemptor(batch)
         self.prompts = PromptBudget(batch, self.preemptor, max_model_len)
         self.drafts = None if speculator is None else Drafts(batch, speculator)
-        """With drafts, a step must be updated before the next is scheduled."""
+        """None without drafts. With drafts, a step must be updated before the next one is scheduled."""
         self.preemption_rate = PreemptionRate()
         self.prefill_mode = prefill_mode
         self.drop_late = drop_late
@@ -92,15 +93,17 @@ class Scheduler:
         self.num_past_deadline = 0
         """Requests that could not keep their deadline any more."""
         self.dropped: list[Request] = []
-        """Those among them that were ended for it; whoever runs the steps takes them from here."""
+        """Late requests that were ended. The caller of :meth:`schedule` takes them from here."""
         self._no_decodes = DecodeRows(kv.block_size)
         self._sent_slots: tuple[int, ...] = ()
         self._flights: dict[int, Step] = {}
         self._arrivals = 0
 
     def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
-        """An empty scheduler over another memory, with the settings that this one had before the steps in flight. It
-        swaps nothing, and prefills as ``mixed`` does."""
+        """Return an empty scheduler over another KV cache, with the settings before the steps in flight.
+
+        It swaps nothing and prefills in mode ``mixed``.
+        """
         batch, waiting = self.batch, self.waiting
         twin = Scheduler(
             kv,
@@ -139,7 +142,7 @@ class Scheduler:
         return len(self._flights)
 
     def chunks_in_flight(self) -> dict[str, int]:
-        """Where the steps in flight began with the chunks of each request that has some in them."""
+        """Request id -> first position of its first chunk in the steps in flight."""
         begins: dict[str, int] = {}
         for step, flight in self._flights.items():
             for request, chunk in flight.chunks:
@@ -152,21 +155,22 @@ class Scheduler:
         return bool(self.requests)
 
     def next_event(self, now: float) -> float | None:
-        """When :meth:`schedule` has something to do again if nobody comes or goes; None if only then."""
+        """Time at which :meth:`schedule` has work again without new requests; None if it will have none."""
         if self.running or self._flights:
             return now
         if not self.waiting:
             return None
-        fires, told = (
-            self.membership.fires_at(self.waiting, self.batch.free_rows),
-            self.waiting if self.drop_late else (),
-        )
-        dues = [due for r in told for due in (r.service.first_token_by, r.service.finish_by) if due >= self.batch.now]
-        # Just past a deadline, also one that passed since the policy was last asked, it is asked who is late.
-        return min([fires, *(math.nextafter(due, math.inf) for due in dues)])
+        fires = self.membership.fires_at(self.waiting, self.batch.free_rows)
+        droppable = self.waiting if self.drop_late else ()
+        deadlines = [t for r in droppable for t in (r.service.first_token_by, r.service.finish_by)]
+        # Late requests are dropped by the first step after their deadline, so it must be later than the deadline.
+        return min([fires, *(math.nextafter(t, math.inf) for t in deadlines if t >= self.batch.now)])
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError for a known id, PromptTooLongError for what could never fit."""
+        """Queue a request.
+
+        Raises RequestError for an id that is in use, PromptTooLongError if the request could never fit.
+        """
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is already in use; choose another")
         if not self.kv.fits_when_empty(request.limit):
@@ -196,14 +200,17 @@ class Scheduler:
         num_in_flight: int,
         reserved: bool = False,
     ) -> None:
-        """Take in the copy of a request that runs in another scheduler, as far as it is there without the
-        ``num_in_flight`` steps in flight; ``begins`` is where their chunks of it begin, if they have any. ``twins``
-        has, per cache group, the blocks here that stand for blocks there. ``reserved``: its row is a reserved one."""
+        """Give a row to the copy of a request that runs in another scheduler.
+
+        The copy has the state before the ``num_in_flight`` steps in flight there. ``begins`` is the first position of
+        their chunks, None without chunks. ``twins`` maps, per cache group, block ids there to block ids here. With
+        ``reserved`` the row is a reserved one.
+        """
         self.batch.now = now
         self.add(request)
         known, computed = len(request.token_ids), original.num_computed_tokens if begins is None else begins
         decodes = begins is None and (original.decoding or computed >= known)
-        held = request.finish_reason is not None  # one that is held computes beyond what it knows, up to its limit
+        held = request.finish_reason is not None  # a held row computes beyond its known tokens, up to its limit
         if held and original.decoding:
             computed = max(known - 1, computed - num_in_flight)
         request.num_computed_tokens = computed if held else min(computed, known - 1)
@@ -219,7 +226,7 @@ class Scheduler:
             self.decodes.start([request])
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """The next step. An output with ``num_tokens == 0`` must not be executed or updated."""
+        """Return the next step. An output with ``num_tokens == 0`` must not be executed or updated."""
         self.batch.now = now
         for request in list(self.decodes.retiring):
             self.decodes.stop(request)
@@ -232,7 +239,7 @@ class Scheduler:
         turn = self.prefill_mode.turn(self.batch)
         if turn is not Turn.PREFILL:
             self._run_decodes(step)
-        if turn is Turn.DECODE and not self.decodes.count:  # all of them were preempted
+        if turn is Turn.DECODE and not self.decodes.count:  # all decode rows were preempted
             turn = Turn.MIXED
         budget = max(self.batch.token_budget, len(self.running)) - out.num_decodes
         if self.batch.paced and self.costs is not None and budget > 1:
@@ -242,7 +249,7 @@ class Scheduler:
         if ahead and self.waiting and not out.preempted:
             self.preemptor.admit_ahead(step, budget)
         self.prompts.run(step, budget, turn)
-        if turn is Turn.PREFILL and not out.chunks:  # nobody could be let in
+        if turn is Turn.PREFILL and not out.chunks:  # no request could join
             self._run_decodes(step)
         if self.drafts is not None:
             self.drafts.add(step)
@@ -256,7 +263,7 @@ class Scheduler:
         return out
 
     def _is_late(self, request: Request) -> None:
-        if request.finish_reason is not None:  # it made it, and only waits for its static batch
+        if request.finish_reason is not None:  # it has ended in time, and only waits for its static batch
             return
         self.num_past_deadline += 1
         if self.drop_late:
@@ -265,8 +272,8 @@ class Scheduler:
             self.batch.refile(request)
 
     def _run_decodes(self, step: Step) -> None:
-        stalled = [request for request in self.decodes.due() if not self._attend(request, step)]
-        # One that has also given blocks away since is among them already.
+        stalled = [request for request in self.decodes.due() if not self._prepare_next_position(request, step)]
+        # A request that also lost blocks since is in the list already.
         self.batch.catching_up[:0] = [r for r in stalled if r.slot >= 0 and r not in self.batch.catching_up]
         if stalled:
             step.out.stalled = tuple([request.request_id for request in stalled])
@@ -278,9 +285,9 @@ class Scheduler:
         step.out.num_decodes = len(self.decodes.requests)
         step.runs_decodes = True
 
-    def _attend(self, request: Request, step: Step) -> bool:
-        """A decoding request whose next position opens a block, or is its last. False when it has to wait."""
-        if not request.decoding:  # preempted a moment ago, for another request of this beat
+    def _prepare_next_position(self, request: Request, step: Step) -> bool:
+        """Get a block for a decoding request that needs one, and note its last token. False if it has to wait."""
+        if not request.decoding:  # preempted a moment ago, for another request of this tick
             return True
         request.due_at = -1
         position = request.num_computed_tokens
@@ -299,7 +306,7 @@ class Scheduler:
         return True
 
     def _seal(self, step: Step) -> None:
-        """Freeze the step's rows, and let those whose chunk ends here join the beat for the next one."""
+        """Freeze the step's rows. Requests whose chunk reaches their last token decode from the next step on."""
         out = step.out
         if self.decodes.stale:
             self.decodes.rebuild()
@@ -307,7 +314,7 @@ class Scheduler:
         out.num_decodes = len(decodes.requests)
         out.num_tokens = out.num_decodes + sum(chunk.num_tokens for chunk in out.chunks)
         if not out.num_tokens:
-            for row in out.joined:  # this step is not executed, so the executor will not hear of it
+            for row in out.joined:  # this step is not executed, so the executor never learns of these rows
                 self.batch.put_back(self.running[row.request_id])
             if not self._flights and not self.membership.held:
                 self.preemptor.break_stall()
@@ -323,8 +330,8 @@ class Scheduler:
         samples: list[Request | None] = []
         for request, chunk in step.chunks:
             if chunk.samples:
-                taker = None if chunk.drafts else request  # of drafts it is not known yet who takes how many
-                samples += [*[None] * (chunk.samples - 1), taker]  # nobody takes the tokens of the others
+                taker = None if chunk.drafts else request  # the number of accepted drafts is not known yet
+                samples += [*[None] * (chunk.samples - 1), taker]  # tokens of earlier sample positions are dropped
         if samples:
             sampled, appends = receivers(samples)
             step.sampled, step.appends = decodes.sampled + sampled, decodes.appends + appends
@@ -337,7 +344,7 @@ class Scheduler:
         if out.num_decodes:
             prompts = sum(request.num_computed_tokens for request in self.batch.catching_up)
             prompts += sum(chunk.end for chunk in out.chunks if chunk.samples and not chunk.drafts)
-            for number, older in self._flights.items():  # rows that only wait for their last token
+            for number, older in self._flights.items():  # these rows only wait for their last token
                 last = [r for r in older.finals if r.slot >= 0 and r.resumed_at_step <= number and not r.decoding]
                 prompts += sum(request.num_computed_tokens for request in last)
             out.context_tokens = self.batch.num_computed_tokens - prompts
@@ -350,7 +357,7 @@ class Scheduler:
         out.padding_avoided = longest * (out.num_decodes + len(out.chunks)) - out.num_tokens
 
     def update(self, out: SchedulerOutput, tokens: Sequence[int], now: float) -> StepResult:
-        """Take the tokens that step ``out`` sampled; steps are updated in the order in which they were scheduled."""
+        """Take the tokens that step ``out`` sampled. Steps are updated in the order in which they were scheduled."""
         flight = self._flights.pop(out.step)
         self.kv.step_done(out.step)
         sampled = flight.sampled
@@ -372,7 +379,7 @@ class Scheduler:
                 finished += self._end(request, FinishReason.ERROR, None, now)
         for request, chunk in flight.chunks:
             if request.slot >= 0 and request.resumed_at_step <= out.step:
-                # A held row computes beyond what it knows, and of drafts only those count that were right.
+                # A held row computes beyond its known tokens. Wrong drafts do not count as computed.
                 end = request.num_computed_tokens if chunk.drafts else chunk.end
                 self.kv.publish(request, min(end, len(request.token_ids)))
                 if chunk.end >= request.num_prompt_tokens:
@@ -397,16 +404,16 @@ class Scheduler:
         for request_id in self.kv.swapped_since(out.step):
             self.kv.drop_swapped(self.requests[request_id])
             self.requests[request_id].move_to(RequestStatus.PREEMPTED)
-        for request in rows:  # also those that have given blocks away since: what they kept was computed here
+        for request in rows:  # also requests that lost blocks since: the blocks that they kept were computed here
             if request.slot >= 0 and request.admitted_at_step <= out.step and request.finish_reason is None:
                 self.kv.forget(request)
                 finished += self._end(request, FinishReason.ERROR, None, now)
         for request in [each for each in self.running.values() if each.admitted_at_step == out.step]:
-            self.batch.put_back(request)  # it had no token in this step, but what it begins with was not copied either
+            self.batch.put_back(request)  # it computed no token in this step, but its first blocks were not copied
         return StepResult([], finished)
 
     def _accept_some(self, flight: Step, tokens: Sequence[int]) -> list[Request | None]:
-        """Somebody left while the step was in flight: what was sampled for them is dropped."""
+        """Append the sampled tokens, and drop the tokens of requests that left while the step was in flight."""
         accepted: list[Request | None] = []
         for request, token in zip(flight.sampled, tokens, strict=True):
             if request is None or request.finish_reason is not None or request.slot < 0:
@@ -425,8 +432,8 @@ class Scheduler:
     ) -> list[Request]:
         """End a request for a reason found outside: its caller left, a stop string, an error.
 
-        Returns the requests that have now left for good: none when the id is unknown, has ended already, or belongs
-        to a static batch that has not; several when this was the last one such a batch waited for.
+        Returns the requests that have left for good. The list is empty if the id is unknown, has ended already, or
+        belongs to a static batch that still runs. It has several if a static batch ends with this request.
         """
         request = self.requests.get(request_id)
         if request is None or (request.finish_reason is not None and reason is not FinishReason.ABORT):
@@ -434,7 +441,7 @@ class Scheduler:
         return self._end(request, reason, stop_reason, now)
 
     def ready(self, request: Request, now: float) -> None:
-        """What a request waited for before it may join is there; nothing happens when it has left."""
+        """Queue a request whose grammar is compiled. Nothing happens if it has left."""
         request.is_ready = True
         if self.batch.unready.pop(request.request_id, None) is not None:
             self.batch.wait(request, now)
@@ -444,7 +451,7 @@ class Scheduler:
         return self.finish(request_id, FinishReason.ABORT, None, now)
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None, now: float) -> list[Request]:
-        """Finish a request; in a held batch it stays until all its mates are finished too."""
+        """Finish a request. In a static batch its row stays until all rows have finished."""
         if request.finish_reason is None:
             request.finish_reason, request.stop_reason = reason, stop_reason
         held, leaving = self.membership.held, [request]
@@ -472,9 +479,9 @@ class Scheduler:
         return True
 
     def weights_changed(self, *, recompute: bool) -> None:
-        """What was computed so far is never shared again; with ``recompute`` it is not read again either.
+        """Stop sharing the KV computed so far. With ``recompute`` it is not read again either.
 
-        No step may be in step. What lies in host memory is computed again in any case.
+        No step may be in flight. KV in host memory is computed again in any case.
         """
         self.kv.forget_all(self.running.values())
         for request in [self.requests[request_id] for request_id in self.kv.swapped]:
@@ -483,7 +490,7 @@ class Scheduler:
         for request in list(self.running.values()) if recompute else ():
             self.preemptor.preempted_for.setdefault(request.request_id, "")
             request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
-            self.batch.vacate(request)  # not counted as a preemption: nobody took its place
+            self.batch.vacate(request)  # not counted as a preemption: no request took its row
             request.move_to(RequestStatus.PREEMPTED)
             self.batch.wait(request, self.batch.now)
 

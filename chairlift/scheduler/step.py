@@ -1,4 +1,4 @@
-"""A step while it is put together, and until its tokens come."""
+"""A step from when it is scheduled until its tokens arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Step"]
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """``out`` is what the executor is told; the rest is what the scheduler must know when the step's tokens come."""
+    """``out`` goes to the executor. The other fields are for the scheduler, when the step's tokens arrive."""
 
     out: SchedulerOutput
     carried: float
@@ -24,7 +24,7 @@ class Step:
     appends: Sequence[Callable[[int], Any]] = ()
     chunks: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
     verifies: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
-    """The last of ``chunks``, those with drafts."""
+    """Chunks with drafts. They are the last ones in ``chunks``."""
     passed: list[Request] = dataclasses.field(default_factory=list)
     """Waiting requests that did not fit when they were tried."""
     finals: list[Request] = dataclasses.field(default_factory=list)

@@ -1,7 +1,7 @@
 """The ASGI application: what every request passes before and after its endpoint.
 
 In this order: a request id, the Host allow-list, the origin or the API key, the drain, then routing. Every error, from
-the first check to a bug in an endpoint, leaves as an OpenAI error object.
+the first check to a bug in an endpoint, leaves as an OpenAI error object, or as Anthropic's on the paths of its API.
 """
 
 from __future__ import annotations
@@ -26,19 +26,25 @@ from chairlift.engine.async_engine import EngineState
 from chairlift.metrics import prometheus
 from chairlift.metrics.stats import FORECAST_RATIOS
 from chairlift.server import (
+    batches,
     chat,
     completions,
+    files,
     live,
+    messages,
     models,
     openapi,
     pages,
     pooling,
     queue,
+    responses,
     tokens,
     traffic,
     weights,
 )
 from chairlift.server.auth import Auth, HostCheck, check_origin
+from chairlift.server.batch_worker import INSIDE
+from chairlift.server.cors import allows_origin, with_cors
 from chairlift.server.errors import ApiError, error_response, to_api_error
 from chairlift.server.limits import release_body
 from chairlift.server.logprob_room import release_logprobs
@@ -56,9 +62,12 @@ _DRAIN_RETRY_SECONDS: Final = 5
 def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
     """The application around ``state``, with all endpoints, or with the ``routes`` given instead."""
     if routes is None:
-        endpoints = (chat, completions, pooling, tokens, models, queue, traffic, openapi, pages, live, weights)
+        endpoints = (
+            *(chat, completions, responses, messages, pooling, tokens, models, queue, traffic, openapi, pages, live),
+            *(weights, files, batches),
+        )
         routes = [*_routes, *(route for module in endpoints for route in module.routes)]
-    return _App(state, routes)
+    return with_cors(_App(state, routes), state.config.cors_origin)
 
 
 class _App:
@@ -85,7 +94,10 @@ class _App:
         counted = scope["path"].startswith("/v1/")
         self._state.num_in_progress += counted
         try:
-            self._admit(scope)
+            if INSIDE in scope:
+                scope["state"] |= scope[INSIDE]
+            else:
+                self._admit(scope)
             await self._router(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             return
@@ -94,7 +106,7 @@ class _App:
             told = to_api_error(error, self._state, exchange.request_id, chat=chat)
             turned_away = told.code == "engine_unavailable" and not getattr(error, "taken", False)
             self._state.engine.stats.rejected.update(("unavailable",) if turned_away else ())
-            response = error_response(told)
+            response = error_response(told, scope["path"], exchange.request_id)
             if exchange.status is not None:
                 raise  # in the middle of an answer only the end of the connection can tell
             await response(scope, receive, exchange.send)
@@ -109,22 +121,28 @@ class _App:
 
     def _admit(self, scope: Scope) -> None:
         """Raise ApiError for a request that is not to be looked at."""
-        hosts, authorization, sites, origins = [], [], [], []
+        hosts, authorization, keys, sites, origins = [], [], [], [], []
         for name, value in scope["headers"]:
             if name == b"host":
                 hosts.append(value)
             elif name == b"authorization":
                 authorization.append(value)
+            elif name == b"x-api-key":
+                keys.append(value)
             elif name == b"sec-fetch-site":
                 sites.append(value)
             elif name == b"origin":
                 origins.append(value)
         self._hosts.check(hosts)
         path = scope["path"]
-        if (sites or origins) and not self._state.api_keys:
+        if (
+            (sites or origins)
+            and not self._state.api_keys
+            and not allows_origin(self._state.config.cors_origin, origins)
+        ):
             check_origin(path, hosts[0], sites, origins)
         raw_path = scope.get("raw_path") or path.encode("utf-8", "replace")
-        caller = self._auth.check(path, raw_path, authorization)
+        caller = self._auth.check(path, raw_path, authorization, keys)
         scope["state"]["caller"] = dataclasses.replace(caller, request_id=scope["state"]["request_id"])
         if self._state.draining and scope["method"] == "POST":
             self._state.engine.stats.rejected["draining"] += 1

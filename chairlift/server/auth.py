@@ -28,6 +28,7 @@ __all__ = [
     "Auth",
     "Caller",
     "HostCheck",
+    "caller_of",
     "check_exposure",
     "check_origin",
     "is_loopback",
@@ -125,28 +126,47 @@ class Caller:
         return not self.holder or self.tenant in (tenant, ADMIN)
 
 
+def caller_of(keys: Mapping[str, str], tenant: str) -> Caller | None:
+    """Who has the requests of a tenant that nobody sends now: as with one of its keys; None where it has none left.
+
+    ``keys`` are those of the server, with the tenant of each.
+    """
+    if not keys:
+        return Caller()
+    for key, name in keys.items():
+        if name == tenant:
+            return Caller(_digest(key.encode()).hex() if len(keys) > 1 else "", tenant)
+    return None
+
+
 class Auth:
     """Checks bearer tokens against keys, given with the tenant of each; without keys everything is allowed."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         self._tenants = {_digest(key.encode()): tenant for key, tenant in keys.items()}
 
-    def check(self, path: str, raw_path: bytes, authorization: Sequence[bytes]) -> Caller:
+    def check(
+        self, path: str, raw_path: bytes, authorization: Sequence[bytes], x_api_key: Sequence[bytes] = ()
+    ) -> Caller:
         """Whose request it is; nobody's, where that does not matter.
 
         Raises ApiError 401 unless the path is open or one of the keys was sent.
 
-        ``path`` and ``raw_path`` are the decoded path and the bytes it came as, ``authorization`` the values of all
-        Authorization headers. Takes the same time whichever key is right, or how much of a wrong one.
+        ``path`` and ``raw_path`` are the decoded path and the bytes it came as, ``authorization`` and ``x_api_key`` the
+        values of all headers of these names, which must have the same key where both are there. Takes the same time
+        whichever key is right, or how much of a wrong one.
         """
         if not self._tenants or (path in OPEN_PATHS and raw_path == path.encode()):
             return Caller()
-        if len(authorization) != 1:
-            raise _unauthorized(
-                "no API key was sent" if not authorization else "several Authorization headers were sent"
-            )
-        scheme, _, token = authorization[0].partition(b" ")
+        for name, values in (("Authorization", authorization), ("x-api-key", x_api_key)):
+            if len(values) > 1:
+                raise _unauthorized(f"several {name} headers were sent")
+        if not authorization and not x_api_key:
+            raise _unauthorized("no API key was sent")
+        scheme, _, token = (authorization[0] if authorization else b"Bearer " + x_api_key[0]).partition(b" ")
         sent = _digest(token.strip())
+        if authorization and x_api_key and not hmac.compare_digest(sent, _digest(x_api_key[0].strip())):
+            raise _unauthorized("the headers Authorization and x-api-key have different keys")
         matches = 0
         for digest in self._tenants:
             matches += hmac.compare_digest(digest, sent)

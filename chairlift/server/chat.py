@@ -12,24 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from chairlift.engine.output_stream import OutputStream
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
-from chairlift.sampling_params import SamplingParams
-from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, held_params, opened_by
-from chairlift.server.errors import ApiError
-from chairlift.server.limits import read_json, until_tokens
-from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, generating_info
+from chairlift.server.chat_reading import AnswerReading
+from chairlift.server.chat_run import ChatRun, begin_chat
+from chairlift.server.limits import read_json
 from chairlift.server.pieces import Pieces, json_items, respond
-from chairlift.server.promises import class_of, read_promises
-from chairlift.server.protocol import (
-    ChatRequest,
-    TokenizeRequest,
-    no_prompt_logprobs_in_stream,
-    parse,
-    sampling_params,
-    warning_headers,
-)
+from chairlift.server.protocol import ChatRequest, parse, warning_headers
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import (
     ChunkWriter,
@@ -42,19 +30,16 @@ from chairlift.server.streaming import (
     finite,
     parts,
     prompt_logprobs,
-    reply_head,
     start_stream,
-    submit_all,
     timing,
-    truncate,
 )
-from chairlift.tool_calls import Call, Event, Piece, check_history
+from chairlift.tool_calls import Call, Event, Piece
 
-__all__ = ["ChatCompletion", "encode_messages", "routes"]
+__all__ = ["ARGUMENTS", "ChatCompletion", "ChosenLogprob", "chosen_logprob", "routes"]
 
 _encode: Final = msgspec.json.encode
 _TEXTS: Final = ("content", "reasoning")
-_ARGUMENTS: Final = 4096
+ARGUMENTS: Final = 4096
 """Characters of a call's arguments that one delta carries at most."""
 
 
@@ -146,73 +131,28 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     state: ServerState = request.app.state.server
     chat, ignored = parse(ChatRequest, await read_json(request))
-    model = check_model(state, chat.model)
-    caller = read_promises(request, chat, ignored)
-    info = generating_info(state)
-    if chat.prediction is not None and not info.takes_predictions:
-        ignored.append("prediction")
-    plan = chat_plan(state, chat, ignored)
-    params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
-    state.engine.check_room(1, class_of(params))
-    async with until_tokens(request, chat):
-        laid_out = await encode_messages(state, chat, plan)
-        prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
-    plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
-    params = held_params(plan, chat, params)
-    hold_logprobs(request, chat, [prompt])
-    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
-    head = reply_head("chatcmpl", model, info, streams)
-    texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
-    headers = warning_headers(ignored)
+    run = await begin_chat(request, chat, ignored)
+    head, headers = run.head("chatcmpl"), warning_headers(ignored)
     if chat.stream:
-        return await start_stream(state, streams, _ChatChunks(head, chat, streams, texts, plan, params), headers)
-    (output,) = await collect(streams)
-    meter = Meter(streams, predicted=chat.prediction is not None)
+        return await start_stream(state, run.streams, _ChatChunks(head, run), headers)
+    (output,) = await collect(run.streams)
+    meter, texts = Meter(run.streams, predicted=chat.prediction is not None), run.texts
     meter.note(0, output)
     most, pieces = chat.prompt_logprobs, Pieces()
-    readings = [AnswerReading(plan, state.engine.tokenizer, params.skip_special_tokens) for _ in output.outputs]
+    readings = [run.reading() for _ in output.outputs]
     read = list(zip(output.outputs, readings, strict=True))
-    choices = [_choice(chat, answer, texts, pieces, reading if plan.reads else None) for answer, reading in read]
-    if plan.reasoning is not None:
+    choices = [_choice(chat, answer, texts, pieces, reading if run.plan.reads else None) for answer, reading in read]
+    if run.plan.reasoning is not None:
         meter.reasoning_tokens = sum(reading.reasoning_tokens for reading in readings)
     reply = ChatCompletion(
         **head,
         choices=choices,
         usage=meter.usage(),
         prompt_logprobs=UNSET if most is None else prompt_logprobs(output.prompt_logprobs, texts, most, pieces),
-        prompt_token_ids=prompt if chat.return_token_ids else UNSET,
+        prompt_token_ids=run.prompt if chat.return_token_ids else UNSET,
         timing=timing([output], chat.return_timing),
     )
     return respond(state, reply, pieces, headers)
-
-
-async def encode_messages(state: ServerState, request: ChatRequest | TokenizeRequest, plan: ChatPlan) -> list[int]:
-    """The token ids of a conversation. Raises ApiError, RequestError or TemplateError."""
-    opens = request.add_generation_prompt
-    if opens and request.continue_final_message:
-        message = "add_generation_prompt and continue_final_message exclude each other; leave one out"
-        raise ApiError(400, message, code="invalid_value", param="continue_final_message")
-    return await state.engine.encode_chat(
-        check_history(request.messages or ()),
-        add_generation_prompt=not request.continue_final_message if opens is None else opens,
-        continue_final_message=bool(request.continue_final_message),
-        tools=plan.tools.offered or None,
-        **plan.variables,
-    )
-
-
-def _params(chat: ChatRequest, defaults: Mapping[str, Any], *, keeps_special: bool = False) -> SamplingParams:
-    if chat.top_logprobs and not chat.logprobs:
-        message = "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out"
-        raise ApiError(400, message, code="invalid_value", param="top_logprobs")
-    no_prompt_logprobs_in_stream(chat)
-    return sampling_params(
-        chat,
-        defaults,
-        max_tokens=chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens,
-        logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
-        **({"skip_special_tokens": False} if keeps_special else {}),
-    )
 
 
 def _choice(
@@ -221,7 +161,7 @@ def _choice(
     """A finished answer; ``reading`` finds the calls and the reasoning in it."""
     logprobs, top = None, chat.top_logprobs or 0
     if answer.logprobs is not None:
-        content = json_items(_chosen(entry, top, texts) for entry in answer.logprobs)
+        content = json_items(chosen_logprob(entry, top, texts) for entry in answer.logprobs)
         part = itertools.chain([b'{"content":'], content, [b',"refusal":null}'])
         logprobs = pieces.later(part, len(answer.logprobs) * (top + 1))
     choice = ChatChoice(
@@ -256,10 +196,11 @@ def _finish_reason(answer: CompletionOutput, reading: AnswerReading) -> str | No
 
 
 def _logprobs(entries: Sequence[Mapping[int, Logprob]], top: int, texts: TokenTexts) -> ChoiceLogprobs:
-    return ChoiceLogprobs([_chosen(entry, top, texts) for entry in entries])
+    return ChoiceLogprobs([chosen_logprob(entry, top, texts) for entry in entries])
 
 
-def _chosen(entry: Mapping[int, Logprob], top: int, texts: TokenTexts) -> ChosenLogprob:
+def chosen_logprob(entry: Mapping[int, Logprob], top: int, texts: TokenTexts) -> ChosenLogprob:
+    """One token of an answer as replies have it, with the ``top`` most likely ones."""
     written = [
         (top + 1 if each.rank is None else each.rank, _token_logprob(token_id, each, texts))
         for token_id, each in entry.items()
@@ -277,25 +218,17 @@ def _token_logprob(token_id: int, entry: Logprob, texts: TokenTexts) -> TokenLog
 class _ChatChunks(ChunkWriter):
     """The events of a streamed chat completion."""
 
-    def __init__(
-        self,
-        head: Mapping[str, Any],
-        chat: ChatRequest,
-        streams: Sequence[OutputStream],
-        texts: TokenTexts,
-        plan: ChatPlan,
-        params: SamplingParams,
-    ) -> None:
-        super().__init__({**head, "object": "chat.completion.chunk"}, chat, streams)
+    def __init__(self, head: Mapping[str, Any], run: ChatRun) -> None:
+        chat = run.chat
+        super().__init__({**head, "object": "chat.completion.chunk"}, chat, run.streams)
         self._num_choices = chat.n or 1
         self._top = chat.top_logprobs or 0
-        self._texts = texts
+        self._texts = run.texts
         self._ids = bool(chat.return_token_ids)
-        self._prompt_token_ids = streams[0].prompt_token_ids
+        self._prompt_token_ids = run.prompt
         self._openings = [b'{"index":%d,"delta":' % index for index in range(self._num_choices)]
-        skips, tokenizer = params.skip_special_tokens, texts.tokenizer
-        self._readings = [AnswerReading(plan, tokenizer, skips) for _ in range(self._num_choices if plan.reads else 0)]
-        self._counts = plan.reasoning is not None
+        self._readings = [run.reading() for _ in range(self._num_choices if run.plan.reads else 0)]
+        self._counts = run.plan.reasoning is not None
         if self._counts:
             self.meter.reasoning_tokens = 0
 
@@ -355,8 +288,8 @@ def _deltas(event: Event, ids: Sequence[str], before: int) -> Iterator[bytes]:
             _encode(event.id),
             name,
         )
-        for start in range(0, len(event.arguments), _ARGUMENTS):
-            piece = _encode(event.arguments[start : start + _ARGUMENTS])
+        for start in range(0, len(event.arguments), ARGUMENTS):
+            piece = _encode(event.arguments[start : start + ARGUMENTS])
             yield b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, piece)
     elif isinstance(event, Piece) and event.kind == "reasoning":
         text = _encode(event.text)

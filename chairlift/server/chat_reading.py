@@ -15,6 +15,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.protocol import ChatRequest, TokenizeRequest, template_variables
 from chairlift.server.state import ServerState
 from chairlift.server.structured import naming
+from chairlift.thinking import ThinkingBudget
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tool_calls import (
     NONE,
@@ -34,7 +35,7 @@ from chairlift.tool_calls import (
 )
 from chairlift.tool_calls.formats import ReasoningFormat, ToolFormat
 
-__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "held_params", "opened_by", "plan_prompt"]
+__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "held_params", "limited_params", "opened_by", "plan_prompt"]
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _ALPHABET: Final = string.ascii_letters + string.digits
@@ -74,6 +75,8 @@ def plan_prompt(state: ServerState, asked: ChatRequest | TokenizeRequest, ignore
     if isinstance(asked, ChatRequest):
         choice, parallel = asked.tool_choice, asked.parallel_tool_calls
         variables = _with_effort(asked.reasoning_effort, variables, template or "", ignored)
+        if (most := _budget(asked)) is not None and "thinking_budget" in (template or ""):
+            variables = {"thinking_budget": most, **variables}
     try:
         tools = check_tools(asked.tools, choice, parallel)
     except RequestError as error:
@@ -158,6 +161,48 @@ def held_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> Sa
         return params if whole is asked else dataclasses.replace(params, structured_outputs=whole)
 
 
+def limited_params(
+    plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, params: SamplingParams
+) -> SamplingParams:
+    """``params`` with the budget for reasoning that the request has. Raises ApiError where it cannot be kept."""
+    most = _budget(chat)
+    if most is None:
+        return params
+    shape = plan.reasoning
+    if shape is None or tokenizer is None:
+        why = "no reasoning is read out of this model's answers"
+        if chat.separate_reasoning is False:
+            why = "separate_reasoning is false"
+        raise _no_budget(f"{why}, so its end is not known; leave the budget out")
+    if plan.thinking is Thinking.NONE:
+        return params
+    end = tokenizer.token_to_id(shape.end)
+    begin = () if plan.thinking is Thinking.INSIDE else tokenizer.encode(shape.begin, False)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    for text, token_id in ((shape.end, end), (shape.begin, begin[0] if begin else end)):
+        if token_id is None or token_id not in added:  # what is spelled in several ways would be missed
+            raise _no_budget(f"{text} is no token of its own in the model's vocabulary; use max_tokens")
+    after = shape.goes_on + ("" if plan.tools.offered else shape.content)
+    budget = ThinkingBudget(
+        max_tokens=most,
+        end=int(end or 0),
+        begin=tuple(begin),
+        after=tuple(tokenizer.encode(after, False) if after else ()),
+    )
+    return dataclasses.replace(params, thinking=budget)
+
+
+def _budget(chat: ChatRequest) -> int | None:
+    """Most tokens of reasoning; None for any number."""
+    asked = chat.thinking_budget if chat.thinking_token_budget is None else chat.thinking_token_budget
+    return None if asked == -1 else asked
+
+
+def _no_budget(why: str) -> ApiError:
+    message = f"thinking_token_budget cannot be kept: {why}"
+    return ApiError(400, message, code="unsupported_parameter", param="thinking_token_budget")
+
+
 class AnswerReading:
     """Reads one answer as it comes. ``ids`` are those of its calls, in order."""
 
@@ -200,6 +245,10 @@ class AnswerReading:
     def reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far, its marks included."""
         return self._reader.num_reasoning_tokens(self._starts)
+
+    def is_reasoning(self, place: int) -> bool:
+        """Whether the token at this place in the answer is reasoning, or its mark."""
+        return self._reader.is_reasoning(self._starts[place])
 
     def _new_id(self, call: Call) -> str:
         """The id that the model gave the call, or one of nine letters and digits, which all templates take."""

@@ -19,9 +19,10 @@ from chairlift.engine.output_stream import OutputStream
 from chairlift.outputs import CompletionOutput, FinishReason, FlatLogprobs, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
+from chairlift.server.infilling import Infilling, infilling
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, generating_info
+from chairlift.server.models import check_model, generating_info, unused_fields
 from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
@@ -110,15 +111,15 @@ async def create_completion(request: Request) -> Response:
     given = asked.prompts()
     caller = read_promises(request, asked, ignored)
     info = generating_info(state)
-    if asked.prediction is not None and not info.takes_predictions:
-        ignored.append("prediction")
-    params = _params(asked, info.sampling_defaults)
+    between = infilling(state, asked, given)
+    params = _params(asked, info.sampling_defaults, () if between is None else between.ends)
     _check_lists(params, len(given))
+    ignored += unused_fields(info, params)
     state.engine.check_room(len(given), class_of(params))
     async with until_tokens(request, asked):
         prompts = [
             truncate(ids, asked.truncate_prompt_tokens, info, params.max_tokens, _num_added(state, asked, prompt))
-            for prompt, ids in zip(given, await _encode_prompts(state, asked, given), strict=True)
+            for prompt, ids in zip(given, await _encode_prompts(state, asked, given, between), strict=True)
         ]
         echoes = await _echoes(state, asked, given, prompts) if asked.echo else None
         places = [await _places(state, asked, prompt) for prompt in given]
@@ -141,7 +142,7 @@ async def create_completion(request: Request) -> Response:
     return respond(state, reply, pieces, headers)
 
 
-def _params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def _params(asked: CompletionRequest, defaults: Mapping[str, Any], ends: Sequence[int]) -> SamplingParams:
     n, best_of = asked.n or 1, asked.best_of or asked.n or 1
     problem = ("", "")
     if best_of < n:
@@ -161,7 +162,9 @@ def _params(asked: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingPa
     most = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     if most == 0 and of_prompt is None:
         of_prompt = 0  # a prompt that is scored may be as long as the model takes
-    fields = {"n": best_of, "max_tokens": most, "logprobs": logprobs, "prompt_logprobs": of_prompt}
+    fields: dict[str, Any] = {"n": best_of, "max_tokens": most, "logprobs": logprobs, "prompt_logprobs": of_prompt}
+    if ends and not asked.ignore_eos:
+        fields["stop_token_ids"] = [*(asked.stop_token_ids or ()), *ends]
     return sampling_params(asked, defaults, **fields)
 
 
@@ -184,8 +187,10 @@ def _check_lists(params: SamplingParams, num_prompts: int) -> None:
 
 
 async def _encode_prompts(
-    state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]]
+    state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]], between: Infilling | None
 ) -> list[list[int]]:
+    if between is not None:
+        return await between.encode(state, asked, [str(each) for each in given])
     texts, ids = [each for each in given if isinstance(each, str)], [each for each in given if isinstance(each, list)]
     found = await state.engine.encode_all(texts, asked.add_special_tokens is not False) if texts else ids
     if texts and not all(found):

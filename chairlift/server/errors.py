@@ -1,4 +1,4 @@
-"""OpenAI error objects: what went wrong, as every endpoint says it."""
+"""OpenAI error objects: what went wrong, as every endpoint says it but those of Anthropic's API, whose form differs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from chairlift.errors import (
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.state import ServerState
 
-__all__ = ["ApiError", "error_body", "error_response", "to_api_error"]
+__all__ = ["ApiError", "error_body", "error_response", "messages_error_body", "to_api_error"]
 
 _OVERLOADED = {QueueTimeoutError: "queue_timeout", WorkerLostError: "worker_lost"}
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
@@ -76,6 +76,12 @@ def error_body(error: ApiError) -> dict[str, object]:
     """``{"error": {"message", "type", "param", "code"}}``."""
     fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return {"error": fields}
+
+
+def messages_error_body(error: ApiError, request_id: str) -> dict[str, object]:
+    """``{"type": "error", "error": {"type", "message"}, "request_id"}``, as Anthropic's API has it."""
+    kind = {413: "request_too_large", 500: "api_error"}.get(error.status, error.type)
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
 def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat: bool = False) -> ApiError:
@@ -138,10 +144,12 @@ def _context_length(state: ServerState) -> str:
     return f". This model's maximum context length is {min(info.max_model_len, info.capacity_tokens + 1)} tokens."
 
 
-def error_response(error: ApiError) -> Response:
-    """The error object as a response."""
-    body = msgspec.json.encode(error_body(error))
-    return Response(body, status_code=error.status, headers=error.headers, media_type="application/json")
+def error_response(error: ApiError, path: str = "", request_id: str = "") -> Response:
+    """The error object as a response to a request for ``path``."""
+    of_messages = path in ("/v1/messages", "/v1/messages/count_tokens")
+    body = msgspec.json.encode(messages_error_body(error, request_id) if of_messages else error_body(error))
+    headers = {**error.headers, "request-id": request_id} if of_messages else error.headers
+    return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
 
 def _routing_error(error: HTTPException) -> ApiError:

@@ -25,6 +25,7 @@ from chairlift.errors import ConfigError, EngineDeadError, TemplateError, Templa
 from chairlift.loading import read_tokenizer
 from chairlift.server.app import make_app
 from chairlift.server.auth import check_exposure, load_keys
+from chairlift.server.batch_worker import BatchWorker, open_store, working
 from chairlift.server.http_protocol import HttpLimits, HttpServer
 from chairlift.server.state import ServerState
 from chairlift.server.status_line import PreemptionAlarm, StatusLine
@@ -133,27 +134,34 @@ async def serve(
     keys = load_keys(config)
     exporter = None if config.otlp_traces_endpoint is None else otlp_exporter(config.otlp_traces_endpoint)
     sock = bind(config, keys)
-    url = _url(sock)
+    url, store = _url(sock), None
     try:
+        store = open_store(config)
         _raise_file_limit(config.max_connections)
         progress = _Progress()
         engine = start_engine(engine_config, config, progress)
         progress("starting the engine", 0.0)
     except BaseException:
         sock.close()
+        if store is not None:
+            store.close()
         raise
     state = ServerState(config, engine, served_names(config, engine_config), api_keys=keys, started_at=int(time.time()))
     if exporter is not None:
         state.tracer = RequestTracer(exporter, state.model_names[0])
         engine.events.subscribe("the tracer", state.tracer)
+    if store is not None:
+        state.batches = BatchWorker(state, store)
     limits = HttpLimits(max_connections=config.max_connections, stall_timeout=config.stall_timeout)
-    server = HttpServer(make_app(state), limits, engine.stats.connection_refused)
-    with contextlib.ExitStack() as stack:
+    app = make_app(state)
+    server = HttpServer(app, limits, engine.stats.connection_refused)
+    async with contextlib.AsyncExitStack() as stack:
         if stop is None:
             stop = Stop()
             stack.enter_context(_signals(stop))
         try:
             await server.start(sock)
+            await stack.enter_async_context(working(state, app))
             return await _run(state, server, stop, lambda: (announce or _print)(_ready(state, url, progress)))
         finally:
             progress.end()

@@ -10,8 +10,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from chairlift.server.batches import BatchList, BatchObject, BatchRequest
 from chairlift.server.chat import ChatCompletion
 from chairlift.server.completions import TextCompletion
+from chairlift.server.files import FileDeleted, FileList, FileObject
+from chairlift.server.messages_types import (
+    CountTokensRequest,
+    MessageReply,
+    MessagesError,
+    MessagesRequest,
+    TokenCount,
+)
 from chairlift.server.models import ModelCard, ModelList
 from chairlift.server.pooling import (
     ClassifyReply,
@@ -26,6 +35,8 @@ from chairlift.server.pooling import (
 from chairlift.server.promises import TTFT_HEADER
 from chairlift.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.server.queue import QueueReply
+from chairlift.server.responses_types import DeletedResponse, ResponsesRequest
+from chairlift.server.responses_types import Response as ModelResponse
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 from chairlift.server.tokens import DetokenizeReply, TokenizeReply
@@ -92,6 +103,9 @@ _TYPES: Final = (
     *(DetokenizeRequest, DetokenizeReply, ModelList, ModelCard, ErrorReply, StatusReply, VersionReply, LoadReply),
     *(EmbeddingRequest, EmbeddingReply, ClassifyRequest, ClassifyReply, ScoreRequest, ScoreReply),
     *(RerankRequest, RerankReply),
+    *(FileObject, FileList, FileDeleted, BatchRequest, BatchObject, BatchList),
+    *(ResponsesRequest, ModelResponse, DeletedResponse),
+    *(MessagesRequest, MessageReply, CountTokensRequest, TokenCount, MessagesError),
     *(QueueReply, RequestsReply, TrafficRecord, WeightsRequest, WeightsReply),
 )
 
@@ -104,6 +118,8 @@ def document(state: ServerState) -> dict[str, Any]:
         "/v1/completions": _post(
             "Continue one or more prompts", CompletionRequest, TextCompletion, (429,), streams=True
         ),
+        **_responses_paths(),
+        **_messages_paths(),
         "/v1/embeddings": _post("Embeddings of one or more texts", EmbeddingRequest, EmbeddingReply, (429,)),
         "/v1/classify": _post("Classes of one or more texts", ClassifyRequest, ClassifyReply, (429,)),
         "/v1/score": _post("Scores of pairs of texts", ScoreRequest, ScoreReply, (429,)),
@@ -116,6 +132,7 @@ def document(state: ServerState) -> dict[str, Any]:
         "/v1/queue": _get("What waits, and when it is expected to start", QueueReply, (404,), [_ID_PARAMETER]),
         "/v1/requests": _get("What waits and runs now", RequestsReply, (), [_LIMIT_PARAMETER]),
         "/v1/traffic": {"get": _traffic()},
+        **_files_and_batches(),
         "/update_weights": _post("Serve other weights", WeightsRequest, WeightsReply, (403,)),
         "/health": _status("Whether requests make progress"),
         "/ping": _status("The same"),
@@ -136,11 +153,44 @@ def document(state: ServerState) -> dict[str, Any]:
         "components": {"schemas": schemas},
     }
     if state.api_keys:
-        out["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-        out["security"] = [{"bearer": []}]
+        out["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        out["security"] = [{"bearer": []}, {"key": []}]
         for path in ("/health", "/ready"):
             paths[path]["get"]["security"] = []
     return out
+
+
+def _responses_paths() -> dict[str, Any]:
+    created = _post(
+        "Answer a conversation of items", ResponsesRequest, ModelResponse, (429,), streams=True, example=_RESPONSE
+    )
+    deleted = _get("Forget it", DeletedResponse, (404,), [_RESPONSE_PARAMETER])["get"]
+    kept = _get("A response that was kept", ModelResponse, (404,), [_RESPONSE_PARAMETER])
+    return {"/v1/responses": created, "/v1/responses/{response_id}": {**kept, "delete": deleted}}
+
+
+def _messages_paths() -> dict[str, Any]:
+    paths = {
+        "/v1/messages": _post(
+            "Answer a conversation of messages with blocks",
+            MessagesRequest,
+            MessageReply,
+            (429,),
+            streams=True,
+            example=_MESSAGE,
+        ),
+        "/v1/messages/count_tokens": _post(
+            "Tokens of such a conversation", CountTokensRequest, TokenCount, (429,), example={"messages": _ASK}
+        ),
+    }
+    for path in paths.values():
+        for status, response in path["post"]["responses"].items():
+            if status != "200":
+                response["content"] = _ref(MessagesError)
+    return paths
 
 
 def _query(name: str, text: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -155,9 +205,30 @@ _RECORDING_PARAMETERS: Final = (
     _query("duration", "End after so many seconds", {"type": "number", "minimum": 0.001, "maximum": 10**9}),
     _query("recording", "Go on with this one, which was broken off less than a minute ago", {"type": "string"}),
 )
-_NAME_PARAMETER: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_PAGE_PARAMETER: Final = _query("limit", "Most to list", {"type": "integer", "minimum": 1, "maximum": 100})
+_UPLOAD_SCHEMA: Final = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"const": "batch"},
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+    },
+}
 
 
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+_NAME_PARAMETER: Final = _path_parameter("name")
+
+
+_RESPONSE_PARAMETER: Final = {**_NAME_PARAMETER, "name": "response_id"}
+_ASK: Final = [{"role": "user", "content": "What is a KV cache?"}]
+_RESPONSE: Final = {"input": "What is a KV cache?", "max_output_tokens": 64}
+_MESSAGE: Final = {"messages": _ASK, "max_tokens": 64}
 _TTFT_PARAMETER: Final = {
     "name": TTFT_HEADER,
     "in": "header",
@@ -183,6 +254,7 @@ def _post(
     reply: type[msgspec.Struct],
     statuses: Sequence[int],
     streams: bool = False,
+    example: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     content = _ref(reply)
     if streams:
@@ -191,6 +263,8 @@ def _post(
     if streams:
         operation["parameters"] = [_TTFT_PARAMETER]
     operation["requestBody"] = {"required": True, "content": _ref(body)}
+    if example is not None:
+        operation["requestBody"]["content"]["application/json"]["example"] = example
     return {"post": operation}
 
 
@@ -205,6 +279,31 @@ def _get(
     if parameters:
         operation["parameters"] = list(parameters)
     return {"get": operation}
+
+
+def _files_and_batches() -> dict[str, dict[str, Any]]:
+    """The paths of what is kept under --batch-dir; without it, they answer 404."""
+    files, batches = _path_parameter("file_id"), _path_parameter("batch_id")
+    pages = (_query("after", "List what comes behind this id", {"type": "string"}), _PAGE_PARAMETER)
+    sorts = (
+        _query("order", "asc: the oldest first", {"enum": ["asc", "desc"], "default": "desc"}),
+        _query("purpose", "List only files with this one", {"type": "string"}),
+    )
+    upload = _operation("Upload a file of requests for a batch", _ref(FileObject), _WITH_BODY)
+    upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD_SCHEMA}}}
+    content = _operation("What is in it", {"application/octet-stream": {"schema": {"type": "string"}}}, (404,))
+    shown, gone = _get("One of them", FileObject, (404,), [files]), _get("Delete it", FileDeleted, (404,), [files])
+    listed = _get("Your files", FileList, (404,), [*pages, *sorts])
+    cancel = _get("End it with what it has", BatchObject, (404,), [batches])
+    return {
+        "/v1/files": listed | {"post": upload},
+        "/v1/files/{file_id}": shown | {"delete": gone["get"]},
+        "/v1/files/{file_id}/content": {"get": content | {"parameters": [files]}},
+        "/v1/batches": _get("Your batches", BatchList, (404,), pages)
+        | _post("Have the requests of a file answered", BatchRequest, BatchObject, ()),
+        "/v1/batches/{batch_id}": _get("One of them", BatchObject, (404,), [batches]),
+        "/v1/batches/{batch_id}/cancel": {"post": cancel["get"]},
+    }
 
 
 def _traffic() -> dict[str, Any]:

@@ -248,7 +248,7 @@ class _Call:
 
         size = len(first[0]) * len(second) + sum(map(len, second))
         pairs = await beside(self.state, size, make)
-        return [floats(vector)[0] for vector in await self.vectors(pairs)]
+        return [floats(vector)[-1] for vector in await self.vectors(pairs)]
 
     @property
     def head(self) -> dict[str, Any]:

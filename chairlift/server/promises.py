@@ -15,11 +15,14 @@ from chairlift.server.protocol import GenerationRequest
 from chairlift.server.state import ServerState
 from chairlift.service_class import DEFAULT_CLASS, parse_service_classes
 
-__all__ = ["TTFT_HEADER", "class_of", "read_promises"]
+__all__ = ["BATCH_CLASS", "TTFT_HEADER", "class_of", "read_promises"]
 
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 """Header with the milliseconds in which the first token is due; the field ``ttft_ms`` goes before it."""
 
+BATCH_CLASS: Final = "flex"
+"""Class of service of the requests of batches."""
+_NOT_IN_BATCHES: Final = ("stream", "priority", "ttft_ms", "tpot_ms", "deadline_ms", "queue_timeout")
 _BUILT_IN: Final = tuple(parse_service_classes(""))
 _MILLISECONDS: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6})?")
 
@@ -34,6 +37,9 @@ def read_promises(request: Request, asked: GenerationRequest, ignored: list[str]
     state: ServerState = request.app.state.server
     classes = state.engine.service_classes
     known = _BUILT_IN if classes is None else tuple(classes)
+    if getattr(request.state, "is_batch", False):
+        _check_batch(asked)
+        asked.service_tier = BATCH_CLASS
     if asked.service_tier == "auto" or (asked.service_tier == "scale" and "scale" not in known):
         asked.service_tier = None
     if asked.service_tier is not None and asked.service_tier not in known:
@@ -50,6 +56,16 @@ def read_promises(request: Request, asked: GenerationRequest, ignored: list[str]
     elif asked.user:
         caller = dataclasses.replace(caller, tenant=asked.user)
     return dataclasses.replace(caller, arrived=getattr(request.state, "arrived", None))
+
+
+def _check_batch(asked: GenerationRequest) -> None:
+    """Raise ApiError 400 for what a request of a batch cannot have."""
+    given = [name for name in _NOT_IN_BATCHES if getattr(asked, name)]
+    if asked.service_tier not in (None, "auto", "default", BATCH_CLASS):
+        given.append("service_tier")
+    if given:
+        message = f"{given[0]} cannot be used in a batch, whose requests have the class {BATCH_CLASS}; leave it out"
+        raise ApiError(400, message, code="invalid_value", param=given[0])
 
 
 def class_of(params: SamplingParams) -> str:

@@ -31,8 +31,10 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
                      ``continue_final_message``, ``chat_template_kwargs``, ``tools``, ``tool_choice``,
-                     ``parallel_tool_calls``, ``reasoning_effort``, ``include_reasoning``, ``separate_reasoning``
-supported, texts     ``prompt``, ``echo``, ``best_of`` (not with ``stream``), ``add_special_tokens``
+                     ``parallel_tool_calls``, ``reasoning_effort``, ``thinking_token_budget`` and its other
+                     name ``thinking_budget``, ``include_reasoning``, ``separate_reasoning``
+supported, texts     ``prompt``, ``suffix`` (where the model can fill in the middle), ``echo``, ``best_of`` (not with
+                     ``stream``), ``add_special_tokens``
 ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
                      ``verbosity``, ``prompt_cache_key``, ``prompt_cache_retention``,
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
@@ -41,9 +43,10 @@ refused              ``functions``, ``function_call`` but ``none``, of texts ``t
                      ``extra_body``, ``modalities`` but ``["text"]``, ``audio``, ``web_search_options``, ``store``,
                      ``chat_template``, ``documents``, ``lora_path``,
                      ``kv_transfer_params``, ``prompt_embeds``, ``logits_processors``, ``use_beam_search``,
-                     ``length_penalty`` but 1, ``thinking_token_budget``, ``suffix``; and where the other endpoint has
-                     the field: ``echo``, ``best_of``, ``add_special_tokens``, ``max_completion_tokens``,
-                     ``top_logprobs``, ``continue_final_message``, ``chat_template_kwargs``
+                     ``length_penalty`` but 1; and where the other endpoint has the field:
+                     ``thinking_token_budget``, ``thinking_budget``, ``echo``, ``best_of``, ``suffix``,
+                     ``add_special_tokens``, ``max_completion_tokens``, ``top_logprobs``,
+                     ``continue_final_message``, ``chat_template_kwargs``
 ===================  ================================================================================================
 """
 
@@ -62,7 +65,7 @@ from msgspec import Meta
 from chairlift.errors import RequestError
 from chairlift.sampling_params import SamplingLimits, SamplingParams
 from chairlift.server.errors import ApiError
-from chairlift.server.structured import structured_outputs
+from chairlift.server.structured import FIELDS, structured_outputs
 from chairlift.structured_outputs import MAX_GRAMMAR_CHARS
 from chairlift.tool_calls.request import MAX_TOOLS
 
@@ -75,12 +78,17 @@ __all__ = [
     "GenerationRequest",
     "Message",
     "Prediction",
+    "Refusals",
+    "SampledRequest",
+    "StopString",
     "StreamOptions",
     "TokenizeRequest",
     "no_prompt_logprobs_in_stream",
     "parse",
+    "refused_beside",
     "sampling_params",
     "template_variables",
+    "unknown_inside",
     "warning_headers",
 ]
 
@@ -161,23 +169,41 @@ class Prediction(msgspec.Struct, kw_only=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What chat and text completions have in common. ``null`` is the same as leaving a field out."""
+class SampledRequest(msgspec.Struct, kw_only=True):
+    """What all endpoints that generate text have in common. ``null`` is the same as leaving a field out."""
 
     model: ModelName | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=_LIMITS.max_stop_strings)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: LogitBias | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
+    cache_salt: CacheSalt | None = None
+    """Only requests with the same salt share cached prompts."""
+    queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
+    """Seconds to wait for the first step before giving up."""
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None
+    """Class of service; the reply says which one it was."""
+    ttft_ms: Milliseconds | None = None
+    """The first token is due this long after arrival."""
+    tpot_ms: Milliseconds | None = None
+    """Longest time per token after the first."""
+    deadline_ms: Milliseconds | None = None
+    """The whole answer is due this long after arrival."""
+
+
+class GenerationRequest(SampledRequest, kw_only=True):
+    """What chat and text completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=_LIMITS.max_stop_strings)] | None = None
+    logit_bias: LogitBias | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=_LIMITS.max_token_id_list)] | None = None
@@ -202,21 +228,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_choice: Annotated[list[GrammarText], Meta(max_length=4096)] | None = None
     guided_grammar: GrammarText | None = None
     structural_tag: Form | GrammarText | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None = None
-    cache_salt: CacheSalt | None = None
-    """Only requests with the same salt share cached prompts."""
-    queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
-    """Seconds to wait for the first step before giving up."""
-    service_tier: Annotated[str, Meta(max_length=64)] | None = None
-    """Class of service; the reply says which one it was."""
     user: Annotated[str, Meta(max_length=256)] | None = None
     """Who asks; without API keys, whose share of the engine it is."""
-    ttft_ms: Milliseconds | None = None
-    """The first token is due this long after arrival."""
-    tpot_ms: Milliseconds | None = None
-    """Longest time per token after the first."""
-    deadline_ms: Milliseconds | None = None
-    """The whole answer is due this long after arrival."""
     prediction: Prediction | None = None
     """What the answer is expected to repeat: it comes sooner where that is so, and is the same in any case."""
     return_timing: bool | None = None
@@ -292,6 +305,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """false: calls after the first are left out of the answer."""
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     """none, minimal, low, medium, high, xhigh or max, where the chat template has a place for it."""
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    """Most tokens of reasoning: then its end is forced, and the answer follows. -1: any number."""
+    thinking_budget: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    """Another name of thinking_token_budget, which wins over it."""
     include_reasoning: bool | None = None
     """false: the reasoning is left out of the reply; it is counted all the same."""
     separate_reasoning: bool | None = None
@@ -307,6 +324,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """16 when left out. 0 goes with echo: the prompt and its log-probabilities."""
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
+    suffix: str | None = None
+    """Text that follows the answer, for models that can fill in the middle. Empty: none."""
     best_of: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
     add_special_tokens: bool | None = None
 
@@ -353,7 +372,12 @@ _TOOLS: Final = "it belongs to /v1/chat/completions; leave it out"
 _OLD_TOOLS: Final = "it is the older form of tools; send tools instead"
 _GRAMMAR: Final = "answers are held to a form by response_format or structured_outputs; use one of them"
 _CHAT_ONLY: Final = "it belongs to /v1/chat/completions; leave it out"
+_ELSEWHERE: Final = "it belongs to /v1/chat/completions or /v1/completions; leave it out"
+_FORM_ELSEWHERE: Final = "it asks for a form of the answer as /v1/chat/completions has it; use this endpoint's field"
 _TEXT_ONLY: Final = "it belongs to /v1/completions; leave it out"
+
+Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Field -> (values that ask for what happens anyway, what to do)."""
 
 REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "tools": ((), _TOOLS),
@@ -377,8 +401,9 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "logits_processors": ((), "requests cannot bring code; leave it out"),
     "use_beam_search": ((), "beam search is not supported; use best_of or n"),
     "length_penalty": ((1,), "it belongs to beam search, which is not supported; leave it out"),
-    "thinking_token_budget": ((), "reasoning cannot be held to a length yet; use max_tokens"),
-    "suffix": (("",), "text cannot be inserted before a suffix; leave it out, or lay the prompt out yourself"),
+    "thinking_token_budget": ((-1,), _CHAT_ONLY),
+    "thinking_budget": ((-1,), _CHAT_ONLY),
+    "suffix": ((), _TEXT_ONLY),
     "echo": ((), _TEXT_ONLY),
     "best_of": ((1,), _TEXT_ONLY),
     "add_special_tokens": ((), "the chat template writes its own special tokens; leave it out"),
@@ -387,7 +412,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "continue_final_message": ((), _CHAT_ONLY),
     "chat_template_kwargs": ((), _CHAT_ONLY),
 }
-"""Field -> (values that ask for what happens anyway, what to do). Looked at where the body's type has no such field."""
+"""Of chat and text completions. Looked at where the body's type has no such field."""
 
 _SAMPLING: Final = (
     *("n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -408,8 +433,10 @@ _repr.maxlevel = 2
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]]:
+def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = REFUSED) -> tuple[_T, list[str]]:
     """The request, and the names of fields that are ignored. 4.0 is a whole number, as it is in JSON Schema.
+
+    ``refused`` are the fields that are known and not served.
 
     Raises ApiError 400 whose ``param`` is the path of the field (``messages[0].role``) and whose message says what was
     given and what is allowed.
@@ -419,10 +446,10 @@ def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]
     for name, value in body.items():
         if name in known or value is None:
             continue
-        if name not in REFUSED:
+        if name not in refused:
             ignored.append(name)
-        elif not _asks_for_nothing(name, value):
-            message = f"{name} is {_given(value)}, which is not supported: {REFUSED[name][1]}"
+        elif not _asks_for_nothing(value, *refused[name]):
+            message = f"{name} is {_given(value)}, which is not supported: {refused[name][1]}"
             raise ApiError(400, message, code="unsupported_parameter", param=name)
     floats = ((name, value) for name, value in body.items() if isinstance(value, float) and value.is_integer())
     whole = {name: int(value) for name, value in floats if name in _whole_numbers(struct_type)}
@@ -432,6 +459,23 @@ def parse(struct_type: type[_T], body: Mapping[str, Any]) -> tuple[_T, list[str]
         raise _readable(struct_type, body, str(error)) from None
     ignored += _ignored_inside(struct_type, body)
     return request, ignored
+
+
+def refused_beside(struct_type: type[msgspec.Struct], own: Refusals) -> Refusals:
+    """``own``, and every field of chat and text completions that a body of another endpoint does not have."""
+    others = {*_field_names(ChatRequest), *_field_names(CompletionRequest), *REFUSED}
+    elsewhere: dict[str, tuple[tuple[Any, ...], str]] = {}
+    for name in sorted(others - {*_field_names(struct_type), "stream_options"}):
+        harmless, reason = REFUSED.get(name, ((1,) if name == "n" else (), _ELSEWHERE))
+        asks_for_form = name in FIELDS or reason is _GRAMMAR
+        elsewhere[name] = (harmless, _FORM_ELSEWHERE if asks_for_form else reason)
+    return {**elsewhere, **own}
+
+
+def unknown_inside(place: str, given: Any, struct_type: type[msgspec.Struct]) -> list[str]:
+    """Names in the object at ``place`` that its type does not have, as paths."""
+    known = _field_names(struct_type)
+    return [f"{place}.{name}" for name, value in (given or {}).items() if name not in known and value is not None]
 
 
 def warning_headers(ignored: Sequence[str]) -> dict[str, str]:
@@ -474,11 +518,10 @@ def no_prompt_logprobs_in_stream(request: GenerationRequest) -> None:
         raise ApiError(400, message, code="invalid_value", param="prompt_logprobs")
 
 
-def _asks_for_nothing(name: str, value: Any) -> bool:
+def _asks_for_nothing(value: Any, harmless: Sequence[Any], reason: str) -> bool:
     """Whether a refused field has a value that asks for what happens anyway. 0 does so only where it is listed."""
-    harmless, reason = REFUSED[name]
     empty = value is False or (isinstance(value, (str, list, dict)) and not value)
-    return (empty and reason is not _GRAMMAR) or any(
+    return (empty and reason not in (_GRAMMAR, _FORM_ELSEWHERE)) or any(
         value == each and isinstance(value, bool) is isinstance(each, bool) for each in harmless
     )
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from chairlift.config import ServerConfig
+from chairlift.server.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from chairlift.engine.async_engine import AsyncEngine
+    from chairlift.server.batch_worker import BatchWorker
     from chairlift.server.live_feed import LiveFeed
     from chairlift.server.tracing import RequestTracer
 
@@ -41,7 +43,11 @@ class ServerState:
     """Log-probabilities that the requests in flight may bring, all together."""
     num_in_progress: int = 0
     """HTTP requests to /v1/* that have not been answered to the end."""
+    responses: ResponseStore = dataclasses.field(default_factory=ResponseStore)
+    """What clients asked to be kept."""
     live: LiveFeed | None = None
     """What the live view shows, once somebody has looked."""
     tracer: RequestTracer | None = None
     """Writes a trace of every request, where the settings say so."""
+    batches: BatchWorker | None = None
+    """Keeps files and answers batches, where the settings name a directory for them."""

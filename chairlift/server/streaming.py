@@ -2,7 +2,8 @@
 
 The contract of a stream: a chunk per answer with the role (chat only), chunks with what is new, one chunk per answer
 with its ``finish_reason``, one with the usage and no choices when it was asked for, and ``[DONE]``. When something goes
-wrong on the way, an event with an error object ends the stream, without ``[DONE]``. Nothing is sent, not even a status,
+wrong on the way, an event with an error object ends the stream, without ``[DONE]``. (Responses and messages have events
+of their own.) Nothing is sent, not even a status,
 before there is something to say: what fails before the first token has its real status.
 """
 
@@ -14,7 +15,7 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -44,6 +45,7 @@ __all__ = [
     "PromptLogprob",
     "PromptLogprobs",
     "PromptTokensDetails",
+    "StreamWriter",
     "Timing",
     "TokenTexts",
     "Usage",
@@ -51,6 +53,7 @@ __all__ = [
     "beside",
     "collect",
     "finite",
+    "in_pieces",
     "json_response",
     "merge",
     "parts",
@@ -385,18 +388,60 @@ def parts(answer: CompletionOutput, top: int) -> Iterator[CompletionOutput]:
         yield dataclasses.replace(answer, text=text, token_ids=answer.token_ids[cut], logprobs=answer.logprobs[cut])
 
 
+def in_pieces(events: Iterable[bytes]) -> Iterator[bytes]:
+    """The events, several at a time where they are short, so that none of what is sent at a time is long."""
+    held = bytearray()
+    for event in events:
+        held += event
+        if len(held) >= _PIECE:
+            yield bytes(held)
+            held.clear()
+    yield bytes(held)
+
+
 def tokens_at_once(top: int) -> int:
     """So many tokens with ``top`` likely ones each are written at a time on the event loop: 1,024 entries."""
     return max(1, 1024 // (top + 1))
 
 
-class ChunkWriter:
-    """Writes the events of one stream; the constant part of every event is encoded once.
+class StreamWriter:
+    """Writes the events of one stream. Subclasses say what they are."""
+
+    def __init__(self, streams: Sequence[OutputStream]) -> None:
+        self.meter = Meter(streams)
+
+    def start(self) -> bytes:
+        """What comes before the first output."""
+        return b""
+
+    def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
+        """The events for one output of the prompt with this index, in pieces; none when there is nothing to say yet."""
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        """What comes after the last output."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """What ends the stream instead, when something goes wrong on the way."""
+        return b"data: " + _encode(error_body(error)) + b"\n\n"
+
+    def note(self, prompt: int, output: RequestOutput) -> None:
+        """Count an output. Raises ApiError for an answer that ended in another way than its request asked for."""
+        self.meter.note(prompt, output)
+        for answer in output.outputs:
+            if answer.finish_reason is not None:
+                _check_end(output, answer)
+
+
+class ChunkWriter(StreamWriter):
+    """Writes the events of chat and text completions; the constant part of every event is encoded once.
 
     ``head`` has the fields that all chunks share. Subclasses say what the choices are.
     """
 
     def __init__(self, head: Mapping[str, Any], asked: GenerationRequest, streams: Sequence[OutputStream]) -> None:
+        super().__init__(streams)
         options = asked.stream_options or StreamOptions()
         self._timing = asked.return_timing
         self.meter = Meter(streams, predicted=asked.prediction is not None)
@@ -405,20 +450,12 @@ class ChunkWriter:
         self._include_usage = bool(options.include_usage)
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
 
-    def start(self) -> bytes:
-        """What comes before the first output."""
-        return b""
-
     def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[bytes]:
         """The JSON of the choices that an answer's news make, one per event."""
         raise NotImplementedError
 
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
-        """The events for one output of the prompt with this index, in pieces; none when there is nothing to say yet."""
-        self.meter.note(prompt, output)
-        for answer in output.outputs:
-            if answer.finish_reason is not None:
-                _check_end(output, answer)
+        self.note(prompt, output)
         told = timing([output], self._timing) if output.finished else UNSET
         held, size, last = list[bytes](), 0, b""
         for answer in output.outputs:
@@ -441,13 +478,12 @@ class ChunkWriter:
         return self._head + choice + b"]" + more + self._tail
 
     def end(self) -> bytes:
-        """What comes after the last output."""
         usage = self._head + b'],"usage":' + _encode(self.meter.usage()) + b"}\n\n" if self._include_usage else b""
         return usage + b"data: [DONE]\n\n"
 
 
 async def start_stream(
-    state: ServerState, streams: Sequence[OutputStream], chunks: ChunkWriter, headers: Mapping[str, str]
+    state: ServerState, streams: Sequence[OutputStream], chunks: StreamWriter, headers: Mapping[str, str]
 ) -> EventStream:
     """Wait for the first output, and make it the beginning of a stream. What goes wrong until then is raised."""
     outputs = merge(streams)
@@ -499,7 +535,7 @@ class EventStream(Response):
 async def _events(
     state: ServerState,
     outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-    chunks: ChunkWriter,
+    chunks: StreamWriter,
     first: Iterator[bytes],
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
@@ -513,7 +549,7 @@ async def _events(
                     yield piece
             yield chunks.end()
         except Exception as error:
-            yield b"data: " + _encode(error_body(to_api_error(error, state, request_id))) + b"\n\n"
+            yield chunks.failed(to_api_error(error, state, request_id))
 
 
 async def _in_turns(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from chairlift.server.chat import encode_messages
 from chairlift.server.chat_reading import plan_prompt
+from chairlift.server.chat_run import encode_messages
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.models import check_model, engine_info

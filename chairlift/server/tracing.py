@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["RequestTracer", "otlp_exporter"]
 
 _log = logging.getLogger(__name__)
-_OPERATIONS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS: Final = dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat")
 _HEADERS: Final = (b"traceparent", b"tracestate", b"baggage")
 _MOST_SECONDS: Final = 3.0
 """For a collector to take a batch of spans, and at the server's end all that are left."""

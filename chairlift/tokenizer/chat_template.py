@@ -226,8 +226,8 @@ def _up_to_final_message(chat: Sequence[Mapping[str, Any]], text: str, marked: s
 
     As in transformers, a space behind the mark tells whether the template trims contents, and a content that the
     template does not print as it is cannot be continued. What transformers lets pass is refused as well: a mark that
-    changes what the template writes before it, and messages that come after the final one. Of a content that is
-    printed twice the last copy is continued, and the first keeps no mark.
+    changes what the template writes before it, and messages that come after the final one. If a content is
+    printed twice, the last copy is continued, and the first keeps no mark.
     """
     end = marked.rfind(_END_OF_FINAL_MESSAGE)
     if end < 0:

@@ -14,7 +14,7 @@ REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 _SAYS_SOMETHING: Final = ("tool_calls", "function_call", *REASONING_KEYS)
 """An assistant's message may lack a content where it has one of these."""
 _MAX_DEPTH: Final = 64
-"""Of lists and objects inside each other; as deep as a body may be."""
+"""Largest depth of nested lists and objects, the same as for a body."""
 _LONGEST: Final = 60
 """Characters of a caller's value in an error."""
 

@@ -22,7 +22,7 @@ __all__ = ["TextWorker"]
 
 _MOST_TOKENS: Final = 1 << 22
 _BYTES_PER_TOKEN: Final = 12
-"""Of an id as JSON, with what separates it from the next."""
+"""Bytes of an id as JSON, with its separator."""
 _BYTES_PER_CHAR: Final = 256
 """Memory that encoding takes per character: a million take 100 MB."""
 _SECONDS: Final = 1.0
@@ -54,7 +54,7 @@ class TextWorker(WorkerPool):
         reply = _BYTES_PER_TOKEN * _MOST_TOKENS + 4096
         super().__init__(__name__, setup, "texts", reply, num_workers=2, most_waiting=most_waiting)
         self.seconds = _SECONDS
-        """Of processor time for a short text."""
+        """Seconds of processor time for a short text."""
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises RequestError for one that takes too long or too much memory, and what

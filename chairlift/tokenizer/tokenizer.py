@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 _EACH_BYTE: Final = "chairlift.each_byte"
 _MOST_BYTES: Final = 4
-"""Of a character."""
+"""Largest number of bytes of a character."""
 _ALONE: Final = 512
-"""Characters, or tokens. Of more the library's functions for batches are asked, also of one text: those for one text
-keep the interpreter's lock until they are done, and every other thread waits for them, the event loop's too."""
+"""Characters or tokens of one text. Longer ones go through the library's functions for batches: the functions for one
+text keep the interpreter's lock until they are done, so every other thread waits, the event loop's too."""
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 

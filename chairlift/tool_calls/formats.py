@@ -74,10 +74,10 @@ class ToolFormat:
     numbered: bool = False
     """The model writes ``NAME:NUMBER``, and that is the id of the call."""
     wrapped: tuple[str, str, str] | None = None
-    """Of forced calls with a JSON body: text before, the key of the arguments, text after. A text that ends with ``[``
-    begins a list of calls."""
+    """Text before a forced call with a JSON body, key of its arguments, text after it. A first text that ends with
+    ``[`` begins a list of calls."""
     opening: str = '{"name": '
-    """Of forced calls with a JSON body: what stands before the name."""
+    """Text before the function's name, in a forced call with a JSON body."""
     own_line: bool = False
     """Values stand on lines of their own."""
 

@@ -143,6 +143,10 @@ class AnswerReader:
         ends = [bisect.bisect_left(starts, place) for place in spans]
         return sum(ends[1::2]) - sum(ends[::2])
 
+    def is_reasoning(self, place: int) -> bool:
+        """Whether the byte at this place of the text is reasoning, or a part of its marks."""
+        return bisect.bisect_right(self._spans, place) % 2 == 1
+
     def _take(self) -> list[Event]:
         """The events since the last call; neighbouring pieces of a kind are one."""
         events: list[Event] = []

@@ -1,6 +1,6 @@
 """Training on rollouts while the next ones are generated: generate, select, train, publish.
 
-The loop has no clock, no threads and no random numbers: what happens depends on what the generator reports.
+The loop has no clock, no threads and no random numbers. Its behaviour depends on the generator's reports only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rollout:
-    """One answer to one prompt, with what a policy gradient must know of how it came about."""
+    """One answer to one prompt, with the log-probabilities and weight versions that a policy gradient needs."""
 
     ticket: int
     prompt: Sequence[int]
@@ -32,7 +32,7 @@ class Rollout:
     versions: Sequence[int] = ()
     """[L] version of those weights."""
     error: str = ""
-    """Why there is nothing to train on; empty when there is."""
+    """Reason why the rollout failed; empty if it did not."""
 
     def sequence(self, weight: float = 1.0) -> dict[str, Any]:
         """The whole sequence [P + L] as :class:`~chairlift.train.stream.PackStream` takes it.
@@ -50,7 +50,7 @@ class Rollout:
 
 
 class Generator(Protocol):
-    """Who answers prompts: an engine here or elsewhere, or a simulation."""
+    """An engine or a simulation that answers prompts."""
 
     def submit(self, ticket: int, prompt: Sequence[int]) -> None:
         """Begin a rollout; ``ticket`` names it."""
@@ -62,7 +62,7 @@ class Generator(Protocol):
         ...
 
     def update_weights(self, source: Any, version: int) -> None:
-        """Sample from other weights from now on, in running rollouts too. Returns when none of the old will be used."""
+        """Sample from new weights, in running rollouts too. Returns when the old weights are no longer used."""
         ...
 
 
@@ -75,11 +75,11 @@ class LoopStats:
     num_failed: int
     """Rollouts that ended with an error."""
     num_waits: int
-    """Times the trainer had to wait for a rollout: with a fast generator, hardly ever."""
+    """Number of times that the trainer waited for a rollout. It is near 0 with a fast generator."""
 
 
 class AsyncLoop:
-    """Keep a generator busy, train on what :class:`~chairlift.train.staleness.StalenessGate` lets through, publish.
+    """Keeps a generator busy, trains on rollouts from a :class:`~chairlift.train.staleness.StalenessGate`, publishes.
 
     ``train_step`` takes one optimiser step on a :class:`~chairlift.train.staleness.Selection` of :class:`Rollout`
     samples; rewards, loss and packing belong there. ``weights()`` is what ``generator.update_weights`` is given: a
@@ -109,7 +109,7 @@ class AsyncLoop:
         self._num_prompts = self._num_steps = self._num_failed = self._num_waits = 0
         self._exhausted = False
         self._unpublished = False
-        """Trained, but the generator does not have it: publishing raised."""
+        """Whether publishing raised, so that the generator lacks weights that were trained."""
 
     def step(self) -> Any:
         """Generate until there is a batch, train on it, and publish. Returns what ``train_step`` returned.
@@ -143,7 +143,7 @@ class AsyncLoop:
         return result
 
     def run(self, num_steps: int) -> list[Any]:
-        """That many steps, or fewer when the prompts end; what each ``train_step`` returned."""
+        """Take ``num_steps`` steps, or fewer if the prompts end. Returns the results of ``train_step``."""
         results: list[Any] = []
         try:
             while len(results) < num_steps:
@@ -153,7 +153,7 @@ class AsyncLoop:
         return results
 
     def stats(self) -> LoopStats:
-        """What happened so far."""
+        """Counts so far."""
         return LoopStats(self.gate.stats(), self._num_steps, self._num_failed, self._num_waits)
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class AsyncLoop:
             self._begin(self.gate.admit()[0], prompt)
 
     def _collect(self, *, wait: bool) -> None:
-        """Give what has ended to the gate."""
+        """Give ended rollouts to the gate."""
         for rollout in self._generator.poll(wait=wait):
             if rollout.ticket not in self._running:
                 raise ConfigError(f"the generator reports rollout {rollout.ticket}, which is not running")

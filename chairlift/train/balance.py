@@ -1,4 +1,4 @@
-"""What a pack costs to compute, and who computes which: equal tokens are not equal work.
+"""The cost of computing a pack, and the division of packs among ranks. Equal tokens are not equal work.
 
 Attention costs the square of each sequence's length, so packs of equally many tokens differ in cost (WLB-LLM, 2025).
 The number of tokens stays the cap, as it bounds memory; cost decides which packs share a step. Standard library only.
@@ -20,9 +20,9 @@ class Cost:
     """Work of one forward and backward pass over a pack, in a unit of its own: a * sum(L) + b * sum(L^2)."""
 
     linear: float
-    """a: per token."""
+    """a: cost per token."""
     quadratic: float
-    """b: per squared length of a sequence."""
+    """b: cost per squared length of a sequence."""
 
     def __post_init__(self) -> None:
         if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
@@ -30,16 +30,16 @@ class Cost:
 
     @classmethod
     def transformer(cls, hidden: int = 4096) -> Cost:
-        """Of a model with this hidden size: 6 * hidden per token stands against 1 per squared length (as in verl)."""
+        """Cost of a model with this hidden size: 6 * hidden per token, 1 per squared length (as in verl)."""
         return cls(6.0 * hidden, 1.0)
 
     @classmethod
     def tokens(cls) -> Cost:
-        """Tokens alone: of models without attention, or with short sequences."""
+        """Cost by tokens alone, for models without attention or short sequences."""
         return cls(1.0, 0.0)
 
     def of(self, lengths: Iterable[int]) -> float:
-        """Of a pack with these sequences."""
+        """Cost of a pack with sequences of these lengths."""
         if not self.quadratic:
             return self.linear * sum(lengths)
         return sum(length * (self.linear + self.quadratic * length) for length in lengths)

@@ -1,4 +1,4 @@
-"""Checkpoints that are there whole or not at all, serve as they are, and bring a run back bit for bit.
+"""Checkpoints that are complete or absent, can be served as they are, and resume a run bit for bit.
 
 ::
 
@@ -42,20 +42,20 @@ _NAME = re.compile(r"step-(\d{8,})")
 _STATE = Path("training")
 _SUMS = "SHA256SUMS"
 _KIND = "__kind__"
-"""Key that marks a JSON object which stands for something that JSON does not have."""
+"""Key of a JSON object that stands for a value of a type that JSON lacks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """What turns weights into a directory that serves and that transformers loads."""
+    """Files that make weights a directory that can be served and that transformers loads."""
 
     config: Mapping[str, Any]
     """Content of ``config.json``; the dtype in it is replaced, and what it says of quantised weights left out."""
     generation_config: Mapping[str, Any] | None = None
     tokenizer_dir: Path | None = None
-    """Where its tokenizer is copied from."""
+    """Directory from which the tokenizer is copied."""
     dtype: torch.dtype = torch.bfloat16
-    """Of the weights in ``model.safetensors``."""
+    """Dtype of the weights in ``model.safetensors``."""
 
 
 def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
@@ -125,7 +125,7 @@ class CheckpointStore:
         return final
 
     def _remove(self, directory: Path) -> None:
-        """Renamed first, so that half a checkpoint is never taken for a whole one."""
+        """Remove a checkpoint. It is renamed first, so that a partial one is never taken for a complete one."""
         doomed = self.root / f".{directory.name}.removed"
         directory.rename(doomed)
         shutil.rmtree(doomed)
@@ -137,7 +137,7 @@ def _step_of(path: Path) -> int:
 
 
 def load_state(directory: Path) -> dict[str, Any]:
-    """The ``state`` of :meth:`CheckpointStore.save`. Raises ConfigError for what is no checkpoint, or damaged."""
+    """The ``state`` of :meth:`CheckpointStore.save`. Raises ConfigError for a damaged or missing one."""
     folder = directory / _STATE
     if not (folder / "state.json").is_file():
         raise ConfigError(f"{directory} is no checkpoint of a training run: it has no {_STATE}/state.json")
@@ -154,12 +154,12 @@ def load_state(directory: Path) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Of the global generators of Python, NumPy and PyTorch, for sources that use them."""
+    """State of the global generators of Python, NumPy and PyTorch, for sources that use them."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Back to what :func:`random_state` returned."""
+    """Set the generators to a state that :func:`random_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -233,7 +233,7 @@ def _write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Have the disk write a file, or the names in a directory."""
+    """Flush a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""From packs to what models and kernels take: one flat row, where its sequences lie, and what each target weighs.
+"""Turns packs into inputs of models and kernels: one flat row, offsets of its sequences, and weights of its targets.
 
 There is never an ``attention_mask``: an all-ones mask makes Hugging Face models treat the row as one sequence, without
-a word. They see the boundaries in ``position_ids``, which restart at 0. Unless they make a cache, which does the same
-and is their default: so ``use_cache`` belongs to what they must be given.
+a warning. They find the boundaries in ``position_ids``, which restart at 0. With a KV cache, their default, they
+overlook the boundaries as well, so ``use_cache`` is always False.
 
 NumPy only; :meth:`PackCollator.__call__` imports PyTorch.
 """
@@ -32,13 +32,13 @@ __all__ = [
 ]
 
 IGNORED = -100
-"""The label of a token that is no target (the convention of PyTorch's cross-entropy)."""
+"""Label of a token that is no target (the convention of PyTorch's cross-entropy)."""
 
 TRAINER_KEYS = ("input_ids", "labels", "position_ids", "use_cache")
-"""Of models in transformers: what their ``forward`` takes, and nothing that it might hand on to a kernel."""
+"""Keys that ``forward`` of a transformers model takes without handing them on to a kernel."""
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Names of transformers for what FlashAttention takes; without them it derives the boundaries in every layer."""
+"""Transformers' names for FlashAttention's arguments. Without them every layer derives the boundaries again."""
 
 ALL_KEYS = (
     *TRAINER_KEYS,
@@ -51,7 +51,7 @@ ALL_KEYS = (
     "step_weight",
     "step_sequences",
 )
-"""What a collator makes unless told otherwise: see :class:`PackCollator`."""
+"""Keys that a collator makes by default. See :class:`PackCollator`."""
 
 _SYNONYMS = {
     "seq_idx": "segment_ids",
@@ -86,9 +86,9 @@ class PackCollator:
     pad_to: int = 1
     """T is filled up to a multiple of this, by a sequence of its own without targets."""
     pad_id: int = 0
-    """Token id of the filling."""
+    """Token id of the padding."""
     keys: Sequence[str] = ALL_KEYS
-    """What to return. :data:`TRAINER_KEYS` alone for a model that takes no unknown names; add :data:`FLASH_KEYS`."""
+    """Keys to return. :data:`TRAINER_KEYS` alone for a model that takes no unknown names; add :data:`FLASH_KEYS`."""
 
     def __post_init__(self) -> None:
         unknown = set(self.keys) - {*ALL_KEYS, *_SYNONYMS}
@@ -98,7 +98,7 @@ class PackCollator:
             raise ConfigError(f"pad_to must be 1 (no padding) or more, got {self.pad_to}")
 
     def __call__(self, packs: Pack | Sequence[Pack | Mapping[str, Any]]) -> dict[str, Any]:
-        """As tensors on the CPU, that own their memory. Raises ConfigError as :meth:`arrays` does."""
+        """Collate to CPU tensors that own their memory. Raises ConfigError as :meth:`arrays` does."""
         import torch
 
         arrays = self.arrays(packs)
@@ -106,7 +106,7 @@ class PackCollator:
         return {key: made.get(id(value), value) for key, value in arrays.items()}
 
     def arrays(self, packs: Pack | Sequence[Pack | Mapping[str, Any]]) -> dict[str, Any]:
-        """The same as NumPy arrays, without PyTorch.
+        """Collate to NumPy arrays, without PyTorch.
 
         Raises ConfigError for nothing to collate, for features that do not fit together, and for packs that belong to
         different optimiser steps.
@@ -183,7 +183,7 @@ def jax_inputs(batch: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int32]]:
 
 
 def _join(packs: Sequence[Pack | Mapping[str, Any]]) -> Pack:
-    """Everything in one pack."""
+    """Join several packs into one."""
     parts = [item if isinstance(item, Pack) else _from_feature(item, i) for i, item in enumerate(packs)]
     if not parts:
         raise ConfigError("nothing to collate; give a Pack, or a list of packs or of features")
@@ -206,7 +206,7 @@ def _join(packs: Sequence[Pack | Mapping[str, Any]]) -> Pack:
 
 
 def _from_feature(feature: Mapping[str, Any], index: int) -> Pack:
-    """One sequence or several, as a loader of Hugging Face hands them over."""
+    """Make a pack from a feature of a Hugging Face loader, which holds one sequence or several."""
     if "input_ids" not in feature:
         raise ConfigError(f"feature {index} has {sorted(feature)}; it needs input_ids")
     tokens = np.asarray(feature["input_ids"], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Settings of a training run in one checked value, from a YAML file and ``--set``. Unknown keys are refused by name.
+"""Settings of a training run as one checked value, from a YAML file and ``--set``. Unknown keys are refused by name.
 
 Standard library and NumPy only; PyYAML is imported when a file is read.
 """
@@ -39,18 +39,18 @@ def _positive(settings: object, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Which model is trained: ``path`` goes on with one, ``config`` makes a fresh one from the run's seed."""
+    """The model to train. ``path`` loads one, ``config`` makes a new one from the run's seed."""
 
     path: str | None = None
     """Directory of a Hugging Face model: Llama, Mistral, Qwen2 or Qwen3."""
     config: str | Mapping[str, Any] | None = None
-    """``config.json`` of a fresh model: its path, or what would stand in it."""
+    """``config.json`` of a new model, as a path or as its content."""
     generation_config: Mapping[str, Any] | None = None
     """``generation_config.json`` to write beside the model (default: that of ``path``, if any)."""
     tokenizer: str | None = None
     """Directory of the tokenizer for texts, copied into checkpoints (default: ``path``)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the weights written for serving. The trainer's own are float32, and are kept beside them."""
+    """Dtype of the weights written for serving. The trainer's own weights are float32 and kept beside them."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -64,19 +64,19 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """What is learnt. Either ``files`` or ``source``."""
+    """Training data, from ``files`` or from ``source``."""
 
     files: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()
     """JSON lines (``.jsonl``) or Parquet, one record per line or row (:class:`~chairlift.train.sources.Encoder`).
     Several lists by name are sources that are mixed (:class:`DriftSettings`)."""
     source: str | None = None
-    """``module:Class`` of a source of one's own, iterable, with ``state_dict`` and ``load_state_dict``."""
+    """``module:Class`` of a custom source, iterable, with ``state_dict`` and ``load_state_dict``."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments for that class."""
     text_field: str = "text"
     """Name of the field with the text."""
     train_on: Literal["answers", "all"] = "answers"
-    """Of chats and of prompts with completions: whether prompts are learnt too. Plain text is always learnt whole."""
+    """Whether the prompts of chats and of prompt-completion pairs are learnt too. Plain text is learnt whole."""
     add_eos: bool = True
     """End plain texts and completions with the tokenizer's end token."""
     shuffle: bool = True
@@ -111,7 +111,7 @@ class DataSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DriftSettings:
-    """Mix sources, and replay what one was before it changed (:class:`~chairlift.train.drift.DriftSampler`).
+    """Mixing of sources, and replay of old data after a source changed (:class:`~chairlift.train.drift.DriftSampler`).
 
     Only a source that is not shuffled changes over time.
     """
@@ -123,11 +123,11 @@ class DriftSettings:
     replay: float = 0.1
     """Share of old sequences, once a source has changed."""
     reservoir: int = 10_000
-    """Sequences kept for that; every checkpoint has them, too."""
+    """Number of sequences kept for replay. Every checkpoint contains them."""
     detector: Literal["adwin", "page_hinkley"] = "adwin"
-    """What notices a change."""
+    """Change detector."""
     signal: Literal["loss", "length"] = "loss"
-    """In what: a loss that rises, or another length."""
+    """Signal that the detector watches: a rising loss, or the length."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +143,11 @@ class PackingSettings:
     max_sequences: int | None = None
     """Sequences per pack, at most."""
     overflow: Literal["error", "split", "truncate", "drop", "own_pack"] = "error"
-    """What becomes of a sequence longer than a pack."""
+    """Treatment of a sequence that is longer than a pack."""
     step: str = "packs:8"
     """What one optimiser step consists of, over all ranks: ``tokens:1M``, ``sequences:256`` or ``packs:8``."""
     window: int = 128
-    """Packs among which those of equal cost are dealt to the ranks; a multiple of their number."""
+    """Number of packs among which packs of equal cost are dealt to the ranks. A multiple of the number of ranks."""
     balance: bool = False
     """Deal packs to ranks by what they cost to compute, attention included."""
 
@@ -157,7 +157,7 @@ class PackingSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """How to take steps. Every number is per optimiser step."""
+    """Settings of optimiser steps. Every number is per optimiser step."""
 
     steps: int
     """Steps in the whole schedule."""
@@ -168,7 +168,7 @@ class TrainerConfig:
     warmup_steps: int = 100
     """Steps over which the rate rises from 0."""
     final_fraction: float = 0.02
-    """What the rate falls to, as a share of the peak: it would be that of one more step."""
+    """Final rate as a share of the peak. The step after the last one would have it."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices; norms are not decayed (AdamW: Loshchilov and Hutter, 2019)."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -236,7 +236,7 @@ class TrainConfig:
     output: str | None = None
     """Directory for the checkpoints."""
     seed: int = 0
-    """Of fresh weights, the order of the data, and dropout."""
+    """Seed of fresh weights, the order of the data, and dropout."""
     threads: int | None = None
     """CPU threads per process (default: PyTorch's choice). Another number rounds otherwise."""
 

@@ -11,14 +11,14 @@ __all__ = ["Adwin", "Detector", "PageHinkley"]
 
 
 class Detector(Protocol):
-    """What :class:`~chairlift.train.drift.DriftSampler` asks of a detector. The state is plain data."""
+    """Interface of a detector for :class:`~chairlift.train.drift.DriftSampler`. The state is plain data."""
 
     before: float
     """Mean of the values before the change seen last."""
     after: float
     """Mean of the values since that change."""
     recent: int
-    """How many values, the newest included, ``after`` is the mean of."""
+    """Number of values in the mean ``after``, the newest included."""
 
     def update(self, value: float) -> bool:
         """Take the next value; whether the mean has changed. Raises ConfigError for a value that is not finite."""

@@ -1,4 +1,4 @@
-"""Mix sources, notice when one drifts, and replay what it was before.
+"""Mixing of sources, detection of drift, and replay of old data.
 
 Replaying a small share of old data keeps a model from forgetting it (Rolnick et al., 2019; Ibrahim et al., 2024). A
 change detector on losses or lengths says when data has become old. Python and NumPy.
@@ -23,7 +23,7 @@ __all__ = ["DriftEvent", "DriftSampler", "Reservoir"]
 
 _DETECTORS: dict[str, Callable[[], Detector]] = {"adwin": Adwin, "page_hinkley": PageHinkley}
 _REMEMBERED = 65_536
-"""How many of the items drawn last can be observed by number."""
+"""Number of newest items that can be observed by their number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class DriftEvent:
     old: str
     """Name under which its old items are replayed: ``"<source>@<n>"``."""
     drawn: int
-    """Items that the sampler had given when this was noticed."""
+    """Number of items that the sampler had given when the change was noticed."""
     before: float
     """Mean of the signal (loss, or logarithm of the length) before the change; nan when declared by hand."""
     after: float
@@ -57,7 +57,7 @@ class Reservoir:
             self.items[place] = (number, item)
 
     def shrink(self, capacity: int, rng: np.random.Generator) -> None:
-        """Keep a uniform sample of what is here, which is one of all that was offered."""
+        """Keep a uniform sample of the items here. It is a uniform sample of all offered items, too."""
         self.capacity = capacity
         while len(self.items) > capacity:
             place = int(rng.random() * len(self.items))
@@ -65,7 +65,7 @@ class Reservoir:
             self.items.pop()
 
     def forget_since(self, number: int) -> None:
-        """Drop what was offered from ``number`` on."""
+        """Drop items that were offered from ``number`` on."""
         self.items = [entry for entry in self.items if entry[0] < number]
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,21 +82,21 @@ class Reservoir:
 class _Source:
     cursor: SourceCursor
     share: float
-    """Of the declared mix."""
+    """Share in the declared mix."""
     detector: Detector
     current: Reservoir
     live: bool = True
     drawn: int = 0
     """Items drawn, replays not included."""
     start: int = 0
-    """``drawn`` when it last changed."""
+    """Value of ``drawn`` when the source last changed."""
     seen_until: int = 0
-    """``drawn`` just after the newest item whose loss is known."""
+    """Value of ``drawn`` just after the newest item with a known loss."""
     observations: int = 0
-    """Since it last changed."""
+    """Number of observed losses since the source last changed."""
     changes: int = 0
     reward: float = 0.0
-    """Of the bandit: running mean of loss over probability."""
+    """Reward for the bandit: running mean of loss divided by probability."""
 
 
 _NUMBERS = ("live", "drawn", "start", "seen_until", "observations", "changes", "reward")
@@ -176,7 +176,7 @@ class DriftSampler:
         self._rng = np.random.Generator(self._bits)
         self._drawn = self._replayed = self._observed = 0
         self._recent = np.zeros((_REMEMBERED, 2), np.int64)
-        """[item % _REMEMBERED]: place in ``_names``, and which item of that source it is."""
+        """[item % _REMEMBERED]: (index in ``_names``, number of the item in that source)."""
         self.events: list[DriftEvent] = []
         """Changes noticed so far."""
 
@@ -238,7 +238,7 @@ class DriftSampler:
         return {**fields, "source": name, "weight": weight}
 
     def _importance_weight(self, source: str, mix: Mapping[str, float]) -> float:
-        """Declared share over probability, replays counted to the source that they come from."""
+        """Declared share divided by probability. Replays count for the source that they come from."""
         owners = [old.partition("@")[0] for old in self._old]
         present = set(mix) | set(owners)
         declared = self._sources[source].share / sum(self._sources[name].share for name in present)
@@ -312,7 +312,7 @@ class DriftSampler:
         source.detector, source.observations, source.seen_until = self._make_detector(), 0, source.drawn
 
     def _change(self, name: str, since: int, before: float, after: float) -> None:
-        """What ``name`` gave before item ``since`` is old from now on."""
+        """Make the items of ``name`` before item ``since`` old data from now on."""
         source = self._sources[name]
         old = f"{name}@{source.changes}"
         source.current.forget_since(since)

@@ -1,4 +1,4 @@
-"""From a record to token ids, and to which of them are learnt."""
+"""Turns records into token ids and weights that say which of them are learnt."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Encoder:
         return self._encode(text, spans, special=False)
 
     def _encode(self, text: str, spans: Sequence[tuple[int, int]] | None, *, special: bool) -> Mapping[str, Any]:
-        """``spans`` are the characters to learn; None for all. ``special`` adds what stands around bare text."""
+        """Encode text. ``spans`` are the characters to learn, None for all. ``special`` adds special tokens."""
         tools = self._tools()
         try:
             text.encode()
@@ -166,7 +166,7 @@ class Encoder:
 
 
 def _learn_closing_tokens(weights: npt.NDArray[np.float32], added: npt.NDArray[np.bool_]) -> None:
-    """What the tokenizer itself puts behind a text (its end token) belongs to a text that ends with an answer."""
+    """Learn the end token that the tokenizer appends, if the text ends with an answer."""
     last = len(weights)
     while last and added[last - 1]:
         last -= 1

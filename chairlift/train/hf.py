@@ -37,7 +37,7 @@ _OURS = frozenset(ALL_KEYS) - frozenset(TRAINER_KEYS)
 
 
 class TrainerLoss:
-    """A ``compute_loss_func``: Z is that of the whole step, over accumulation and ranks, before its first backward.
+    """A ``compute_loss_func``. Its Z covers the whole step, over accumulation and ranks, before the first backward.
 
     Alone, with a collator of :data:`~chairlift.train.collate.TRAINER_KEYS`, it is the mean over tokens that have a
     label: the trainer's own count is Z. With :meth:`attach` it knows weights and boundaries: every ``reduce`` works.
@@ -82,7 +82,7 @@ class TrainerLoss:
         return self
 
     def __call__(self, outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | float | None = None) -> Tensor:
-        """The scalar loss of one row; what the trainer calls. Raises ConfigError without labels."""
+        """The scalar loss of one row. The trainer calls it. Raises ConfigError without labels."""
         if labels is None:
             raise ConfigError("the batch has no labels; use PackCollator, or a collator that makes them")
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs.logits
@@ -99,7 +99,7 @@ class TrainerLoss:
         return losses.sum() / ((shifted != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
     def _begin(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Agree on Z of the step that consists of ``samples``, and return what of them the model takes."""
+        """Agree with all ranks on Z of the step with these ``samples``, and return the samples' inputs of the model."""
         self._pending = collections.deque(samples)
         self._normaliser = self.loss.normaliser(samples)
         return [_known_to_models(batch) for batch in samples]

@@ -1,8 +1,8 @@
-"""Do packed sequences see each other? Asked of the model itself, before training on it.
+"""A test of whether packed sequences see each other, made on the model itself before training.
 
 A model whose packed sequences leak trains without an error and with a plausible loss. So a few short sequences are
-packed as they will be in training; one is changed, and nothing may happen to the others; and each must get the same
-logits as alone, which also finds positions that do not restart.
+packed as in training. When one of them changes, the logits of the others must not change. Each must also get the same
+logits as alone, which finds positions that do not restart.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from chairlift.train.layout import Layout
 __all__ = ["IsolationReport", "Leak", "check_isolation"]
 
 LENGTHS = (9, 13, 7)
-"""Tokens in the sequences that are packed; their sum should be no width of a model, to know tokens by their number."""
+"""Tokens of each packed sequence. Their sum should not be a width of a model, so that the token axis is unique."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _FOR_KERNELS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-"""What transformers hands on to kernels though no ``forward`` names it."""
+"""Arguments that transformers passes to kernels though no ``forward`` names them."""
 
 Batch = dict[str, Any]
 Forward = Callable[[Batch], Any]
@@ -43,16 +43,16 @@ class Leak:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IsolationReport:
-    """What :func:`check_isolation` found. True when the sequences are isolated; ``str()`` says it all."""
+    """Result of :func:`check_isolation`. True if the sequences are isolated; ``str()`` explains it."""
 
     model: str
     tolerance: float
     leaks: tuple[Leak, ...]
-    """Pairs of sequences of which one sees the other."""
+    """Pairs of sequences in which one sees the other."""
     alone: tuple[float, ...]
-    """Per sequence, how far its logits in the pack are from its logits alone, relative as in :class:`Leak`."""
+    """Difference of each sequence's logits in the pack and alone, relative as in :class:`Leak`."""
     blind: bool
-    """Whether a changed sequence did not even change its own logits, so that nothing can be concluded."""
+    """Whether a changed sequence left its own logits unchanged, so that the test says nothing."""
     first_layer: str | None
     """Name of the first module that mixes sequences: its inputs were untouched, its outputs were not."""
     advice: tuple[str, ...]
@@ -157,7 +157,7 @@ class _Probe:
         return [self.changed[i] if i == source else ids for i, ids in enumerate(self.tokens)]
 
     def _batch(self, sequences: Sequence[Tensor]) -> Batch:
-        """As training would collate them, on the model's device."""
+        """Batch of the sequences as training collates them, on the model's device."""
         if self.collate is not None:
             features = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in sequences]
             batch = dict(self.collate(features))
@@ -173,7 +173,7 @@ class _Probe:
         return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in batch.items()}
 
     def _logits(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """[L_i, V] of each sequence, from one packed row."""
+        """Logits [L_i, V] of each sequence, from one packed row."""
         batch = self._batch(sequences)
         if self.forward is not None:
             out = self.forward(batch)
@@ -187,7 +187,7 @@ class _Probe:
         return starts.unpack(logits[: starts.num_tokens].detach().double().cpu())
 
     def _first_layer(self, leak: Leak, tolerance: float) -> str | None:
-        """Of the first module, in the order in which they finish, that mixes what comes in apart."""
+        """Name of the first module to finish whose separate inputs come out mixed; None if no module leaks."""
         start, end = self.layout.cu_seqlens[leak.victim : leak.victim + 2]
         runs: list[list[tuple[str, Tensor | None, Tensor | None]]] = []
         for sequences in (self.tokens, self._with_change(leak.source)):
@@ -235,7 +235,7 @@ class _Probe:
 
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """What the model takes; of one that passes on what it does not name (PEFT, DDP, torch.compile), what is inside."""
+    """Parameters of the model's ``forward``. For a wrapper (PEFT, DDP, torch.compile), those of the wrapped model."""
     taken = inspect.signature(model.forward).parameters
     own: Any = model
     inside = own.get_base_model() if hasattr(own, "get_base_model") else None
@@ -247,7 +247,7 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """Tokens the model knows: of its config, else of its embedding."""
+    """Size of the model's vocabulary, from its config or its embedding."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(config, "vocab_size", None)
@@ -270,7 +270,7 @@ def _relative(one: Tensor, other: Tensor) -> float:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; every module's mode is put back."""
+    """Context without dropout and gradients. Every module's mode is restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["LaneBatch", "Lanes"]
 
 _NO_TARGET = -100
-"""What PyTorch's cross-entropy ignores."""
+"""Target that PyTorch's cross-entropy ignores."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaneBatch:
-    """One chunk of every lane: row ``l`` goes on where row ``l`` of the batch before ended."""
+    """One chunk of every lane. Row ``l`` continues row ``l`` of the batch before."""
 
     tokens: npt.NDArray[np.int32]
     """[lanes, chunk]; 0 where a lane has nothing to hold."""
@@ -62,7 +62,7 @@ class LaneBatch:
 
     @property
     def layout(self) -> Layout:
-        """Of all lanes one after another, [lanes * chunk]: for what looks no further back than the chunk."""
+        """Layout of all lanes one after another, [lanes * chunk], for code that looks no further back than a chunk."""
         return Layout.of([end - start for bounds in self.cu_seqlens for start, end in itertools.pairwise(bounds)])
 
     def tensors(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
@@ -81,7 +81,7 @@ class _Document:
     id: int
     tokens: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
-    """[L] of each token as a target."""
+    """[L] weight of each token as a target."""
     done: int = 0
     """Tokens already in a batch."""
 
@@ -109,7 +109,7 @@ class Lanes:
         self._cursor = SourceCursor(source)
         self._slots: list[_Document | None] = [None] * lanes
         self._ahead: collections.deque[_Document] = collections.deque()
-        """Read but in no lane yet. A bad document raises while these are read, before any lane has moved."""
+        """Documents that were read and are in no lane yet. A bad document raises here, before any lane has moved."""
         self._batches = self._tokens = self._documents = 0
 
     def __iter__(self) -> Iterator[LaneBatch]:
@@ -138,7 +138,7 @@ class Lanes:
         return dataclasses.replace(batch, cu_seqlens=bounds, ids=ids)
 
     def _read_ahead(self) -> None:
-        """Have the documents at hand that the next batch will take."""
+        """Read the documents that the next batch will take."""
         taken = 0
         for slot in self._slots:
             room = self.chunk - (len(slot.tokens) - slot.done if slot else 0)
@@ -188,7 +188,7 @@ class Lanes:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on after the batch given last, bit for bit: plain data and NumPy arrays."""
+        """State after the last batch, as plain data and NumPy arrays. It resumes bit for bit."""
         return {
             "settings": dict(self._settings),
             "source": self._cursor.state_dict(),

@@ -1,4 +1,4 @@
-"""What a pack is, and how its sequences lie in it: the plain data that every piece of the training half exchanges.
+"""Packs and the layout of their sequences: the plain data that all parts of training exchange.
 
 NumPy only; PyTorch is imported by the methods that return tensors.
 """
@@ -24,7 +24,7 @@ __all__ = ["Layout", "Pack"]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the sequences of a flat batch begin and end: N sequences in T tokens, no padding between them."""
+    """Begins and ends of N sequences in a flat batch of T tokens, without padding between them."""
 
     cu_seqlens: tuple[int, ...]
     """[N + 1] offsets, ascending from 0: sequence ``i`` is ``[cu_seqlens[i], cu_seqlens[i + 1])``; the last is T."""
@@ -37,7 +37,7 @@ class Layout:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Layout:
-        """Of sequences with these lengths, one after another. Raises ConfigError for an empty one."""
+        """Layout of sequences with these lengths, one after another. Raises ConfigError for an empty one."""
         return cls((0, *itertools.accumulate(int(length) for length in lengths)))
 
     @property
@@ -70,7 +70,7 @@ class Layout:
         return np.repeat(np.arange(self.num_sequences, dtype=np.int32), self.lengths)
 
     def unpack(self, tensor: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-        """Split what lies along the T tokens into one view per sequence, [L_i, ...] each.
+        """Split a tensor [T, ...] into one view per sequence, [L_i, ...] each.
 
         A leading axis of size 1 (the batch axis of Hugging Face's models) is dropped. Raises ConfigError when the
         axis does not have T entries.
@@ -97,7 +97,7 @@ class Pack:
     weights: npt.NDArray[np.float32]
     """[T] loss weight of each token as a *target*: 0 for prompts and for the first token of a sequence."""
     meta: tuple[Mapping[str, Any], ...] = ()
-    """[N] what else the source said about each sequence; empty when it said nothing."""
+    """[N] other fields that the source gave with each sequence; empty if it gave none."""
     step: int = 0
     """Optimiser step that this pack belongs to, from 0."""
     last_of_step: bool = True
@@ -107,7 +107,7 @@ class Pack:
     step_sequences: int = 0
     """Sequences with a target in all packs of the step on all ranks: the constant Z of a sequence mean."""
     filler: bool = False
-    """A stand-in with one token and no target, so that all ranks take equally many packs at the end of a stream."""
+    """Whether this is a filler: one token without a target, so that all ranks take equally many packs at the end."""
 
     @property
     def num_tokens(self) -> int:
@@ -115,5 +115,5 @@ class Pack:
 
     @property
     def layout(self) -> Layout:
-        """Where its sequences lie."""
+        """Layout of its sequences."""
         return Layout.of(self.lengths)

@@ -25,10 +25,10 @@ from chairlift.train.parallel import num_ranks, sum_over_group
 __all__ = ["Batch", "ExpertCounts", "Gradients", "Reduce", "StepLoss", "token_losses"]
 
 Batch = Pack | Mapping[str, Any]
-"""A pack, or what a collator makes: ``labels`` [B, S]; ``loss_weight``, ``segment_ids``, ``position_ids`` if any."""
+"""A pack, or a collated batch: ``labels`` [B, S]; ``loss_weight``, ``segment_ids``, ``position_ids`` if any."""
 
 Reduce = Literal["token", "sequence", "sqrt", "weights"]
-"""What a target counts, times its own ``loss_weight``. n is the number of targets in its sequence.
+"""Factor of a target, beside its own ``loss_weight``. n is the number of targets in its sequence.
 
 - ``token``: 1; Z is the sum of the weights.
 - ``sequence``: 1 / n; Z is the number of sequences with a target. DPO, reward models.
@@ -43,7 +43,7 @@ of ranks; or ``sum``, which leaves the loss alone."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Targets:
-    """What a row is asked to predict, aligned with the logits: entry t is about the token after t."""
+    """Targets of a row, aligned with the logits: entry t is for the token after t."""
 
     labels: Tensor
     """int64 [T]."""
@@ -97,7 +97,7 @@ class StepLoss:
         self._normaliser: float | None = None
         self._total: Tensor | float = 0.0
         self.losses = torch.empty(0)
-        """[T] of the rows of the last call, without weights and without a graph; 0 where there is no target."""
+        """[T] token losses of the last call, without weights and without a graph; 0 where there is no target."""
 
     @contextlib.contextmanager
     def step(self, packs: float | Sequence[Batch]) -> Iterator[StepLoss]:
@@ -138,7 +138,7 @@ class StepLoss:
         return float(self._total)
 
     def normaliser(self, batches: Sequence[Batch]) -> float:
-        """Z by counting: over these batches, and over the group. Every rank must ask, with its own."""
+        """Z counted over these batches and the group. Every rank must call it, with its own batches."""
         cpu = torch.device("cpu")
         own = sum(float(_targets(batch, self.reduce, cpu, torch.float64).normaliser) for batch in batches)
         return float(sum_over_group(torch.tensor([own], dtype=torch.float64), self.group))
@@ -220,7 +220,7 @@ class ExpertCounts:
 
     @classmethod
     def of(cls, config: Any, **settings: Any) -> ExpertCounts:
-        """For a model of transformers, by its ``config``. Raises ConfigError when it names no experts."""
+        """Make counts for a transformers model from its ``config``. Raises ConfigError if it names no experts."""
         for name in ("num_local_experts", "num_experts", "n_routed_experts"):
             if getattr(config, name, None):
                 return cls(getattr(config, name), config.num_experts_per_tok, **settings)
@@ -290,7 +290,7 @@ _collate = PackCollator(keys=("labels", "loss_weight", "segment_ids"))
 
 
 def _targets(batch: Batch, reduce: Reduce, device: torch.device, dtype: torch.dtype) -> _Targets:
-    """What ``batch`` asks for. The first token of a sequence is never a target, whatever its label says."""
+    """Targets of ``batch``. The first token of a sequence is never a target, whatever its label says."""
     row = _collate(batch) if isinstance(batch, Pack) else batch
     labels = row["labels"].to(device)
     labels = labels if labels.ndim > 1 else labels[None]
@@ -319,7 +319,7 @@ def _targets(batch: Batch, reduce: Reduce, device: torch.device, dtype: torch.dt
 
 
 def _known(batch: Batch, reduce: Reduce) -> float:
-    """Z as the stream knows it for all ranks, 0 when it does not."""
+    """Z for all ranks from the stream's packs, or 0 if they do not know it."""
     name = {"token": "step_weight", "sequence": "step_sequences"}.get(reduce, "")
     return float((getattr(batch, name, 0.0) if isinstance(batch, Pack) else batch.get(name)) or 0.0)
 

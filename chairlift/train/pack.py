@@ -1,9 +1,9 @@
-"""Which sequences share a pack: bounded lookahead with exact completion, and its offline twin.
+"""Plans which sequences share a pack: bounded lookahead with exact completion, and its offline version.
 
-Standard library only, and about lengths only. Packing is bin packing (Johnson, 1973). That lengths are small integers,
-of which many are equal, is used as in packing by histogram (Krell et al., 2021); filling one bin at a time as well as
-the pending items allow is the minimum bin slack idea (Gupta and Ho, 1999), cut down to one exact item or one exact
-pair, which bit operations on whole sets of lengths find without a loop.
+Standard library only, and about lengths only. Packing is bin packing (Johnson, 1973). Lengths are small integers, many
+of them equal, as in packing by histogram (Krell et al., 2021). One pack at a time is filled as well as the pending
+sequences allow, which is the minimum bin slack idea (Gupta and Ho, 1999), reduced to one exact sequence or one exact
+pair. Bit operations on whole sets of lengths find these without a loop.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["LookaheadPacker", "lower_bound", "pack_indices"]
 
 _Opens = Literal["oldest", "longest"]
 _OFFLINE: tuple[tuple[int, _Opens], ...] = ((2**63, "longest"), (256, "oldest"), (1024, "oldest"))
-"""Pools, and what opens a pack, that are tried when the whole data set is known."""
+"""(pool, opening rule) pairs that are tried when the whole data set is known."""
 
 
 class _Shelf:
-    """Pending sequences that may share a pack: one queue per size, and the sizes that there are as two bitsets."""
+    """Pending sequences that may share a pack: one queue per size, and the present sizes as two bitsets."""
 
     __slots__ = ("capacity", "have", "mirror", "queues", "spare")
 
@@ -43,7 +43,7 @@ class _Shelf:
         queue.append(serial)
 
     def take(self, size: int) -> int:
-        """The oldest of this size."""
+        """Take the oldest sequence of this size."""
         queue = self.queues[size]
         serial = queue.popleft()
         if not queue:
@@ -111,7 +111,7 @@ class LookaheadPacker:
         self._count = 0
 
     def __len__(self) -> int:
-        """Sequences pending."""
+        """Number of pending sequences."""
         return self._count
 
     @property
@@ -161,7 +161,7 @@ class LookaheadPacker:
         return taken
 
     def pending(self) -> list[int]:
-        """Serials of what is pending, oldest first. Adding them in this order to a new packer restores the state."""
+        """Serials of pending sequences, oldest first. Adding them in this order to a new packer restores the state."""
         return sorted(serial for shelf in self._shelves.values() for queue in shelf.queues.values() for serial in queue)
 
 
@@ -194,7 +194,7 @@ def pack_indices(
 
 
 def lower_bound(lengths: Sequence[int], capacity: int, *, align: int = 1) -> int:
-    """Packs that any packer needs at least: by tokens, and by sequences of which no two fit together."""
+    """Fewest packs that any packer needs, by tokens and by sequences of which no two fit together."""
     sizes = [-(-operator.index(length) // align) for length in lengths]
     room = operator.index(capacity) // align
     return max(-(-sum(sizes) // room), sum(size + size > room for size in sizes))
@@ -212,7 +212,7 @@ def _in_order(lengths: Sequence[int], packer: LookaheadPacker) -> list[list[int]
 
 
 def _best_fit_decreasing(lengths: Sequence[int], capacity: int, align: int, most: int) -> list[list[int]]:
-    """Longest first, each into the pack with the least room that still takes it."""
+    """Pack sequences longest first, each into the fullest pack that has room."""
     sizes = [-(-length // align) for length in lengths]
     packs: list[list[int]] = []
     by_room: dict[int, list[int]] = {}

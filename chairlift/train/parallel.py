@@ -1,4 +1,4 @@
-"""Data parallelism over processes: who we are, gradients summed in flat buckets, and a launcher for one machine.
+"""Data parallelism over processes: ranks, gradients summed in flat buckets, and a launcher for one machine.
 
 Gradients are summed, not averaged: each rank's loss is already divided by the constant of the whole step.
 """
@@ -37,21 +37,21 @@ __all__ = [
 ]
 
 _LAUNCHER: Final = "CHAIRLIFT_LAUNCHER"
-"""In the environment of what :func:`launch` starts: its own process."""
+"""Environment variable with the process id of the launcher, set by :func:`launch`."""
 _BUCKET: Final = 1 << 24
 """Numbers per all-reduce: 64 MiB of float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that train together."""
+    """Rank of this process, and number of processes that train together."""
 
     rank: int = 0
     size: int = 1
 
 
 def world_size() -> int:
-    """How many processes train together, as whoever started this one says."""
+    """Number of processes that train together, from the launcher's environment variables."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -76,7 +76,7 @@ def process_group() -> Iterator[Ranks]:
 
 
 def settle() -> None:
-    """To be called between the last exchange and the end of a process group: lets its threads drop what they hold.
+    """Let a process group's threads drop their references. Must run between the last exchange and the group's end.
 
     What autograd keeps for the calling thread travels with every exchange. Whoever drops it last needs the
     interpreter's lock, and gloo's group keeps that lock while it waits for its threads to end (PyTorch 2.13): a thread
@@ -86,7 +86,7 @@ def settle() -> None:
 
 
 def num_ranks(group: distributed.ProcessGroup | None = None) -> int:
-    """Ranks of a group, or of all; 1 where nothing is distributed."""
+    """Number of ranks in a group, or of all ranks; 1 without torch.distributed."""
     return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
 
 
@@ -109,7 +109,7 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
 
 
 def sum_over_group(values: Tensor, group: distributed.ProcessGroup | None = None) -> Tensor:
-    """The sums over the ranks of a group of float64 ``values``, both on the CPU. Every rank must ask."""
+    """The sums over the ranks of a group of float64 ``values``, both on the CPU. Every rank must call it."""
     if num_ranks(group) == 1:
         return values
     device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
@@ -119,12 +119,12 @@ def sum_over_group(values: Tensor, group: distributed.ProcessGroup | None = None
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
-    """The sums over all ranks, in double precision. Every rank must ask."""
+    """The sums over all ranks, in double precision. Every rank must call it."""
     return [float(value) for value in sum_over_group(torch.tensor(values, dtype=torch.float64))]
 
 
 def join_over_ranks(values: Sequence[float]) -> list[float]:
-    """The values of all ranks, those of rank 0 first, in double precision. Every rank must ask."""
+    """The values of all ranks, those of rank 0 first, in double precision. Every rank must call it."""
     if num_ranks() == 1:
         return list(values)
     rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -177,7 +177,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended, or one has failed and the others have had the time to say so themselves."""
+    """Wait until all have ended, or one has failed and the others had time to report an error of their own."""
     waiting, code = list(children), 0
     while waiting:
         for child in list(waiting):

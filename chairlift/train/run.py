@@ -1,4 +1,4 @@
-"""A whole training run, from its settings to a directory that serves: what ``chairlift train`` does."""
+"""A whole training run (``chairlift train``), from settings to a directory that can be served."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ _POLL_SECONDS = 0.2
 
 
 class _Stopped(Exception):
-    """Somebody asked to stop while the source waited for data."""
+    """A stop was requested while the source waited for data."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """Result of a run."""
 
     directory: Path
     """The checkpoint it ended with."""
     steps: int
-    """Taken in all, with those before a resume."""
+    """Steps taken, those before a resume included."""
     finished: bool
     """Whether the schedule or the data is done; False after an interruption."""
     last: StepResult | None
-    """Of this process; None if there was nothing left to do."""
+    """Last step of this process; None if there was nothing left to do."""
     skipped: int = 0
-    """Records left out."""
+    """Number of skipped records."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Prepared:
     files: ModelFiles
     resume_from: Path | None
     open_sources: Mapping[str, Callable[[Callable[[], bool]], Any]]
-    """Open the data, by name; their argument is called while there is nothing to read."""
+    """Functions that open the data, by name. Their argument is called while there is nothing to read."""
 
 
 def prepare(
@@ -181,7 +181,7 @@ def _file_opener(config: TrainConfig, files: Sequence[str], encode: Encode) -> C
 
 
 def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:
-    """The one source, or what mixes them, and watches them."""
+    """The only source, or a sampler that mixes all of them and watches for drift."""
     if config.drift is None and len(sources) == 1:
         return next(iter(sources.values()))
     settings = config.drift or DriftSettings(replay=0.0)
@@ -317,7 +317,7 @@ class _Run:
 
 
 class _Interrupts:
-    """SIGINT and SIGTERM ask for an end after the step that runs; a second SIGINT ends it at once."""
+    """Handlers of SIGINT and SIGTERM. The run ends after the running step; a second SIGINT ends it at once."""
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
@@ -342,12 +342,12 @@ class _Interrupts:
             self._trainer.stop_requested = True
 
     def watch(self, trainer: Trainer) -> None:
-        """Tell this trainer."""
+        """Stop this trainer on a signal."""
         self._trainer = trainer
         trainer.stop_requested = self._asked
 
     def wait(self) -> bool:
-        """For a source without data at the moment."""
+        """Wait for data. A source without data calls this."""
         if self._asked:
             raise _Stopped
         time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Sources of sequences: what one is, what may stand in it, and how to come back to a place in it.
+"""Sources of sequences: their items, the fields of an item, and how to return to a position.
 
 NumPy only. A source yields token ids (a list, an array, a tensor) or mappings with these fields:
 
@@ -29,7 +29,7 @@ from chairlift.errors import ConfigError
 __all__ = ["Key", "Sample", "SourceCursor", "read_sample"]
 
 Key = str | int | None
-"""What keeps sequences apart that must not share a pack."""
+"""Key of a sequence. Sequences with different keys never share a pack."""
 
 _PER_TOKEN = ("completion_mask", "loss_weight")
 _READ = frozenset({"input_ids", "labels", "weight", "attention_mask", *_PER_TOKEN})
@@ -37,7 +37,7 @@ _INT32 = np.dtype(np.int32)
 _LARGEST = 2**31 - 1
 _ROWS_AT_ONCE = 1000
 _TOGETHER = 2**18
-"""Tokens of a block at most."""
+"""Most tokens of a block."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,7 +45,7 @@ class Sample:
     """One sequence, or a piece of one."""
 
     id: int
-    """Its position in the source."""
+    """Position of the sequence in the source."""
     tokens: npt.NDArray[np.int32]
     """[L]."""
     weights: npt.NDArray[np.float32] | None = None
@@ -53,9 +53,9 @@ class Sample:
     meta: Mapping[str, Any] | None = None
     key: Key = None
     born: int = 0
-    """Packs that had been closed when it came."""
+    """Number of packs that had been closed when the sequence was read."""
     filled: int = 0
-    """Tokens at its end that :meth:`padded` put there."""
+    """Number of tokens that :meth:`padded` added at the end."""
 
     @property
     def total_weight(self) -> float:
@@ -75,7 +75,7 @@ class Sample:
         return dataclasses.replace(self, tokens=self.tokens[start:end].copy(), weights=weights)
 
     def padded(self, align: int, token: int) -> Sample:
-        """Filled up to a multiple of ``align`` with a token that is no target."""
+        """The sequence, filled up to a multiple of ``align`` with a token that is no target."""
         extra = -len(self.tokens) % align
         if not extra:
             return self
@@ -213,7 +213,7 @@ class SourceCursor:
         self.kind = _kind(source)
         """``indexed``, ``iterable`` or ``queue``."""
         self.position = 0
-        """Items read, in this epoch."""
+        """Number of items read in this epoch."""
         self.epoch = 0
         self._key = key
         self._in_batches = hasattr(source, "select") and hasattr(source, "features")  # a Hugging Face dataset
@@ -239,7 +239,7 @@ class SourceCursor:
         return self.take(next(self._iterator))
 
     def take(self, item: Any) -> Sample:
-        """Check ``item`` as the next of the source, wherever it came from."""
+        """Check ``item`` and take it as the next item of the source."""
         position = self.position
         self.position += 1
         return self._noted(read_sample(item, position, self._key))
@@ -264,7 +264,7 @@ class SourceCursor:
         self._go_to(self.epoch + 1, 0, {})
 
     def _go_to(self, epoch: int, position: int, checksums: dict[int, int]) -> None:
-        """A source that shuffles itself is told the epoch (``set_epoch``)."""
+        """Begin an epoch. Sources that shuffle get it by ``set_epoch``."""
         self.position, self._iterator, self._checksums = position, None, checksums
         self._block, self._single_until = [], 0
         if epoch != self.epoch and hasattr(self.source, "set_epoch"):
@@ -272,7 +272,7 @@ class SourceCursor:
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The place, as plain data."""
+        """The position, as plain data."""
         state: dict[str, Any] = {"kind": self.kind, "position": self.position}
         state["checksums"] = [[position, value] for position, value in self._checksums.items()]
         if self.kind == "indexed":

@@ -269,7 +269,7 @@ class FollowedLines:
         self.skipped = 0
         self._file, self._offset, self._line = 0, 0, 0
         self._checksum = 0
-        """Of the current file, up to the offset."""
+        """Checksum of the current file, up to the offset."""
         self._open: BinaryIO | None = None
         self._opened_by = 0
 

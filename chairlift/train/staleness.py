@@ -24,7 +24,7 @@ class Finished:
     """A rollout that has ended. Sorts by its oldest weights, then by admission."""
 
     version: int
-    """Of the oldest weights among its tokens."""
+    """Version of the oldest weights that computed one of its tokens."""
     ticket: int
     length: int = dataclasses.field(default=0, compare=False)
     """Tokens."""
@@ -34,15 +34,15 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """What one optimiser step trains on; false when there is not enough for it yet."""
+    """Samples of one optimiser step. False if there are not enough yet."""
 
     rollouts: tuple[Finished, ...] = ()
     staleness: tuple[int, ...] = ()
-    """[N] versions that each lags behind, at most the gate's bound."""
+    """[N] staleness of each sample in versions, at most the gate's bound."""
     weights: tuple[float, ...] = ()
-    """[N] factor of each sample's ``loss_weight``; 1 but for the policy ``reweight``."""
+    """[N] factor of each sample's ``loss_weight``. It is 1 except with the policy ``reweight``."""
     lr_scale: float = 1.0
-    """Factor of the learning rate; 1 but for the policy ``lr_scale``."""
+    """Factor of the learning rate. It is 1 except with the policy ``lr_scale``."""
 
     def __bool__(self) -> bool:
         return bool(self.rollouts)
@@ -65,16 +65,16 @@ class GateStats:
     produced: int
     consumed: int
     dropped: int
-    """Of those produced, too old to be selected."""
+    """Produced rollouts that became too old to be selected."""
     cancelled: int
     refused: int
-    """Calls of :meth:`StalenessGate.admit` that had to be told to wait."""
+    """Number of refused calls of :meth:`StalenessGate.admit`."""
     staleness: dict[int, int]
-    """Samples consumed, by their staleness."""
+    """Staleness -> number of consumed samples."""
     staleness_p50: int
     staleness_max: int
     lengths_produced: dict[int, int]
-    """Samples by length, under the power of two that it does not exceed."""
+    """Power of two -> number of samples whose length does not exceed it."""
     lengths_consumed: dict[int, int]
     length_bias: float
     """Mean length consumed over mean length produced, less 1: below 0 where long samples are dropped (arXiv
@@ -82,7 +82,7 @@ class GateStats:
 
 
 class StalenessGate:
-    """Says how many rollouts may start, and which of those that ended one step trains on.
+    """Decides how many rollouts may start, and which ended ones a step trains on.
 
     At most ``(bound + version + 1) * batch`` rollouts are admitted in all, less those dropped or cancelled. What
     :meth:`select` returns never lags more than ``bound`` versions behind. Short rollouts overtake long ones, so some
@@ -118,7 +118,7 @@ class StalenessGate:
         self.batch = batch
         self.policy = policy
         self.version = 0
-        """Of the weights that the generator has now."""
+        """Version of the weights that the generator has now."""
         self._weight = reweight or _inverse
         self._running: dict[int, int] = {}  # ticket -> version at its admission: none of its tokens can be older
         self._waiting: list[Finished] = []  # sorted
@@ -132,7 +132,7 @@ class StalenessGate:
 
     @property
     def capacity(self) -> int:
-        """Rollouts that may start now."""
+        """Number of rollouts that may start now."""
         held = len(self._waiting) + len(self._running)
         room = (self.bound + self.version + 1) * self.batch - self._num_consumed
         if self.policy == "wait":  # what earlier versions were not trained on cannot be made up for
@@ -178,7 +178,7 @@ class StalenessGate:
         return kept
 
     def cancel(self, ticket: int) -> None:
-        """A rollout has come to nothing, and another may start. Raises ConfigError for an unknown ticket."""
+        """Cancel a rollout, so that another may start. Raises ConfigError for an unknown ticket."""
         self._started(ticket)
         del self._running[ticket]
         self._num_cancelled += 1
@@ -200,7 +200,7 @@ class StalenessGate:
         return Selection(rollouts, staleness, weights, scale)
 
     def put_back(self, selection: Selection) -> None:
-        """What this version's :meth:`select` returned was not trained on after all: it waits as before."""
+        """Return the samples of this version's :meth:`select`, which were not trained on. They wait again."""
         self._consume(selection.rollouts, selection.staleness, -1)
         self._staleness, self._lengths["consumed"] = +self._staleness, +self._lengths["consumed"]
         self._waiting = sorted([*self._waiting, *selection.rollouts])
@@ -224,7 +224,7 @@ class StalenessGate:
         del self._waiting[:alive]
 
     def stats(self) -> GateStats:
-        """What happened so far."""
+        """Counts so far."""
         produced, consumed = (sum(self._lengths[kind].values()) for kind in ("produced", "consumed"))
         means = [self._tokens[k] / n if n else 0.0 for k, n in (("produced", produced), ("consumed", consumed))]
         return GateStats(
@@ -324,7 +324,7 @@ def _inverse(staleness: int) -> float:
 
 
 def _median(counts: Counter[int]) -> int:
-    """The lower one."""
+    """Lower median."""
     half = (counts.total() + 1) // 2
     for value in sorted(counts):
         half -= counts[value]

@@ -1,7 +1,7 @@
-"""A source of sequences in, packs out: for every rank, in closed optimiser steps, resumable after any pack.
+"""Turns a source of sequences into packs for every rank, in whole optimiser steps, resumable after any pack.
 
-The packs of all ranks are planned on every rank, from lengths, and only this rank's are put together; so ranks agree
-without talking. NumPy only.
+Every rank plans the packs of all ranks from lengths, and makes only its own. So ranks agree without communication.
+NumPy only.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["PackStream"]
 
 _READ_AHEAD = 64
-"""Sequences of a list that are read together."""
+"""Number of sequences that are read from a list together."""
 
 
 class _Plan:
-    """One pack to be; without samples, a filler."""
+    """Plan of one pack. Without samples it is a filler."""
 
     __slots__ = ("lengths", "num_targets", "num_tokens", "samples", "weight")
 
@@ -137,7 +137,7 @@ class PackStream:
         self._reset()
 
     def _reset(self) -> None:
-        """To the state of a stream that has read nothing."""
+        """Reset to the state of a stream that has read nothing."""
         self._ended = False
         self._serial = 0  # of the next sequence
         self._windows = 0  # dealt so far
@@ -197,7 +197,7 @@ class PackStream:
                     came.append((sample.id, clock()))
 
     def _waiting(self) -> set[int]:
-        """Positions in the source of what was read and not handed out."""
+        """Source positions of sequences that were read and not handed out."""
         plans = itertools.chain(self._window, *self._open)
         return {sample.id for sample in itertools.chain(self._pending.values(), *(plan.samples for plan in plans))}
 
@@ -259,7 +259,7 @@ class PackStream:
         return row
 
     def _push(self, sample: Sample, fits: bool = False) -> None:
-        """Make a sequence pending, or, unless it ``fits``, what is packed instead of it."""
+        """Make a sequence pending. If it does not fit, its pieces become pending instead."""
         settings, length = self._settings, len(sample.tokens)
         if not fits and (length > settings.capacity or settings.align > 1):
             for piece in (sample,) if length <= settings.capacity else self._fit(sample):
@@ -278,7 +278,7 @@ class PackStream:
             self._close_next()
 
     def _fit(self, sample: Sample) -> Iterable[Sample]:
-        """What is packed instead of a sequence that is too long."""
+        """Sequences that replace one that is too long."""
         length, capacity = len(sample.tokens), self._settings.capacity
         if self._settings.overflow == "own_pack":
             return (sample,)
@@ -338,14 +338,14 @@ class PackStream:
             self._close_step()
 
     def _amount(self, row: list[_Plan]) -> int:
-        """What a row brings a step towards what it closes on."""
+        """Amount by which a row brings a step closer to its end, in the unit of ``step``."""
         unit = self._settings.goal[0]
         if unit == "packs":
             return len(row)
         return sum([len(plan.samples) if unit == "sequences" else plan.num_tokens for plan in row])
 
     def _close_step(self) -> None:
-        """Say who takes which pack of the open step, and what its losses are divided by."""
+        """Assign the packs of the open step to ranks, and set the constants that its losses are divided by."""
         rows, self._open = self._open, []
         if self._settings.ranks == 1:  # nobody waits for it, whatever its packs cost
             self._meter.steps += 1
@@ -372,7 +372,7 @@ class PackStream:
         return self._cost.of(plan.lengths)
 
     def _flush(self) -> None:
-        """Hand out all that waits, and close the open step."""
+        """Hand out all pending sequences, and close the open step."""
         while self._packer:
             self._close_next()
         if self._window:

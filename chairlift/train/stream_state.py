@@ -66,12 +66,12 @@ class StreamSettings:
 
     @property
     def gathered(self) -> int:
-        """Packs that wait for each other before they are dealt to ranks."""
+        """Number of packs that are collected before they are dealt to ranks."""
         return self.window if self.uses_window else self.ranks
 
     @functools.cached_property
     def goal(self) -> tuple[str, int]:
-        """What a step closes on, and how many of it."""
+        """(unit, count) that ends an optimiser step."""
         if self.step is None:
             return "packs", self.ranks
         match = _GOAL.fullmatch(self.step) if isinstance(self.step, str) else None
@@ -99,7 +99,7 @@ class StreamSettings:
 
 
 def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Sequences as columns: arrays, and lists of what is no number."""
+    """Pack sequences into columns: arrays for numbers, lists for everything else."""
     weighted = [sample.weights for sample in samples if sample.weights is not None]
     return {
         "ids": np.array([sample.id for sample in samples], np.int64),
@@ -115,7 +115,7 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def unpack_samples(columns: Mapping[str, Any]) -> Iterator[Sample]:
-    """The sequences that :func:`pack_samples` was given."""
+    """Unpack the columns of :func:`pack_samples` into sequences."""
     start = weight_start = 0
     tokens, weights = np.asarray(columns["tokens"], np.int32), np.asarray(columns["weights"], np.float32)
     columns = {"filled": np.zeros(len(columns["ids"]), np.int64), **columns}  # earlier releases do not say

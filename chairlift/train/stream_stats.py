@@ -1,4 +1,4 @@
-"""How well a stream packs: running figures in bounded memory, the same on every rank."""
+"""Figures of how well a stream packs, in bounded memory and the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 __all__ = ["Delay", "StreamMeter", "StreamStats"]
 
 _HORIZON = 4096
-"""Sequences over which the mean lengths are compared."""
+"""Number of sequences over which mean lengths are compared."""
 _EXACT = 64
 """Delays below this are counted exactly, longer ones to within 1/32."""
 _TOGETHER = 512
-"""Packs whose figures are added up in one go, which takes less time than one by one."""
+"""Number of packs whose figures are added together, because that is faster than one by one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delay:
-    """How long sequences waited for their pack."""
+    """Delay of sequences until their pack was closed."""
 
     p50: int
     p99: int
@@ -29,14 +29,14 @@ class Delay:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamStats:
-    """What a stream has done so far, over all ranks."""
+    """Figures of a stream so far, over all ranks."""
 
     sequences: int
-    """In packs; pieces of a split sequence count each."""
+    """Sequences in packs. Each piece of a split sequence counts."""
     tokens: int
-    """In packs, without what ``align`` fills up."""
+    """Tokens in packs, without those that ``align`` adds."""
     packs: int
-    """Without ``fillers``."""
+    """Packs without ``fillers``."""
     fillers: int
     steps: int
     """Optimiser steps closed."""
@@ -47,25 +47,25 @@ class StreamStats:
     delay_packs: Delay
     """Packs closed between a sequence's arrival and its own."""
     delay_arrivals: Delay
-    """Sequences that arrived meanwhile."""
+    """Sequences that arrived between a sequence's arrival and its pack."""
     cost_cv: float
-    """Standard deviation of the packs' cost over its mean."""
+    """Standard deviation of the packs' cost divided by its mean."""
     idle: float
     """Share of the mean time that ranks wait when they synchronise after every pack."""
     idle_step: float
-    """The same when they synchronise after every optimiser step."""
+    """Share of the mean time that ranks wait when they synchronise after every optimiser step."""
     truncated: int
     dropped: int
     split: int
     length_drift: float
     """Mean length of the last few thousand packed sequences over that of those read, - 1: packing picks by length."""
     length_drift_max: float
-    """Largest size that ``length_drift`` has had."""
+    """Largest absolute value of ``length_drift`` so far."""
 
 
 @dataclasses.dataclass
 class StreamMeter:
-    """Takes note of what a stream does. All fields are plain numbers, lists and mappings: they are its state."""
+    """Collects a stream's figures. All fields are plain numbers, lists and mappings, so they are its state."""
 
     capacity: int
     sequences: int = 0
@@ -89,7 +89,7 @@ class StreamMeter:
     fresh: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
     """Sequences and tokens read since the last pack."""
     recent_read: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
-    """Sequences and tokens read lately, fading."""
+    """Sequences and tokens read recently, with exponentially falling weight."""
     recent_packed: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     drift_max: float = 0.0
     delay_packs: dict[int, int] = dataclasses.field(default_factory=dict)

@@ -16,7 +16,7 @@ __all__ = ["TorchPackStream"]
 
 
 class TorchPackStream(IterableDataset[Pack]):
-    """Packs in the stream's order, whatever ``num_workers`` is: each loader process puts together every so manieth.
+    """Packs in the stream's order for any ``num_workers``. With n loader processes each makes every n-th pack.
 
     Give it to a DataLoader with ``batch_size=None``, or with ``batch_size=1`` and a collator. With loader processes
     the stream in this process stands still, and its state is theirs: resume with torchdata's ``StatefulDataLoader``,

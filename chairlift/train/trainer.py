@@ -46,18 +46,18 @@ _collate = PackCollator(keys=("input_ids", "position_ids", "labels", "loss_weigh
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimiser step did, over all ranks."""
+    """Result of one optimiser step, over all ranks."""
 
     step: int
-    """Steps taken, this one included."""
+    """Number of steps taken, this one included."""
     loss: float
-    """As ``TrainerConfig.reduce`` defines its mean, label smoothing included."""
+    """Mean loss as ``TrainerConfig.reduce`` defines it, label smoothing included."""
     num_tokens: int
     num_targets: int
     num_packs: int
-    """Without fillers."""
+    """Number of packs without fillers."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradients before clipping."""
     learning_rate: float
     stop: bool = False
     """Whether any rank asked to stop after this step."""
@@ -90,7 +90,7 @@ class Trainer:
         self.drift = drift
         self.num_steps = 0
         self.stop_requested = False
-        """Set it on any rank, and all of them learn of it with the next step's result."""
+        """Set to True on any rank to stop all ranks. They learn of it with the next step's result."""
         self._seed = seed
         self._loss = StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
         self._parameters = dict(model.named_parameters())
@@ -250,7 +250,7 @@ def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def _sequence_losses(losses: Tensor, chosen: Mapping[str, Tensor], ids: Sequence[int]) -> list[float]:
-    """Of :func:`predictions`: the number of each sequence with a target, and its mean loss, in turns."""
+    """Number and mean loss, in turns, of each sequence of :func:`predictions` that has a target."""
     is_target = chosen["labels"][0, 1:] != IGNORED
     segments = chosen["segment_ids"][0, 1:][is_target].cpu().numpy()
     counts = np.bincount(segments, minlength=len(ids))
@@ -265,7 +265,7 @@ def _names(pack: Pack) -> str:
 
 @contextlib.contextmanager
 def _dropout(model: CausalLM, rate: float, seed: int, step: int, pack: Pack) -> Iterator[None]:
-    """Drop parts of what each layer adds to the residual stream, without a word about it in the model's own code.
+    """Apply dropout to the output of each branch of the model's layers, by hooks and not in the model's code.
 
     What is dropped depends on the seed, the step and the pack: not on the rank, nor on what ran before.
     """

@@ -128,7 +128,7 @@ def _device_offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor
 
 @dataclasses.dataclass(slots=True)
 class VarlenContext:
-    """How a pack attends in Chairlift's own models (:class:`~chairlift.models.context.AttentionContext`)."""
+    """Attention of a pack in Chairlift's own models (an :class:`~chairlift.models.context.AttentionContext`)."""
 
     cu_seqlens: Sequence[int]
     """[N + 1] offsets of the sequences in the flat batch; the last is T. Empty sequences take no part."""
@@ -169,7 +169,7 @@ class HFPatch:
         self.backend = backend
         self.name = f"chairlift-packed-{next(_NAMES)}"
         self.layout: Layout | None = None
-        """Of the forward pass that runs now; None when it is not packed."""
+        """Layout of the running forward pass; None when it is not packed."""
         self._running = False
         self._copied = False
         self._calls = 0
@@ -214,7 +214,7 @@ class HFPatch:
             )
 
     def remove(self) -> None:
-        """Put everything back as it was. Safe to call twice."""
+        """Undo the patch. Safe to call twice."""
         from transformers.masking_utils import AttentionMaskInterface
         from transformers.modeling_utils import AttentionInterface
 
@@ -239,7 +239,7 @@ class HFPatch:
         self.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before a forward pass: find the layout, once for all layers."""
+        """Hook before a forward pass: find the layout, once for all layers."""
         names, takes_more = self._parameters
         self.layout = _layout_of({**dict(zip(names, args, strict=False)), **kwargs})
         self._running, self._calls = True, 0
@@ -251,7 +251,7 @@ class HFPatch:
         return args, kwargs
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After a forward pass: demand that all of it was attended by us."""
+        """Hook after a forward pass: check that :func:`attend` computed the attention of every layer."""
         packed = self.layout is not None and output is not None  # None: the forward pass has raised
         self.layout, self._running = None, False
         name = type(module).__name__
@@ -353,7 +353,7 @@ def _subconfigs(config: Any) -> list[Any]:
 
 
 def _layout_of(given: Mapping[str, Any]) -> Layout | None:
-    """Where the sequences of this call lie; None when it is not a packed row. Raises ConfigError when in doubt."""
+    """Layout of this call's sequences; None if it is no packed row. Raises ConfigError if that is unclear."""
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     cache = given.get("cache") or given.get("past_key_values")  # until transformers 5.24

@@ -1,1 +1,1 @@
-"""What developers and operators try things with: benchmarks, the deterministic simulator, traffic."""
+"""Tools for developers and operators: benchmarks, the deterministic simulator, traffic."""

@@ -91,8 +91,8 @@ struct Sixteens {
   }
 };
 
-// Sixteens that are read one after the other: those at hand, those that come next, and those after them. Of each, pieces
-// are read in order: all keys, then all values.
+// Sixteens that are read one after the other: those at hand, those that come next, and those after them. The
+// pieces of each are read in order: all keys, then all values.
 template <typename Stored>
 struct Reading {
   const Sixteens<Stored>&at, &next, &after;

@@ -13,14 +13,15 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 3 };
+enum { CL_ABI_VERSION = 4 };
 
 // Activations, KV and dense weights of a program are of one dtype, unless a KV layer is of another kind; sums are float32 in all.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
 
 // How a weight is written down: in the program's dtype, or as codes of 8 or 4 bits in groups of k, each with a scale and
-// either a minimum or a fixed zero: scale * (code - 128), scale * (code - 8), scale * code + minimum.
-enum cl_format { CL_DENSE = 0, CL_Q8 = 1, CL_Q4 = 2, CL_Q8_MIN = 3, CL_Q4_MIN = 4 };
+// either a minimum or a fixed zero: scale * (code - 128), scale * (code - 8), scale * code + minimum. Or as e2m1 floats of 4
+// bits (MXFP4): the highest bit is the sign, the others 0, 1, 2, 3, 4, 6, 8 or 12 times the scale.
+enum cl_format { CL_DENSE = 0, CL_Q8 = 1, CL_Q4 = 2, CL_Q8_MIN = 3, CL_Q4_MIN = 4, CL_E2M1 = 5 };
 
 // Instruction-set paths, weakest first. Each has its own rounding; within one, a row's result never depends on others.
 enum cl_isa { CL_AVX2 = 0, CL_AVX512 = 1, CL_AVX512_BF16 = 2, CL_AMX = 3, CL_NUM_ISAS = 4 };
@@ -63,17 +64,22 @@ enum cl_scoring { CL_SOFTMAX = 0, CL_SOFTMAX_CHOSEN = 1, CL_SIGMOID = 2 };
 enum cl_group_score { CL_BEST_TWO = 0, CL_BEST = 1 };
 enum { CL_EXPERT_TOKENS = 512 };  // so many tokens are routed together at most
 
-// Of a layer of experts, the weights of all lying one behind the other. `weight` of its operation, of n columns for each
-// expert, is gate and up, whose panels alternate. Of equal scores the expert with the lower number is chosen.
+// Layer of experts. The weights of all experts lie one behind the other. `weight` of its operation, n columns for each
+// expert, is gate and up, in alternating panels; `bias`, in the same order, may be null. An expert is silu(gate) * up; or,
+// with a limit above 0, gate * sigmoid(alpha * gate) * (up + 1) with a gate of at most the limit and an up within it
+// (gpt-oss). If scores are equal, the lower expert is chosen.
 typedef struct {
   int32_t num_experts, top_k, inner;  // inner: rows of `down`'s input, without padding
   int32_t scoring, normalise, groups, kept_groups, group_score;
   int32_t down_format, down_group;    // as format and group of an operation
   float epsilon, scale;               // added to the sum of weights; multiplies the weights
+  float alpha, limit;                 // limit 0: none
   const void* router;                 // [E, k], k padded with zeros, in the program's dtype
   const float* correction;            // [E]: added to scores for the choice; or null
   const void* shared_gate;            // [k], padded: aux is multiplied with the sigmoid of its product; or null
   const void* down;                   // packed panels
+  const float* router_bias;           // [E]: added to the router's products; or null
+  const float* down_bias;             // of each expert, padded to whole panels; or null
   void* scratch;                      // cl_expert_bytes
 } cl_experts;
 

@@ -17,7 +17,7 @@ static void unpack_column(const Panels<T>& weight, int32_t id, int k, T* row) {
   const T* column = weight.panel(id / CL_PANEL) + id % CL_PANEL * P;
   for (int i = 0; i < k; i += P, column += CL_PANEL * P) memcpy(row + i, column, sizeof(T) * P);
 }
-template <typename T, int B, bool M>
+template <typename T, int B, Meaning M>
 static void unpack_column(const Panels<Code<B, M>>& weight, int32_t id, int k, T* row) {
   typedef Code<B, M> W;
   enum { STEP = 32 / B };  // k in four bytes
@@ -26,11 +26,11 @@ static void unpack_column(const Panels<Code<B, M>>& weight, int32_t id, int k, T
     const uint8_t* at = &weight.panel(id / CL_PANEL, from)->byte;
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(at) + column;
     const float unit = 1.0f / CL_SCALE_UNIT, scale = to_float32(scales[0]) * unit;
-    const float minimum = M ? to_float32(scales[CL_PANEL]) * unit : 0.0f;
+    const float minimum = M == MINIMUM ? to_float32(scales[CL_PANEL]) * unit : 0.0f;
     at += W::HEADER + column * 4;
     for (int i = 0; i < weight.group && from + i < k; i++) {
       const int byte = at[i / STEP * CL_PANEL * 4 + i % 4], code = B == 8 ? byte : i % 8 < 4 ? byte & 15 : byte >> 4;
-      row[from + i] = from_float(scale * float(code - W::ZERO) + minimum, T());
+      row[from + i] = from_float(scale * float((W::TABLE ? E2M1_VALUES[code & 15] : code) - W::ZERO) + minimum, T());
     }
   }
 }

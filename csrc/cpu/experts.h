@@ -152,6 +152,19 @@ static void group_rows(const cl_experts& experts, const ExpertScratch& s, int to
   }
 }
 
+// The last of first[0, count) that is at most `value`. They ascend, and the first is.
+static int last_up_to(const int32_t* first, int count, int32_t value) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (first[middle] <= value ? low : high) = middle;
+  }
+  return low;
+}
+
+// Which expert has row `row` of those that are ordered by expert.
+static int expert_of(const ExpertScratch& s, int row) { return s.expert[last_up_to(s.first_row, s.counts[0], row)]; }
+
 // The products of the experts that have rows, one after the other.
 template <typename Row, typename Weight>
 struct ExpertItems {
@@ -172,11 +185,7 @@ struct ExpertItems {
   int64_t count() const { return int64_t(first_super[parts()]) * chunks; }
   GemmItem<Weight> at(int64_t item) const {
     const int32_t super = int32_t(item / chunks);
-    int low = 0, high = parts();  // first_super[low] <= super < first_super[high]
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (first_super[middle] <= super ? low : high) = middle;
-    }
+    const int low = last_up_to(first_super, parts(), super);
     GemmItem<Weight> found{weight, s.first_row[low], s.first_row[low + 1] - s.first_row[low], int(item % chunks),
                            super - first_super[low], first_super[low + 1] - first_super[low]};
     found.weight.data = weight.panel(int64_t(s.expert[low]) * weight.count);
@@ -191,16 +200,42 @@ struct ExpertItems {
   }
 };
 
-// The sums as they are.
-struct StoreSums {
-  float* out;
-  int64_t stride;
+// Gates of the rows of one expert, with its biases: `columns` of each expert, or none.
+template <typename T, typename Gate>
+struct StoreGatedExpert {
+  const ExpertScratch& s;
+  StoreGated<T, Gate> store;
+  int64_t columns;
 
-  void fetch(int row0, int rows, int panel) const { fetch_to_write(out + row0 * stride + panel * CL_PANEL, stride, rows); }
+  void fetch(int row0, int rows, int panel) const { store.fetch(row0, rows, panel); }
 
   void operator()(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride) const {
-    for (int r = 0; r < rows; r++)
-      memcpy(out + (row0 + r) * stride + int64_t(panel0) * CL_PANEL, tile + r * tile_stride, sizeof(float) * panels * CL_PANEL);
+    StoreGated<T, Gate> own = store;
+    if (own.bias) own.bias += expert_of(s, row0) * columns;
+    own(row0, rows, panel0, panels, tile, tile_stride);
+  }
+};
+
+// The sums of the rows of one expert, and its bias.
+struct StoreSums {
+  const ExpertScratch& s;
+  const float* bias;
+  int64_t columns;
+
+  float* row(int number, int panel) const { return s.results + number * s.result_stride + int64_t(panel) * CL_PANEL; }
+
+  void fetch(int row0, int rows, int panel) const { fetch_to_write(row(row0, panel), s.result_stride, rows); }
+
+  void operator()(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride) const {
+    const float* own = bias ? bias + expert_of(s, row0) * columns + int64_t(panel0) * CL_PANEL : nullptr;
+    for (int r = 0; r < rows; r++) {
+      float* to = row(row0 + r, panel0);
+      const float* from = tile + r * tile_stride;
+      if (own)
+        for (int c = 0; c < panels * CL_PANEL; c += LANES) vstore(to + c, vadd(vload(from + c), vload(own + c)));
+      else
+        memcpy(to, from, sizeof(float) * panels * CL_PANEL);
+    }
   }
 };
 
@@ -254,8 +289,10 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
     ExpertScratch::lay_out(s, static_cast<char*>(experts.scratch), int(sizeof(Row)), op, tokens);
     // One by one, so that a single token's router is read by all threads.
     const Share pairs = share_of(tokens * E, thread, threads);
-    for (int i = pairs.begin; i < pairs.end; i++)
+    for (int i = pairs.begin; i < pairs.end; i++) {
       s.logits[i] = dot(in + i / E * in_stride, router + i % E * router_stride, router_stride);
+      if (experts.router_bias) s.logits[i] += experts.router_bias[i % E];
+    }
     pool.barrier(thread);
     const Share share = share_of(tokens, thread, threads);
     for (int t = share.begin; t < share.end; t++)
@@ -270,8 +307,16 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
       for (int r = rows.begin; r < rows.end; r++) put_row<Row>(weight, in + s.token[r] * in_stride, s.row_stride, r, gathered);
       const int64_t stride = put_row<Row>(weight, nullptr, s.row_stride, 0, gathered);
       pool.barrier(thread);
-      const StoreGated<Row, false> store{static_cast<Row*>(s.inner), s.inner_stride, nullptr};
-      expert_products<Row>(pool, thread, weight, s, 2, gathered, stride, scratch, store);
+      const auto products = [&](const auto& gate) {
+        typedef std::decay_t<decltype(gate)> Gate;
+        const StoreGated<Row, Gate> store{static_cast<Row*>(s.inner), s.inner_stride, op.bias, gate};
+        const StoreGatedExpert<Row, Gate> epilogue{s, store, int64_t(weight.count) * CL_PANEL};
+        expert_products<Row>(pool, thread, weight, s, 2, gathered, stride, scratch, epilogue);
+      };
+      if (experts.limit > 0.0f)
+        products(ClampedGate{experts.alpha, experts.limit});
+      else
+        products(SiluGate());
     });
     pool.barrier(thread);
     with_weight<Row>(down, [&](const auto& weight) {
@@ -284,7 +329,8 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
         pool.barrier(thread);
       }
       const int64_t stride = put_row<Row>(weight, nullptr, s.inner_stride, 0, inner);
-      expert_products<Row>(pool, thread, weight, s, 1, inner, stride, scratch, StoreSums{s.results, s.result_stride});
+      const StoreSums epilogue{s, experts.down_bias, int64_t(weight.count) * CL_PANEL};
+      expert_products<Row>(pool, thread, weight, s, 1, inner, stride, scratch, epilogue);
     });
     pool.barrier(thread);
     sum_experts<Row>(op, program, s, first, share);

@@ -51,7 +51,7 @@ struct Blocking<bf16, bf16> {
 
 // Codes: rows need no widening. Without AVX-512 so few rows fit into the registers that many of them pass over a piece of a
 // panel, which must stay in L1.
-template <typename Row, int BITS, bool M>
+template <typename Row, int BITS, Meaning M>
 struct Blocking<Row, Code<BITS, M>> {
   static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = true;
 #if defined(__AVX512F__)
@@ -68,7 +68,7 @@ struct Blocking<Row, Code<BITS, M>> {
 template <typename Row>
 struct GemmScratch {
   typedef Blocking<Row, Row> B;
-  enum { MOST = int(B::SUPER) > int(Blocking<Row, Code<8, false>>::SUPER) ? int(B::SUPER) : int(Blocking<Row, Code<8, false>>::SUPER) };
+  enum { MOST = int(B::SUPER) > int(Blocking<Row, Code<8, FIXED_ZERO>>::SUPER) ? int(B::SUPER) : int(Blocking<Row, Code<8, FIXED_ZERO>>::SUPER) };
   alignas(64) float tile[(MOST + MAX_ROW_BLOCK) * (TILE_COLUMNS + TILE_PAD)];
   alignas(64) float widened[B::WIDENED ? B::ROW_BLOCK * (B::K_BLOCK + LANES) : 1];
 };
@@ -86,8 +86,8 @@ struct Panels {
   static int64_t unit() { return CL_K_MULTIPLE; }
 };
 
-// Of codes each panel is its groups, one behind the other; k is cut between them.
-template <int B, bool M>
+// A panel of codes is a sequence of groups; k is cut between groups.
+template <int B, Meaning M>
 struct Panels<Code<B, M>> {
   typedef Code<B, M> Weight;
   const Weight* data;
@@ -106,7 +106,7 @@ static Panels<Weight> panels_of(const void* data, int64_t n, int64_t k) {
   return Panels<Weight>{static_cast<const Weight*>(data), int((n + CL_PANEL - 1) / CL_PANEL), padded(k)};
 }
 
-template <int B, bool M>
+template <int B, Meaning M>
 static Panels<Code<B, M>> code_panels_of(const cl_op& op) {
   CL_ASSERT(op.group > 0 && op.group % CL_Q_BLOCK == 0);
   return {static_cast<const Code<B, M>*>(op.weight), int((op.n + CL_PANEL - 1) / CL_PANEL), padded(op.k), op.group};
@@ -116,10 +116,11 @@ static Panels<Code<B, M>> code_panels_of(const cl_op& op) {
 template <typename Row, typename Then>
 static void with_weight(const cl_op& op, const Then& then) {
   switch (op.format) {
-    case CL_Q8: return then(code_panels_of<8, false>(op));
-    case CL_Q4: return then(code_panels_of<4, false>(op));
-    case CL_Q8_MIN: return then(code_panels_of<8, true>(op));
-    case CL_Q4_MIN: return then(code_panels_of<4, true>(op));
+    case CL_Q8: return then(code_panels_of<8, FIXED_ZERO>(op));
+    case CL_Q4: return then(code_panels_of<4, FIXED_ZERO>(op));
+    case CL_Q8_MIN: return then(code_panels_of<8, MINIMUM>(op));
+    case CL_Q4_MIN: return then(code_panels_of<4, MINIMUM>(op));
+    case CL_E2M1: return then(code_panels_of<4, E2M1>(op));
     default: return then(panels_of<Row>(op.weight, op.n, op.k));
   }
 }
@@ -172,7 +173,7 @@ void panel_product<bf16, bf16>(const Panels<bf16>&, int rows, const bf16* a, int
 
 
 // The same for codes. `a_stride` counts blocks of 32 k.
-template <typename Row, int B, bool M>
+template <typename Row, int B, Meaning M>
 static void panel_product(const Panels<Code<B, M>>& weight, int rows, const Left<Row, Code<B, M>>* a, int64_t a_stride,
                           const Code<B, M>* panel, int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched,
                           KVAhead<Row>*) {
@@ -202,7 +203,7 @@ CL_INLINE bool one_pass(const Panels<Weight>&, int rows) {
   const int groups = groups_at_once(rows, CL_PANEL / LANES);
   return groups == CL_PANEL / LANES && rows <= most_rows(groups);
 }
-template <int B, bool M>
+template <int B, Meaning M>
 CL_INLINE bool one_pass(const Panels<Code<B, M>>&, int rows) { return rows <= most_code_rows(2); }
 
 // The same for all rows there are, in one pass. Nothing is read twice, so what is fetched lies only a little ahead; at the end
@@ -285,7 +286,7 @@ CL_INLINE int64_t put_row(const Panels<Weight>& weight, const Row* from, int64_t
   if (from) memcpy(rows + row * stride, from, weight.k * sizeof(Row));
   return stride;
 }
-template <typename Row, int B, bool M>
+template <typename Row, int B, Meaning M>
 CL_INLINE int64_t put_row(const Panels<Code<B, M>>& weight, const Row* from, int64_t, int64_t row,
                           Source<Row, Code<B, M>>* rows) {
   if (from) quantize(from, weight.k, rows + row * code_stride(weight.k));

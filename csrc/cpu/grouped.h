@@ -7,13 +7,20 @@
 
 namespace CL_NS {
 
-// One code of a weight [n, k]: unsigned, of B bits. With M a group has a minimum, else the code of zero is half the range.
-// The codes of a panel are bytes: their address is one of these, whatever B.
-template <int B, bool M>
+// How codes become numbers: less a fixed zero, half the range; plus a minimum of their group; or, of 4 bits, as e2m1 floats
+// (MXFP4), which a table makes twice their value, so that they are whole, plus 12, so that none is negative.
+enum Meaning { FIXED_ZERO, MINIMUM, E2M1 };
+
+// One code of a weight [n, k]: unsigned, of B bits. The codes of a panel are bytes: their address is one of these, whatever B.
+template <int B, Meaning M>
 struct Code {
   uint8_t byte;
-  enum { BITS = B, ZERO = M ? 0 : 1 << (B - 1), HEADER = (M ? 2 : 1) * CL_PANEL * 2, BLOCK = CL_Q_BLOCK * CL_PANEL * B / 8 };
+  enum { BITS = B, ZERO = M == MINIMUM ? 0 : M == E2M1 ? 12 : 1 << (B - 1), HEADER = (M == MINIMUM ? 2 : 1) * CL_PANEL * 2 };
+  enum { BLOCK = CL_Q_BLOCK * CL_PANEL * B / 8 };
+  static constexpr bool TABLE = M == E2M1;
 };
+
+alignas(16) static const uint8_t E2M1_VALUES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // 32 elements of a row: code * scale, or, with what the weight's scales are stored as, CL_SCALE_UNIT times that.
 template <typename Lane>
@@ -22,7 +29,7 @@ struct RowBlock {
   float scale;
   int32_t sum;       // of the codes
   float scaled_sum;  // scale * sum
-  float reserved;
+  int32_t zeros;     // what sums of 16 bits begin with where the code of zero is 12: see Dot
 };
 
 // Processors without VNNI multiply 16 bits where 8 might overflow; 4 bits times 8 never do.
@@ -42,7 +49,7 @@ struct LaneOf<4> {
 };
 #endif
 
-template <typename Row, int B, bool M>
+template <typename Row, int B, Meaning M>
 struct Pair<Row, Code<B, M>> {
   typedef RowBlock<typename LaneOf<B>::Lane> Left, Source;
   enum { PARTS = 1 };
@@ -51,29 +58,36 @@ struct Pair<Row, Code<B, M>> {
 CL_INLINE float to_float32(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
 
 // The products of one block of 32 k, of one row and sixteen columns, in integers, which are exact in any order. A step takes
-// four k of 8 bits, or eight of 4 bits.
-template <int B>
+// four k of 8 bits, or eight of 4 bits. `offset` is the code of zero times the row's sum, negative.
+template <int B, bool TABLE = false>
 struct Dot {
   enum { STEPS = CL_Q_BLOCK * B / 32, PARTS = 2 };
   typedef typename LaneOf<B>::Lane Lane;
 #if defined(__AVX512VNNI__)
-  CL_INLINE vi start(int32_t offset) { return iset(offset); }
+  CL_INLINE vi start(int32_t offset, int32_t) { return iset(offset); }
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
   CL_INLINE vi add(vi sum, vi codes, const Four& row) { return _mm512_dpbusd_epi32(sum, codes, ispread(row)); }
 #else
-  // Pairs of 4 bits times 8 add up in 16 bits over a whole block: at most 8 * 2 * 15 * 127 = 30480.
-  CL_INLINE vi start(int32_t offset) { return iset(B == 8 ? offset : 0); }
+  // Pairs of 4 bits times 8 add up in 16 bits over a whole block: at most 8 * 2 * 15 * 127 = 30480. Those of a table go up to
+  // 24, and would not fit. But these sums wrap around: begun with what the zeros add up to, they end within 16 * 12 * 127.
+  CL_INLINE vi start(int32_t offset, int32_t zeros) { return iset(B == 8 ? offset : TABLE ? zeros : 0); }
   CL_INLINE vi finish(vi sum, int32_t offset) {
-    return B == 8 ? sum : iadd(imadd(sum, iset(0x00010001)), iset(offset));
+    if (B == 8) return sum;
+    const vi both = imadd(sum, iset(0x00010001));
+    return TABLE ? both : iadd(both, iset(offset));
   }
   CL_INLINE vi add(vi sum, vi codes, const Four& row) {
     return B == 8 ? add_pairs(sum, row, codes) : add_bytes(sum, row, codes);
   }
 #endif
-  // Of 4 bits the low ones, then the high ones. Of 8 bits all at once, or as 16 bits the even ones, then the odd ones.
+  // Codes of 4 bits: the low ones, then the high ones. Codes of 8 bits: all at once, or as 16 bits the even ones, then
+  // the odd ones.
   CL_INLINE vi part(const uint8_t* codes, int part) {
     const vi all = iload(codes);
-    if (B == 4) return iand(part == 0 ? all : ishift16<4>(all), iset(0x0f0f0f0f));
+    if (B == 4) {
+      const vi nibbles = iand(part == 0 ? all : ishift16<4>(all), iset(0x0f0f0f0f));
+      return TABLE ? ilookup(_mm_load_si128((const __m128i*)E2M1_VALUES), nibbles) : nibbles;
+    }
     return part == 0 ? iand(all, iset(0x00ff00ff)) : ishift16<8>(all);
   }
   // What they are multiplied with: four bytes of the row for all columns.
@@ -83,10 +97,10 @@ struct Dot {
 };
 #if defined(__AVX512VNNI__)
 template <>
-struct Dot<8> {
+struct Dot<8, false> {
   enum { STEPS = 8, PARTS = 1 };
   typedef int8_t Lane;
-  CL_INLINE vi start(int32_t offset) { return iset(offset); }
+  CL_INLINE vi start(int32_t offset, int32_t) { return iset(offset); }
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
   CL_INLINE vi add(vi sum, vi codes, const Four& row) { return _mm512_dpbusd_epi32(sum, codes, ispread(row)); }
   CL_INLINE vi part(const uint8_t* codes, int) { return iload(codes); }
@@ -109,7 +123,7 @@ CL_INLINE constexpr int most_code_rows(int groups) { return groups == 2 ? 2 : 5;
 template <typename Weight, int R, int V>
 CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, int64_t a_stride, const Weight* panel, int first,
                                  int per_group, int blocks, float* out, int64_t out_stride, Prefetch prefetch) {
-  typedef Dot<Weight::BITS> D;
+  typedef Dot<Weight::BITS, Weight::TABLE> D;
   typedef typename Pair<float, Weight>::Left Block;
   const Block* rows[(R + 2) / 3];  // three rows are reached from one address
 #pragma GCC unroll 4
@@ -127,7 +141,10 @@ CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, in
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < V; v++) sum[r][v] = D::start(-Weight::ZERO * rows[r / 3][r % 3 * a_stride].sum);
+        for (int v = 0; v < V; v++) {
+          const Block& row = rows[r / 3][r % 3 * a_stride];
+          sum[r][v] = D::start(-Weight::ZERO * row.sum, row.zeros);
+        }
 #pragma GCC unroll 8
       for (int step = 0; step < D::STEPS; step++) {
         fetch_line<false>(ahead);
@@ -195,12 +212,22 @@ CL_INLINE void store_codes(int8_t* to, vf x) {
   _mm_storeu_si128((__m128i*)to, bytes);
 }
 
+// -12 times the sums of those codes that meet in either half of 32 bits: the first two of every four, and the other two.
+CL_INLINE int32_t zeros_of(const int16_t*) { return 0; }  // multiplied with 8 bits only
+CL_INLINE int32_t zeros_of(const int8_t* code) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i*)code));
+  __m128i sum = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0x4e));
+  sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0xb1));
+  return _mm_cvtsi128_si32(_mm_mullo_epi16(sum, _mm_set1_epi16(-12)));
+}
+
 template <typename T, typename Lane>
 CL_INLINE void quantize_block(const T* x, RowBlock<Lane>& to) {
   const vf a = vload(x), b = vload(x + LANES), zero = vset(0.0f);
   const float highest = vhighest(vmax(vmax(a, vsub(zero, a)), vmax(b, vsub(zero, b))));
-  to.scale = to.scaled_sum = to.reserved = 0.0f;
-  to.sum = 0;
+  to.scale = to.scaled_sum = 0.0f;
+  to.sum = to.zeros = 0;
   memset(to.code, 0, sizeof to.code);
   if (vmask_nan(vadd(vmul(a, zero), vmul(b, zero)))) {
     to.scale = to.scaled_sum = NAN;
@@ -212,6 +239,7 @@ CL_INLINE void quantize_block(const T* x, RowBlock<Lane>& to) {
     const float sum = vsum(vadd(first, second));
     to.sum = int32_t(sum);
     to.scaled_sum = to.scale * sum;
+    to.zeros = zeros_of(to.code);
   }
 }
 

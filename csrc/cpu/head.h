@@ -15,7 +15,7 @@ struct HeadShared {
 
 CL_INLINE size_t aligned64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Of rows as they are, or as codes, whichever are larger.
+// Bytes of the rows as they are, or as codes, whichever are larger.
 static size_t rows_bytes(int num_rows, int64_t stride, int dtype, int32_t k) {
   const size_t dense = stride * (dtype == CL_BF16 ? sizeof(bf16) : sizeof(float)), codes = cl_code_bytes(k);
   return aligned64(size_t(num_rows + MAX_ROW_BLOCK) * (dense > codes ? dense : codes));

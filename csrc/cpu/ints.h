@@ -16,6 +16,7 @@ CL_INLINE vi ishift16(vi a) { return _mm512_srli_epi16(a, N); }
 CL_INLINE vf ifloat(vi a) { return _mm512_cvtepi32_ps(a); }
 CL_INLINE vf load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 CL_INLINE vi imadd(vi a, vi b) { return _mm512_madd_epi16(a, b); }
+CL_INLINE vi ilookup(const __m128i& table, vi i) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), i); }
 #else
 struct vi {
   __m256i lo, hi;
@@ -27,6 +28,10 @@ CL_INLINE vi iset(int32_t x) { return vi{_mm256_set1_epi32(x), _mm256_set1_epi32
 CL_INLINE vi iand(vi a, vi b) { return vi{_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 CL_INLINE vi iadd(vi a, vi b) { return vi{_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 CL_INLINE vi imadd(vi a, vi b) { return vi{_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)}; }
+CL_INLINE vi ilookup(const __m128i& table, vi i) {
+  const __m256i both = _mm256_broadcastsi128_si256(table);
+  return vi{_mm256_shuffle_epi8(both, i.lo), _mm256_shuffle_epi8(both, i.hi)};
+}
 template <int N>
 CL_INLINE vi ishift16(vi a) { return vi{_mm256_srli_epi16(a.lo, N), _mm256_srli_epi16(a.hi, N)}; }
 CL_INLINE vf ifloat(vi a) { return vf{_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }

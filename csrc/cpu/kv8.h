@@ -115,7 +115,7 @@ static void widen_values(const code8* from, int groups, const float* scales, bf1
 enum { INT16_MOST = 32767 };
 
 // Sums over `count` pieces of `steps` steps: of R rows a[R, 2 * steps * count] with columns [steps][16][2] of each piece. Behind
-// them, finish(row, sixteen sums). Of each piece, as much is fetched from its place in `ahead` as is read.
+// them, finish(row, sixteen sums). For each piece read, as many bytes are fetched from its place in `ahead`.
 template <int R, bool NEAR, typename Finish>
 CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code8* const* pieces, const char* const* ahead,
                                   int count, int steps, const Finish& finish) {

@@ -10,7 +10,7 @@ namespace CL_NS {
 // Bytes that a core fetches per product of a row with two groups of columns, for weights and KV together: more, and products
 // wait for places to put lines in.
 enum { KV_AHEAD_RATE = 6 };
-// Of the cache that a thread may count on, and of what is read between: KV that is fetched earlier is evicted by weights.
+// Cache bytes that a thread may count on, and bytes that are read in between: weights evict KV that is fetched earlier.
 static const int64_t KV_AHEAD_MOST = 4 << 20, KV_AHEAD_NEAR = 8 << 20;
 
 // One thread's share. Every thread calls everything, in the order of operations.

@@ -69,12 +69,33 @@ struct StoreResult {
   }
 };
 
-// out = silu(gate) * up, or gelu(gate) * up; gate and up panels alternate.
-template <typename T, bool GELU>
+// What a gate and what it gates become.
+struct SiluGate {
+  vf operator()(vf gate, vf up) const {
+    return vmul(vdiv(gate, vadd(vset(1.0f), vexp(vsub(vset(0.0f), gate)))), up);
+  }
+};
+struct GeluGate {
+  vf operator()(vf gate, vf up) const { return vmul(vgelu_tanh(gate), up); }
+};
+// gpt-oss: gates up to a limit, and what they gate within it, plus 1.
+struct ClampedGate {
+  float alpha, limit;
+  vf operator()(vf gate, vf up) const {
+    gate = vmin(vset(limit), gate);  // of NaN and a number these give the second
+    up = vmin(vset(limit), vmax(vset(-limit), up));
+    const vf closed = vexp(vsub(vset(0.0f), vmul(vset(alpha), gate)));
+    return vmul(vadd(up, vset(1.0f)), vdiv(gate, vadd(vset(1.0f), closed)));
+  }
+};
+
+// out = gate(gate, up); gate and up panels alternate.
+template <typename T, typename Gate>
 struct StoreGated {
   T* out;
   int64_t stride;
   const float* bias;
+  Gate opened;
 
   void fetch(int row0, int rows, int panel) const {
     if (panel % 2 == 0) fetch_to_write(out + row0 * stride + panel / 2 * CL_PANEL, stride, rows);
@@ -90,8 +111,7 @@ struct StoreGated {
             gate = vadd(gate, vload(bias + (panel0 + p) * CL_PANEL + c));
             up = vadd(up, vload(bias + (panel0 + p + 1) * CL_PANEL + c));
           }
-          const vf opened = GELU ? vgelu_tanh(gate) : vdiv(gate, vadd(vset(1.0f), vexp(vsub(vset(0.0f), gate))));
-          vstore(out + (row0 + r) * stride + (panel0 + p) / 2 * CL_PANEL + c, vmul(opened, up));
+          vstore(out + (row0 + r) * stride + (panel0 + p) / 2 * CL_PANEL + c, opened(gate, up));
         }
   }
 };
@@ -156,7 +176,7 @@ struct StoreHeads {
     }
   }
 
-  // Of all heads of q, or of k.
+  // Factor of the norm over all heads of q, or of k.
   float all_heads_factor(const T* row, int width) const {
     return 1.0f / sqrtf(sum_of_squares(row, width) / float(width) + op.eps);
   }
@@ -309,7 +329,7 @@ template <typename Row, typename Weight>
 static const Row* product_rows_of(cl_pool&, int, const Panels<Weight>&, const cl_program&, int, const Row* in, int64_t&) {
   return in;
 }
-template <typename Row, int B, bool M>
+template <typename Row, int B, Meaning M>
 static const Source<Row, Code<B, M>>* product_rows_of(cl_pool& pool, int thread, const Panels<Code<B, M>>& weight,
                                                       const cl_program& program, int m, const Row* in, int64_t& stride) {
   typedef Source<Row, Code<B, M>> Block;
@@ -336,9 +356,9 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const Panels<Weig
                            op.flags, op.scale != 0.0f ? op.scale : 1.0f};
     gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
   } else if (op.kind == CL_OP_LINEAR_SILU) {
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row, false>{out, out_stride, op.bias}, then, &kv);
+    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row, SiluGate>{out, out_stride, op.bias, {}}, then, &kv);
   } else if (op.kind == CL_OP_LINEAR_GELU) {
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row, true>{out, out_stride, op.bias}, then, &kv);
+    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row, GeluGate>{out, out_stride, op.bias, {}}, then, &kv);
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
     const cl_kv_layer& layer = program.kv_layers[op.layer];

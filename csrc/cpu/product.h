@@ -56,7 +56,7 @@ enum Layout { PANEL, KEYS, VALUES };
 
 // What to fetch while computing: at every step of piece s, for each of `lines` (0, 1, 2 or 4), the cache line at
 // at[s * lines + line] + step * stride. One at a time, because a burst stalls the product until memory has answered. All but
-// keys' lines are one behind the other. Of keys and values there is none or one for each group, with the stride of columns.
+// keys' lines are one behind the other. Keys and values have none or one line for each group, with the stride of columns.
 struct Prefetch {
   const char* const* at;
   int lines;

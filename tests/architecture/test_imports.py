@@ -12,17 +12,19 @@ import pytest
 from tests.architecture.source import imports, modules, tree
 
 # Package or module -> what of ours it may import besides itself. The longest name that matches a module decides.
-PLAIN = ["errors", "config", "outputs", "sampling_params", "service_class", "structured_outputs"]
+PLAIN = ["errors", "config", "outputs", "sampling_params", "service_class", "structured_outputs", "thinking"]
 BRAIN = ["request", "kv_cache", "scheduler"]
 ALLOWED: dict[str, list[str]] = {
     "errors": [],
     "outputs": [],
     "parent": [],
     "step_batch": [],
-    "config": ["errors", "service_class", "tool_calls.formats"],
+    "config": ["errors", "rerankers", "service_class", "tool_calls.formats"],
+    "rerankers": [],
     "service_class": ["errors"],
     "structured_outputs": ["errors"],
-    "sampling_params": ["errors", "structured_outputs"],
+    "sampling_params": ["errors", "structured_outputs", "thinking"],
+    "thinking": ["errors"],
     "grammar": ["errors", "structured_outputs", "tokenizer"],
     "request": ["errors", "outputs", "kv_cache.prefix_node"],
     "kv_cache.prefix_node": [],
@@ -35,7 +37,7 @@ ALLOWED: dict[str, list[str]] = {
     "tool_calls": ["errors", "structured_outputs"],
     "kernels": ["errors", "step_batch"],
     "sampling": ["errors", "sampling_params", "step_batch"],
-    "models": ["errors", "config", "gguf", "kernels", "sampling.failures", "sampling.row", "step_batch"],
+    "models": ["errors", "config", "gguf", "kernels", "rerankers", "sampling.failures", "sampling.row", "step_batch"],
     "executor": ["errors", "config", "scheduler.output", "models", "kernels", "sampling", "step_batch"],
     "executor.executor": ["config", "scheduler.output", "step_batch"],
     "metrics": ["errors", "config"],
@@ -53,14 +55,18 @@ ALLOWED: dict[str, list[str]] = {
         "step_batch",
         "tokenizer",
     ],
+    "batches": ["errors"],
     "version": [],
-    "loading": [*PLAIN, "version", "engine.info", "executor", "kernels", "models", "tokenizer"],
+    "loading": [*PLAIN, "version", "engine.info", "executor", "kernels", "models", "scheduler.cost_model", "tokenizer"],
     "llm": [*PLAIN, "engine", "loading", "pooled_llm", "pooled_loading", "tokenizer", "tool_calls"],
     "pooled_llm": ["errors", "outputs", "engine"],
-    "pooled_loading": ["errors", "config", "engine", "executor", "loading", "models"],
-    "async_llm": [*PLAIN, "engine", "loading"],
+    "pooled_loading": ["errors", "config", "engine", "executor", "loading", "models", "rerankers"],
+    "async_llm": [*PLAIN, "engine", "loading", "pooled_llm"],
     "engine_process": ["errors", "config", "engine", "grammar", "loading", "parent", "pooled_loading", "tokenizer"],
-    "server": [*PLAIN, "version", "engine", "loading", "metrics", "parent", "replay", "tokenizer", "tool_calls"],
+    "server": [
+        *PLAIN,
+        *("version", "batches", "engine", "loading", "metrics", "parent", "replay", "tokenizer", "tool_calls"),
+    ],
     "writing": ["errors"],
     "replay": [*PLAIN, "engine", "step_batch", "models.hf_config", "models.model_files", "scheduler", "writing"],
     "workbench.workload": ["errors", "replay.traced_request", "writing"],
@@ -101,6 +107,7 @@ ALLOWED: dict[str, list[str]] = {
         "kernels",
         "llm",
         "loading",
+        "pooled_loading",
         "models",
         "quantize",
         "replay",

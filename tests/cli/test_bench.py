@@ -111,7 +111,7 @@ def test_offline_answers_with_the_bundled_model(chairlift: Run, tmp_path: Path) 
         (["kernels", "--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
         (["offline", "--num-prompts", "0"], "--num-prompts must be from 1 to 1e+06, got 0"),
         (["offline", "--seed", "-1"], "--seed"),
-        (["offline", "--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["offline", "--max-num-seqs", "0"], "must be a number of slots above 0"),
         (["offline", "/no/such/model"], "'/no/such/model' is not a directory"),
     ],
 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,28 @@ def test_static_batches_side_by_side(chairlift: Run, tmp_path: Path) -> None:
     assert ratio["per_round"] == pytest.approx([b / a for a, b in zip(*sides, strict=True)])
 
 
+def test_several_sizes_are_one_table_with_the_best_static_batch_named(chairlift: Run, tmp_path: Path) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    flags = ("--max-num-seqs", "4,1,2", "--compare", "static", "--rounds", "1", "--json", out, "--html", page)
+    code, lines, err = chairlift("bench", "offline", *QUICK, *flags)
+    assert (code, err) == (0, [])
+    rows = [line for line in lines if re.match(r"(static|continuous), \d slots", line)]
+    names = [f"{kind}, {slots} slots" for kind in ("continuous", "static") for slots in (1, 2, 4)]
+    assert [row.split("  ")[0].removesuffix(" *") for row in rows] == names
+    record = json.loads(out.read_text())
+    rates = {(size["batching"], size["max_num_seqs"]): size["runs"][0]["output_throughput"] for size in record["sizes"]}
+    best = max((rate, slots) for (kind, slots), rate in rates.items() if kind == "static")[1]
+    assert f"best static: {best} slots, " in lines[-1]
+    assert "times the best static batches" in lines[-1]
+    assert any(row.startswith(f"static, {best} slots *") for row in rows)
+    static = next(row.split() for row in rows if row.startswith("static, 4"))
+    assert static.count("-") == 2, "no time per token"
+    assert page.read_text().count("<svg") == 2
+    code, lines, _ = chairlift("bench", "offline", *QUICK, "--max-num-seqs", "2,4", "--rounds", "1")
+    assert code == 0
+    assert "static" not in "".join(lines)
+
+
 def test_a_trace_keeps_its_times_or_is_stretched_and_both_sides_are_asked_the_same(
     chairlift: Run, tmp_path: Path
 ) -> None:
@@ -110,6 +133,9 @@ def test_without_the_servers_packages() -> None:
         (["--compare", "static", "--baseline"], "not allowed with"),
         (["--slo", "ttft"], "goodput wants limits in ms"),
         (["--slo", ""], "goodput wants limits in ms"),
+        (["--max-num-seqs", "2,4", "--compare", "block_size=8"], "compared with each other, and with --compare static"),
+        (["--max-num-seqs", "2,4", "--request-rate", "1,2"], "take one --request-rate"),
+        (["--max-num-seqs", "2,0"], "must be a number of slots above 0"),
         (["--compare", "fast"], "--compare must be static, or settings of the engine"),
         (["--compare", "max_num_seqs=many"], "max_num_seqs must be of type int, got 'many'"),
         (["--compare", "max_num_seqs=0"], "max_num_seqs must be"),

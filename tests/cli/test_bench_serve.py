@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import itertools
 import json
 import signal
@@ -75,6 +76,50 @@ def test_the_seed_decides_lengths_and_times(chairlift: Run, server: ScriptedServ
     assert records[0]["request_rate"] == records[1]["request_rate"] != records[2]["request_rate"]
     prompts = [json.dumps(exchange.body["prompt"]) for exchange in server.exchanges[-20:-7]]
     assert len({*prompts[:6], *prompts[7:]}) == 12  # and prompts are fresh
+
+
+def test_texts_of_a_data_set_are_sent_as_they_are(chairlift: Run, tmp_path: Path) -> None:
+    chat = [{"from": "human", "value": "hello there"}, {"from": "gpt", "value": "x" * 12}]
+    chat += [{"from": "human", "value": "and now?"}, {"from": "gpt", "value": "y" * 8}]
+    chats, prompts = tmp_path / "chats.json", tmp_path / "prompts.jsonl.gz"
+    chats.write_text(json.dumps([{"conversations": chat}]))
+    prompts.write_bytes(gzip.compress(b'{"prompt": "tell me"}\n{"prompt": "more", "output_tokens": 2}\n'))
+    with serving(ScriptedServer()) as server:
+        flags = ("--base-url", server.url, "--num-warmups", "0")
+        code, lines, _ = chairlift("bench", "serve", *flags, "--dataset", chats)
+        assert code == 0
+        assert lines[0] == f"scripted at {server.url}, chat completions, prompts as text"
+        sent = [exchange.body for exchange in server.exchanges[-2:]]
+        assert [body["max_tokens"] for body in sent] == [3, 2]
+        assert sent[0]["messages"] == [{"role": "user", "content": "hello there"}]
+        assert [message["content"] for message in sent[1]["messages"]] == ["hello there", "x" * 12, "and now?"]
+        code, lines, _ = chairlift("bench", "serve", *flags, "--dataset", prompts, "--output-len", "5")
+        assert code == 0
+        sent = [exchange.body for exchange in server.exchanges[-2:]]
+        assert sorted(body["prompt"] for body in sent) == ["more", "tell me"]
+        assert [body["max_tokens"] for body in sent] == [5, 5]
+        code, _, err = chairlift("bench", "serve", *flags, "--dataset", chats, "--endpoint", "completions")
+        assert code == 2
+        assert "has chats, which go to --endpoint chat" in err[0]
+
+
+def test_a_server_that_still_loads_is_waited_for(chairlift: Run) -> None:
+    async def loading(exchange: Exchange) -> None:
+        if exchange.number < 2:
+            exchange.refuse("503 Service Unavailable", "it still loads")
+        else:
+            await answer(exchange)
+
+    with serving(ScriptedServer(loading)) as server:
+        code, lines, err = chairlift("bench", "serve", *QUICK, "--base-url", server.url)
+        assert code == 0
+        assert len(err) == 1
+        assert err[0].startswith(f"waiting up to 600 s: {server.url} takes no requests now (503: it still loads)")
+        assert "requests       6 completed, 0 failed" in "\n".join(lines)
+    with serving(ScriptedServer(loading)) as server:
+        code, _, err = chairlift("bench", "serve", *QUICK, "--base-url", server.url, "--ready-check-timeout-sec", "0")
+        assert code == 2
+        assert "takes no requests now" in err[0]
 
 
 def test_several_rates_are_several_runs(chairlift: Run, server: ScriptedServer, tmp_path: Path) -> None:
@@ -222,7 +267,10 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(flags: list[str]
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--base-url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
+        (
+            ["--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0"],
+            "no server answers at http://127.0.0.1:1",
+        ),
         (["--endpoint", "embeddings"], "invalid choice: 'embeddings'"),
         (["--request-rate", "1", "--arrivals", "all"], "not allowed with"),
         (["--workload", "chat", "--trace", "x"], "not allowed with"),

@@ -86,6 +86,13 @@ def test_the_view_says_what_the_server_says() -> None:
     ]
 
 
+def test_the_share_of_the_machines_floor_is_shown_where_it_is_known() -> None:
+    known = Metrics(measured(1) + 'chairlift:floor_share{model_name="tiny",engine="0"} 0.784\n')
+    text = shown(view(Snapshot(0.0, "http://here", metrics=known), None, width=100, height=24))
+    assert "machine   78% of its floor" in text
+    assert "floor" not in shown(view(at(0.0, 1), None, width=100, height=24))
+
+
 def test_what_is_wrong_is_said_whole_in_a_narrow_window() -> None:
     wrong = "no server answers at http://here (Connection refused); start one with: chairlift serve"
     lines = view(Snapshot(0.0, "http://here", state=wrong), None, width=40, height=24)

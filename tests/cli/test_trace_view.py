@@ -59,11 +59,16 @@ def test_a_replay_serves_what_was_recorded(chairlift: Run, steps: Path, recorded
 def test_settings_change_a_replay(chairlift: Run, steps: Path, tmp_path: Path) -> None:
     _, usual, _ = chairlift("trace", "replay", steps)
     path = tmp_path / "out.json"
-    code, one, _ = chairlift("trace", "replay", steps, "--max-num-seqs", "1", "--json", path, "--static")
+    code, one, _ = chairlift("trace", "replay", steps, "--max-num-seqs", "1", "--json", path)
     assert code == 0
     assert figure(one, "throughput")[1] < 0.7 * figure(usual, "throughput")[1]
     record = json.loads(path.read_text())
     assert record["settings"]["scheduler"]["max_num_seqs"] == 1
+    code, one, error = chairlift("trace", "replay", steps, "--max-num-seqs", "1", "--json", path, "--static")
+    if code:  # what a busy machine recorded is refused where the simulator cannot follow it
+        assert "no comparison: " in str(error)
+        return
+    record = json.loads(path.read_text())
     assert record["static"]["requests"] == record["served"]["requests"]
     assert any("static batching" in line for line in one)
 

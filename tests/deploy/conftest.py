@@ -21,6 +21,7 @@ def exposed() -> dict[str, Exposed]:
     engine.info = dataclasses.replace(INFO, block_bytes=4096)
     engine.engine_pid = os.getpid()
     engine.stats.last_token_time = 0.0
+    engine.stats.engine.floor_share = 0.5  # as where the native kernels run the model
     body = ""
 
     async def scrape() -> None:

@@ -390,7 +390,7 @@ async def cut_off(how: str, rng: random.Random) -> Figures:
         code = await server.ended()
         seconds = time.monotonic() - start
         left = [pid for pid in children if alive(pid)]
-    # Of a chat whose template was still to be rendered it is said that the server is stopping.
+    # A chat whose template was not rendered yet is told that the server is stopping.
     client.history.check(End.FAILED, End.REFUSED, refusals=("server_draining", "timeout"))
     if code != expected or left or client.history.of(End.ANSWERED):
         raise Violation(f"{how}: exit code {code}, not {expected}; processes left: {left}; {client.history.counts()}")

@@ -152,11 +152,19 @@ _GIVES_UP: Final = {
 """By the error's code: the fields that ask for it, and the values from which on there would have been time."""
 
 
+_IN_WORDS: Final = {
+    "the request was not started within its queue_timeout": "queue_timeout",
+    "the request could not be answered by its deadline": "deadline_exceeded",
+}
+"""Codes by their messages, for errors in the form of Anthropic's API, which have no code."""
+
+
 def may_give_up(asked: Mapping[str, Any], data: bytes) -> bool:
     """Whether ``data`` is the error that a request asks for when it does not want to wait as long as a busy machine may
     take: its ``queue_timeout`` or deadline has passed."""
     try:
-        fields = _GIVES_UP[json.loads(data)["error"]["code"]]
+        error = json.loads(data)["error"]
+        fields = _GIVES_UP[error["code"] if "code" in error else _IN_WORDS[error["message"]]]
     except (ValueError, KeyError, TypeError):
         return False
     given = {name: asked.get(name) for name in fields}

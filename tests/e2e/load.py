@@ -158,7 +158,7 @@ class Submit:
     ended: float = 0.0
     status: int = 0
     code: str = ""
-    """Of the error."""
+    """Code of the error."""
     reason: str = ""
     """What was wrong."""
     times: list[float] = dataclasses.field(default_factory=list)

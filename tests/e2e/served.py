@@ -37,7 +37,7 @@ ROOM = ("--max-model-len", "32768", "--api-key", KEY, "--served-model-name", "ha
 SMALL = ("--max-num-seqs", "4", "--max-num-queued-reqs", "3", *ROOM)
 """Flags of a server that is soon full."""
 LONG: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True}
-"""Of a request that takes 150 s at least, at 5 ms per step."""
+"""Sampling parameters of a request that takes 150 s at least, at 5 ms per step."""
 _SOON = 100.0
 """Seconds. What goes on for longer was not ended, but came to its end."""
 HI: list[Any] = [{"role": "user", "content": "Hi"}]

@@ -28,13 +28,13 @@ class Held:
     """What the server's processes hold that a request could have left behind."""
 
     tasks: int
-    """Of the API process's event loop."""
+    """Tasks of the API process's event loop."""
     sockets: int
-    """Of the API process and the engine."""
+    """Sockets of the API process and the engine."""
     files: int
     """All file descriptors of both."""
     threads: int
-    """Of both."""
+    """Threads of both."""
 
 
 class ServerProcess:

@@ -56,7 +56,7 @@ class Sample:
     """Anonymous resident memory."""
     engine_bytes: int
     p50: float
-    """Of the time a request took, in seconds."""
+    """Median time of a request, in seconds."""
     p99: float
 
 
@@ -169,7 +169,7 @@ def theil_sen(points: list[tuple[float, float]]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Growth:
-    """Of one process's memory in the last half of the samples: until then the allocator settles."""
+    """Growth of one process's memory in the last half of the samples. Until then the allocator settles."""
 
     name: str
     slope: float
@@ -208,7 +208,7 @@ class Growth:
 
 
 def growths(samples: list[Sample]) -> list[Growth]:
-    """Of both processes."""
+    """Growth of both processes."""
     return [Growth.of(name, samples) for name in ("server_bytes", "engine_bytes")]
 
 

@@ -17,6 +17,8 @@ import pytest
 from chairlift import LLM
 from tests.e2e.server_process import PATIENCE, ServerProcess
 from tests.models.pooled import pooled_model, sentence_files, write_tokenizer
+from tests.models.test_rerankers import write_words
+from tests.models.tiny import tiny_hf_model
 
 KEY = "sk-of-the-tests"
 TEXTS = ["A chair", "lift", "carries people up a mountain, and sometimes down again", "x"]
@@ -166,3 +168,16 @@ def test_a_server_that_generates_gives_no_embeddings() -> None:
         status, reply, _ = post(server, "/v1/embeddings", {"input": "a"})
         assert status == 400 and "generates text and gives no embeddings" in reply["error"]["message"]
         assert post(server, "/rerank", {"query": "a", "documents": ["b"]})[0] == 400
+
+
+def test_qwen3_reranker_by_its_answers(folder: Path) -> None:
+    where = tiny_hf_model(folder, "qwen3", max_position_embeddings=1024, std=0.1)
+    write_words(where, "yes", "no")
+    expected = [each.outputs.score for each in LLM(where, reranker="qwen3", threads=1).score("peak", TEXTS)]
+    with ServerProcess(str(where), "--reranker", "qwen3", "--threads", "1") as server:
+        status, reply, _ = post(server, "/v1/rerank", {"query": "peak", "documents": TEXTS})
+        assert status == 200
+        assert {each["index"]: each["relevance_score"] for each in reply["results"]} == dict(enumerate(expected))
+        assert [each["relevance_score"] for each in reply["results"]] == sorted(expected, reverse=True)
+        status, reply, _ = post(server, "/v1/score", {"text_1": "peak", "text_2": TEXTS})
+        assert (status, [each["score"] for each in reply["data"]]) == (200, expected)

@@ -190,7 +190,7 @@ def test_the_expected_wait_counts_who_came_since_the_forecast() -> None:
     assert intake.expected_wait("default", 100.0) is None
     for name in ("a", "b"):
         intake.enter(name, 1)
-    # Of the answers of one request the first decides.
+    # The first answer of a request decides.
     intake.foreseen(forecast({"a#0": 102.0, "a#1": 103.0, "b": 104.0}, {"default": 106.0, "priority": 101.0}, 2.0))
     assert intake.expected_wait("default", 101.0) == 5.0
     intake.enter("c", 1, "default")

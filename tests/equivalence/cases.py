@@ -38,7 +38,7 @@ __all__ = [
 VOCAB, EOS = 128, 1
 NEAR_TIE = 1e-4
 MAX_NEAR_TIES = 2
-"""Of the 64 prompts of one run."""
+"""Near ties among the 64 prompts of one run."""
 MOST_PROMPT, MOST_OUTPUT = 70, 16
 
 FACTORS: dict[str, Sequence[Any]] = {

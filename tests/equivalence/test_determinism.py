@@ -196,7 +196,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(tmp_path_factory.mktemp("models"))
 
 
-SHARE = 120 // max(1, len(supported_isas()))
+SHARE = 60 // max(1, len(supported_isas()))
 """Cases of each instruction-set path; ten times as many at night."""
 
 

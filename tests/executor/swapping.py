@@ -46,7 +46,7 @@ class Turns:
         self.num_saved = self.num_brought = 0
         """Blocks."""
         self.results: list[Any] = []
-        """Of every step what was sampled."""
+        """Sampled tokens of every step."""
 
     def run(self, prompts: list[list[int]], turns: int, **params: Any) -> list[list[int]]:
         """The tokens generated for each prompt."""

@@ -187,6 +187,7 @@ class OverwritingGraphs(EagerSteps):
         return Static()
 
 
+@pytest.mark.nightly
 def test_replays_give_the_tokens_of_fresh_steps(
     model_dir: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +220,7 @@ def test_without_memory_for_a_graph_steps_are_launched_kernel_by_kernel(
     assert said == ["no memory for a CUDA graph of steps of 4 rows"]
 
 
+@pytest.mark.nightly
 def test_steps_with_chunks_may_be_filled_up(model_dir: Path, device: torch.device) -> None:
     """To 4, 8 or 32 tokens and eight rows, which changes no token. Another prompt begins in every step."""
 

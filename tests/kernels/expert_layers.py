@@ -27,6 +27,9 @@ class ExpertLayer:
     correction: Tensor | None
     shared_gate: Tensor | None
     has_shared: bool
+    router_bias: Tensor | None = None
+    biases: tuple[Tensor, Tensor] | None = None
+    clamp: tuple[float, float] | None = None
 
     @property
     def inner(self) -> int:
@@ -39,15 +42,22 @@ class ExpertLayer:
         return both[0], both[1] if self.has_shared else None
 
     def __call__(self, x: Tensor, shared: Tensor | None) -> Tensor:
-        given = self.gate_up, self.down, self.router, self.routing, self.correction, self.shared_gate
-        return ops.experts(x, shared, *given)
+        return ops.experts(x, shared, self.gate_up, self.down, *self.rest)
+
+    @property
+    def rest(self) -> tuple[Any, ...]:
+        """What ``ops.experts`` takes behind the weights of the experts."""
+        return (
+            *(self.router, self.routing, self.correction, self.shared_gate),
+            *(self.router_bias, self.biases, self.clamp),
+        )
 
 
 def random_layer(
     rng: random.Random, dtype: torch.dtype, *, hidden: int | None = None, inner: int | None = None,
-    shared: bool | None = None, **fields: Any,
+    shared: bool | None = None, biased: bool = False, clamp: tuple[float, float] | None = None, **fields: Any,
 ) -> ExpertLayer:  # fmt: skip
-    """``fields`` are of :class:`Routing`."""
+    """``fields`` are of :class:`Routing`; with ``biased`` the router and the experts have biases."""
     hidden, inner = hidden or rng.randint(3, 130), inner or rng.randint(3, 90)
     size, groups = rng.randint(2, 5), rng.choice((1, 1, 3))
     chosen = {"num_experts": size * groups, "scoring": rng.choice(("softmax", "softmax_chosen", "sigmoid"))}
@@ -72,19 +82,34 @@ def random_layer(
         random_weight(count).float() if routing.scoring == "sigmoid" else None,
         random_weight(1, hidden) if has_shared and rng.random() < 0.7 else None,
         has_shared,
+        random_weight(count) if biased else None,
+        (random_weight(count * 2 * inner), random_weight(count * hidden)) if biased else None,
+        clamp,
     )
 
 
 def by_hand(layer: ExpertLayer, x: Tensor, shared: Tensor | None) -> Tensor:
     """float64 [T, D], token by token and expert by expert."""
     routing, wide = layer.routing, x.double()
-    weights, chosen = route(wide.float() @ layer.router.float().T, routing, layer.correction)
+    logits = wide.float() @ layer.router.float().T
+    logits = logits if layer.router_bias is None else logits + layer.router_bias.float()
+    weights, chosen = route(logits, routing, layer.correction)
     gate_ups, downs = (each.double().chunk(routing.num_experts) for each in (layer.gate_up, layer.down))
     out = torch.zeros_like(wide)
     for token in range(len(x)):
         for weight, expert in zip(weights[token].tolist(), chosen[token].tolist(), strict=True):
-            gate, up = (gate_ups[expert] @ wide[token]).chunk(2)
-            out[token] += weight * (downs[expert] @ (torch.nn.functional.silu(gate) * up))
+            both, second = gate_ups[expert] @ wide[token], torch.zeros(())
+            if layer.biases is not None:
+                first, second = (each.double().chunk(routing.num_experts)[expert] for each in layer.biases)
+                both = both + first
+            gate, up = both.chunk(2)
+            if layer.clamp is None:
+                inner = gate * gate.sigmoid() * up
+            else:
+                alpha, limit = layer.clamp
+                gate = gate.clamp(max=limit)
+                inner = gate * (alpha * gate).sigmoid() * (up.clamp(-limit, limit) + 1)
+            out[token] += weight * (downs[expert] @ inner + second)
     if shared is not None:
         gate = 1.0 if layer.shared_gate is None else (wide @ layer.shared_gate.double().T).sigmoid()
         out = out + gate * shared.double()

@@ -82,6 +82,17 @@ def test_it_computes_the_sum_of_experts(seed: int) -> None:
     assert torch.allclose(layer(x, shared).double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("clamp", [None, (1.7, 1.5)])
+def test_biases_and_clamped_gates(clamp: tuple[float, float] | None) -> None:
+    rng = random.Random(10)
+    layer = random_layer(rng, torch.float32, biased=True, clamp=clamp)
+    x, shared = layer.rows(rng, 40)
+    expected = by_hand(layer, x, shared)
+    assert torch.allclose(layer(x, shared).double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    bare = ExpertLayer(**{**vars(layer), "router_bias": None, "biases": None, "clamp": None})
+    assert not torch.allclose(bare(x, shared).double(), expected, rtol=0.1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
     rng = random.Random(3)

@@ -176,6 +176,16 @@ def promised(**fields: object) -> FinishedRequest:
     return finished(promised=True, **fields)
 
 
+def test_the_share_of_the_machines_floor() -> None:
+    stats = busy()
+    assert ("chairlift:floor_share", frozenset()) not in samples(stats), "nobody has measured the machine"
+    stats.engine.floor_share = 0.75
+    stats.last_token_time = 10.0
+    assert value(samples(stats, now=11.0), "chairlift:floor_share") == 0.75
+    assert value(samples(stats, now=1e6), "chairlift:floor_share") == 0, "nothing runs any more"
+    assert value(samples(stats, now=11.0, up=False), "chairlift:floor_share") == 0
+
+
 def test_promises_are_counted_by_class_and_kind() -> None:
     stats = RequestStats()
     stats.step(

@@ -44,7 +44,7 @@ def _texts() -> list[list[int]]:
 
 
 TEXTS = _texts()
-"""Of different lengths, and of one length twice."""
+"""Texts of different lengths, two of them of one length."""
 
 
 def pooled_model(folder: Path, family: str, *, labels: int = 0, **overrides: Any) -> tuple[Path, PreTrainedModel]:

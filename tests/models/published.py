@@ -232,6 +232,24 @@ def _ernie4_5(**more: Any) -> dict[str, Any]:
 
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 
+
+def _gpt_oss(**more: Any) -> dict[str, Any]:
+    usual = {
+        "attention_bias": True,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 32,
+        "hidden_act": "silu",
+    }
+    lengths = {"initial_context_length": 4096, "max_position_embeddings": 131072, "sliding_window": 128}
+    experts = {"num_experts_per_tok": 4, "num_local_experts": 6, "output_router_logits": False, "swiglu_limit": 7.0}
+    rope = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    rope |= {"rope_type": "yarn", "truncate": False}
+    given = {"rms_norm_eps": 1e-5, "rope_scaling": rope, "rope_theta": 150000, "router_aux_loss_coef": 0.9}
+    given |= {"layer_types": [_WINDOW, _FULL, _WINDOW], "tie_word_embeddings": False}
+    return _of("gpt_oss", "GptOssForCausalLM", "bfloat16", usual, lengths, experts, given, more)
+
+
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     "arcee": {
         "AFM-4.5B": _of(
@@ -314,6 +332,15 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
         "gpt-neox-20b": _neox(hidden_act="gelu_fast", attention_probs_dropout_prob=0, hidden_dropout_prob=0),
         "RedPajama-INCITE-Base-3B-v1": _neox(rotary_pct=1.0, use_parallel_residual=False, classifier_dropout=0.1),
         "dolly-v2-3b": _neox(custom_pipelines={"text-generation": {"impl": "instruct_pipeline.TextGeneration"}}),
+    },
+    "gpt_oss": {
+        "gpt-oss-20b": _gpt_oss(),
+        "gpt-oss-120b": _gpt_oss(num_local_experts=12),
+        "gpt-oss-20b, as saved by transformers 5": _gpt_oss(
+            rope_scaling=...,
+            rope_theta=...,
+            rope_parameters={**_gpt_oss()["rope_scaling"], "rope_theta": 150000.0},
+        ),
     },
     "granite": {
         "granite-3.0-2b-instruct": _granite(rope_theta=10000.0),

@@ -20,7 +20,7 @@ from chairlift.kernels.cpu.library import supported_isas
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import hf_state_dict
-from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.hf_config import ModelConfig, RopeConfig, parse_config
 from chairlift.models.layers.experts import MixtureOfExperts
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
@@ -30,9 +30,21 @@ from tests.models.test_families import close, load, prompt
 from tests.models.tiny import EXPERT_FAMILIES, hf_logits, hf_model, tiny_hf_model
 from tests.native import needs_kernels
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 4.0, "truncate": False}
+GPT_OSS = {"model_type": "gpt_oss", "num_key_value_heads": 2}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in EXPERT_FAMILIES},
     "glm4_moe-norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False}),
+    "gpt_oss-published": (
+        "gpt_oss",
+        {
+            "hidden_size": 96,
+            "intermediate_size": 64,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_experts_per_tok": 4,
+            "rope_parameters": {**YARN, "rope_theta": 100.0},
+        },
+    ),
     "granitemoe-factors": (
         "granitemoe",
         {
@@ -184,6 +196,43 @@ def in_experts(spoil: Callable[[MixtureOfExperts], object]) -> Callable[[CausalL
     return wrong
 
 
+def no_yarn(config: ModelConfig) -> ModelConfig:
+    assert config.rope is not None
+    return dataclasses.replace(config, rope=RopeConfig(theta=config.rope.theta))
+
+
+def truncated(config: ModelConfig) -> ModelConfig:
+    assert config.rope is not None
+    return dataclasses.replace(config, rope=dataclasses.replace(config.rope, truncate=True))
+
+
+def clamped(clamp: tuple[float, float] | None) -> Callable[[ModelConfig], ModelConfig]:
+    def wrong(config: ModelConfig) -> ModelConfig:
+        assert config.experts is not None
+        assert config.experts.clamp not in (None, clamp)
+        return dataclasses.replace(config, experts=dataclasses.replace(config.experts, clamp=clamp))
+
+    return wrong
+
+
+def without(*names: str) -> Callable[[CausalLM], None]:
+    """Parameters by the ends of their names, set to zero."""
+
+    def wrong(model: CausalLM) -> None:
+        found = [each for name, each in model.named_parameters() if name.endswith(names)]
+        assert found
+        for parameter in found:
+            parameter.zero_()
+
+    return wrong
+
+
+def drop_sinks(model: CausalLM) -> None:
+    for layer in model.model.layers:
+        assert layer.self_attn.sinks is not None
+        layer.self_attn.sinks = None
+
+
 def swap_experts(layer: MixtureOfExperts) -> None:
     rows = len(layer.experts.down_proj.weight) // layer.routing.num_experts
     layer.experts.down_proj.weight.copy_(layer.experts.down_proj.weight.roll(rows, 0))
@@ -224,6 +273,15 @@ CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("glm4_moe", "weights not normalised", routed(normalise=False)),
     ("glm4_moe-norms", "weights normalised", routed(normalise=True)),
     ("glm4_moe", "softmax", routed(scoring="softmax")),
+    ("gpt_oss", "softmax over all", routed(scoring="softmax")),
+    ("gpt_oss", "no windows", other(layer_windows=(None,) * 3)),
+    ("gpt_oss", "windows in the other layers", other(layer_windows=(None, 9, None))),
+    ("gpt_oss", "usual gates", clamped(None)),
+    ("gpt_oss", "gates without a limit", clamped((1.702, 1e6))),
+    ("gpt_oss", "another alpha", clamped((1.0, 1.5))),
+    ("gpt_oss-published", "windows as without layer types", other(layer_windows=(9, None, 9))),
+    ("gpt_oss-published", "usual rotation", no_yarn),
+    ("gpt_oss-published", "rotation truncated", truncated),
     ("granitemoe", "softmax over all", routed(scoring="softmax")),
     ("granitemoe-factors", "branches as they are", other(residual_scale=1.0)),
     ("granitemoe-factors", "embeddings as they are", other(embedding_scale=1.0)),
@@ -250,6 +308,12 @@ MODEL_MISTAKES: list[tuple[str, str, Callable[[CausalLM], None]]] = [
     ("glm4_moe", "no shared expert", in_experts(drop_shared)),
     ("glm4_moe", "no correction", in_experts(drop_correction)),
     ("glm4_moe-norms", "norms of heads", drop_head_norms),
+    ("gpt_oss", "no bias of the router", without("gate.bias")),
+    ("gpt_oss", "no biases of gate and up", without("gate_up_proj.bias")),
+    ("gpt_oss", "no biases of down", without("down_proj.bias")),
+    ("gpt_oss", "no biases of q, k and v", without("qkv_proj.bias")),
+    ("gpt_oss", "no biases of o", without("o_proj.bias")),
+    ("gpt_oss", "no sinks", drop_sinks),
     ("olmoe", "norms of all heads", drop_head_norms),
     ("qwen2_moe", "no shared expert", in_experts(drop_shared)),
     ("qwen2_moe", "no gate of the shared expert", in_experts(drop_shared_gate)),
@@ -308,7 +372,8 @@ def test_a_part_that_is_left_out_is_noticed(variant: str, what: str, spoil: Any,
         ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layer numbers, got 3"),
         ({"model_type": "glm4_moe", "n_routed_experts": 6, "n_group": 4}, "6 experts make no 4 groups"),
         ({"model_type": "llama"}, "num_experts = 6 is not supported for model_type 'llama'"),
-        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported"),
+        ({**GPT_OSS, "swiglu_limit": 0}, "swiglu_limit must be a number above 0"),
+        ({**GPT_OSS, "sliding_window": None}, "sliding_window is not set"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], words: str) -> None:

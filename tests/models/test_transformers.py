@@ -311,7 +311,7 @@ def test_families_are_refused_by_name(family: str, words: str, tmp_path: Path) -
         ("llama", {"num_hidden_layers": 3}, r"12 unexpected \(model.layers.3|9 unexpected \(model.layers.3"),
         ("llama", {"num_hidden_layers": 5}, r"9 missing \(model.layers.4"),
         ("llama", {"intermediate_size": 80}, "of another shape"),
-        ("dots1", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ("dots1", {"quantization_config": {"quant_method": "hqq"}}, "hqq"),
     ],
 )
 def test_what_a_checkpoint_may_not_ask_for(family: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -82,6 +82,13 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "topk_group": 2,
     },
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 5,
+        "sliding_window": 9,
+        "swiglu_limit": 1.5,
+    },
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None},

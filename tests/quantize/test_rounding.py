@@ -20,7 +20,7 @@ def weights(rows: int = 24, columns: int = 256) -> torch.Tensor:
 
 
 def error_of_largest(weight: torch.Tensor, kind: GroupKind, dtype: torch.dtype) -> torch.Tensor:
-    """Of each group, float64, when its largest number becomes the largest code."""
+    """Squared error of each group, float64, when its largest number becomes the largest code."""
     groups, top = weight.view(len(weight), -1, kind.group), (1 << (kind.bits - 1)) - 1
     scales = (groups.abs().amax(-1, keepdim=True) / top).to(dtype).float()
     codes = torch.where(scales > 0, groups / scales, 0).round().clamp(-top - 1, top)

@@ -52,7 +52,7 @@ def test_the_request_itself_says_how_short_it_may_be() -> None:
 
 def test_answers_that_were_cut_off_would_have_been_longer() -> None:
     assert seen(cut=(10,) * 9).expected(answer(0)) == 100, "none has ended by itself: they are as long as they may be"
-    # Of four, one ends at 10 and one is cut off there; of the two that are left one ends at 20, one at 30.
+    # Four answers: one ends at 10, one is cut off at 10, one ends at 20 and one at 30.
     assert seen(10, 20, 30, cut=(10,)).expected(answer(0)) == round(10 + 0.75 * 10 + 0.375 * 10)
 
 

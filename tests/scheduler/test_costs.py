@@ -26,27 +26,27 @@ def prompt(num_tokens: int, seconds: float) -> tuple[StepFeatures, float, int]:
 def test_a_token_takes_what_steps_took_lately() -> None:
     costs = Costs([64])
     costs.observe(*decode(0.5))
-    assert costs.outlook(request("a", 4), 8, 0).per_token == 0.5
+    assert costs.estimate(request("a", 4), 8, 0).per_token == 0.5
     costs.observe(*decode(0.01))
-    assert costs.outlook(request("a", 4), 8, 0).per_token == pytest.approx(0.9 * 0.5 + 0.1 * 0.01)
+    assert costs.estimate(request("a", 4), 8, 0).per_token == pytest.approx(0.9 * 0.5 + 0.1 * 0.01)
     for _ in range(2000):
         costs.observe(*decode(0.01))
-    assert costs.outlook(request("a", 4), 8, 0).per_token == pytest.approx(0.01)
+    assert costs.estimate(request("a", 4), 8, 0).per_token == pytest.approx(0.01)
 
 
 def test_what_is_expected_has_the_hosts_time_between_steps_and_what_is_certain_has_not() -> None:
     costs, waiting = Costs([64], max_step_tokens=64), request("a", 64)
     for step in ((StepFeatures(1, 64), 0.01, 0), prompt(64, 0.02)):
         costs.observe(*step)
-    before = costs.outlook(waiting, 8, 0)
+    before = costs.estimate(waiting, 8, 0)
     for features, seconds, _ in (decode(0.01), prompt(64, 0.02)) * 400:
         costs.passed(features, seconds, seconds + 0.005)
     costs.passed(decode(0.0)[0], 60.0, 60.005)  # a machine that stood still is no reason to forget it
-    after = costs.outlook(waiting, 8, 0)
+    after = costs.estimate(waiting, 8, 0)
     told = (after.to_first - before.to_first, after.per_token - before.per_token)
     assert told == pytest.approx((0.005, 0.005), rel=0.01)
     long = request("b", 200), 8, 0
-    assert costs.outlook(*long).to_first - costs.model.prefill_seconds(200, 0) == pytest.approx(4 * 0.005, rel=0.01)
+    assert costs.estimate(*long).to_first - costs.model.prefill_seconds(200, 0) == pytest.approx(4 * 0.005, rel=0.01)
     assert after.to_first_at_least == before.to_first_at_least > 0
     assert after.per_token_alone == before.per_token_alone > 0
 
@@ -70,7 +70,7 @@ def test_a_model_that_is_far_off_is_no_time_of_the_hosts() -> None:
     for _ in range(200):
         costs.passed(features, 0.04, 0.04)
     assert costs.host_seconds == 0 and costs.wall_seconds(features) > 0.03
-    assert costs.outlook(request("a", 4), 8, 0).per_token == pytest.approx(0.01)
+    assert costs.estimate(request("a", 4), 8, 0).per_token == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_an_engine_tells_the_hosts_time_from_its_steps(depth: int, host: float, 
     for _ in range(600):
         core.step()
         core.clock.wait_until(core.clock.now() + host)
-    assert core.costs.outlook(request("b", 4), 8, 0).per_token == pytest.approx(took, rel=0.01)
+    assert core.costs.estimate(request("b", 4), 8, 0).per_token == pytest.approx(took, rel=0.01)
     told = core.costs.host_seconds
     for _ in range(20):  # nor is it the host's that nobody asks, however the last one ended
         core.abort("a")
@@ -119,7 +119,7 @@ def test_a_prompt_takes_at_least_what_the_shortest_step_of_fewer_tokens_took() -
     costs = Costs([64], max_step_tokens=64)
 
     def least(num_tokens: int, num_shared: int = 0) -> float:
-        return costs.outlook(request("a", num_tokens), 8, num_shared).to_first_at_least
+        return costs.estimate(request("a", num_tokens), 8, num_shared).to_first_at_least
 
     costs.observe(*prompt(1, 0.125))
     assert [least(1), least(2), least(40)] == [0, 0.125, 0.125]
@@ -134,7 +134,7 @@ def test_copies_are_no_proof_of_how_short_a_step_can_be() -> None:
     costs = Costs([64])
     features, seconds, _ = prompt(16, 0.001)
     costs.observe(features, seconds, 3)
-    assert costs.outlook(request("a", 32), 8, 0).to_first_at_least == 0
+    assert costs.estimate(request("a", 32), 8, 0).to_first_at_least == 0
 
 
 def test_a_copy_takes_what_steps_with_copies_took_longer() -> None:

@@ -14,7 +14,7 @@ from chairlift.replay.machines import deploy, shape_from_name
 from chairlift.replay.replay import simulated_core
 from chairlift.request import Request, Service
 from chairlift.sampling_params import SamplingParams
-from chairlift.scheduler.deadlines import Deadlines, Outlook
+from chairlift.scheduler.deadlines import Deadlines, Estimate
 
 
 def engine(machine: str = "ryzen-9950x", shape: str = "qwen2.5-0.5b") -> tuple[EngineCore, InputProcessor]:
@@ -91,7 +91,7 @@ def test_what_was_seen_does() -> None:
 
 def test_who_has_no_deadline_costs_nothing() -> None:
     asked: list[str] = []
-    deadlines = Deadlines(lambda request: asked.append(request.request_id) or Outlook())  # type: ignore[func-returns-value]
+    deadlines = Deadlines(lambda request: asked.append(request.request_id) or Estimate())  # type: ignore[func-returns-value]
     deadlines.add(Request("plain", [1, 2], max_tokens=3))
     deadlines.add(Request("promised", [1, 2], max_tokens=3, service=Service(first_token_by=5.0)))
     assert asked == ["promised"]
@@ -111,7 +111,7 @@ def test_who_has_no_deadline_costs_nothing() -> None:
 def test_lost_is_what_could_not_be_done_even_alone(min_tokens: int, runs: bool, num_out: int, lost_at: float) -> None:
     """Half a second to the first token, and a tenth for each that must follow."""
     one = Request("a", [1, 2], max_tokens=20, min_tokens=min_tokens, service=Service(finish_by=2.0))
-    deadlines = Deadlines(lambda request: Outlook(0.5, 0.5, None, 0.1, 0.1))
+    deadlines = Deadlines(lambda request: Estimate(0.5, 0.5, None, 0.1, 0.1))
     deadlines.add(one)
     one.slot = 0 if runs else -1
     one.token_ids += [7] * num_out
@@ -121,7 +121,7 @@ def test_lost_is_what_could_not_be_done_even_alone(min_tokens: int, runs: bool, 
 
 def test_in_doubt_is_what_would_be_late_with_an_answer_as_long_as_usual() -> None:
     one = Request("a", [1, 2], max_tokens=20, service=Service(finish_by=2.0))
-    deadlines = Deadlines(lambda request: Outlook(0.5, 0.5, 10, 0.1, 0.1))
+    deadlines = Deadlines(lambda request: Estimate(0.5, 0.5, 10, 0.1, 0.1))
     deadlines.add(one)
     assert one.start_by == pytest.approx(0.6)
     assert (list(deadlines.lost(0.59)), deadlines.doubtful()) == ([], [])

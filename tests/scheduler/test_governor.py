@@ -423,7 +423,7 @@ def test_it_begins_with_what_usually_fits_and_may_open_at_once(shadow: bool) -> 
 
 @pytest.mark.parametrize(("window", "fit"), [(None, 4), (300, 4), (16, 10)])
 def test_a_sliding_window_saves_memory_only_behind_it(window: int | None, fit: int) -> None:
-    """Of 896 positions: 224 each, or the 84 of a window and a step."""
+    """A request takes 224 of 896 positions, or the 84 of a window and a step."""
     scheduler = Driver(max_num_seqs=64, num_blocks=225, windows=(window,)).scheduler
     assert GovernorLoop(Scripted(CONFIGURED), scheduler, BOUNDS, now=0.0).settings.running == fit
 

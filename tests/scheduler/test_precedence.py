@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chairlift.request import Request, RequestStatus, Service
 from chairlift.scheduler.admission import WaitingQueue
-from chairlift.scheduler.deadlines import Outlook
+from chairlift.scheduler.deadlines import Estimate
 from chairlift.scheduler.precedence import Precedence
 from chairlift.service_class import ServiceClass
 from tests.scheduler.driver import Driver, request
@@ -299,7 +299,7 @@ def test_late_is_said_once_and_the_promise_is_gone() -> None:
 
 
 def test_latest_start_leaves_time_for_the_service() -> None:
-    precedence = Precedence({}, max_running=4, outlook=lambda request: Outlook(0.5, 0.5, 16, 0.1, 0.05))
+    precedence = Precedence({}, max_running=4, estimate=lambda request: Estimate(0.5, 0.5, 16, 0.1, 0.05))
     one = request("a", 5, max_tokens=15, service=Service(first_token_by=4.0, finish_by=5.0))
     precedence.queued(one, 0.0)
     assert one.start_by == pytest.approx(3.0)
@@ -308,7 +308,7 @@ def test_latest_start_leaves_time_for_the_service() -> None:
 def test_what_would_be_late_even_alone_goes_behind_what_may_not() -> None:
     """The first would take 2 s alone and 4 s at this load, the second half of that; both must be done in 3 s."""
     precedence = Precedence(
-        {}, max_running=4, outlook=lambda r: Outlook(0.0, 0.0, len(r.token_ids) * 10 + 1, 0.1, 0.05)
+        {}, max_running=4, estimate=lambda r: Estimate(0.0, 0.0, len(r.token_ids) * 10 + 1, 0.1, 0.05)
     )
     driver = Driver(policy=precedence, max_num_seqs=1, drop_late=True)
     long, short = (request(name, n, max_tokens=90, service=Service(finish_by=3.0)) for name, n in [("a", 4), ("b", 2)])
@@ -327,7 +327,7 @@ def test_what_would_be_late_even_alone_goes_behind_what_may_not() -> None:
 
 
 def test_what_has_too_much_left_to_make_it_is_late_at_once() -> None:
-    precedence = Precedence({}, max_running=4, outlook=lambda r: Outlook(0.0, 0.0, 10, 0.1, 0.1))
+    precedence = Precedence({}, max_running=4, estimate=lambda r: Estimate(0.0, 0.0, 10, 0.1, 0.1))
     driver = Driver(policy=precedence, max_num_seqs=4, drop_late=True)
     sure, unsure = (
         request(name, 2, max_tokens=20, min_tokens=n, service=Service(finish_by=2.05))

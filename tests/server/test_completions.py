@@ -71,7 +71,7 @@ def test_the_official_client_reads_answers_and_streams(http: TestClient, engine:
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == [each.text for each in expected]
-    with pytest.raises(openai.BadRequestError, match="suffix"):
+    with pytest.raises(openai.BadRequestError, match="suffix cannot be used: the model has no tokens"):
         client.completions.create(**settings, suffix="end")
 
 

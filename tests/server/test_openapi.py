@@ -9,7 +9,21 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from chairlift.server import chat, completions, models, openapi, pooling, queue, tokens, traffic, weights
+from chairlift.server import (
+    batches,
+    chat,
+    completions,
+    files,
+    messages,
+    models,
+    openapi,
+    pooling,
+    queue,
+    responses,
+    tokens,
+    traffic,
+    weights,
+)
 from chairlift.server.app import make_app
 from chairlift.server.openapi import document
 from tests.server.fake_engine import FakeEngine, make_state
@@ -30,7 +44,10 @@ def references(value: Any) -> Iterator[str]:
 
 def test_every_route_is_described() -> None:
     described = {(path, method.upper()) for path, methods in DOCUMENT["paths"].items() for method in methods}
-    documented = (chat, completions, pooling, models, tokens, queue, traffic, weights, openapi)
+    documented = (
+        *(chat, completions, responses, messages, pooling, models, tokens, queue, traffic, weights, openapi),
+        *(files, batches),
+    )
     for route in [route for module in documented for route in module.routes]:
         path = re.sub(r":\w+}", "}", route.path)
         assert {(path, method) for method in (route.methods or set()) - {"HEAD"}} <= described
@@ -53,7 +70,7 @@ def test_bounds_are_in_the_document() -> None:
 def test_keys_are_in_the_document_when_there_are_any() -> None:
     assert "security" not in DOCUMENT
     with_keys = document(make_state(api_key=("secret-key",)))
-    assert with_keys["security"] == [{"bearer": []}]
+    assert with_keys["security"] == [{"bearer": []}, {"key": []}]
     assert with_keys["paths"]["/health"]["get"]["security"] == []
     assert "secret-key" not in str(with_keys)
 

@@ -465,7 +465,7 @@ def answer_one_token_too_long(patch: Patch) -> None:
 def end_not_watched_for(patch: Patch) -> None:
     def watch(self: DecodeRows, request: Request, position: int, beats: int) -> None:
         wait = min(-position % self._block_size, request.limit - position)
-        request.due_at = self._beat.count + beats + wait
+        request.due_at = self._clock.count + beats + wait
         self._wheel.setdefault(request.due_at, []).append(request)
 
     patch(DecodeRows, "watch", watch)
@@ -599,7 +599,7 @@ def mask_of_the_last_sample_position_applied_to_the_whole_row(patch: Patch) -> N
 
 @mutant
 def sample_positions_off_by_one(patch: Patch) -> None:
-    """Of all but the last of a row, which every other world would notice."""
+    """Shift all sample positions of a row but the last, which every other world would notice."""
     original = InputBatch._flatten
 
     def flatten(self: InputBatch, out: SchedulerOutput) -> StepBatch:

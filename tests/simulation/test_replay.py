@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chairlift.cli.sim import report_lines
 from chairlift.config import EngineConfig
 from chairlift.engine.step_export import read_recording
 from chairlift.engine.step_recorder import StepRecorder
@@ -217,7 +218,7 @@ def test_what_a_static_batch_computes_for_rows_that_have_ended(long: int, short:
     serve_trace(core, [one(0.0, output=output) for output in (long, short) * 12], limits)
     figures, _ = compare_sides(read_recording(recorder.take()))
     assert figures["static"]["held_share"] == pytest.approx(held)
-    assert figures["words"][-1].startswith(f"Of what the static batches computed for answers, {held:.0%} was")
+    assert figures["words"][-1].startswith(f"Of what simulated static batches compute for answers, {held:.0%} is")
 
 
 def test_a_replay_has_the_memory_of_the_recorded_engine_unless_told_otherwise() -> None:
@@ -245,7 +246,73 @@ def test_where_memory_is_so_short_that_static_batches_win_that_is_said() -> None
     figures, _ = compare_sides(read_recording(recorder.take()))
     ratio = figures["continuous"]["tokens_per_second"] / figures["static"]["tokens_per_second"]
     assert ratio < 0.9
+    assert figures["words"][1].startswith("Simulated, both: ")
     assert figures["words"][1].endswith(f": {ratio:.1f} times as much.")
+
+
+def _recorded(settings: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """The lines of a recording of continuous batching, answers of many lengths."""
+    core, limits = simulated_core(deployment(), EngineConfig.from_flat({"max_num_seqs": 8} | (settings or {})))
+    recorder = StepRecorder(core, most_bytes=1 << 24)
+    serve_trace(core, [one(0.1 * place, output=10 + 20 * (place % 5)) for place in range(40)], limits)
+    return [json.loads(line) for line in recorder.take().splitlines()]
+
+
+def _joined(lines: list[dict[str, Any]]) -> bytes:
+    return b"\n".join(json.dumps(line).encode() for line in lines)
+
+
+def test_static_batches_have_no_time_per_token() -> None:
+    static = replay([one(0.0, output=9)] * 4, EngineConfig.from_flat({"batching": "static"}), deployment())
+    assert static.served.delivered_whole
+    lines = {line.split("  ")[0]: line.split()[-4:] for line in report_lines(static)}
+    assert lines["time per output token"] == lines["between tokens"] == ["-"] * 4
+    assert "-" not in lines["time to first token"]
+
+
+def test_what_was_measured_stands_first_and_the_simulation_is_called_one() -> None:
+    recording = read_recording(_joined(_recorded()))
+    figures, _ = compare_sides(recording)
+    whole = [(each.ended or 0) - each.arrival for each in recording.arrivals]
+    assert figures["measured"]["whole_p50"] == pytest.approx(float(np.median(whole)))
+    assert 0 < figures["measured"]["first_p50"] < figures["measured"]["whole_p50"]
+    assert figures["words"][0].startswith("Measured: ")
+    assert all("imulated" in text for text in figures["words"][1:])
+    other, _ = compare_sides(recording, max_num_seqs=4)
+    assert not other["words"][0].startswith("Measured"), "with other settings nothing was measured"
+
+
+def test_a_step_model_that_does_not_fit_is_refused_with_the_reason() -> None:
+    lines, rng, late = _recorded(), np.random.default_rng(0), 0.0
+    for line in lines:  # a machine whose steps take anything, whatever is in them
+        begin = late
+        if "step" in line:
+            late += 0.05 * float(np.exp(rng.normal(0, 1.5)))
+            line["t"] = [line["t"][0] + begin, line["t"][1] + late]
+    with pytest.raises(ConfigError, match=r"no comparison: the step model misses half of the .* by more than \d+%"):
+        compare_sides(read_recording(_joined(lines)))
+
+
+def test_a_simulation_that_contradicts_the_recording_is_refused() -> None:
+    """The steps say 0.7 s, the requests took three times as long: something that no step shows."""
+    lines = _recorded()
+    for line in lines:
+        for change in line.get("do", ()):
+            if change[0] == "end":
+                change[2] *= 3.0
+    with pytest.raises(ConfigError, match=r"no comparison: an answer \(median\) took .* in a simulation of the same"):
+        compare_sides(read_recording(_joined(lines)))
+
+
+def test_time_between_the_steps_of_rows_that_decode_on_belongs_to_the_steps() -> None:
+    lines = _recorded()
+    steps = [line for line in lines if "step" in line]
+    for number, line in enumerate(steps):  # the host takes 20 ms between any two steps
+        line["t"] = [line["t"][0] + 0.02 * number, line["t"][1] + 0.02 * number]
+    seconds = [each for _, each in read_recording(_joined(lines)).steps]
+    plain = [each for _, each in read_recording(_joined(_recorded())).steps]
+    more = np.array(seconds[1:]) - np.array(plain[1:])
+    assert float(np.median(more)) == pytest.approx(0.02, abs=1e-4)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -16,7 +16,7 @@ from chairlift.workbench.sim.simulator import run_world
 from chairlift.workbench.sim.world import make_world
 from tests.simulation.mutants import MUTANTS
 
-FAILED_ONCE = (1502, 3728, 11950, 14738, 15549, 33268, 42650, 53414, 56820, 65585)
+FAILED_ONCE = (1502, 2286, 3728, 4096, 5666, 11950, 14738, 15549, 33268, 42650, 53414, 56820, 65585, 72243, 97234)
 """Seeds that found a bug: drafts for which the cache refused blocks, computed all the same; a group that was short, so
 that the next one did not give back what its window had left behind; a request that was swapped out and came back before
 smaller ones; blocks that a window gave back, taken by others though they were promised; a failed step whose prompt KV

@@ -79,7 +79,7 @@ FAILS_AT_ONCE: dict[str, dict[str, Any]] = {
     "replacements of patterns": {"normalizer": sequence(*[replace("[a-f]", "aaaaaaaa", "Regex")] * 10)},
     "byte levels of byte levels": {"pre_tokenizer": sequence(*[BYTES] * 34, of="pretokenizers")},
 }
-"""Of these, what a few characters are enough for."""
+"""Tokenizers of this kind that fail on a few characters."""
 BOMBS = {
     "replacements that need each other": "жщ" * 4000,
     "a pattern that is tried twice as often per letter": "a" * 200 + "b",

@@ -19,7 +19,7 @@ RANKS = 8
 
 
 def pack_costs(count: int) -> list[float]:
-    """Of packs of chat in the order in which they close, for a model of 7 B parameters."""
+    """Costs of packs of chats in the order in which they close, for a model of 7 B parameters."""
     rng, cost = random.Random(0), Cost.transformer(hidden=4096)
     lengths = [MIXES["chat"](rng, CAPACITY) for _ in range(count * 8)]
     packs = pack_indices(lengths, CAPACITY, pool=256)[:count]

@@ -50,6 +50,7 @@ def test_chat_template_is_the_one_that_training_uses(tmp_path: Path) -> None:
     assert json.loads((tmp_path / name).read_text()) == json.loads((ASSETS_DIR / name).read_text())
 
 
+@pytest.mark.nightly
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
     few = ("training.steps=4", "training.warmup_steps=1", "packing.step=sequences:8", "packing.pool=8")
 

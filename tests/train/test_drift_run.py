@@ -80,7 +80,7 @@ def test_a_change_is_noticed_by_the_loss_and_the_old_is_replayed(tmp_path: Path)
 
 
 def test_losses_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
-    """Of several in a pack, with prompts that are not learnt, and of one without a target none."""
+    """Several sequences share a pack, prompts are not learnt, and a sequence without a target has no loss."""
     tiny_run.write_records(tmp_path / "data.jsonl")
     told: dict[int, float] = {}
 

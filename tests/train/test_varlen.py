@@ -376,7 +376,7 @@ def test_a_model_with_a_state_is_refused_also_where_its_layers_have_no_kinds() -
 
 
 def tiny_like(kind: str, **settings: Any) -> Any:
-    """Of a family that is not among the usual ones, or with unusual settings."""
+    """A tiny model of an unusual family, or with unusual settings."""
     import transformers
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "pad_token_id": 0}

@@ -50,7 +50,7 @@ def write_records(path: Path, count: int = 60, seed: int = 0) -> Path:
 
 
 def settings(directory: Path, **training: Any) -> dict[str, Any]:
-    """Of a run in ``directory``, whose data is ``directory/data.jsonl``."""
+    """Settings of a run in ``directory``, whose data is ``directory/data.jsonl``."""
     return {
         "model": {"config": MODEL, "dtype": "float32"},
         "data": {"files": [str(directory / "data.jsonl")]},

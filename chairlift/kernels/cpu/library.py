@@ -49,7 +49,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """``CL_ABI_VERSION`` of the header this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
@@ -77,10 +77,14 @@ class Experts(ctypes.Structure):
         ("down_group", c_int32),
         ("epsilon", c_float),
         ("scale", c_float),
+        ("alpha", c_float),
+        ("limit", c_float),
         ("router", c_void_p),
         ("correction", c_void_p),
         ("shared_gate", c_void_p),
         ("down", c_void_p),
+        ("router_bias", c_void_p),
+        ("down_bias", c_void_p),
         ("scratch", c_void_p),
     ]
 

@@ -133,7 +133,7 @@ class _Fuser:
         """Claim the product, or whatever else, that ``node`` can compute itself."""
         if node.op not in _CLAIMED:
             return
-        # Of a sum with two products the later one is claimed: the earlier may be long done, and its input gone.
+        # A sum of two products claims the later one: the earlier may be done, and its input overwritten.
         candidates = reversed(node.inputs) if node.op is add else node.inputs[:1]
         for value in candidates:
             claimed = value.node

@@ -21,6 +21,8 @@ __all__ = ["PackedCodes", "code_format", "packed_code_bytes"]
 
 _FORMATS: Final = {(8, False): 1, (4, False): 2, (8, True): 3, (4, True): 4}
 """``cl_format`` by bits and whether there are minimums."""
+_E2M1: Final = 5
+"""``CL_E2M1``."""
 _UNIT: Final = 256.0
 """``CL_SCALE_UNIT``."""
 
@@ -29,7 +31,7 @@ def code_format(kind: GroupKind) -> int:
     """``cl_format``. Raises ValueError for a kind without kernels."""
     if (kind.bits, kind.minimum) not in _FORMATS or kind.group <= 0 or kind.group % GROUP:
         raise ValueError(f"the CPU kernels have 8 and 4 bits in groups of a multiple of {GROUP}, not {kind}")
-    return _FORMATS[kind.bits, kind.minimum]
+    return _E2M1 if kind.e2m1 else _FORMATS[kind.bits, kind.minimum]
 
 
 def packed_code_bytes(
@@ -45,7 +47,8 @@ class PackedCodes(PackedMatrix):
     """A weight of one :class:`~chairlift.kernels.grouped.GroupKind`.
 
     Rows of floats are rounded to the nearest as they are packed. Scales and minimums are kept in float16, times 256:
-    those of GGUF, GPTQ and AWQ files are numbers of float16 and stay what they are.
+    those of GGUF, GPTQ and AWQ files are numbers of float16 and stay what they are. So do those of MXFP4 from 2**-32
+    on; smaller ones become zero, and with them numbers below 2**-28.
     """
 
     def __init__(

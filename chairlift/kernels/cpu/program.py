@@ -59,7 +59,7 @@ class StepProgram:
         self._kept: list[Any] = []
         """Whatever a struct points to."""
         self._converted: list[tuple[Tensor, Tensor, float]] = []
-        """Of what is kept, copies in another dtype, the weights they were made from, and what was added."""
+        """(copy in another dtype, weight that it was made from, number that was added), for each such copy."""
         capacity = max_tokens + SPARE_ROWS
         strides = [_stride(width, recorder.dtype.itemsize) for width in self.plan.widths]
         self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
@@ -208,9 +208,15 @@ class StepProgram:
         routing: Routing,
         correction: Tensor | None = None,
         shared_gate: Tensor | None = None,
+        router_bias: Tensor | None = None,
+        clamp: tuple[float, float] | None = None,
         **_: Any,
     ) -> lib.Experts:
-        """What ``ops.experts`` was given, but for its first weight; scratch is still missing."""
+        """What ``ops.experts`` was given, but for its first weight; scratch is still missing.
+
+        Biases of the experts are those of the packed weights.
+        """
+        alpha, limit = clamp or (0.0, 0.0)
         self._kept.append(down)
         return lib.Experts(
             num_experts=routing.num_experts,
@@ -225,10 +231,14 @@ class StepProgram:
             down_group=down.group,
             epsilon=routing.epsilon,
             scale=routing.scale,
+            alpha=alpha,
+            limit=limit,
             router=self._keep_padded(router),
             correction=None if correction is None else self._keep(correction, torch.float32),
             shared_gate=None if shared_gate is None else self._keep_padded(shared_gate),
             down=down.memory.address,
+            router_bias=None if router_bias is None else self._keep(router_bias, torch.float32),
+            down_bias=None if down.bias is None else down.bias.data_ptr(),
         )
 
     def _share_scratch(self) -> None:

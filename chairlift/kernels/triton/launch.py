@@ -1,8 +1,8 @@
 """How each kernel is cut into tiles: every number in one place, and none of them searched for at run time.
 
-**Unmeasured.** The values follow what is published about kernels of this kind on an H100 (132 multiprocessors); nobody
-has timed these kernels with them yet. A search at run time would stall the first requests, and could choose
-differently after every start, which would change the last bits of the answers.
+Those of the product for few rows and of attention were measured on an H200 (132 multiprocessors), on the layers of
+Qwen3-0.6B; the others follow what is published about kernels of this kind. A search at run time would stall the first
+requests, and could choose differently after every start, which would change the last bits of the answers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,18 @@ MOST_GROUP = 32
 """Query heads that may share a KV head: with more a tile would not fit into the shared memory of every GPU."""
 MOST_ATTENTION_SPLITS = 16
 MOST_GEMM_SPLITS = 8
+FEW_PROGRAMS = 8
+"""Programs for each multiprocessor up to which two share the keys of a tile: with a few rounds of programs the longest
+sequences would end last, alone."""
 
 GEMM_BLOCK_M = 16
 """Rows of x in a tile of the skinny product: the fewest the tensor cores take."""
 ANY_ROWS_BLOCK = 64
 """Rows, and outputs, in a tile of the product that serves every number of rows."""
+_BLOCK_N = 32
+"""Outputs in a tile of the product for few rows."""
+_WIDE = 24
+"""Outputs for each multiprocessor from which tiles of 64 outputs are enough programs."""
 GEMM_ADD_BLOCK = 512
 """Outputs for which one program adds the parts of a split sum."""
 ROPE_HEADS = 8
@@ -113,20 +120,35 @@ def attention_launch(
     if not decode_only:
         return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=stages)
     wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, max_rows * num_kv_heads)
-    num_splits = min(MOST_ATTENTION_SPLITS, power_of_2(wanted + 1) // 2) if wanted > 1 else 1
+    few = max_rows * num_kv_heads <= FEW_PROGRAMS * num_multiprocessors
+    num_splits = min(MOST_ATTENTION_SPLITS, power_of_2(wanted + 1) // 2) if wanted > 1 else 1 + few
     return AttentionLaunch(max(16, power_of_2(group)), block_n, num_splits, num_warps=4, num_stages=stages)
 
 
-def gemm_launch(out_features: int, in_features: int, num_multiprocessors: int, *, any_rows: bool = False) -> GemmLaunch:
-    """The configuration for a weight [out_features, in_features], for few rows or for ``any_rows``."""
-    # Parts of a split sum take memory for every row, so where there may be many, a few splits must do.
-    wanted = num_multiprocessors if any_rows else PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
-    block_n = ANY_ROWS_BLOCK if any_rows else 32 if out_features >= 32 * wanted else 16
-    block_k = min(64 if any_rows else 128, max(16, power_of_2(in_features)))
+def gemm_launch(
+    out_features: int,
+    in_features: int,
+    num_multiprocessors: int,
+    *,
+    num_rows: int = 1,
+    any_rows: bool = False,
+    itemsize: int = 2,
+) -> GemmLaunch:
+    """The configuration for a weight [out_features, in_features] and ``num_rows`` rows, or for ``any_rows``.
+
+    Rows count only by whether one tile of 16 holds them. There are about as many programs as multiprocessors. What a
+    program keeps in shared memory fits into the 99 KiB of smaller GPUs, also for numbers of 4 bytes (``itemsize``).
+    """
+    few = num_rows <= GEMM_BLOCK_M and not any_rows
+    block_m = GEMM_BLOCK_M if few else ANY_ROWS_BLOCK
+    is_wide = not few and (any_rows or out_features >= _WIDE * num_multiprocessors)
+    block_n = ANY_ROWS_BLOCK if is_wide else _BLOCK_N
+    most_k = 64 if any_rows or (not few and itemsize == 4) else 128
+    block_k = min(most_k, max(16, power_of_2(in_features)))
     columns, steps = -(-out_features // block_n), -(-in_features // block_k)
-    num_splits = max(1, min(MOST_GEMM_SPLITS, wanted // columns, steps // 2))
-    block_m = ANY_ROWS_BLOCK if any_rows else GEMM_BLOCK_M
-    return GemmLaunch(block_m, block_n, block_k, num_splits, num_warps=4, num_stages=4)
+    num_splits = max(1, min(MOST_GEMM_SPLITS, num_multiprocessors // columns, steps // 2))
+    stages = 3 if block_n == ANY_ROWS_BLOCK and block_k == 128 else 4
+    return GemmLaunch(block_m, block_n, block_k, num_splits, num_warps=4, num_stages=stages)
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.errors import InvariantError
+from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import GEMM_ADD_BLOCK, GemmLaunch
 
 __all__ = ["linear_small"]
@@ -26,7 +27,7 @@ __all__ = ["linear_small"]
 def _product(
     out_ptr: tl.tensor, x_ptr: tl.tensor, weight_ptr: tl.tensor, scale_ptr: tl.tensor, bias_ptr: tl.tensor,
     num_rows: tl.tensor, num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (tile of rows, tile of outputs, split): tiles of rows first, so that they find the weight in the L2."""
     split = tl.program_id(2)
@@ -37,6 +38,7 @@ def _product(
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     steps = tl.cdiv(num_in, BLOCK_K)
     share = tl.cdiv(steps, NUM_SPLITS)
+    wait_for_inputs(PDL)
     for step in range(split * share, tl.minimum((split + 1) * share, steps)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (k < num_in)[None, :]
@@ -54,12 +56,13 @@ def _product(
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_splits(
     out_ptr: tl.tensor, parts_ptr: tl.tensor, bias_ptr: tl.tensor, num_rows: tl.tensor, num_out: tl.tensor,
-    NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row, block of outputs)."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
+    wait_for_inputs(PDL)
     for split in tl.static_range(NUM_SPLITS):
         total += tl.load(parts_ptr + (split * num_rows + row) * num_out + n, mask=n < num_out, other=0.0)
     if bias_ptr is not None:
@@ -70,7 +73,7 @@ def _add_splits(
 def linear_small(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: GemmLaunch, scales: Tensor | None = None
 ) -> Tensor:
-    """``x @ weight.T + bias``, right for any number of rows, and fast for at most 32.
+    """``x @ weight.T + bias``, right for any number of rows, and fast for at most 64.
 
     Args:
         x: [M, K], rows contiguous.
@@ -91,16 +94,16 @@ def linear_small(
     out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    parts = out
+    parts, dependent = out, dependent_launch(x.device)
     if splits > 1:
         parts = torch.empty((splits, num_rows, num_out), dtype=torch.float32, device=x.device)
     _product[(-(-num_rows // launch.block_m), -(-num_out // launch.block_n), splits)](
         parts, x, weight, scales, None if splits > 1 else bias, num_rows, num_out, num_in, x.stride(0),
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, NUM_SPLITS=splits,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, **dependent,
     )  # fmt: skip
     if splits > 1:
         _add_splits[(num_rows, -(-num_out // GEMM_ADD_BLOCK))](
-            out, parts, bias, num_rows, num_out, NUM_SPLITS=splits, BLOCK=GEMM_ADD_BLOCK
+            out, parts, bias, num_rows, num_out, NUM_SPLITS=splits, BLOCK=GEMM_ADD_BLOCK, **dependent
         )
     return out

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import elementwise_warps, power_of_2
 
 __all__ = ["add_rms_norm", "rms_norm", "silu_and_mul"]
@@ -21,12 +22,13 @@ __all__ = ["add_rms_norm", "rms_norm", "silu_and_mul"]
 @triton.jit
 def _rms_norm(
     out_ptr: tl.tensor, x_ptr: tl.tensor, residual_ptr: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor,
-    x_stride: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr,
+    x_stride: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row). With a residual, x is added to it in place, and the sum is normalised."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     inside = i < WIDTH
+    wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + i, mask=inside, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * WIDTH + i, mask=inside, other=0.0)
@@ -41,12 +43,14 @@ def _rms_norm(
 
 @triton.jit
 def _silu_and_mul(
-    out_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+    out_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, block of columns)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
+    wait_for_inputs(PDL)
     gate = tl.load(x_ptr + row * x_stride + i, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * x_stride + WIDTH + i, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
@@ -71,7 +75,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, power_of_2(width))
     if num_rows:
-        _silu_and_mul[(num_rows, -(-width // block))](out, gate_up, gate_up.stride(0), WIDTH=width, BLOCK=block)
+        _silu_and_mul[(num_rows, -(-width // block))](
+            out, gate_up, gate_up.stride(0), WIDTH=width, BLOCK=block, **dependent_launch(out.device)
+        )
     return out
 
 
@@ -81,6 +87,6 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
     if num_rows:
         _rms_norm[(num_rows,)](
             out, x, residual, weight, eps, x.stride(0),
-            WIDTH=width, PAD=power_of_2(width), num_warps=elementwise_warps(width),
+            WIDTH=width, PAD=power_of_2(width), num_warps=elementwise_warps(width), **dependent_launch(out.device),
         )  # fmt: skip
     return out

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.errors import InvariantError
+from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import AttentionLaunch, power_of_2
 
 __all__ = ["paged_attention"]
@@ -87,13 +88,14 @@ def _attend(
     table_rows_ptr: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, q_stride: tl.tensor, table_stride: tl.tensor,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (tile of queries and KV head, split). Without ``cu_seqlens`` every row has one query."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # The heads of a tile are neighbours, because in the cache all heads of a token lie together.
     row, kv_head, split = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS, tl.program_id(1)
     start, first_query, num_queries = row, 0, 1
+    wait_for_inputs(PDL)
     if cu_seqlens_ptr is not None:
         block = row
         row = _find_row(cu_seqlens_ptr, num_rows, block, BLOCK_Q)
@@ -146,10 +148,11 @@ def _attend(
 def _combine(
     out_ptr: tl.tensor, partial_ptr: tl.tensor, stats_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor, num_rows: tl.tensor, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (token, query head): weigh the splits by their maxima and add them up. An empty split is not read."""
     token, head = tl.program_id(0), tl.program_id(1)
+    wait_for_inputs(PDL)
     if cu_seqlens_ptr is not None:
         if token >= tl.load(cu_seqlens_ptr + num_rows):
             return
@@ -215,7 +218,7 @@ def paged_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens == 0 or num_rows == 0:
         return out
-    splits = launch.num_splits
+    splits, dependent = launch.num_splits, dependent_launch(q.device)
     # Split among programs, a tile leaves its sums for the second launch; otherwise these stand for nothing.
     partial = (
         torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
@@ -229,12 +232,13 @@ def paged_attention(
         num_rows, scale * math.log2(math.e), q.stride(0), block_table.stride(0),
         GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=power_of_2(head_dim),
         BLOCK_SIZE=key_cache.shape[1], WINDOW=window, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-        NUM_SPLITS=splits, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        NUM_SPLITS=splits, num_warps=launch.num_warps, num_stages=launch.num_stages, **dependent,
     )  # fmt: skip
     if splits > 1:
         _combine[(num_tokens, num_heads)](
             out, partial, stats, cu_seqlens, seq_lens, num_rows,
             HEAD_DIM=head_dim, HEAD_PAD=power_of_2(head_dim), NUM_SPLITS=splits, SPLITS_PAD=power_of_2(splits),
+            **dependent,
         )  # fmt: skip
     return out
 

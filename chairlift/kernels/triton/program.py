@@ -29,8 +29,9 @@ from chairlift.kernels.triton.scaled import scaled_linear
 
 __all__ = ["SMALL_ROWS", "PagedKV", "StepTensors", "TritonProgram"]
 
-SMALL_ROWS = 32
-"""Products of at most this many rows stream their weight; where cuBLAS takes over best is unmeasured."""
+SMALL_ROWS = 64
+"""Products of at most this many rows stream their weight. On an H200, on the layers of Qwen3-0.6B, they take 0.7 to
+0.97 of cuBLAS's time up to 64 rows, and as long at 128."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,7 +206,9 @@ class TritonProgram:
             any_rows = True
         values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
         num_out, num_in = values.shape
-        launch = gemm_launch(num_out, num_in, self._multiprocessors, any_rows=any_rows)
+        launch = gemm_launch(
+            num_out, num_in, self._multiprocessors, num_rows=len(x), any_rows=any_rows, itemsize=x.element_size()
+        )
         return linear_small(x, values, bias, launch=launch, scales=scales)
 
 

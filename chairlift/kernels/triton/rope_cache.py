@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.errors import InvariantError
+from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import ROPE_HEADS, ROPE_WARPS, power_of_2
 
 __all__ = ["rope_and_cache", "rotary_table"]
@@ -45,7 +46,7 @@ def _rope_and_cache(
     q_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, qkv_ptr: tl.tensor, cos_ptr: tl.tensor,
     sin_ptr: tl.tensor, slots_ptr: tl.tensor, q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, eps: tl.tensor,
     qkv_stride: tl.tensor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
+    HALF_PAD: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (token, block of heads); heads are counted through q, k and v."""
     K: tl.constexpr = NUM_HEADS
@@ -54,6 +55,7 @@ def _rope_and_cache(
     h, i = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, HALF_PAD)
     inside = (h < V + NUM_KV_HEADS)[:, None] & (i < HALF)[None, :]
     source = qkv_ptr + token * qkv_stride + (h * 2 * HALF)[:, None] + i[None, :]
+    wait_for_inputs(PDL)
     first = tl.load(source, mask=inside, other=0.0)
     second = tl.load(source + HALF, mask=inside, other=0.0)
     if q_norm_ptr is not None:
@@ -154,6 +156,6 @@ def rope_and_cache(
         _rope_and_cache[(num_tokens, -(-num_parts // block))](
             q, key_cache, value_cache, qkv, cos, sin, slots, q_norm, k_norm, eps, qkv.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HALF_PAD=power_of_2(head_dim // 2),
-            BLOCK_H=block, num_warps=ROPE_WARPS, enable_fp_fusion=False,
+            BLOCK_H=block, num_warps=ROPE_WARPS, enable_fp_fusion=False, **dependent_launch(q.device),
         )  # fmt: skip
     return q

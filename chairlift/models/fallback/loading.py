@@ -52,6 +52,8 @@ class _Stored:
         return tensor
 
     def _read(self) -> Tensor:
+        if isinstance(self.source, StoredRows) and self.source.stacked:  # three dimensions, as MXFP4 experts have
+            return self.source.get_tensor(self.name).to(self.dtype)
         if isinstance(self.source, StoredRows):
             return torch.cat([dequantized(rows).to(self.dtype) for rows in _row_pieces(self.source)])
         try:

@@ -172,7 +172,7 @@ class TransformersLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and hidden states."""
+        """Dtype of weights and hidden states."""
         found: torch.dtype = self.hf.dtype
         return found
 

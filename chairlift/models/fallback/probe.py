@@ -190,7 +190,7 @@ def _version() -> str:
 
 
 def _distance(difference: Tensor, spread: Tensor) -> Tensor:
-    """Of each token, the root mean square over the vocabulary, in shares of the token's spread."""
+    """Root mean square over the vocabulary for each token, divided by the token's spread."""
     return difference.square().mean(-1).sqrt() / spread
 
 

@@ -17,15 +17,18 @@ __all__ = ["MixtureOfExperts"]
 class _Gate(nn.Module):
     """A weight [out, in] that routing multiplies with, in float32, and that no format packs.
 
-    With ``corrected`` there is a bias [out] for the choice of experts, in float32 whatever the model's dtype.
+    With ``biased`` there is a bias [out]. With ``corrected`` there is one for the choice of experts only, in float32
+    whatever the model's dtype.
     """
 
     float32_parameters = ("e_score_correction_bias",)
+    bias: nn.Parameter | None
     e_score_correction_bias: nn.Parameter | None
 
-    def __init__(self, out_features: int, in_features: int, *, corrected: bool = False) -> None:
+    def __init__(self, out_features: int, in_features: int, *, biased: bool = False, corrected: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if biased else None)
         bias = nn.Parameter(torch.zeros(out_features)) if corrected else None
         self.register_parameter("e_score_correction_bias", bias)
         if not self.weight.is_meta:
@@ -33,12 +36,18 @@ class _Gate(nn.Module):
 
 
 class _Experts(nn.Module):
-    """The weights of all experts: gate above up, [E 2 I, D], and down, [E D, I]."""
+    """The weights of all experts: gate above up, [E 2 I, D], and down, [E D, I]; biases of both, or of none."""
 
-    def __init__(self, count: int, hidden: int, inner: int) -> None:
+    def __init__(self, count: int, hidden: int, inner: int, *, biased: bool) -> None:
         super().__init__()
-        self.gate_up_proj = Stack(count, 2 * inner, hidden, interleaved=True)
-        self.down_proj = Stack(count, hidden, inner)
+        self.gate_up_proj = Stack(count, 2 * inner, hidden, bias=biased, interleaved=True)
+        self.down_proj = Stack(count, hidden, inner, bias=biased)
+
+    @property
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        """[E 2 I] and [E D]."""
+        first, second = self.gate_up_proj.bias, self.down_proj.bias
+        return None if first is None or second is None else (first, second)
 
 
 class MixtureOfExperts(nn.Module):
@@ -52,9 +61,9 @@ class MixtureOfExperts(nn.Module):
         if config.experts is None:
             raise InvariantError(f"the config of this {config.model_type} model has no experts")
         found, hidden = config.experts, config.hidden_size
-        self.routing = found.routing
-        self.gate = _Gate(found.routing.num_experts, hidden, corrected=found.correction)
-        self.experts = _Experts(found.routing.num_experts, hidden, found.intermediate_size)
+        self.routing, self.clamp, count = found.routing, found.clamp, found.routing.num_experts
+        self.gate = _Gate(count, hidden, biased=found.bias, corrected=found.correction)
+        self.experts = _Experts(count, hidden, found.intermediate_size, biased=found.bias)
         self.shared_expert = MLP(config, found.shared_size) if found.shared_size else None
         self.shared_expert_gate = _Gate(1, hidden) if found.shared_gate else None
 
@@ -63,5 +72,8 @@ class MixtureOfExperts(nn.Module):
         shared = None if self.shared_expert is None else self.shared_expert(x)
         shared_gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
         return ops.experts(
-            x, shared, gate_up, down, gate.weight, self.routing, gate.e_score_correction_bias, shared_gate
+            *(x, shared, gate_up, down, gate.weight, self.routing, gate.e_score_correction_bias, shared_gate),
+            gate.bias,
+            self.experts.biases,
+            self.clamp,
         )

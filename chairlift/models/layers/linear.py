@@ -66,5 +66,7 @@ class Embedding(Matrix):
 class Stack(Matrix):
     """So many weights [out, in] of equal shape, one above the other: one for each expert."""
 
-    def __init__(self, count: int, out_features: int, in_features: int, *, interleaved: bool = False) -> None:
-        super().__init__(MatrixShape(count * out_features, in_features, interleaved, stack=count))
+    def __init__(
+        self, count: int, out_features: int, in_features: int, *, bias: bool = False, interleaved: bool = False
+    ) -> None:
+        super().__init__(MatrixShape(count * out_features, in_features, interleaved, stack=count), bias=bias)

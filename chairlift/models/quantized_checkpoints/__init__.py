@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from chairlift.errors import ModelLoadError
 from chairlift.models.hf_config import read_json
-from chairlift.models.quantized_checkpoints import awq, compressed_tensors, fp8, gptq
+from chairlift.models.quantized_checkpoints import awq, compressed_tensors, fp8, gptq, mxfp4
 from chairlift.models.quantized_checkpoints.layer import Method, StoredLayer
 from chairlift.models.quantized_checkpoints.settings import Settings
 
@@ -25,7 +25,11 @@ _METHODS: Final[Mapping[str, Callable[[Settings], Method]]] = {
     "compressed-tensors": compressed_tensors.method,
     "fp8": fp8.method,
     "gptq": gptq.method,
+    "mxfp4": mxfp4.method,
 }
+_NAMES: Final[Mapping[str, tuple[str, str]]] = {"mxfp4": ("_", "")}
+"""Methods for which these are not ``.`` and ``.weight``: what separates the name of a layer from the endings of its
+tensors, and what follows it in the name of the original weight."""
 
 
 def with_whole_weights(tensors: dict[str, Any], model_dir: Path) -> dict[str, Any]:
@@ -44,23 +48,24 @@ def with_whole_weights(tensors: dict[str, Any], model_dir: Path) -> dict[str, An
         given = type(raw).__name__
         raise ModelLoadError(f"{path}: quantization_config must be an object, not a {given}; download it again")
     settings = Settings(raw, f"{path}: quantization_config")
-    method = _METHODS[settings.one_of("quant_method", tuple(_METHODS))](settings)
+    name_of_method = settings.one_of("quant_method", tuple(_METHODS))
+    method, (separator, original) = _METHODS[name_of_method](settings), _NAMES.get(name_of_method, (".", ".weight"))
     layers: dict[str, dict[str, Any]] = {}
     for name, file in tensors.items():
-        layer, _, ending = name.rpartition(".")
+        layer, _, ending = name.rpartition(separator)
         if ending in method.marks:
             layers.setdefault(layer, {})[ending] = file
     found = {}
     for name, file in tensors.items():
-        layer, _, ending = name.rpartition(".")
+        layer, _, ending = name.rpartition(separator)
         if layer in layers and ending in method.marks | method.companions:
             layers[layer][ending] = file
         else:
             found[name] = file
     for layer, files in layers.items():
-        whole = f"{layer}.weight"
+        whole = f"{layer}{original}"
         if whole in found:
-            both = f"{whole} and {layer}.{min(files)}"
+            both = f"{whole} and {layer}{separator}{min(files)}"
             raise ModelLoadError(f"{model_dir}: {both} are both stored; remove one, or download the model again")
-        found[whole] = method.rows(StoredLayer(layer, str(model_dir), files))
+        found[whole] = method.rows(StoredLayer(layer, str(model_dir), files, separator))
     return found

@@ -90,6 +90,8 @@ class StoredLayer:
     name: str
     where: str
     files: Mapping[str, Any]
+    separator: str = "."
+    """What separates the name from those endings."""
 
     def __contains__(self, ending: str) -> bool:
         return ending in self.files
@@ -97,15 +99,15 @@ class StoredLayer:
     def fail(self, ending: str, problem: str) -> NoReturn:
         """Raise ModelLoadError for one of the tensors."""
         raise ModelLoadError(
-            f"{self.where}: tensor {self.name}.{ending} {problem}; check that config.json and the weights belong"
-            " together, and download the model again"
+            f"{self.where}: tensor {self.name}{self.separator}{ending} {problem}; check that config.json and the"
+            " weights belong together, and download the model again"
         )
 
     def take(self, ending: str, dtypes: Iterable[str], *shapes: tuple[int, ...], rank: int = 2) -> StoredTensor:
         """One of the tensors, of one of ``dtypes`` (as safetensors calls them) and, where any are given, ``shapes``."""
         if ending not in self.files:
             self.fail(ending, f"is missing beside {', '.join(sorted(self.files))}")
-        name, file = f"{self.name}.{ending}", self.files[ending]
+        name, file = f"{self.name}{self.separator}{ending}", self.files[ending]
         view = file.get_slice(name)
         shape, dtype = tuple(view.get_shape()), view.get_dtype()
         if dtype not in dtypes:

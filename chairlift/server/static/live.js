@@ -249,6 +249,21 @@ function gauges(i) {
   if (live && model.about) set("corner", held === null ? `live · ${running} running` : "paused");
 }
 
+// How near steps come to what the machine allows: the server's gauge, which no recording has.
+async function watchFloor() {
+  for (;; await new Promise((done) => setTimeout(done, 2000))) {
+    let share = null;
+    try {
+      const key = sessionStorage.getItem("key");
+      const reply = live ? await fetch("/metrics", { headers: key ? { Authorization: `Bearer ${key}` } : {} }) : null;
+      const found = reply?.ok ? /:floor_share\{[^}]*\} (\S+)/.exec(await reply.text()) : null;
+      share = found ? Number(found[1]) : null;
+    } catch { /* the server is away, or tells others only */ }
+    $("floorbox").hidden = share === null;
+    if (share !== null) { $("floor").textContent = `${Math.round(100 * share)} %`; $("floorbar").value = share; }
+  }
+}
+
 function shownStep() {
   const now = held === null ? Infinity : line.stepOf(view.right);
   return Math.max(model.first, Math.min(model.count - 1, view.until !== undefined ? line.stepOf(view.until) : moment ?? now));
@@ -424,6 +439,7 @@ async function begin() {
       still("a simulated example");
     } else {
       const listening = listen();
+      watchFloor();
       if (asked.has("static")) await Promise.race([listening, new Promise((done) => setTimeout(done, 1500))]);
     }
     if (asked.has("static") && $("door").hidden) await compare();

@@ -43,23 +43,25 @@ function uncompare() {
   hold(null);
 }
 
-function verdict({ continuous, static: other, words, validity, requests }) {
+function verdict({ measured, static: other, words, validity, requests }) {
   const versus = make("div", "", "versus"), box = $("verdict"), button = make("button", "▶ Play both", "main");
   const figure = (name, one, two) => {
     const each = make("div", name), value = make("b", one);
-    value.append(make("small", " against "), make("s", two));
+    value.append(make("small", " against ~"), make("s", two));
     each.prepend(value);
     versus.append(each);
   };
-  versus.append(make("h3", "Continuous against static"));
-  figure("tokens per second", Math.round(continuous.tokens_per_second).toLocaleString("en"), Math.round(other.tokens_per_second).toLocaleString("en"));
-  figure("until the first word (median)", seconds(continuous.first_p50), seconds(other.first_p50));
-  figure("whole answer (median)", seconds(continuous.whole_p50), seconds(other.whole_p50));
-  figure("all done after", seconds(continuous.seconds), seconds(other.seconds));
+  versus.append(make("h3", source ? "Continuous (the example) against static (~ simulated)" : "Continuous (measured) against static (~ simulated)"));
+  figure("tokens per second", Math.round(measured.tokens_per_second).toLocaleString("en"), Math.round(other.tokens_per_second).toLocaleString("en"));
+  figure("until the first word (median)", seconds(measured.first_p50), seconds(other.first_p50));
+  figure("whole answer (median)", seconds(measured.whole_p50), seconds(other.whole_p50));
+  figure("all done after", seconds(measured.seconds), seconds(other.seconds));
   button.addEventListener("click", () => { playing = { since: null, pace: view.whole / Math.min(20, Math.max(6, view.whole)) }; dirty = true; });
-  const note = `${requests} requests, both sides of these figures simulated with a cost model ${validity}.${source ? "" : " The upper timeline is as it really ran."}`;
+  const upper = source ? "The example is simulated too." : "The upper timeline, and the first figure of each pair, are as it really ran.";
+  const note = `${requests} requests. ${upper} ~ is simulated with a cost model ${validity}.`;
   box.replaceChildren(versus, button);
-  $("words").replaceChildren(...words.map((text) => make("p", text)), make("p", note, "hint"));
+  const told = source ? words.map((text) => text.replace(/^Measured:/, "The example:")) : words;
+  $("words").replaceChildren(...told.map((text) => make("p", text)), make("p", note, "hint"));
 }
 
 function play(time) {

@@ -63,7 +63,7 @@ class DeviceKernels:
         In fp8 the library's take the rows rounded first, and k and n must be multiples of 16.
         """
         x, weights = self._normal(rows, k), self._weights(n, k, count)
-        streamed: dict[str, Callable[..., Tensor]] = {"streamed": self._streamed(n, k)}
+        streamed: dict[str, Callable[..., Tensor]] = {"streamed": self._streamed(n, k, rows)}
         library: dict[str, Callable[..., Tensor]] = {"library": ops.linear}
         if self._is_fp8:
             scales = torch.full((n,), WEIGHT_STD, device=self._device)
@@ -106,7 +106,7 @@ class DeviceKernels:
     def head(self, k: int, vocab_size: int, rows: int, *, temperature: float, count: int) -> Prepare:
         """``count`` times a token for each of ``rows`` rows: output head and choice. Temperature 0 is greedy."""
         x = self._normal(rows, k)
-        linear = self._streamed(vocab_size, k) if rows <= SMALL_ROWS else ops.linear
+        linear = self._streamed(vocab_size, k, rows) if rows <= SMALL_ROWS else ops.linear
         slots = torch.arange(rows, dtype=torch.int32, device=self._device)
         settings = SamplingSettings(
             seeds=slots.long(),
@@ -121,8 +121,10 @@ class DeviceKernels:
 
         return self._timed(choose, self._weights(vocab_size, k, count))
 
-    def _streamed(self, n: int, k: int) -> Callable[..., Tensor]:
-        return functools.partial(linear_small, launch=gemm_launch(n, k, self._multiprocessors))
+    def _streamed(self, n: int, k: int, rows: int) -> Callable[..., Tensor]:
+        itemsize = 4 if self._dtype == torch.float32 else 2
+        launch = gemm_launch(n, k, self._multiprocessors, num_rows=rows, itemsize=itemsize)
+        return functools.partial(linear_small, launch=launch)
 
     def _weights(self, n: int, k: int, count: int) -> list[tuple[Tensor]]:
         return [(self._take(n, k),) for _ in range(count)]

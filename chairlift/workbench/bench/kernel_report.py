@@ -1,4 +1,4 @@
-"""What kernels and the limits of a machine were measured to be, as tables and as plain data."""
+"""Measured speeds of kernels and measured limits of a machine, as tables and as plain data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from chairlift.kernels.roof import Roof
 from chairlift.workbench.bench.kernels import Measurement
-from chairlift.workbench.bench.limits import Limits, Roof
+from chairlift.workbench.bench.limits import Limits
 from chairlift.workbench.bench.machine import Machine
 from chairlift.workbench.bench.report import Table
 
@@ -27,7 +28,7 @@ _MOST_BUSY: Final = 0.1
 
 
 def limits_table(limits: Mapping[str, Any], caption: str = "") -> Table:
-    """Of :func:`limits_record`: best of several trials, and their medians, so that a disturbed measurement shows."""
+    """Table of a :func:`limits_record`: best and median of several trials, so that a disturbed measurement shows."""
     memory = f"{limits.get('memory', 'memory read')}, GB/s"
     rows = [
         [memory, str(each["threads"]), *(f"{each[name] / 1e9:.1f}" for name in ("best", "median"))]

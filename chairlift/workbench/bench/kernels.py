@@ -20,7 +20,8 @@ from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
 from chairlift.kernels.cpu.library import Pool
 from chairlift.kernels.grouped import GroupKind
-from chairlift.workbench.bench.limits import GPU, Limits, LimitsNow, Roof, beyond_cache
+from chairlift.kernels.roof import GPU, Roof
+from chairlift.workbench.bench.limits import Limits, LimitsNow, beyond_cache
 from chairlift.workbench.bench.machine import Machine
 from chairlift.workbench.bench.programs import Kernels, Prepare, kv_bytes, weight_bytes
 from chairlift.workbench.bench.shapes import ModelShape, Shapes
@@ -43,13 +44,13 @@ _MOST_COUNT: Final = 512
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelSettings:
-    """What to measure, and for how long."""
+    """Choice of kernels and sizes to measure, and the time to spend on them."""
 
     threads: int
     isa: str
     """A path of the compiled kernels, or ``gpu`` for the Triton kernels on ``device``, which count as one thread."""
     dtype: torch.dtype
-    """Of all numbers; float8_e4m3fn, on a GPU alone, of the weights of products, and nothing else is measured then."""
+    """Type of all numbers. float8_e4m3fn (GPU only) is that of product weights, and only products are measured."""
     shapes: Shapes
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 256, 1024)
     """Tokens of a product."""
@@ -59,10 +60,10 @@ class KernelSettings:
     """Sequences that decode together."""
     repeats: int = 5
     seconds: float = 0.02
-    """What a run should take, if it was as fast as the limits allow: one operation, or as many as that."""
+    """Seconds that a run would take at the speed of the limits: one operation, or several up to this time."""
     device: str = "cpu"
     kind: GroupKind | None = None
-    """Of weights that are codes: their products alone are measured."""
+    """Format of weights in codes; then only products and output heads are measured. None: weights in ``dtype``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Measurement:
     kind: Kind
     labels: dict[str, int | str]
     nbytes: int
-    """Of weights, or of K and V, that one operation reads."""
+    """Bytes of weights, or of K and V, that one operation reads."""
     operations: int
     """Additions and multiplications of one operation."""
     count: int

@@ -19,15 +19,13 @@ import torch
 from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
 from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
+from chairlift.kernels.roof import GPU, Roof, product_isa
 from chairlift.workbench.bench.machine import Machine
 
 __all__ = [
-    *("GPU", "Limits", "Peak", "Rate", "Roof"),
-    *("LimitsNow", "beyond_cache", "measure_device", "measure_limits", "product_isa", "thread_counts"),
+    *("Limits", "Peak", "Rate"),
+    *("LimitsNow", "beyond_cache", "measure_device", "measure_limits", "thread_counts"),
 ]
-
-GPU: Final = "gpu"
-"""What stands for a path where the limits are those of a device; it counts as one thread."""
 
 _MOMENT: Final = 0.001
 _LEAST_BUFFER: Final = 256 << 20
@@ -56,18 +54,6 @@ class Peak:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Roof:
-    """What bounds an operation from below: bytes per second from memory, operations per second."""
-
-    bandwidth: float
-    peak: float
-
-    def seconds(self, nbytes: float, operations: float) -> float:
-        """The least time for so many bytes and operations, when one hides behind the other perfectly."""
-        return max(nbytes / self.bandwidth, operations / self.peak)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
     """Measured limits of this machine."""
 
@@ -77,23 +63,16 @@ class Limits:
     """Threads -> bytes per second."""
     peaks: tuple[Peak, ...]
     memory: str = "memory read"
-    """What ``read`` is the rate of."""
+    """Kind of memory traffic that ``read`` is the rate of, in words."""
 
     def roof(self, isa: str, dtype: torch.dtype, threads: int) -> Roof:
-        """What bounds kernels of a path in a dtype; int8 is that of weights in codes, whatever their bits. Raises
-        ConfigError for what was not measured."""
+        """Limits for kernels of one path in a dtype; int8 stands for weights in codes of any number of bits. Raises
+        ConfigError for limits that were not measured."""
         wanted = product_isa(isa, dtype), threads, dtype == torch.int8
         for peak in self.peaks:
             if (peak.isa, peak.threads, peak.product == "int8") == wanted and threads in self.read:
                 return Roof(self.read[threads].best, peak.operations.best)
         raise ConfigError(f"the limits of {isa} with {threads} threads were not measured; measure them first")
-
-
-def product_isa(isa: str, dtype: torch.dtype) -> str:
-    """The path whose product instruction a kernel uses: in float32 the bf16 ones do without their speciality."""
-    if dtype == torch.float32 and isa not in ("avx2", GPU):
-        return "avx512"
-    return isa
 
 
 def thread_counts(most: int, *others: int) -> list[int]:
@@ -132,7 +111,7 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
 
 
 class LimitsNow:
-    """What bounds kernels of a path in a dtype at this moment, within a few milliseconds.
+    """Limits for kernels of one path in a dtype at this moment, measured within a few milliseconds.
 
     Processors of a virtual machine are moved about: now they share a link to memory, and now each has its own.
     """
@@ -152,8 +131,8 @@ class LimitsNow:
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Limits:
-    """What a device reaches by its own libraries: bytes that a copy within its memory reads and writes, and products of
-    square matrices in ``dtype``; of fp8, with a scale for each row, in bfloat16.
+    """Limits that a device reaches with its own libraries: bytes that a copy within its memory reads and writes, and
+    products of square matrices in ``dtype``. Products of fp8 have a scale for each row, and results in bfloat16.
 
     ``quick`` takes small copies and matrices. Raises torch.OutOfMemoryError where less than a gigabyte is free.
     """
@@ -173,7 +152,7 @@ def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = Fa
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """What one of several repeats takes, after one that only warms up."""
+    """Mean seconds of one repeat, after a first one that only warms up."""
 
     def wait() -> None:
         if device.type == "cuda":

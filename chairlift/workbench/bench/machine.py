@@ -1,4 +1,4 @@
-"""What a benchmark ran on: a figure without its machine is worth nothing."""
+"""Description of the machine that a benchmark ran on: a figure without its machine is worth nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from chairlift.kernels.cpu.library import default_threads, supported_isas
+from chairlift.kernels.roof import ASSUMED_L3, l3_bytes
 
 __all__ = ["Machine", "describe_machine", "machine_facts"]
 
@@ -31,9 +32,6 @@ _FLAGS = (
 )
 """Processor flags that decide which kernels can run, as Linux spells them."""
 
-_ASSUMED_L3 = 64 << 20
-"""Where the system doesn't tell."""
-
 _MOMENT = 0.25
 """Seconds."""
 
@@ -44,13 +42,13 @@ class Machine:
 
     cpu: str
     flags: tuple[str, ...]
-    """Of the processor's, those that matter to kernels."""
+    """Flags of the processor that matter to kernels."""
     processors: int
     """How many this process may use."""
     l3_bytes: int
     """Last-level cache of those processors together; 64 MiB where the system doesn't tell."""
     memory_bytes: int
-    """Of the machine; 0 where the system doesn't tell."""
+    """Memory of the whole machine; 0 where the system doesn't tell."""
     system: str
     isas: tuple[str, ...]
     """Instruction-set paths of the kernels that run here, weakest first."""
@@ -59,7 +57,7 @@ class Machine:
 
 
 def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
-    """What a report says of a :class:`Machine`, which is plain data here."""
+    """Lines of a report about a :class:`Machine`, given as plain data: label -> text."""
     return {
         "processor": f"{machine['cpu']}, {machine['processors']} in use",
         "system": str(machine["system"]),
@@ -77,7 +75,7 @@ def describe_machine() -> Machine:
         cpu=cpu or platform.processor() or platform.machine(),
         flags=tuple(flag for flag in _FLAGS if flag in flags),
         processors=default_threads(),
-        l3_bytes=_l3_bytes(Path("/sys/devices/system/cpu"), allowed) or _ASSUMED_L3,
+        l3_bytes=l3_bytes(Path("/sys/devices/system/cpu"), allowed) or ASSUMED_L3,
         memory_bytes=_memory_bytes(),
         system=f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         isas=supported_isas(),
@@ -92,22 +90,6 @@ def _cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
     return fields.get("model name", ""), frozenset(fields.get("flags", "").split())
-
-
-def _l3_bytes(folder: Path, processors: Iterable[int]) -> int:
-    """The L3 caches of ``processors`` together, each counted once though several share it; 0 when none is described."""
-    sizes: dict[str, int] = {}
-    for processor in processors:
-        for index in (folder / f"cpu{processor}" / "cache").glob("index*"):
-            try:
-                level, size, shared = (
-                    (index / name).read_text().strip() for name in ("level", "size", "shared_cpu_list")
-                )
-                if level == "3":
-                    sizes[shared] = int(size.removesuffix("K")) << 10
-            except (OSError, ValueError):
-                continue
-    return sum(sizes.values())
 
 
 def _busy(path: Path) -> float:

@@ -20,15 +20,17 @@ from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import ConfigError, RequestError
 from chairlift.executor.select import choose_isa, why_not_native, why_not_triton
 from chairlift.kernels.cpu.library import default_threads
+from chairlift.kernels.roof import GPU
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
+from chairlift.models.step_cost import ModelCost
 from chairlift.outputs import RequestOutput
 from chairlift.replay.replay import RequestTiming, serve_trace
 from chairlift.replay.served import Percentiles
 from chairlift.replay.traced_request import TracedRequest
 from chairlift.sampling_params import SamplingParams
-from chairlift.workbench.bench.floor import BUDGETS, GPU_BUDGETS, Floor, ModelCost, workload_floor
-from chairlift.workbench.bench.limits import GPU, Limits, measure_device, measure_limits
+from chairlift.workbench.bench.floor import BUDGETS, GPU_BUDGETS, Floor, workload_floor
+from chairlift.workbench.bench.limits import Limits, measure_device, measure_limits
 from chairlift.workbench.bench.machine import Machine
 from chairlift.workbench.bench.serve_run import Load, Outcome, Progress, ServeRun, Target, quiet_collector
 from chairlift.workbench.bench.serve_run import fit as fit_trace
@@ -50,7 +52,7 @@ WARM_UP: Final = tuple(TracedRequest(arrival=0.0, prompt_tokens=8, output_tokens
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """What it took to answer all requests."""
+    """Figures of a run that answered all requests. Times in seconds."""
 
     requests: int
     prompt_tokens: int
@@ -80,7 +82,7 @@ class NativePath:
     triton: bool = False
     """Whether the Triton kernels do."""
     quantization: str | None = None
-    """Of the layers' weights."""
+    """Format of the layers' weights; None where they are not quantised."""
 
     @property
     def kernels(self) -> str:
@@ -149,7 +151,7 @@ def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
 
 
 def native_path(llm: LLM, network: ModelConfig) -> NativePath:
-    """What runs the model of ``llm``, whose configuration is ``network``."""
+    """Kernels that run the model of ``llm``, whose configuration is ``network``."""
     config = llm.config
     dtype = resolve_dtype(network, llm.info.dtype)
     device = torch.device(config.model.device)
@@ -245,7 +247,7 @@ def run_here(
 
 
 def _outcome(timing: RequestTiming, now: float) -> Outcome:
-    request = timing.request
+    request, whole = timing.request, timing.tokens > 1 and timing.first == timing.last
     found = Outcome(
         index=timing.index,
         scheduled=request.arrival,
@@ -254,8 +256,8 @@ def _outcome(timing: RequestTiming, now: float) -> Outcome:
         end=timing.left if timing.left >= 0 else now,
         wanted_tokens=request.output_tokens,
         prompt_tokens=request.prompt_tokens,
-        times=timing.times,
-        counts=[1] * timing.tokens,
+        times=timing.times[:1] if whole else timing.times,
+        counts=[timing.tokens] if whole else [1] * timing.tokens,
         completion_tokens=timing.tokens,
         cached_tokens=timing.cached_tokens,
         preempted=timing.preempted,

@@ -31,16 +31,16 @@ _SETTINGS: Final = {
     "cache": ("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "enable_prefix_caching"),
     "model": ("dtype", "threads", "device"),
 }
-"""Those that decide how fast it is."""
+"""Settings that decide the speed, by their group."""
 
 
 def offline_report(record: Record) -> Report:
-    """What the record says."""
+    """Report of one record."""
     return Report(record, f"Offline throughput of {record['model']}", _lead(record), _sections(record))
 
 
 def run_facts(run: Record) -> dict[str, str]:
-    """What it took to answer a workload: of an OfflineRun as plain data."""
+    """Lines about one run, label -> text. ``run`` is an OfflineRun as plain data."""
     first, last = run["time_to_first_token"], run["latency"]
     return {
         "requests": _requests(run),

@@ -44,7 +44,7 @@ SERIES_COLOURS: Final = (
     ("#8a6d00", "#e3c04a"),
     ("#6b7075", "#a5abb0"),
 )
-"""Of each series, on a light and on a dark ground; told apart by people who see red and green alike."""
+"""Colours of the series, for a light and a dark background; people who confuse red and green can tell them apart."""
 
 _FRONT, _SOFT, _FAINT = "#1d1f21", "#62676c", "#dedbd6"
 _WIDTH, _HEIGHT = 380, 250
@@ -52,6 +52,8 @@ _DASHES: Final = ("-", (0, (5, 2)), (0, (1.2, 1.4)), (0, (6, 2, 1.2, 2)), (0, (9
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P")
 _MOST_POINTS: Final = 400
 _MOST_LABELS: Final = 24
+_FAR, _FAR_BAR, _MANY = 4.0, 6.0, 20
+"""Times as large as the largest of the others: such a value does not set the end of an axis."""
 _STYLE: Final[dict[str, Any]] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -155,7 +157,7 @@ def write_png(path: Path, figures: Sequence[Figure]) -> None:
 
 
 def cdf(samples: Mapping[str, Sequence[float]], *, title: str, x_label: str, log_x: bool = True) -> Figure:
-    """What share of each sample is at or below a value, with dots at the median and the 99th percentile."""
+    """Chart of the share of each sample at or below a value, in %, with dots at the median and the 99th percentile."""
     data = {name: np.sort(_finite(values)) for name, values in samples.items()}
 
     def draw(axes: Axes) -> None:
@@ -174,7 +176,7 @@ def cdf(samples: Mapping[str, Sequence[float]], *, title: str, x_label: str, log
 
 
 def histogram(samples: Mapping[str, Sequence[float]], *, title: str, x_label: str, log_x: bool = False) -> Figure:
-    """What share of each sample is in a range of values; the ranges are the same for all of them."""
+    """Chart of the share of each sample in ranges of values, in %; all samples have the same ranges."""
     data = {name: _finite(values) for name, values in samples.items()}
     least = min((len(values) for values in data.values() if len(values)), default=1)
     bins = round(min(36, max(10, 2.5 * least ** (1 / 3))))  # few values in many ranges would draw chance
@@ -219,6 +221,7 @@ def lines(
                 markersize=4.5,
             )
         _from_zero(axes, data)
+        _leave_out_far(axes, data, across=False)
         _finish(axes, entries, x_label, y_label)
 
     return Figure(title, _HEIGHT, draw)
@@ -261,6 +264,7 @@ def scatter(
             )
         axes.margins(0.08, 0.12)
         _from_zero(axes, data)
+        _leave_out_far(axes, data, across=True)
         _finish(axes, entries, x_label, y_label)
         _label(axes, labels, data, joined)
 
@@ -278,20 +282,23 @@ def bars(groups: Sequence[str], values: Mapping[str, Sequence[float]], *, title:
     data = {name: np.array(row, dtype=float) for name, row in values.items()}
     known = _finite([value for row in values.values() for value in row])
     least, most = known.min(initial=0.0), known.max(initial=0.0)
-    room = (most - least) or 1.0
+    end = most if least < 0 else _end_of_axis(known, far=_FAR_BAR, fewest=3)
+    room = (end - least) or 1.0
 
     def draw(axes: Axes) -> None:
         entries: dict[str, Any] = {}
         thickness = 0.78 / max(1, len(data))
         for place, (name, row, colour, _, _) in enumerate(_series(data)):
             at = np.arange(len(groups)) + (place - (len(data) - 1) / 2) * thickness
-            entries[name] = axes.barh(at, np.where(np.isfinite(row), row, 0), 0.86 * thickness, color=colour)[0]
+            shown = np.minimum(np.where(np.isfinite(row), row, 0), 1.02 * end)
+            entries[name] = axes.barh(at, shown, 0.86 * thickness, color=colour)[0]
             for y, value in zip(at.tolist(), row.tolist(), strict=True):
                 if math.isfinite(value):
-                    axes.text(max(0.0, value) + 0.015 * room, y, _short(value), va="center", fontsize=10)
+                    text = _short(value) if value <= end else f"▸ {_short(value)}"  # its bar goes on beyond the chart
+                    axes.text(max(0.0, min(value, 1.02 * end)) + 0.015 * room, y, text, va="center", fontsize=10)
         axes.set_yticks(range(len(groups)), [textwrap.fill(_printable(group, 48), 18) for group in groups])
         axes.set_ylim(max(1, len(groups)) - 0.45, -0.55)
-        axes.set_xlim(least - (0.04 * room if least < 0 else 0), most + 0.17 * room)
+        axes.set_xlim(least - (0.04 * room if least < 0 else 0), end + (0.17 if end == most else 0.24) * room)
         axes.tick_params(axis="x", length=0)
         _finish(axes, entries if len(known) else {}, "", y_label, lying=True)
 
@@ -363,6 +370,42 @@ def _from_zero(axes: Axes, data: Mapping[str, Values]) -> None:
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # points that are nearly alike have no margin of their own
 
 
+def _end_of_axis(values: Values, far: float, fewest: int) -> float:
+    """Where an axis may end: at the largest value, or before a few that are ``far`` times the largest of the others.
+
+    At most one value in twenty, but one of any number from ``fewest`` on, may lie beyond.
+    """
+    ordered = np.sort(values[np.isfinite(values)])
+    if not len(ordered):
+        return 0.0
+    few = max(1, len(ordered) // 20) if len(ordered) >= fewest else 0
+    for count in range(few, 0, -1):
+        last, first_beyond = float(ordered[-count - 1]), float(ordered[-count])
+        if last > 0 and first_beyond > far * last:
+            return last
+    return float(ordered[-1])
+
+
+def _leave_out_far(axes: Axes, data: Mapping[str, Values], *, across: bool) -> None:
+    """End the axes before a few values that are so far that all others would lie on one line; say how many."""
+    everything = np.concatenate([np.empty((0, 2)), *data.values()])
+    beyond = np.zeros(len(everything), bool)
+    for axis in (0, 1) if across else (1,):
+        values = everything[:, axis]
+        end = _end_of_axis(values, far=_FAR, fewest=_MANY)
+        if len(values) and end < values.max():
+            beyond |= values > end
+            if axis == 0:
+                axes.set_xlim(right=1.08 * end)
+            else:
+                axes.set_ylim(top=1.12 * end)
+    if beyond.any():
+        most = everything[beyond].max(axis=0)
+        where = f"up to {_short(most[1])}" if not across else f"up to {_short(most[0])} across, {_short(most[1])} up"
+        text = f"{int(beyond.sum())} more beyond, {where}"
+        axes.text(1, 1.005, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=9.5, color=_SOFT)
+
+
 def _label(axes: Axes, labels: Iterable[Point], data: Mapping[str, Values], joined: Collection[str]) -> None:
     """Put each text beside its point where it covers no point, line or other text, or else nowhere."""
     axes.get_figure().draw_without_rendering()  # only now it is known where things are
@@ -413,7 +456,7 @@ def _ranks(count: int) -> NDArray[np.int64]:
 
 
 def _thin(points: Values, series: int) -> Values:
-    """Of every stretch of a line the lowest and the highest point, so that no spike is lost."""
+    """Points of a line to draw: the first, the last, and the lowest and highest of every stretch. No spike is lost."""
     most = max(50, _MOST_POINTS * 6 // max(6, series))
     if len(points) <= most:
         return points

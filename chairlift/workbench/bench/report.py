@@ -52,7 +52,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What a command found out."""
+    """Result of a command: data for JSON, and a page for people."""
 
     record: Mapping[str, Any]
     """Plain data for JSON."""
@@ -60,7 +60,7 @@ class Report:
     lead: str = ""
     """The result in a sentence or two."""
     sections: Iterable[Section] = ()
-    """Of the page. An iterator is drawn once, when the page is made, and costs nothing where none is."""
+    """Sections of the page. An iterator is read once, when the page is made; without a page it costs nothing."""
 
     def html(self) -> str:
         """The page, a whole document. Everything given is text, and is escaped."""

@@ -12,17 +12,19 @@ import dataclasses
 import datetime
 import functools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from chairlift.errors import ConfigError
-from chairlift.workbench.bench.serve_client import Server, clock, connect
+from chairlift.workbench.bench.serve_client import NotReadyError, Server, clock, connect
 from chairlift.workbench.bench.serve_run import Dialect, Load, Outcome, Progress, ServeRun, Watch, fit, quiet_collector
 
 __all__ = ["Plan", "measure", "raise_file_limit", "run_load"]
 
 _MOST_ID: Final = 1 << 62
 _WARM_UP_TOKENS: Final = 16
+_POLL: Final = 0.5
+"""Seconds between two looks at a server that is not ready."""
 _FILES_BESIDES: Final = 64
 
 
@@ -40,6 +42,10 @@ class Plan:
     num_warmups: int = 0
     timeout: float = 600.0
     """Seconds that a request may take."""
+    ready_timeout: float = 0.0
+    """Seconds to wait for a server that does not answer yet, or says that it still loads."""
+    say: Callable[[str], None] | None = None
+    """Told when it has to wait, and for what."""
 
 
 async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, ServeRun]]:
@@ -51,12 +57,12 @@ async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, Ser
     """
     async with connect(plan.urls, plan.api_key, plan.timeout) as servers:
         for server in servers:
-            await server.learn(plan.model, chat=plan.chat, ignore_eos=plan.ignore_eos)
+            await _learn(server, plan)
         common = functools.reduce(Dialect.common, [server.dialect for server in servers])
         room = min([server.max_model_len for server in servers if server.max_model_len is not None], default=None)
         loads = []
         for load in plan.loads:
-            requests, shortened = fit(load.requests, room)
+            requests, shortened = (load.requests, 0) if load.said is not None else fit(load.requests, room)
             loads.append(dataclasses.replace(load, requests=requests, shortened=shortened))
         for server in servers:
             server.dialect = common
@@ -71,6 +77,23 @@ async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, Ser
                 yield index, place, run
                 if run.interrupted:
                     return
+
+
+async def _learn(server: Server, plan: Plan) -> None:
+    """Find out what a server takes, once it is there. Raises ConfigError."""
+    end, said = clock() + plan.ready_timeout, False
+    while True:
+        try:
+            await server.learn(plan.model, chat=plan.chat, ignore_eos=plan.ignore_eos)
+        except NotReadyError as error:
+            if clock() >= end:
+                raise
+            if plan.say is not None and not said:
+                plan.say(f"waiting up to {plan.ready_timeout:g} s: {error}")
+            said = True
+            await asyncio.sleep(min(_POLL, max(0.0, end - clock())))
+        else:
+            return
 
 
 async def _warm_up(server: Server, load: Load, count: int) -> None:
@@ -109,7 +132,7 @@ class _Sender:
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = None if load.max_concurrency is None else asyncio.Semaphore(load.max_concurrency)
         self._turns: dict[str, asyncio.Event] = {}
-        """Of each session: that its last turn so far has ended."""
+        """Session -> event that is set when the last turn sent so far has ended."""
         self._num_running = 0
         self._begin = 0.0
 
@@ -146,7 +169,8 @@ class _Sender:
             if request.prefix_ids:
                 fresh = tuple((each + load.salt) % _MOST_ID for each in request.prefix_ids)
                 request = dataclasses.replace(request, prefix_ids=fresh)
-            body = self._server.body(request, load.salt + index, load.temperature, load.promises)
+            said = None if load.said is None else load.said[index]
+            body = self._server.body(request, load.salt + index, load.temperature, load.promises, said)
             due = self._begin + request.arrival
             await asyncio.sleep(max(0.0, due - clock()))
             while (early := due - clock()) > 0:  # timers of event loops may be a millisecond early

@@ -1,4 +1,4 @@
-"""What ``bench serve`` sends, and what it sees come back: one OpenAI-compatible server from the client's side.
+"""The client of ``bench serve``: it sends requests to one OpenAI-compatible server, and times what comes back.
 
 A chunk's time is taken when it has been read from the socket, before it is understood.
 """
@@ -23,15 +23,16 @@ import msgspec
 from chairlift.errors import ConfigError
 from chairlift.replay.traced_request import TracedRequest
 from chairlift.workbench.bench.serve_run import Dialect, Outcome, Target
+from chairlift.workbench.workload.texts import Said
 
-__all__ = ["EventReader", "Server", "clock", "connect"]
+__all__ = ["EventReader", "NotReadyError", "Server", "clock", "connect"]
 
 clock: Final = time.perf_counter
 
 _MOST_BYTES: Final = 1 << 20
-"""Of an event of a stream, and of a reply that is none."""
+"""Most bytes of one event of a stream, and of a reply that is no stream."""
 _QUEUE: Final = ("front_door", "waiting_")
-"""What a Chairlift server calls waiting, before the first step or after it; docs/why-slow.md explains the causes."""
+"""Prefixes of a Chairlift server's names for waiting, before the first step or after it; see docs/why-slow.md."""
 _VOCABULARIES: Final = (8000, 250)
 """How many token ids prompts are made of; the second for models of bytes."""
 _RULER: Final = (8, 136)
@@ -39,6 +40,10 @@ _RULER: Final = (8, 136)
 _MOST_MESSAGE: Final = 300
 _REFUSALS: Final = (400, 404, 405, 415, 422, 500, 501)
 """Statuses by which servers refuse fields that they do not know."""
+
+
+class NotReadyError(ConfigError):
+    """Nobody answers yet, or only that it is too early: a server may still load its model."""
 
 
 class Server(Target):
@@ -55,17 +60,27 @@ class Server(Target):
         path = url.rstrip("/")
         self._root = path if re.search(r"/v\d+\Z", path) else f"{path}/v1"
 
-    def body(self, request: TracedRequest, index: int, temperature: float, promises: bool = False) -> bytes:
-        """What :meth:`send` sends. ``promises``: also the request's class, tenant and limits."""
+    def body(
+        self,
+        request: TracedRequest,
+        index: int,
+        temperature: float,
+        promises: bool = False,
+        said: Said | None = None,
+    ) -> bytes:
+        """Body of the HTTP request that :meth:`send` sends. ``promises`` adds the request's class, tenant and limits.
+        ``said`` is its content; None: a prompt of its length."""
         dialect = self.dialect
-        prompt = dialect.prompt(request, index)
+        prompt = dialect.prompt(request, index) if said is None else said.text
         fields: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.output_tokens,
             "temperature": temperature,
             "stream": True,
         }
-        if dialect.chat:
+        if dialect.chat and said is not None and said.messages:
+            fields["messages"] = said.messages
+        elif dialect.chat:
             fields["messages"] = [{"role": "user", "content": prompt}]
         else:
             fields["prompt"] = prompt
@@ -141,7 +156,9 @@ class Server(Target):
             raise ConfigError(f"{self.url} has not answered for {self._timeout:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             _, reason = _explain(error, begun=False)
-            raise ConfigError(f"no server answers at {self.url} ({reason}); start one with: chairlift serve") from None
+            raise NotReadyError(
+                f"no server answers at {self.url} ({reason}); start one with: chairlift serve"
+            ) from None
         if status not in (404, 405) or model is None:  # some servers list nothing, but know the model
             _check_status(self.url, status, _message_in(text))
         listed = _parsed(text).get("data")
@@ -182,7 +199,10 @@ class Server(Target):
         if status and status not in _REFUSALS:
             _check_status(self.url, status, outcome.message)
         elif outcome.kind and outcome.kind != "error in the stream" and not status:
-            raise ConfigError(f"{self.url} does not answer: {outcome.kind}: {outcome.message}")
+            gone = outcome.kind in ("connection refused", "connection closed")
+            raise (NotReadyError if gone else ConfigError)(
+                f"{self.url} does not answer: {outcome.kind}: {outcome.message}"
+            )
         return outcome
 
     async def _measure_words(self) -> list[str]:
@@ -235,7 +255,9 @@ def _check_status(url: str, status: int, message: str) -> None:
     if status in (401, 403):
         raise ConfigError(f"{url} wants an API key, or another one; give it with --api-key-file FILE ({message})")
     if status in (429, 503):
-        raise ConfigError(f"{url} takes no requests now ({status}: {message}); try again later")
+        raise (NotReadyError if status == 503 else ConfigError)(
+            f"{url} takes no requests now ({status}: {message}); try again later"
+        )
     raise ConfigError(f"{url} answered {status}: {message or 'without a reason'}; is it an OpenAI-compatible server?")
 
 
@@ -264,7 +286,7 @@ def _parsed(text: bytes) -> Mapping[str, Any]:
 
 
 def _message_in(text: bytes) -> str:
-    """What a refusal says, or its beginning where it is no JSON."""
+    """Message in a refusal, or its beginning where it is not JSON."""
     return _message_of(_parsed(text)) or text[:_MOST_MESSAGE].decode("utf-8", "replace").strip()
 
 

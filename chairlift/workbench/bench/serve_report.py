@@ -25,7 +25,7 @@ LABELS: Final = {
     "queueing": "until it begins",
     "server_queue": "in the queue, as the server says",
 }
-"""What the times are, in words."""
+"""Names of the times, in words."""
 _COMPARED_LABELS: Final = {
     "request_throughput": "requests/s",
     "output_throughput": "output tokens/s",
@@ -99,7 +99,7 @@ def _own(run: ServeRun, figures: Figures) -> dict[str, Any]:
         "shorter_answers": figures.shorter,
         "cached_tokens": figures.cached_tokens,
         "preemption_rate": figures.preemption_rate,
-        "itl_between": "tokens" if figures.counted else "chunks",
+        "itl_between": "tokens" if figures.counted else "events",
         "errors_by_kind": [{"kind": kind, "count": count, "example": text} for kind, count, text in figures.errors],
         **_spelled("queueing", figures.times["queueing"]),
         **_spelled("server_queue", figures.times["server_queue"]),
@@ -159,8 +159,10 @@ def times_table(figures: Figures, caption: str = "") -> Table:
     rows = []
     for name, label in LABELS.items():
         stats = figures.times[name]
+        if stats is None and name in ("tpot", "itl") and figures.whole:
+            rows.append([label, *["-"] * len(_STATS)])
         if stats is not None:
-            between = "between chunks" if name == "itl" and not figures.counted else label
+            between = "between events (ITL, as vLLM's)" if name == "itl" and not figures.counted else label
             rows.append([between, *(f"{getattr(stats, stat):,.1f}" for stat in _STATS)])
     return Table(["ms", *_STATS], rows, caption)
 
@@ -173,7 +175,7 @@ def sweep_table(runs: Iterable[tuple[str, Figures]]) -> Table:
         row = [label, f"{figures.request_throughput:.2f}", f"{figures.output_throughput:,.1f}"]
         row.append("" if figures.goodput is None else f"{figures.goodput:.2f}")
         for stats in (figures.times["ttft"], figures.times["tpot"]):
-            row += ["", ""] if stats is None else [f"{stats.p50:,.1f}", f"{stats.p99:,.1f}"]
+            row += ["-", "-"] if stats is None else [f"{stats.p50:,.1f}", f"{stats.p99:,.1f}"]
         row.append("" if figures.preemption_rate is None else f"{figures.preemption_rate:.1%}")
         rows.append([*row, f"{figures.failed:,}"])
     return Table(header, rows, "rates per second, times in ms")

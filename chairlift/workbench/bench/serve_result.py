@@ -1,4 +1,4 @@
-"""What the outcomes of a run add up to: figures, the record with vLLM's keys, lines for people, ratios.
+"""Results of a run, added up from its outcomes: figures, the record with vLLM's keys, lines for people, ratios.
 
 No figure is an average over requests that failed, that the client left as its trace says, or that Ctrl-C cut off.
 """
@@ -52,7 +52,7 @@ def parse_goodput(items: Sequence[str]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stats:
-    """Of a time in ms, over requests (of the time between tokens: over all tokens)."""
+    """Statistics of a time in ms, over requests; of the time between events with tokens, over all events."""
 
     mean: float
     median: float
@@ -73,7 +73,7 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of one run. Rates are per second of the whole run."""
+    """Figures of one run. Rates are per second of the whole run."""
 
     completed: int
     failed: int
@@ -88,7 +88,7 @@ class Figures:
     output_throughput: float
     total_token_throughput: float
     max_output_tokens_per_s: float
-    """Of the busiest second, counted from the start."""
+    """Output tokens in the busiest second; seconds are counted from the start."""
     max_concurrent_requests: int
     goodput: float | None
     """Requests per second within all limits; None without limits."""
@@ -96,19 +96,21 @@ class Figures:
     times: Mapping[str, Stats | None]
     """By vLLM's names (ttft, tpot, itl, e2el), and ``queueing`` (until the reply's headers) and ``server_queue``."""
     counted: bool
-    """Whether the time between tokens is that: else between chunks of tokens."""
+    """Whether the time between events is that between tokens: else events had several tokens, or nobody knows."""
+    whole: int
+    """Answers of several tokens that came whole, and so have no time per token."""
     shorter: int
     """Answers that ended before the length that was asked for."""
     preemption_rate: float | None
     """Share of the completed requests that were preempted at least once; None where nobody says."""
     lateness: Stats | None
-    """Of sending, behind the time it was due; of requests that nothing held back. None without a client."""
+    """Time from when a request was due to its sending, for requests that nothing held back. None without a client."""
     cpu_share: float | None
     errors: Sequence[tuple[str, int, str]]
     """Kind, how many, and one example of its message; the most frequent first."""
 
     def doubts(self, run: ServeRun) -> Iterator[str]:
-        """What to know before the figures are believed."""
+        """Warnings to read before the figures are believed."""
         late, paced = self.lateness, bool(run.load.requests) and run.load.requests[-1].arrival > 0
         if paced and late is not None and late.p99 > _LATE_MS:
             yield (
@@ -123,10 +125,12 @@ class Figures:
                 "less often, and time in its queue stays hidden"
             )
         if self.completed and not self.counted:
-            yield "the server does not say how many tokens a chunk has: ITL is the time between chunks"
-        tpot, itl = self.times["tpot"], self.times["itl"]
-        if tpot is not None and (itl is None or itl.mean == 0):
-            yield "answers came whole: TPOT and ITL say nothing about them"
+            yield (
+                "an event may have several tokens: ITL is the time between events, one gap for each, as vllm bench"
+                " serve counts it"
+            )
+        if self.whole:
+            yield f"{self.whole:,} of {self.completed:,} answers came whole: they have no TPOT and no ITL"
         if self.shorter:
             hint = "" if run.server.dialect.ignore_eos else "; --ignore-eos asks for exact lengths"
             yield f"{self.shorter:,} of {self.completed:,} answers ended before the length that was asked for{hint}"
@@ -177,6 +181,7 @@ def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
         good=good,
         times={name: Stats.of(values) for name, values in latencies(run).items()},
         counted=all(each.counted for each in done),
+        whole=sum(each.came_whole for each in done),
         shorter=sum(each.output_tokens < each.wanted_tokens for each in done),
         preemption_rate=sum(preempted) / len(preempted) if preempted else None,
         lateness=Stats.of(late),
@@ -221,7 +226,7 @@ COMPARED: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of a figure of the second server over that of the first."""
+    """Second server's value divided by the first's."""
 
     ratio: float
     """Geometric mean over the rounds."""

@@ -1,4 +1,4 @@
-"""What is sent in ``bench serve`` and ``bench offline``, to whom, and what became of it."""
+"""Data of a run of ``bench serve`` or ``bench offline``: the requests, the target that answers, the outcomes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from chairlift.errors import ConfigError
 from chairlift.replay.traced_request import TracedRequest, prompt_token_ids
+from chairlift.workbench.workload.texts import Said
 
 __all__ = ["Dialect", "Load", "Outcome", "Progress", "ServeRun", "Status", "Target", "Watch", "fit", "quiet_collector"]
 
@@ -28,20 +30,20 @@ _PERIOD: Final = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Which of the fields that help measuring a server takes."""
+    """Request fields that help to measure, as far as a server accepts them."""
 
     chat: bool
     vocab_size: int = 0
     """Prompts are token ids below this; with 0 they are text."""
     words: tuple[float, float] = (0.0, 1.0)
-    """Of text: tokens that every prompt has besides its words, and tokens per word."""
+    """Token counts of text prompts: tokens that every prompt has besides its words, and tokens per word."""
     ignore_eos: bool = False
     usage: bool = True
     continuous_usage: bool = True
     timing: bool = False
 
     def common(self, other: Dialect) -> Dialect:
-        """What both servers take, so that both are asked the same."""
+        """Dialect that both servers accept, so that both are asked the same."""
         return Dialect(
             chat=self.chat,
             vocab_size=min(self.vocab_size, other.vocab_size),
@@ -72,7 +74,7 @@ class Dialect:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Target:
-    """Who answers: a server, or an engine in this process."""
+    """Target that answers the requests: a server, or an engine in this process."""
 
     url: str = "in process"
     model: str = ""
@@ -83,12 +85,12 @@ class Target:
     """As vLLM's records name the way it is spoken to."""
     dialect: Dialect = Dialect(chat=False)
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What it does not take, in words."""
+    """Features that the target refuses, in words."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is sent, and how."""
+    """Requests to send, and how to send them."""
 
     requests: Sequence[TracedRequest]
     max_concurrency: int | None = None
@@ -98,13 +100,15 @@ class Load:
     """Whether class, tenant and limits of the requests are sent."""
     salt: int = 0
     """Changes what the prompts say: the same requests with another salt meet no cache that knows them. Below 2**60."""
+    said: Sequence[Said] | None = None
+    """Content of each request, from a data set of texts. None: prompts are made up, with the requests' lengths."""
     shortened: int = 0
     """Requests that were cut to what the server has room for."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What became of one request. Times are seconds of the client's monotonic clock; 0: it did not come to that."""
+    """Result of one request. Times are seconds of the client's monotonic clock; 0: the request did not get so far."""
 
     index: int
     """Place in the workload."""
@@ -119,7 +123,7 @@ class Outcome:
     start: float = 0.0
     headers: float = 0.0
     end: float = 0.0
-    """Of the last chunk with a choice in it."""
+    """Time of the last chunk with a choice; of a request that did not complete, the time when it was given up."""
     times: list[float] = dataclasses.field(default_factory=list)
     """When chunks with new tokens came."""
     counts: list[int] = dataclasses.field(default_factory=list)
@@ -135,7 +139,7 @@ class Outcome:
     finish_reason: str | None = None
     status: Status = "unfinished"
     kind: str = ""
-    """Of error; empty unless it failed. The same for the next."""
+    """Kind of error; empty unless the request failed. So is ``message``."""
     message: str = ""
 
     @property
@@ -144,8 +148,9 @@ class Outcome:
 
     @property
     def counted(self) -> bool:
-        """Whether it is known which chunk had how many tokens. An end-of-sequence token has no chunk of its own."""
-        return self.completion_tokens is not None and 0 <= self.completion_tokens - sum(self.counts) <= 1
+        """Whether each event is known to have one token. An end-of-sequence token has no event of its own."""
+        told = self.completion_tokens is not None and 0 <= self.completion_tokens - sum(self.counts) <= 1
+        return told and (self.came_whole or max(self.counts, default=1) == 1)
 
     @property
     def ttft(self) -> float:
@@ -158,21 +163,24 @@ class Outcome:
         return self.end - self.start
 
     @property
+    def came_whole(self) -> bool:
+        """Whether all tokens came in one event, as those of a static batch do: none has a time of its own."""
+        return self.output_tokens > 1 and len(self.times) == 1
+
+    @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None for an answer of one token."""
-        return (self.end - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+        """Seconds per token after the first; None for an answer of one token, and for one that came whole."""
+        if self.output_tokens < 2 or self.came_whole:
+            return None
+        return (self.end - self.times[0]) / (self.output_tokens - 1)
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between tokens: of n that came in one chunk, n - 1 came 0 s after the one before.
+        """Seconds between events with tokens, one gap per event after the first, however many tokens an event has.
 
-        Between chunks, where it is not known how many tokens they had (``counted``).
+        That is the convention of ``vllm bench serve``. An answer that came whole has none.
         """
-        gaps: list[float] = [0.0] * (self.counts[0] - 1) if self.counts and self.counted else []
-        for before, now, count in zip(self.times, self.times[1:], self.counts[1:], strict=False):
-            gaps.append(now - before)
-            gaps += [0.0] * (count - 1 if self.counted else 0)
-        return gaps
+        return [] if self.came_whole else [now - before for before, now in itertools.pairwise(self.times)]
 
     def fail(self, kind: str, message: str) -> None:
         """It is not answered."""
@@ -188,7 +196,7 @@ Watch = Callable[[str, int], contextlib.AbstractContextManager[Progress]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRun:
-    """What was made of a :class:`Load`."""
+    """Result of sending a :class:`Load`."""
 
     server: Target
     load: Load
@@ -200,7 +208,7 @@ class ServeRun:
     seconds: float
     """Until the last request ended."""
     cpu_share: float | None
-    """Of one processor, that the client took; None where it is no process of its own."""
+    """Share of one processor that the client took; None where the client is no process of its own."""
     interrupted: bool
 
 
@@ -229,7 +237,7 @@ def fit(requests: Sequence[TracedRequest], most_tokens: int | None) -> tuple[lis
 
 @contextlib.contextmanager
 def quiet_collector() -> Iterator[None]:
-    """What is there already is not looked through again and again while times are taken."""
+    """Context in which the garbage collector skips objects that exist already: scans would disturb the times."""
     gc.freeze()
     try:
         yield

@@ -59,7 +59,7 @@ _MOST: Final = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shapes:
-    """What to measure: products, and the attention and output heads of models."""
+    """Shapes to measure: products, and models for their attention and output heads."""
 
     products: tuple[Product, ...]
     models: tuple[ModelShape, ...]

@@ -35,7 +35,7 @@ llm.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
 marks.append(time.monotonic())
 print(json.dumps(marks))
 """
-"""What the first process runs; its clock is the system's, so its times can be compared with its parent's."""
+"""Program of the first process; its clock is the system's, so its times can be compared with its parent's."""
 _PHASES: Final = ("interpreter", "import", "load", "first token")
 _SERVED: Final = ("server ready", "first token over HTTP")
 _LOOK: Final = 0.01

@@ -1,12 +1,14 @@
 """``chairlift tune``: what does batching do for this traffic, and with which settings? One answer, from real runs.
 
 The simulator, fitted on steps of this machine, looks at many settings; the real engine runs the few that matter, side
-by side. Where the two disagree, the real runs decide.
+by side. Where the two disagree, the real runs decide: what is claimed is what real runs showed. Where the simulator
+does not fit this machine, none of its figures is used, and real runs look at settings instead (``tune_measured``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -17,30 +19,34 @@ from chairlift.engine.clock import Clock
 from chairlift.errors import ConfigError
 from chairlift.replay.machines import ModelShape
 from chairlift.workbench.bench.serve_run import fit
-from chairlift.workbench.bench.tune_lab import Lab, MakeCore, Traffic
-from chairlift.workbench.bench.tune_search import GOODPUT, PREEMPTED, Judge, Score, Space, search, shortfall
-from chairlift.workbench.bench.tune_state import Figures, Setting, State
+from chairlift.workbench.bench.tune_lab import TRUSTED, Lab, MakeCore, Traffic
+from chairlift.workbench.bench.tune_measured import longest_run, measured_candidates, measured_score
+from chairlift.workbench.bench.tune_search import GOODPUT, KEEPING, PREEMPTED, Judge, Score, Space, search, shortfall
+from chairlift.workbench.bench.tune_state import FIRST_LOOK, Figures, Setting, State
 from chairlift.workbench.workload.trace import TracedRequest
 
-__all__ = ["SEARCHED", "Findings", "Question", "Ratio", "tune"]
+__all__ = ["SEARCHED", "Findings", "Question", "Ratio", "Refuted", "claimed_rate", "refuted_by", "tune"]
 
 SEARCHED: Final = tuple(field.name for field in dataclasses.fields(Setting) if field.name != "batching")
 """Settings that are searched, unless they are given."""
 
 _MOST_SIMULATED: Final = 2000
 _LEAST_PACED: Final = 100
-_LEARN_UNTIL, _SEARCH_UNTIL, _ROUNDS_UNTIL, _PACE_UNTIL, _ONE_PACED = 0.12, 0.45, 0.8, 0.96, 0.08
+_LEARN_UNTIL, _SEARCH_UNTIL, _ROUNDS_UNTIL, _PACE_UNTIL, _ONE_PACED = 0.12, 0.45, 0.8, 0.96, 0.1
 """Shares of the time limit: when each part ends, and what one run at a given rate may take."""
 _ROUNDS, _MOST_ROUNDS, _NARROW = 3, 5, 0.1
 _OFF: Final = 0.2
 _ALIKE: Final = 1.02
 _SLACK: Final = 1.15
-_STEPS_DOWN: Final = (1.0, 0.85, 0.7)
+_MOST_RATES: Final = 6
+_DOWN, _BELOW = 0.85, 0.95
+"""After a rate that was refuted: of that rate, and of the rate at which its run got requests through."""
+_CHECKED: Final = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked."""
+    """Question that a tuning answers: traffic, promises, fixed settings and a time limit."""
 
     requests: Sequence[TracedRequest]
     users: int | None = None
@@ -54,7 +60,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of two settings' throughputs, side by side in each round: mean, and its 95 % interval by bootstrap."""
+    """Ratio of two settings' throughputs, side by side in each round: mean, and its 95 % interval by bootstrap."""
 
     mean: float
     low: float
@@ -66,6 +72,22 @@ class Ratio:
         rng = random.Random(0)
         means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(2000))
         return cls(statistics.fmean(values), means[49], means[-50], len(values))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refuted:
+    """A rate at which a real run broke promises."""
+
+    setting: str
+    """In words."""
+    rate: float
+    """Requests that came per second."""
+    completed: float
+    """Requests that ended per second."""
+    goodput: float | None
+    preemption_rate: float
+    keeping: float
+    """Requests that ended / that came, late in the run."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -85,8 +107,15 @@ class Findings:
     settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
     scores: dict[str, Score] = dataclasses.field(default_factory=dict)
     """By role, simulated."""
+    trusted: bool = True
+    """Whether the simulator fits this machine now; else no simulated figure is used."""
+    fit_error: float | None = None
+    """Median relative error of its cost model, on real steps of this traffic."""
     confirmed_rate: float | None = None
-    """Requests per second at which the real engine kept the promises with the chosen settings."""
+    """Highest rate, in requests per second, at which a real run of the chosen settings kept the promises, long enough
+    for a backlog to show, and below every rate at which a real run broke them."""
+    refuted: list[Refuted] = dataclasses.field(default_factory=list)
+    """Real runs that broke promises, of the chosen settings and of the candidates."""
     full_count: int = 0
     """Requests of each real run in which all come at once."""
     rounds: int = 0
@@ -99,21 +128,23 @@ class Findings:
     accuracy: dict[str, float] = dataclasses.field(default_factory=dict)
     """Simulated over measured throughput, by role."""
     by_slots: list[tuple[int, Figures]] = dataclasses.field(default_factory=list)
-    """The chosen settings with other max_num_seqs, simulated, all requests at once."""
+    """The chosen settings with other max_num_seqs, all requests at once: simulated, or measured where the simulator is
+    not trusted."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What a reader has to know besides."""
+    """Remarks that a reader needs besides the figures."""
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON, without the traffic itself."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["traffic"], fields["by_slots"]
+        fields["refuted"] = [dataclasses.asdict(each) for each in self.refuted]
         for name in ("settings", "ratios"):
             fields[name] = {role: dataclasses.asdict(value) for role, value in fields[name].items()}
         return fields | {"scores": {role: score._asdict() for role, score in self.scores.items()}}
 
 
 class _Timer:
-    """What is left of the time limit, and who is told."""
+    """Clock of the time limit. It reports the stage and the seconds left to ``say``."""
 
     def __init__(self, clock: Clock, limit: float, say: Callable[[str], None]) -> None:
         self._clock, self._begin, self.limit, self._say = clock, clock.now(), limit, say
@@ -174,13 +205,22 @@ def tune(
     findings.settings["default"] = defaults
     if state.deployment is None:
         _learn(findings, lab, timer)
-    judge = Judge(lab, findings.count, by_rate=findings.by_rate)
-    candidates = _search(findings, lab, judge, _space(pinned, most_rows), timer)
+    elif state.fit_error is None:
+        lab.check(defaults, min(findings.count, _CHECKED))
+    findings.trusted, findings.fit_error = lab.trusted, state.fit_error
+    judge, space = Judge(lab, findings.count, by_rate=findings.by_rate), _space(pinned, most_rows)
+    candidates = _search(findings, lab, judge, space, timer) if lab.trusted else _look(findings, lab, space, timer)
     _rounds(findings, lab, candidates, timer)
-    _choose(findings, lab, judge, candidates, timer)
-    for rows in sorted({*_space({}, most_rows).rows, findings.settings["chosen"].max_num_seqs}):
-        setting = dataclasses.replace(findings.settings["chosen"], max_num_seqs=rows)
-        findings.by_slots.append((rows, lab.simulate(setting, None, findings.count)))
+    if not lab.trusted:
+        for setting in (*findings.settings.values(), *candidates):
+            if longest_run(lab.state, setting) is None:
+                lab.measure(setting, None, min(findings.count, _CHECKED), FIRST_LOOK)
+    _best_static(findings, lab)
+    _choose(findings, lab, candidates, timer)
+    findings.trusted, findings.fit_error = lab.trusted, state.fit_error
+    if not lab.trusted:
+        findings.scores = {role: measured_score(lab, setting) for role, setting in findings.settings.items()}
+    _by_slots(findings, lab, _space({}, most_rows).rows)
     _conclude(findings, lab)
     return findings
 
@@ -188,7 +228,7 @@ def tune(
 def _learn(findings: Findings, lab: Lab, timer: _Timer) -> None:
     """The two baselines for real, on as many requests as the time permits, for the simulator to learn from."""
     settings = [findings.settings["static"], findings.settings["default"]]
-    seconds = sum(lab.simulate(setting, None, findings.count).seconds for setting in settings)
+    seconds = sum(lab.simulate(setting, None, findings.count).seconds for setting in settings)  # a first idea
     share = min(1.0, max(0.05, timer.left_until(_LEARN_UNTIL) / seconds))
     lab.learn(settings, max(1, round(share * findings.count)))
 
@@ -262,8 +302,24 @@ def _search(findings: Findings, lab: Lab, judge: Judge, space: Space, timer: _Ti
     return _candidates(findings, lab, judge)
 
 
+def _look(findings: Findings, lab: Lab, space: Space, timer: _Timer) -> list[Setting]:
+    """The best settings by real runs, best first; two of them, or one."""
+    timer.stage("2 of 5, real runs of several settings, since simulated ones would be off")
+    count = min(findings.count, max(2 * findings.settings["static"].max_num_seqs, _CHECKED))
+    candidates, scores = measured_candidates(
+        findings.settings, lab, space, count, lambda: timer.left_until(_SEARCH_UNTIL)
+    )
+    findings.scores |= scores
+    findings.tight = any(trial.figures.preemption_rate > 0 for trial in lab.state if trial.round is not None)
+    return candidates
+
+
 def _candidates(findings: Findings, lab: Lab, judge: Judge) -> list[Setting]:
-    """Of those that are nearly as good as the best the one with the shortest waits, then another that preempts less."""
+    """Settings to run for real, one or two, chosen by simulation.
+
+    The first has the shortest waits of those that are nearly as good as the best. The second, if any, differs clearly
+    from it and preempts at most half as many requests.
+    """
     scores = {setting: score for setting, score in judge.scores.items() if score.exact}
     ranked = sorted(scores, key=lambda setting: scores[setting], reverse=True)
     best = scores[ranked[0]]
@@ -300,14 +356,14 @@ def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: 
     """Real runs with all requests at once, side by side: in every round each setting once, in turned order."""
     timer.stage(f"4 of 5, real runs, {findings.traffic.crowd}")
     settings = _contestants(findings, candidates)
-    done = sorted({(trial.count, trial.round) for trial in lab.state if trial.round is not None and trial.rate is None})
+    done = sorted({(trial.count, trial.round) for trial in lab.state if (trial.round or 0) >= 0 and trial.beside})
     count = done[0][0] if done else _full_count(findings, lab, settings, timer)
     findings.full_count = count
 
     def complete(number: int) -> bool:
         return all(lab.state.find(setting, None, count, number) is not None for setting in settings)
 
-    longest = sum(lab.simulate(setting, None, findings.count).seconds for setting in settings) * count / findings.count
+    longest = sum(lab.expected_seconds(setting, None, findings.count) for setting in settings) * count / findings.count
     while findings.rounds < _MOST_ROUNDS:
         number = findings.rounds
         if not complete(number):
@@ -328,15 +384,15 @@ def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: 
 
 
 def _full_count(findings: Findings, lab: Lab, settings: Sequence[Setting], timer: _Timer) -> int:
-    """So many requests that three rounds fit into the time, if the simulator is right; but enough for two batches."""
-    seconds = sum(lab.simulate(setting, None, findings.count).seconds for setting in settings)
+    """So many requests that three rounds should fit into the time; but enough for two batches."""
+    seconds = sum(lab.expected_seconds(setting, None, findings.count) for setting in settings)
     share = timer.left_until(_ROUNDS_UNTIL) / (_ROUNDS * _SLACK * seconds)
     least = min(findings.count, 2 * findings.settings["static"].max_num_seqs)
     return max(least, min(findings.count, round(share * findings.count)))
 
 
 def _runs(findings: Findings, lab: Lab, setting: Setting) -> list[Figures]:
-    """Of each complete round."""
+    """Figures of each complete round."""
     runs = [lab.state.find(setting, None, findings.full_count, number) for number in range(findings.rounds)]
     return [trial.figures for trial in runs if trial is not None]
 
@@ -346,13 +402,22 @@ def _ratio(findings: Findings, lab: Lab, one: Setting, other: Setting) -> Ratio:
     return Ratio.of([a.output_tokens_per_second / b.output_tokens_per_second for a, b in pairs])
 
 
-def _choose(findings: Findings, lab: Lab, judge: Judge, candidates: list[Setting], timer: _Timer) -> None:
+def _best_static(findings: Findings, lab: Lab) -> None:
+    """Choose the best static size: the one with more throughput of the two that ran side by side."""
+    if findings.rounds:
+        settings = findings.settings
+        settings["static_best"] = max(
+            (settings[role] for role in ("static_best", "static")), key=lambda each: _median(_runs(findings, lab, each))
+        )
+
+
+def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Timer) -> None:
     """The real runs decide between the candidates and the defaults; then come the runs that latencies are read from."""
     settings, default = findings.settings, findings.settings["default"]
     timer.stage("5 of 5, real runs at a given rate")
     rated = list(dict.fromkeys([*candidates, default]))
     if findings.by_rate:
-        chosen = _confirm(findings, lab, judge, rated, timer)
+        chosen = _confirm(findings, lab, rated, timer)
     elif findings.rounds:
         rated = list(dict.fromkeys([*rated, settings["equal"]]))
         medians = {each: _median(_runs(findings, lab, each)) for each in rated}
@@ -362,17 +427,28 @@ def _choose(findings: Findings, lab: Lab, judge: Judge, candidates: list[Setting
             chosen = default  # nobody should have to keep a file of settings that change nothing
     else:
         chosen = rated[0]
-    if chosen != rated[0] and chosen != default:
+    if chosen != rated[0] and chosen != default and findings.trusted:
         findings.notes.append(
             f"The simulator preferred {rated[0].describe()}; in the real runs {chosen.describe()} did better, and they"
             " decide."
         )
-    settings["chosen"], findings.scores["chosen"] = chosen, judge.score(chosen, exact=True)
+    settings["chosen"], findings.scores["chosen"] = chosen, _score(findings, lab, chosen)
+    confirmed = claimed_rate(lab.state, lab.traffic, chosen)
     findings.pace = findings.traffic.rate or (
-        (findings.confirmed_rate or findings.scores["chosen"].rate) if findings.by_rate else None
+        (confirmed or findings.scores["chosen"].rate) if findings.by_rate else None
     )
     if findings.pace is not None:
         _paced(findings, lab, findings.pace, timer)
+    if findings.by_rate:
+        findings.confirmed_rate = claimed_rate(lab.state, lab.traffic, chosen)
+        findings.refuted = refuted_by(lab, [chosen, *rated])
+
+
+def _score(findings: Findings, lab: Lab, setting: Setting) -> Score:
+    """Score of a setting, by simulation where that is trusted, else by the real run of most requests."""
+    if lab.trusted:
+        return Judge(lab, findings.count, by_rate=findings.by_rate).score(setting, exact=True)
+    return measured_score(lab, setting)
 
 
 def _holds(runs: Sequence[Figures]) -> bool:
@@ -386,29 +462,84 @@ def _median(runs: Sequence[Figures]) -> float:
     return statistics.median(each.output_tokens_per_second for each in runs)
 
 
-def _confirm(findings: Findings, lab: Lab, judge: Judge, rated: list[Setting], timer: _Timer) -> Setting:
-    """The setting that keeps the promises at the highest rate on the real engine, and that rate."""
-    highest = judge.scores[rated[0]].rate
-    if highest is None:
-        findings.notes.append("No setting keeps the promises for 99 of 100 requests, not even when few requests come.")
+def _confirm(findings: Findings, lab: Lab, rated: list[Setting], timer: _Timer) -> Setting:
+    """The setting that keeps the promises at the highest rate on the real engine.
+
+    The simulator says where to start, or what real runs got through with all requests at once. After a rate that a run
+    refutes comes a lower one: below it, and below what that run got through.
+    """
+    rate = _first_rate(findings, lab, rated[0])
+    if rate is None:
         return rated[0]
-    for share in _STEPS_DOWN:
-        rate = highest * share
+    for attempt in range(_MOST_RATES):
         count = _paced_count(findings, timer, rate)
-        if count is None or timer.left_until(_PACE_UNTIL) < 1.2 * count / rate:
+        if count is None:
             break
-        for setting in rated if share == 1 else rated[:1]:
-            if timer.left_until(_PACE_UNTIL) >= 1.2 * count / rate and not shortfall(lab.measure(setting, rate, count)):
-                findings.confirmed_rate = rate
+        lower = rate * _DOWN
+        for setting in rated if attempt == 0 else rated[:1]:
+            if timer.left_until(_PACE_UNTIL) < 1.2 * count / rate and lab.state.find(setting, rate, count, 0) is None:
+                return rated[0]
+            figures = lab.measure(setting, rate, count)
+            if not shortfall(figures) and claimed_rate(lab.state, lab.traffic, setting) is not None:
                 return setting
-    findings.notes.append("That the promises are kept at the highest rate is simulated; no real run confirmed it.")
+            if shortfall(figures) and setting == rated[0]:
+                lower = min(lower, _BELOW * figures.requests_per_second)
+        rate = lower
     return rated[0]
+
+
+def _first_rate(findings: Findings, lab: Lab, setting: Setting) -> float | None:
+    if not lab.trusted:
+        runs = [each for each in lab.state if each.setting == setting and each.rate is None and each.round is not None]
+        return max((each.figures.requests_per_second for each in runs), default=None)
+    rate = _score(findings, lab, setting).rate
+    if rate is None:
+        findings.notes.append("No setting keeps the promises for 99 of 100 requests, not even when few requests come.")
+    return rate
 
 
 def _paced_count(findings: Findings, timer: _Timer, rate: float) -> int | None:
     """Requests that fit into one run at a rate; None when they would be too few to say anything."""
-    count = min(findings.count, int(rate * _ONE_PACED * timer.limit))
+    wanted = findings.traffic.enough(rate, findings.count)
+    count = min(wanted, int(rate * _ONE_PACED * timer.limit))
     return count if count >= min(_LEAST_PACED, findings.count) else None
+
+
+def claimed_rate(state: State, traffic: Traffic, setting: Setting) -> float | None:
+    """The highest rate at which a real run of the setting kept the promises; None where none did.
+
+    The run must have been long enough for a backlog to show, and no real run of the setting may have broken promises at
+    the same rate or a lower one.
+    """
+    runs = [each for each in state if each.setting == setting and each.rate is not None and each.round is not None]
+    broken = min((each.rate for each in runs if each.rate and shortfall(each.figures)), default=math.inf)
+    kept = [
+        each.rate
+        for each in runs
+        if each.rate is not None
+        and each.rate < broken
+        and not shortfall(each.figures)
+        and each.count >= traffic.enough(each.rate, 1)
+    ]
+    return max(kept, default=None)
+
+
+def refuted_by(lab: Lab, settings: Sequence[Setting]) -> list[Refuted]:
+    """Real runs of these settings at a rate that broke promises, the highest rate first."""
+    runs = [trial for trial in lab.state if trial.round is not None and trial.setting in set(settings)]
+    found = [
+        Refuted(
+            setting=trial.setting.describe(),
+            rate=trial.rate,
+            completed=trial.figures.requests_per_second,
+            goodput=trial.figures.goodput,
+            preemption_rate=trial.figures.preemption_rate,
+            keeping=trial.figures.keeping,
+        )
+        for trial in runs
+        if trial.rate is not None and shortfall(trial.figures)
+    ]
+    return sorted(found, key=lambda each: -each.rate)
 
 
 def _paced(findings: Findings, lab: Lab, pace: float, timer: _Timer) -> None:
@@ -416,9 +547,21 @@ def _paced(findings: Findings, lab: Lab, pace: float, timer: _Timer) -> None:
     findings.paced_count = count or findings.count
     for role in ("chosen", "static_best", "default", "static", "equal"):
         setting = findings.settings[role]
-        expected = lab.simulate(setting, pace, findings.paced_count).seconds
-        if count is not None and timer.left_until(_PACE_UNTIL) > 1.2 * expected:
+        expected = lab.expected_seconds(setting, pace, findings.paced_count)
+        known = lab.state.find(setting, pace, findings.paced_count, 0) is not None
+        if count is not None and (known or timer.left_until(_PACE_UNTIL) > 1.2 * expected):
             lab.measure(setting, pace, count)
+
+
+def _by_slots(findings: Findings, lab: Lab, rows: Sequence[int]) -> None:
+    """The chosen settings with other numbers of slots, all requests at once."""
+    chosen = findings.settings["chosen"]
+    for slots in sorted({*rows, chosen.max_num_seqs}):
+        setting = dataclasses.replace(chosen, max_num_seqs=slots)
+        if lab.trusted:
+            findings.by_slots.append((slots, lab.simulate(setting, None, findings.count)))
+        elif (trial := longest_run(lab.state, setting)) is not None:
+            findings.by_slots.append((slots, trial.figures))
 
 
 # --- concluded -------------------------------------------------------------------------------------------------------
@@ -433,8 +576,18 @@ def _conclude(findings: Findings, lab: Lab) -> None:
             f"Only the first {findings.count:,} of {len(findings.traffic.requests):,} requests were used; chairlift"
             " trace sample draws fewer that stand for all."
         )
+    if not findings.trusted:
+        notes.append(
+            f"The step model is off by {findings.fit_error or 0.0:.0%} (median) on this machine now, more than"
+            f" {TRUSTED:.0%}: no figure here is simulated, and fewer settings were tried. Is the machine quiet?"
+        )
+    _tell_of_rates(findings)
     if not findings.rounds:
-        notes.append("There was no time for real runs: all figures are simulated. Raise --time-limit.")
+        notes.append(
+            "There was no time for a round of real runs side by side"
+            + (": throughputs are simulated, and marked with ~." if findings.trusted else ", so there are no ratios.")
+            + " Raise --time-limit."
+        )
         return
     if findings.rounds < _ROUNDS:
         notes.append(
@@ -448,6 +601,8 @@ def _conclude(findings: Findings, lab: Lab) -> None:
         "default": _ratio(findings, lab, settings["chosen"], settings["default"]),
         "equal": _ratio(findings, lab, settings["equal"], settings["static"]),
     }
+    if not findings.trusted:
+        return
     for role, setting in settings.items():
         simulated = lab.simulate(setting, None, findings.full_count).output_tokens_per_second
         findings.accuracy[role] = simulated / _median(_runs(findings, lab, setting))
@@ -456,4 +611,22 @@ def _conclude(findings: Findings, lab: Lab) -> None:
         notes.append(
             f"The simulator was off by up to {max(worst, 1 / worst) - 1:.0%} here, so what is only simulated is worth"
             " little. Was the machine quiet?"
+        )
+
+
+def _tell_of_rates(findings: Findings) -> None:
+    """Say which rates real runs refuted, and that none confirmed one."""
+    for each in findings.refuted[:_MOST_RATES]:
+        kept = "" if each.goodput is None else f" the promises were kept for {each.goodput:.1%} of the requests,"
+        preempted = f" {each.preemption_rate:.1%} were preempted," if each.preemption_rate > PREEMPTED else ""
+        grew = f" the backlog grew ({each.keeping:.0%} kept up)," if each.keeping < KEEPING else ""
+        findings.notes.append(
+            f"Refuted by a real run: at {each.rate:.3g} requests/s,{kept}{preempted}{grew} and {each.completed:.3g}"
+            f" were completed per second ({each.setting})."
+        )
+    if findings.by_rate and findings.confirmed_rate is None:
+        findings.notes.append(
+            "No real run confirmed a rate that keeps the promises."
+            + ("" if findings.refuted else " There was no time for one that is far longer than the promise.")
+            + " Raise --time-limit."
         )

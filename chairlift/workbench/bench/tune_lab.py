@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,24 +20,31 @@ from chairlift.replay.machines import ModelShape
 from chairlift.replay.replay import RequestTiming, serve_trace, simulated_core
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.workbench.bench.offline import WARM_UP
-from chairlift.workbench.bench.tune_state import Figures, Setting, State, Trial, kept_latencies
+from chairlift.workbench.bench.tune_state import Figures, Setting, State, Trial, keeping_up, kept_latencies
 from chairlift.workbench.workload.trace import TracedRequest
 
-__all__ = ["Lab", "MakeCore", "Traffic"]
+__all__ = ["TRUSTED", "Lab", "MakeCore", "Traffic"]
 
 MakeCore = Callable[[Mapping[str, Any]], tuple[EngineCore, ModelLimits]]
 """An idle engine with these settings, and what its model allows."""
 
 _SEED: Final = 0
+_LONG: Final = 5.0
+"""Requests of a run come for so many times as long as the longest promise lasts."""
+_MOST_REPEATED: Final = 20_000
+_OTHER: Final = 0x1E37_79B9_7F4A_7C15
+_MOST_ID: Final = 1 << 62
+TRUSTED: Final = 0.2
+"""Median error of a cost model, relative, up to which its figures are used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is to be served. ``slo`` holds promises in ms, by the names of TracedRequest's fields."""
+    """Requests to serve. ``slo`` holds promises in ms, by the names of TracedRequest's fields."""
 
     requests: Sequence[TracedRequest] = dataclasses.field(repr=False)
     users: int | None = None
-    """Who send them in a closed loop; None: they come when they come."""
+    """Number of users that send them in a closed loop; None: requests do not wait for earlier answers."""
     slo: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,7 +62,7 @@ class Traffic:
 
     @property
     def crowd(self) -> str:
-        """Who is there in the runs that have no rate, in words."""
+        """Load in the runs that have no rate, in words: ``all at once``, or the number of users."""
         return "all at once" if self.users is None else f"{self.users} user{'s' * (self.users > 1)}"
 
     @property
@@ -67,19 +76,48 @@ class Traffic:
         """Tokens of the longest prompt and the longest answer together: what a static batch must have room for."""
         return max(each.prompt_tokens for each in self.requests) + max(each.output_tokens for each in self.requests)
 
+    @property
+    def longest_promise(self) -> float:
+        """Seconds of the longest promise about a first token or a whole request; 0.0 without any."""
+        promised = (ms for each in self.requests for ms in (each.ttft_ms, each.deadline_ms) if ms is not None)
+        return max(promised, default=0.0) / 1000
+
+    def enough(self, rate: float, least: int) -> int:
+        """Requests, ``least`` or more, after which a backlog at this rate could no longer hide behind a promise.
+
+        The requests come for several times as long as the longest promise lasts.
+        """
+        return max(least, min(_MOST_REPEATED, math.ceil(rate * _LONG * self.longest_promise) + 1))
+
     def at(self, rate: float | None, count: int) -> list[TracedRequest]:
         """The first ``count`` requests at a rate in requests per second: the gaps between them are all stretched alike,
         so that these come at that rate. None: all at once. Those without times of their own get those of a Poisson
-        process.
+        process. Where ``count`` is more than there are, they come again, as other requests of the same lengths.
         """
-        requests = self.requests[:count]
+        requests = [self._again(place) for place in range(count)] if count > len(self.requests) else self.requests
+        requests = requests[:count]
         times = [0.0] * len(requests)
         if rate is not None and len(requests) > 1:
             own = np.array([request.arrival for request in requests])
-            if own[-1] == own[0]:
+            if own[-1] == own[0] or self.requests[-1].arrival == self.requests[0].arrival:
                 own = np.cumsum(np.random.default_rng(_SEED).exponential(1.0, len(requests)))
             times = ((own - own[0]) * ((len(requests) - 1) / (own[-1] - own[0]) / rate)).tolist()
         return [dataclasses.replace(request, arrival=time) for request, time in zip(requests, times, strict=False)]
+
+    def _again(self, place: int) -> TracedRequest:
+        """The request at a place of the traffic repeated; of each time it is another, which no cache knows."""
+        turn, at = divmod(place, len(self.requests))
+        request = self.requests[at]
+        if not turn:
+            return request
+        span = self.requests[-1].arrival - self.requests[0].arrival
+        gap = span / max(1, len(self.requests) - 1)
+        return dataclasses.replace(
+            request,
+            arrival=request.arrival + turn * (span + gap),
+            prefix_ids=tuple((each + turn * _OTHER) % _MOST_ID for each in request.prefix_ids),
+            session=f"{request.session} again {turn}" if request.session else "",
+        )
 
 
 class Lab:
@@ -103,6 +141,7 @@ class Lab:
         self.simulations = self.runs = 0
         self._config = EngineConfig.from_flat(fixed)
         self._steps: list[tuple[StepFeatures, float]] = []
+        self._errors: list[float] = []
         self._shape: ModelShape | None = None
 
     def fit(self, machine: str, shape: ModelShape) -> None:
@@ -116,20 +155,53 @@ class Lab:
         """Serve this very traffic with some settings, all requests at once, and learn from those steps too."""
         if self.deployment is None:
             raise InvariantError("nothing was fitted before")
+        served: list[tuple[StepFeatures, float]] = []
         for setting in settings:
             core, limits = self._make_core({**self._fixed, **setting.flat()})
             serve_trace(core, self.traffic.at(None, count), limits, max_concurrency=self.traffic.users)
-            records = list(core.step_log)
-            # From end to end, since work is always there: what the loop does between two steps takes time as well.
-            self._steps += [(each.features, each.end - last.end) for last, each in itertools.pairwise(records)]
+            served += _steps_of(core)
             core.shutdown()
+        self._steps += served
         cost = fit_steps(self._steps, self._shape)
         validity = describe_fit(cost, self._steps)
         self.deployment = self.state.deployment = dataclasses.replace(self.deployment, cost=cost, validity=validity)
+        self._compare(served)
         self.state.save()
 
+    def check(self, setting: Setting, count: int) -> None:
+        """Serve some requests, to see whether a cost model from an earlier command still fits this machine."""
+        core, limits = self._make_core({**self._fixed, **setting.flat()})
+        try:
+            serve_trace(core, WARM_UP, limits)
+            serve_trace(core, self.traffic.at(None, count), limits, max_concurrency=self.traffic.users)
+            self._compare(_steps_of(core))
+        finally:
+            core.shutdown()
+        self.state.save()
+
+    def _compare(self, steps: Sequence[tuple[StepFeatures, float]]) -> None:
+        """Note how far the cost model is from real steps of this traffic."""
+        if self.state.deployment is not None:
+            self._errors += self.state.deployment.cost.errors(steps)
+            if self._errors:
+                self.state.fit_error = statistics.median(self._errors)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the cost model fits this machine now, as far as is known: else no simulated figure is to be used."""
+        return self.state.fit_error is None or self.state.fit_error <= TRUSTED
+
+    def expected_seconds(self, setting: Setting, rate: float | None, count: int) -> float:
+        """How long a real run will take: simulated, or by what real runs took where the simulator is not trusted."""
+        if self.trusted:
+            return self.simulate(setting, rate, count).seconds
+        runs = [trial for trial in self.state if trial.round is not None and trial.rate is None]
+        known = [trial for trial in runs if trial.setting == setting] or runs
+        per_request = max((trial.figures.seconds / trial.count for trial in known), default=0.0)
+        return max(count * per_request, 0.0 if rate is None else count / rate)
+
     def room(self) -> tuple[int, int, int]:
-        """Of the engine: the most tokens of one request, tokens in all of the KV cache, and tokens per block."""
+        """Room of the engine, in tokens: the most of one request, all of the KV cache, and one block."""
         core, limits = self._simulated(max_num_seqs=self._most_rows)
         capacity = core.kv.capacity_tokens
         return min(limits.max_model_len, capacity + 1), capacity, core.executor.block_size
@@ -141,7 +213,7 @@ class Lab:
         return simulated_core(self.deployment, dataclasses.replace(self._config, scheduler=scheduler))
 
     def simulate(self, setting: Setting, rate: float | None, count: int) -> Figures:
-        """What the simulator says of a setting under the first ``count`` requests at a rate (None: all at once)."""
+        """Simulated figures of a setting, for the first ``count`` requests at a rate per second (None: all at once)."""
         known = self.state.find(setting, rate, count, None)
         if known is not None:
             return known.figures
@@ -152,7 +224,7 @@ class Lab:
         return trial.figures
 
     def measure(self, setting: Setting, rate: float | None, count: int, round_: int = 0) -> Figures:
-        """What the real engine makes of it, warmed up."""
+        """Measured figures of a setting: the same on the real engine, warmed up."""
         known = self.state.find(setting, rate, count, round_)
         if known is not None:
             return known.figures
@@ -160,6 +232,8 @@ class Lab:
         try:
             serve_trace(core, WARM_UP, limits)
             trial = self._serve(core, limits, setting, rate, count, round_)
+            if rate is None:
+                self._compare(_steps_of(core))
         finally:
             core.shutdown()
         self.runs += 1
@@ -183,9 +257,15 @@ class Lab:
             rate=rate,
             count=count,
             round=round_,
-            figures=Figures.of(served),
+            figures=Figures.of(served, 1.0 if rate is None else keeping_up(timings, core.clock.now())),
             latencies=[] if round_ is None else kept_latencies(timings),
         )
         if self.state.deployment is not None:  # what a first idea says is soon out of date
             self.state.add(trial)
         return trial
+
+
+def _steps_of(core: EngineCore) -> list[tuple[StepFeatures, float]]:
+    """The last steps of a core that always had work, and the seconds of each: from the end of the step before it to its
+    own end, since what the loop does between two steps takes time as well."""
+    return [(each.features, each.end - last.end) for last, each in itertools.pairwise(list(core.step_log))]

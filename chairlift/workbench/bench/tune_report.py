@@ -1,4 +1,4 @@
-"""What a tuning found out, for people: the verdict, lines for the terminal, a page, and the settings as a file."""
+"""Report of a tuning, for people: the verdict, lines for the terminal, a page, and the settings as a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from chairlift.config import BUNDLED_MODEL
 from chairlift.workbench.bench import plots
 from chairlift.workbench.bench.machine import Machine
 from chairlift.workbench.bench.report import Block, Facts, Report, Section, Table, Text
-from chairlift.workbench.bench.tune import Findings, Ratio
+from chairlift.workbench.bench.tune import Findings, Ratio, claimed_rate
+from chairlift.workbench.bench.tune_measured import longest_run
 from chairlift.workbench.bench.tune_search import GOODPUT, PREEMPTED, shortfall
 from chairlift.workbench.bench.tune_state import Figures, Setting, State, Trial
 
@@ -34,8 +35,8 @@ for everybody, and times say little more than throughput does.
 Time to first token counts from when a request is sent. Time per token is the mean over the rest of its answer. p99
 means that 99 of 100 requests were faster.
 
-Static batches start together and end together: what most simple servers do. The best size for them was looked for too,
-so that neither side is at a disadvantage."""
+Static batches start together and end together: what most simple servers do. The best size for them is the best that
+was measured."""
 _SMALL: Final = 1.1
 """A gain in throughput below this is called small,"""
 _UNSURE: Final = 1.25
@@ -63,7 +64,7 @@ class Answer:
     """Settings that were given."""
     machine: Machine
     price: float
-    """Of the machine, per hour."""
+    """Price of the machine per hour."""
     command: str
     output: Path
 
@@ -76,13 +77,15 @@ class Column:
     title: str
     setting: Setting
     full: Figures
-    """All requests at once: the medians of the real runs, or simulated."""
+    """All requests at once: the medians of the real runs side by side, or one real run, or simulated."""
     paced: Figures | None
-    """At the pace of the traffic."""
+    """At the pace of the traffic; None where it has none, or nothing is known of this side."""
     full_measured: bool
     paced_measured: bool
     rate: float | None
-    """Requests per second up to which promises are kept, simulated but for the chosen one; None where none is."""
+    """Requests per second up to which promises are kept; None where none is known."""
+    rate_measured: bool
+    """Whether real runs confirmed that rate."""
     tokens_per_second: float | None
     """Output tokens that it may be asked for: at that rate, or all at once where nothing is promised."""
     latencies: list[float]
@@ -97,7 +100,7 @@ class Column:
         return self.paced_measured if self.paced else self.full_measured
 
     def cost(self, price: float) -> float | None:
-        """Of a million output tokens, for a price per hour."""
+        """Cost of a million output tokens, for a price per hour; None without output."""
         return price / 3600 / self.tokens_per_second * 1e6 if self.tokens_per_second else None
 
 
@@ -117,23 +120,50 @@ def _column(answer: Answer, role: str, setting: Setting) -> Column:
     findings, state = answer.findings, answer.state
     found = [state.find(setting, None, findings.full_count, number) for number in range(findings.rounds)]
     runs = [trial for trial in found if trial is not None]
-    full = _median_figures([trial.figures for trial in runs]) if runs else _simulated(state, setting, None, findings)
+    single = longest_run(state, setting)
+    if runs:
+        full = _median_figures([trial.figures for trial in runs])
+    elif single is not None:
+        full = single.figures
+    else:
+        full = _simulated(state, setting, None, findings)
     paced_run = state.find(setting, findings.pace, findings.paced_count, 0) if findings.pace is not None else None
     paced = None
-    if findings.pace is not None:
+    if findings.pace is not None and (paced_run or findings.trusted):
         paced = paced_run.figures if paced_run else _simulated(state, setting, findings.pace, findings)
-    score = findings.scores[role]
-    rate, tokens = score.rate if score.keeps else None, full.output_tokens_per_second
-    if findings.by_rate:
-        if role == "chosen" and rate and findings.confirmed_rate:
-            rate, tokens = findings.confirmed_rate, score.value * findings.confirmed_rate / rate
-        else:
-            tokens = score.value if score.keeps else 0.0
+    rate, measured, tokens = _rate_of(answer, role, setting) if findings.by_rate else (None, False, None)
     title = f"{_TITLES[role]} ({setting.max_num_seqs})"
     if role == "chosen" and setting == findings.settings["default"]:
         title = f"chosen = defaults ({setting.max_num_seqs})"
-    latencies = paced_run.latencies if paced_run else [] if findings.pace is not None else _latencies(runs)
-    return Column(role, title, setting, full, paced, bool(runs), paced_run is not None, rate, tokens or None, latencies)
+    if role == "static" and setting == findings.settings["static_best"]:
+        title = f"best static ({setting.max_num_seqs})"
+    return Column(
+        role=role,
+        title=title,
+        setting=setting,
+        full=full,
+        paced=paced,
+        full_measured=bool(runs or single),
+        paced_measured=paced_run is not None,
+        rate=rate,
+        rate_measured=measured,
+        tokens_per_second=(tokens if findings.by_rate else full.output_tokens_per_second) or None,
+        latencies=paced_run.latencies if paced_run else [] if findings.pace is not None else _latencies(runs),
+    )
+
+
+def _rate_of(answer: Answer, role: str, setting: Setting) -> tuple[float | None, bool, float | None]:
+    """The highest rate that keeps promises, whether it was measured, and the output tokens per second at it."""
+    findings, state = answer.findings, answer.state
+    rate = claimed_rate(state, findings.traffic, setting)
+    if rate is not None and (role == "chosen" or not findings.trusted):
+        runs = [each for each in state if each.setting == setting and each.rate == rate and each.round is not None]
+        return rate, True, max(runs, key=lambda each: each.count).figures.output_tokens_per_second
+    score = findings.scores[role]
+    refuted = [each.rate for each in findings.refuted if each.setting == setting.describe()]
+    if not findings.trusted or not score.keeps or score.rate is None or min(refuted, default=math.inf) <= score.rate:
+        return None, False, None
+    return score.rate, False, score.value
 
 
 def _latencies(runs: Sequence[Trial]) -> list[float]:
@@ -148,21 +178,25 @@ def _median_figures(runs: Sequence[Figures]) -> Figures:
     return Figures(**fields)
 
 
-def _judged(answer: Answer, side: Column) -> tuple[Figures, float | None]:
-    """What it is judged by whether few are preempted, and at which rate: the highest that keeps promises, else that of
-    ``waits``; None where all come at once.
+def _judged(answer: Answer, side: Column) -> tuple[Figures, float | None, bool]:
+    """Figures that show whether few requests are preempted, the rate of their run, and whether they were measured.
+
+    The rate is the highest that keeps promises, else that of ``waits``; None where all come at once.
     """
     if not answer.findings.by_rate:
-        return side.full, None
+        return side.full, None, side.full_measured
     runs = [trial for trial in answer.state if trial.setting == side.setting and trial.rate == side.rate is not None]
-    run = max(runs, key=lambda trial: trial.round is not None, default=None)
-    return (side.waits, answer.findings.pace) if run is None else (run.figures, side.rate)
+    run = max(runs, key=lambda trial: (trial.round is not None, trial.count), default=None)
+    if run is None or (run.round is None and not answer.findings.trusted):
+        return side.waits, answer.findings.pace if side.paced else None, side.waits_measured
+    return run.figures, side.rate, run.round is not None
 
 
 def _preempted(answer: Answer, side: Column) -> str:
-    figures, rate = _judged(answer, side)
+    figures, rate, measured = _judged(answer, side)
     where = answer.findings.traffic.crowd if rate is None else f"at {rate:.3g}/s"
-    return f"{figures.preemption_rate:.1%} of the requests are preempted, {where}"
+    simulated = "" if measured else ", as simulated"
+    return f"{figures.preemption_rate:.1%} of the requests are preempted, {where}{simulated}"
 
 
 def _simulated(state: State, setting: Setting, rate: float | None, findings: Findings) -> Figures:
@@ -177,71 +211,102 @@ def _simulated(state: State, setting: Setting, rate: float | None, findings: Fin
 
 
 def serve_command(answer: Answer) -> str:
-    """What to run."""
+    """Command line that serves with the chosen settings."""
     model = "" if answer.model == BUNDLED_MODEL else f"{shlex.quote(answer.model)} "
     return f"chairlift serve {model}--config {shlex.quote(str(answer.output / 'chairlift.yaml'))}"
 
 
 def verdict(answer: Answer) -> str:
-    """What to run and why, in a few sentences."""
+    """Recommended command and the reasons, in a few sentences; whatever no real run showed is called simulated."""
     findings, sides = answer.findings, {column.role: column for column in columns(answer)}
     chosen = sides["chosen"]
     statics = [sides[role] for role in ("static", "static_best") if role in sides]
-    static = max(statics, key=lambda side: side.full.output_tokens_per_second)
+    static = max(statics, key=lambda side: (side.full_measured, side.full.output_tokens_per_second))
     gain = findings.ratios.get("static_best")
+    simulated = "" if gain or (chosen.full_measured and static.full_measured) else ", as simulated"
     if gain is None:
         value = chosen.full.output_tokens_per_second / static.full.output_tokens_per_second
         gain = Ratio(value, value, value, 0)
-    theirs = max((side.rate or 0.0 for side in statics), default=0.0)
-    more = chosen.rate / theirs if chosen.rate and theirs else math.inf if chosen.rate else 1.0
+    theirs = max(statics, key=lambda side: side.rate or 0.0)
+    more = chosen.rate / theirs.rate if chosen.rate and theirs.rate else math.inf if chosen.rate else 1.0
     better = (static.waits.goodput or 0.0) < GOODPUT <= (chosen.waits.goodput or 0.0) or more >= _SMALL
     small = (gain.mean < _SMALL or (gain.low < _SMALL and gain.mean < _UNSURE)) and not better
-    waits = chosen.waits.e2el_p99 / static.waits.e2el_p99 if static.waits.e2el_p99 else 1.0
-    simulated = "" if chosen.waits_measured else ", as simulated"
-    alike = chosen.waits_measured == static.waits_measured
-    latency = f"its p99 latency is {waits:.0%} of theirs{simulated}" if waits < 0.95 and alike else ""
+    latency = _latency_words(findings, chosen, static)
     command = serve_command(answer)
     if small:
         why = _why_small(findings)
         sentences = [
-            f"For this traffic static batching is as good: continuous batching gets {_times(gain)} the throughput."
+            "For this traffic static batching is as good: continuous batching gets"
+            f" {_times(gain)} the throughput{simulated}."
             + (f" {why}" if why else "")
             + (f" It answers sooner, though: {latency}." if latency else "")
             + f" Either will do; `{command}` runs it."
         ]
     else:
-        words = [f"{_times(gain)} the throughput of static batches at their best", latency]
+        words = [f"{_times(gain)} the throughput of static batches at their best{simulated}", latency]
         words = [*filter(None, words), _preempted(answer, chosen)]
         sentences = [f"Run `{command}`: {', and '.join(words[:-1])}; {words[-1]}."]
     if chosen.setting == findings.settings["default"]:
         sentences.append("The defaults are as good as anything that was tried.")
     sentences += _promise_sentences(answer, chosen, static, theirs)
-    judged, rate = _judged(answer, chosen)
-    others = [trial for trial in answer.state if trial.rate == rate and trial.setting.batching == "continuous"]
+    judged, rate, _ = _judged(answer, chosen)
+    others = [trial for trial in _shown(answer) if trial.rate == rate and trial.setting.batching == "continuous"]
     if min(each.preemption_rate for each in (judged, *(trial.figures for trial in others))) >= PREEMPTED:
         sentences.append(
             f"Warning: preemption cannot be held below {PREEMPTED:.0%} with this memory; give the KV cache more"
             " (--kv-cache-memory-bytes), or send shorter requests."
         )
-    if not chosen.full_measured:
+    if not findings.trusted:
+        sentences.append(
+            f"Nothing here is simulated: the step model is off by {findings.fit_error or 0.0:.0%} (median) on this"
+            " machine now."
+        )
+    elif all(trial.round is None for trial in answer.state):
         sentences.append("All of this is simulated: there was no time for real runs.")
     return " ".join(sentences)
 
 
-def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: float) -> list[str]:
-    """``theirs`` is the highest rate at which static batches keep the promises."""
+def _latency_words(findings: Findings, chosen: Column, static: Column) -> str:
+    """How much sooner it answers; empty where it does not, or where only one of the two was measured."""
+    waits = chosen.waits.e2el_p99 / static.waits.e2el_p99 if static.waits.e2el_p99 else 1.0
+    alike = chosen.waits_measured == static.waits_measured and (chosen.paced is None) == (static.paced is None)
+    simulated = "" if chosen.waits_measured else ", as simulated"
+    where = f", {findings.traffic.crowd}" if findings.pace is not None and chosen.paced is None else ""
+    return f"its p99 latency is {waits:.0%} of theirs{where}{simulated}" if waits < 0.95 and alike else ""
+
+
+def _shown(answer: Answer) -> list[Trial]:
+    """Trials whose figures may be used: no simulated ones where the simulator is not trusted."""
+    return [trial for trial in answer.state if trial.round is not None or answer.findings.trusted]
+
+
+def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: Column) -> list[str]:
+    """``theirs`` are the static batches that keep the promises at the highest rate."""
     findings = answer.findings
     if not findings.traffic.has_promises:
         return []
-    if not findings.by_rate or chosen.rate is None:
-        kept = chosen.waits.goodput or 0.0
-        ours = [trial.figures for trial in answer.state if trial.setting.batching == "continuous"]
-        words = f"{kept:.1%}, static batches for {static.waits.goodput or 0.0:.1%}."
+    hopeless = findings.trusted and findings.scores["chosen"].rate is None
+    if not findings.by_rate or (chosen.rate is None and (hopeless or not findings.refuted)):
+        kept, others = (
+            f"{side.waits.goodput or 0.0:.1%}{'' if side.waits_measured else ', as simulated'}"
+            for side in (chosen, static)
+        )
+        words = f"{kept}, static batches for {others}."
+        ours = [trial.figures for trial in _shown(answer) if trial.setting.batching == "continuous"]
         if any((figures.goodput or 0.0) >= GOODPUT for figures in ours):
             return [f"It keeps the promises for {words}"]
         return [f"No setting keeps the promises for 99 of 100 requests; this one keeps them for {words}"]
-    says = "" if findings.confirmed_rate else ", as simulated"
-    others = f"static batches {f'up to {theirs:.3g}' if theirs else 'at no rate'}, as simulated"
+    if chosen.rate is None:
+        lowest = findings.refuted[-1]
+        kept = "broke them" if lowest.goodput is None else f"kept them for {lowest.goodput:.1%} of the requests"
+        return [
+            f"No real run confirmed a rate that keeps the promises: at {lowest.rate:.3g} requests/s, a real run {kept}"
+            f" and completed {lowest.completed:.3g}/s."
+        ]
+    others = f"static batches {f'up to {theirs.rate:.3g}' if theirs.rate else 'at no rate'}"
+    others += "" if theirs.rate_measured or not findings.trusted else ", as simulated"
+    others = others if findings.trusted or theirs.rate else "of static batches no real run showed a rate"
+    says = "" if chosen.rate_measured else ", as simulated; no real run confirmed it"
     text = f"It keeps the promises for 99 of 100 requests up to {chosen.rate:.3g} requests/s{says}; {others}."
     own = findings.traffic.rate
     if own is not None and own > 1.02 * chosen.rate:
@@ -293,30 +358,37 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
         for side in sides:
             figures = side.waits if of_pace else side.full
             measured = side.waits_measured if of_pace else side.full_measured
-            cells.append(("" if measured else "~") + cell(figures))
+            known = not (of_pace and pace is not None and side.paced is None)
+            shown = cell(figures, side.setting) if known else "-"
+            cells.append(("" if measured or shown == "-" else "~") + shown)
         return [name, *cells]
 
     crowd = findings.traffic.crowd
     at = crowd if pace is None else f"at {pace:.3g}/s"
     rows = [
-        row(f"{crowd}: requests/s", lambda f: f"{f.requests_per_second:,.1f}"),
-        row(f"{crowd}: output tokens/s", lambda f: f"{f.output_tokens_per_second:,.0f}"),
-        row(f"{crowd}: preempted", lambda f: f"{f.preemption_rate:.1%}"),
+        row(f"{crowd}: requests/s", lambda f, _: f"{f.requests_per_second:,.1f}"),
+        row(f"{crowd}: output tokens/s", lambda f, _: f"{f.output_tokens_per_second:,.0f}"),
+        row(f"{crowd}: preempted", lambda f, _: f"{f.preemption_rate:.1%}"),
     ]
     for name, part in (("time to first token", "ttft"), ("time per token", "tpot"), ("whole request", "e2el")):
         rows.append(
             row(
                 f"{at}: {name}",
-                lambda f, part=part: _both(getattr(f, part + "_p50"), getattr(f, part + "_p99")),
+                lambda f, setting, part=part: (
+                    "-"
+                    if part == "tpot" and setting.batching == "static"
+                    else _both(getattr(f, part + "_p50"), getattr(f, part + "_p99"))
+                ),
                 of_pace=True,
             )
         )
     if pace is not None:
-        rows.append(row(f"{at}: preempted", lambda f: f"{f.preemption_rate:.1%}", of_pace=True))
+        rows.append(row(f"{at}: preempted", lambda f, _: f"{f.preemption_rate:.1%}", of_pace=True))
     if findings.traffic.has_promises:
         rows.append(
-            row(f"{at}: promises kept", lambda f: "-" if f.goodput is None else f"{f.goodput:.1%}", of_pace=True)
+            row(f"{at}: promises kept", lambda f, _: "-" if f.goodput is None else f"{f.goodput:.1%}", of_pace=True)
         )
+    rows = [row for row in rows if set(row[1:]) != {"-"}]  # of a pace at which no run was made
     if findings.by_rate:
         highest = [("none" if side.rate is None else f"{_mark(answer, side)}{side.rate:.3g}") for side in sides]
         rows.append(["highest rate that keeps promises, /s", *highest])
@@ -328,13 +400,14 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
         ]
     )
     caption = "The number of slots (max_num_seqs) is in brackets; ~ is simulated. Times are p50 / p99."
+    if any(side.setting.batching == "static" for side in sides):
+        caption += " A static batch hands answers out whole, so it has no time per token."
     return Table(["", *(side.title for side in sides)], rows, caption)
 
 
 def _mark(answer: Answer, side: Column) -> str:
-    """Of what follows from :attr:`Column.tokens_per_second` or the rate."""
-    confirmed = side.role == "chosen" and answer.findings.confirmed_rate
-    return "" if (confirmed if answer.findings.by_rate else side.full_measured) else "~"
+    """Prefix of a figure that follows from :attr:`Column.tokens_per_second` or the rate: ``~`` unless measured."""
+    return "" if (side.rate_measured if answer.findings.by_rate else side.full_measured) else "~"
 
 
 def _both(half: float, most: float) -> str:
@@ -370,17 +443,17 @@ def _sections(answer: Answer) -> Iterator[Section]:
 
 def _side_by_side(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
     yield _comparison(answer, sides)
-    names = [side.title for side in sides]
-    yield plots.bars(
-        names,
-        {"output tokens per second": [side.full.output_tokens_per_second for side in sides]},
+    yield from _bars(
+        [
+            (side, {"output tokens per second": side.full.output_tokens_per_second}, side.full_measured)
+            for side in sides
+        ],
         title=f"Throughput, {answer.findings.traffic.crowd}",
         y_label="output tokens per second",
     )
-    waits = [side.waits for side in sides]
-    yield plots.bars(
-        names,
-        {"p50": [each.e2el_p50 for each in waits], "p99": [each.e2el_p99 for each in waits]},
+    known = [side for side in sides if answer.findings.pace is None or side.paced is not None]
+    yield from _bars(
+        [(side, {"p50": side.waits.e2el_p50, "p99": side.waits.e2el_p99}, side.waits_measured) for side in known],
         title=f"Whole request, {_pace(answer)}",
         y_label="seconds",
     )
@@ -406,6 +479,22 @@ def _side_by_side(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
     yield Text("\n\n".join(" ".join(part.split()) for part in about.split("\n\n")))
 
 
+def _bars(
+    values: Sequence[tuple[Column, Mapping[str, float], bool]], *, title: str, y_label: str
+) -> Iterator[plots.Figure]:
+    """Bars of each side, with its values by series and whether they were measured: what was measured, and what was only
+    simulated, in charts of their own."""
+    for measured in (True, False):
+        shown = [(side, series) for side, series, seen in values if seen == measured]
+        if shown:
+            yield plots.bars(
+                [side.title for side, _ in shown],
+                {name: [series[name] for _, series in shown] for name in shown[0][1]},
+                title=title if measured else f"{title} (simulated)",
+                y_label=y_label,
+            )
+
+
 def _pace(answer: Answer) -> str:
     pace = answer.findings.pace
     return answer.findings.traffic.crowd if pace is None else f"at {pace:.3g} requests per second"
@@ -413,38 +502,46 @@ def _pace(answer: Answer) -> str:
 
 def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
     by_rate = answer.findings.by_rate
-    tried = [trial for trial in answer.state if (trial.rate is not None) == by_rate and trial.figures.requests]
-    points: dict[str, list[tuple[float, float, str]]] = {"simulated": [], "measured": []}
-    for trial in tried:
-        points["simulated" if trial.round is None else "measured"].append(_point(answer, trial))
+    tried = [
+        trial
+        for trial in _shown(answer)
+        # A static batch has no time per token.
+        if (trial.rate is not None) == by_rate
+        and trial.figures.requests
+        and (by_rate or trial.setting.batching != "static")
+    ]
+    measured = [_point(answer, trial) for trial in tried if trial.round is not None]
+    simulated = [_point(answer, trial) for trial in tried if trial.round is None]
+    points = {"simulated": simulated, "measured": measured}
     if by_rate:
         kept = [_point(answer, trial) for trial in tried if trial.round is None and not shortfall(trial.figures)]
-        points = {"breaks promises": points["simulated"], "keeps promises": kept, "measured": points["measured"]}
-        dearest = max((cost for _, cost, _ in kept + points["measured"]), default=math.inf)
-        points["breaks promises"] = [
-            point for point in points["breaks promises"] if point not in set(kept) and point[1] <= _DEAR * dearest
-        ]
-    best = _front([point for name, series in points.items() for point in series if name != "breaks promises"])
+        dearest = max((cost for _, cost, _ in kept + measured), default=math.inf)
+        broken = [point for point in simulated if point not in set(kept) and point[1] <= _DEAR * dearest]
+        points = {"simulated, breaks promises": broken, "simulated, keeps them": kept, "measured": measured}
+        simulated = kept
+    hollow = {name for name in points if name != "measured"}
+    points = {name: series for name, series in points.items() if series}
+    line = "best simulated" if simulated else "best measured"
     yield plots.scatter(
-        {**points, "best for its latency": best},
+        {**points, line: _front(simulated or measured)},
         title=f"Cost of a million output tokens, at {answer.price:g} per hour",
         x_label="whole request, p99, seconds" if by_rate else "time per output token, p99, milliseconds",
         y_label="cost",
-        connect={"best for its latency"},
-        hollow={"simulated", "breaks promises", "keeps promises"},
+        connect={line},
+        hollow=hollow,
     )
     yield Text(
         "Each outline is a setting in the simulator, each filled point a real run. Further left answers sooner, further"
-        " down costs less; nothing that was tried lies to the left of and below the line."
+        f" down costs less; the line joins the {line} ones."
         + (" Each point is at a rate of arrivals of its own. Dear ones that break promises are left out." * by_rate)
+        + (" Static batches, which have no time per token, are left out." * (not by_rate))
     )
-    if any(side.cost(answer.price) for side in sides):
-        yield plots.bars(
-            [side.title for side in sides],
-            {"cost": [side.cost(answer.price) or float("nan") for side in sides]},
-            title="Cost side by side, at the highest rate that keeps promises" if by_rate else "Cost side by side",
-            y_label="cost",
-        )
+    costs = [(side, cost) for side in sides if (cost := side.cost(answer.price)) is not None]
+    yield from _bars(
+        [(side, {"cost": cost}, side.rate_measured if by_rate else side.full_measured) for side, cost in costs],
+        title="Cost side by side, at the highest rate that keeps promises" if by_rate else "Cost side by side",
+        y_label="cost",
+    )
 
 
 def _point(answer: Answer, trial: Trial) -> tuple[float, float, str]:
@@ -464,6 +561,7 @@ def _front(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, floa
 
 def _preemption(answer: Answer) -> Iterator[Block]:
     findings, chosen = answer.findings, answer.findings.settings["chosen"]
+    how = "simulated" if findings.trusted else "measured"
     rows = [float(slots) for slots, _ in findings.by_slots]
     preempted = [100 * figures.preemption_rate for _, figures in findings.by_slots]
     throughput = [figures.output_tokens_per_second for _, figures in findings.by_slots]
@@ -471,31 +569,31 @@ def _preemption(answer: Answer) -> Iterator[Block]:
         limit = ([rows[0], rows[-1]], [100 * PREEMPTED] * 2) if rows else ([], [])
         yield plots.lines(
             {"preempted": (rows, preempted), "limit": limit},
-            title=f"Preempted requests, {findings.traffic.crowd}",
+            title=f"Preempted requests, {findings.traffic.crowd} ({how})",
             x_label="max_num_seqs",
             y_label="%",
         )
     yield plots.lines(
         {"output tokens per second": (rows, throughput)},
-        title=f"Throughput, {findings.traffic.crowd}",
+        title=f"Throughput, {findings.traffic.crowd} ({how})",
         x_label="max_num_seqs",
         y_label="output tokens per second",
     )
     yield Text(
-        f"Simulated, with everything else as chosen; {chosen.max_num_seqs} slots were chosen. "
+        f"{how.capitalize()}, with everything else as chosen; {chosen.max_num_seqs} slots were chosen. "
         + (
             "A preempted request gives its memory to others and is computed again, or waits in host memory. Above the"
             " limit, work is done twice."
             if findings.tight
-            else "Nothing was preempted with any number of slots: there is memory for all of them, and how much of it"
-            " is kept free does not matter."
+            else "Nothing was preempted in any run: there is memory enough, and how much of it is kept free does not"
+            " matter."
         )
     )
 
 
 def _tried(answer: Answer) -> Block:
     by_rate = answer.findings.by_rate
-    trials = [trial for trial in answer.state if (trial.rate is not None) == by_rate and trial.figures.requests]
+    trials = [trial for trial in _shown(answer) if (trial.rate is not None) == by_rate and trial.figures.requests]
     best: dict[tuple[object, bool], Trial] = {}
     for trial in trials:  # of each setting the best simulation and the best real run
         key = (trial.setting, trial.round is None)
@@ -513,20 +611,23 @@ def _tried(answer: Answer) -> Block:
         header,
         rows,
         caption=f"The best {len(rows)} of {len({trial.setting for trial in trials}):,} settings;"
-        f" {len(answer.state.trials):,} runs in all",
+        f" {len(_shown(answer)):,} runs in all; ~ is simulated",
     )
 
 
 def _tried_row(answer: Answer, trial: Trial) -> list[str]:
-    figures = trial.figures
+    figures, mark = trial.figures, "~" if trial.round is None else ""
+    tpot = "-" if trial.setting.batching == "static" else mark + _duration(figures.tpot_p99)
     return [
         trial.setting.describe(),
         "simulated" if trial.round is None else "measured",
         answer.findings.traffic.crowd if trial.rate is None else f"{trial.rate:.3g}",
-        f"{figures.output_tokens_per_second:,.0f}",
-        *map(_duration, (figures.ttft_p99, figures.tpot_p99, figures.e2el_p99)),
-        f"{figures.preemption_rate:.1%}",
-        "-" if figures.goodput is None else f"{figures.goodput:.1%}",
+        f"{mark}{figures.output_tokens_per_second:,.0f}",
+        mark + _duration(figures.ttft_p99),
+        tpot,
+        mark + _duration(figures.e2el_p99),
+        f"{mark}{figures.preemption_rate:.1%}",
+        "-" if figures.goodput is None else f"{mark}{figures.goodput:.1%}",
     ]
 
 
@@ -538,7 +639,6 @@ def _trust(answer: Answer) -> Iterator[Block]:
     findings, machine = answer.findings, answer.machine
     traffic = findings.traffic
     pace = traffic.crowd if traffic.rate is None else f"{traffic.rate:.3g} requests per second"
-    deployment = answer.state.deployment
     facts = {
         "Traffic": answer.what,
         "Requests": f"{len(traffic.requests):,}, {pace}",
@@ -548,7 +648,7 @@ def _trust(answer: Answer) -> Iterator[Block]:
         "Model": answer.model,
         "Machine": f"{machine.cpu}, {machine.processors} processors, {machine.system}",
         "Busy with others": f"{machine.busy:.0%} at the start",
-        "Simulator": deployment.validity if deployment is not None else "not fitted",
+        "Simulator": _simulator(answer),
         "Command": answer.command,
     }
     yield Facts(facts)
@@ -564,6 +664,14 @@ def _trust(answer: Answer) -> Iterator[Block]:
         " tokenizing were not part of it; chairlift bench serve measures a server with both. The figures hold for this"
         " model, this machine and traffic like this. Tune again when one of them changes."
     )
+
+
+def _simulator(answer: Answer) -> str:
+    """Validity of the step model, in words."""
+    deployment, error = answer.state.deployment, answer.findings.fit_error
+    words = deployment.validity if deployment is not None else "not fitted"
+    words += "" if error is None else f"; on this traffic half of the steps are within {error:.0%}"
+    return words + ("" if answer.findings.trusted else ", so it was not used")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which settings are best, by simulation: a coarse grid, then steps around the best of it.
+"""Search for the best settings by simulation: a coarse grid, then steps around the best of it.
 
 Best is what gets most work through while promises are kept and few requests are preempted. Where promises are made and
 requests come when they like, that is the highest rate of arrivals at which it still holds: the capacity.
@@ -15,14 +15,16 @@ from typing import Any, Final, NamedTuple
 from chairlift.workbench.bench.tune_lab import Lab
 from chairlift.workbench.bench.tune_state import Figures, Setting
 
-__all__ = ["GOODPUT", "PREEMPTED", "Judge", "Score", "Space", "search", "shortfall"]
+__all__ = ["GOODPUT", "KEEPING", "PREEMPTED", "Judge", "Score", "Space", "search", "shortfall"]
 
 GOODPUT: Final = 0.99
 """Share of the requests whose promises must be kept."""
 PREEMPTED: Final = 0.02
 """Share of the requests that may be preempted, at most."""
+KEEPING: Final = 0.9
+"""Least requests that end per request that comes, late in a run: below it the backlog grows."""
 _MARGIN: Final = 0.75
-"""Of PREEMPTED: the rest is for what the simulator does not know."""
+"""Share of PREEMPTED that is allowed in a simulation: the rest is for what the simulator does not know."""
 _BETTER: Final = 1.01
 _STEP_DOWN, _STEP_UP, _MOST_DOWN, _BISECTIONS = 1.7, 1.12, 64.0, 3
 
@@ -41,9 +43,10 @@ class Score(NamedTuple):
 
 
 def shortfall(figures: Figures) -> float:
-    """0 when promises and the limit on preemptions hold, else how badly they are broken."""
+    """0 when the promises and the limit on preemptions hold and the backlog does not grow, else how far from it."""
     late = 0.0 if figures.goodput is None else max(0.0, GOODPUT - figures.goodput)
-    return late + max(0.0, figures.preemption_rate - _MARGIN * PREEMPTED)
+    behind = max(0.0, KEEPING - figures.keeping)
+    return late + behind + max(0.0, figures.preemption_rate - _MARGIN * PREEMPTED)
 
 
 class Judge:
@@ -68,7 +71,7 @@ class Judge:
 
     @property
     def scores(self) -> dict[Setting, Score]:
-        """Of all settings that were looked at."""
+        """Scores of all settings that were looked at."""
         return self._scores
 
     def _at_once(self, setting: Setting) -> Score:
@@ -80,7 +83,7 @@ class Judge:
         """The highest rate that holds, between what all at once get through and a small part of that."""
 
         def at(rate: float) -> Figures:
-            return self._lab.simulate(setting, rate, self._count)
+            return self._lab.simulate(setting, rate, self._lab.traffic.enough(rate, self._count))
 
         floor = self.best.rate if self.best.keeps and not exact else None
         if floor is not None:
@@ -118,7 +121,7 @@ class Judge:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What may be set to what; a setting that is fixed has one value."""
+    """Values that each setting may have; a setting that is fixed has one value."""
 
     rows: Sequence[int]
     """Ascending; between them finer steps are tried too. The same for tokens."""

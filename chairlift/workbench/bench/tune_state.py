@@ -1,4 +1,4 @@
-"""What a tuning has found out so far, on file after every run: who stops it, or is stopped, goes on from there."""
+"""State of a tuning, on file after every real run: a tuning that was stopped goes on from there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from chairlift.replay.machines import Deployment
 from chairlift.replay.replay import RequestTiming, ServedTrace
 from chairlift.writing import replacing
 
-__all__ = ["Figures", "Setting", "State", "Trial"]
+__all__ = ["FIRST_LOOK", "Figures", "Setting", "State", "Trial", "keeping_up"]
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
+FIRST_LOOK: Final = -1
+"""Round of a real run that stands beside no other."""
 _SAMPLES: Final = 400
 """Latencies of a run that are kept, evenly over its requests by rank."""
 
@@ -50,7 +52,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What became of some traffic. Times in seconds."""
+    """Figures of serving some traffic. Times in seconds."""
 
     requests: int
     seconds: float
@@ -66,10 +68,13 @@ class Figures:
     goodput: float | None
     """Share of the requests whose promises were kept; None without promises."""
     mean_rows: float
+    keeping: float = 1.0
+    """Requests that ended / requests that came, in the second half of the arrivals: below 1 the backlog grows. 1.0 for
+    requests that come all at once, or from a closed loop."""
 
     @classmethod
-    def of(cls, served: ServedTrace) -> Figures:
-        """Of a replay, or of a real run."""
+    def of(cls, served: ServedTrace, keeping: float = 1.0) -> Figures:
+        """Figures of a served trace: a replay, or a real run."""
         return cls(
             requests=served.requests,
             seconds=served.seconds,
@@ -84,6 +89,7 @@ class Figures:
             preemption_rate=served.preemption_rate,
             goodput=served.goodput,
             mean_rows=served.mean_rows,
+            keeping=keeping,
         )
 
 
@@ -97,14 +103,36 @@ class Trial:
     count: int
     """Requests, from the beginning of the traffic."""
     round: int | None
-    """None: simulated. Real runs of one round stand side by side; those that were done once are of round 0."""
+    """None: simulated. Real runs of one round stand side by side; those that were done once are of round 0, and first
+    looks at a setting of round :data:`FIRST_LOOK`."""
     figures: Figures
     latencies: list[float] = dataclasses.field(default_factory=list)
-    """Of a real run: whole requests, ascending, in seconds; some of them if there are many."""
+    """Latencies of whole requests in a real run, ascending, in seconds; some of them if there are many."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether it is of a round in which settings ran side by side, with all requests at once."""
+        return self.round is not None and self.round >= 0 and self.rate is None
 
     @property
     def key(self) -> tuple[Any, ...]:
         return (self.setting, self.rate, self.count, self.round)
+
+
+def keeping_up(timings: Iterable[RequestTiming], end: float) -> float:
+    """Requests that ended / requests that came, in the second half of the arrivals; 1.0 where all came at one time.
+
+    A run that is short hides a backlog from the times of its requests; it does not hide it from this ratio. ``end`` is
+    the time for a request that never ended.
+    """
+    pairs = [(timing.request.arrival, timing.last if timing.ended else end) for timing in timings]
+    arrivals = sorted(arrival for arrival, _ in pairs)
+    if len(arrivals) < 2 or arrivals[0] == arrivals[-1]:
+        return 1.0
+    middle, last = arrivals[len(arrivals) // 2], arrivals[-1]
+    came = sum(middle < arrival <= last for arrival in arrivals)
+    ended = sum(middle < over <= last for _, over in pairs)
+    return ended / came if came else 1.0
 
 
 def kept_latencies(timings: Iterable[RequestTiming]) -> list[float]:
@@ -125,8 +153,10 @@ class State:
         """
         self.path, self.inputs = path, dict(inputs)
         self.deployment: Deployment | None = None
+        self.fit_error: float | None = None
+        """Median relative error of the cost model, on real steps of this traffic; None: not known yet."""
         self.report: dict[str, Any] = {}
-        """What was concluded; for readers of the file."""
+        """Conclusions of the tuning; for readers of the file."""
         self.trials: dict[tuple[Any, ...], Trial] = {}
         self.resumed = path.exists()
         if self.resumed:
@@ -157,6 +187,7 @@ class State:
             "inputs": self.inputs,
             "report": self.report,
             "deployment": None if self.deployment is None else self.deployment.to_dict(),
+            "fit_error": self.fit_error,
             "trials": [dataclasses.asdict(trial) for trial in self],
         }
         try:
@@ -190,7 +221,9 @@ class State:
                 trial = Trial(**(fields | parts))
                 self.trials[trial.key] = trial
             self.deployment = None if deployment is None else Deployment.from_dict(deployment)
-        except (KeyError, TypeError, AttributeError, ConfigError):
+            fit_error = record.get("fit_error")
+            self.fit_error = None if fit_error is None else float(fit_error)
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigError):
             raise ConfigError(f"{self.path} is damaged; {way_out}") from None
 
 

@@ -32,14 +32,14 @@ class Broken:
     seed: int
     message: str
     events: tuple[Event, ...]
-    """What must happen for it; no fewer will do."""
+    """Events that break the promise: reduced to those that are needed, or all of the world for ``determinism``."""
     replay: str
     """The command that shows it again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GateReport:
-    """What came of it. ``str()`` is for people."""
+    """Result of checking a policy. ``str()`` is for people."""
 
     policy: str
     num_seeds: int
@@ -86,7 +86,7 @@ def check_policy(make_policy: MakePolicy, seeds: Sequence[int], *, path: str = "
 
 
 def _run(make_policy: MakePolicy, world: World, checked: Counter[str]) -> tuple[Violation | None, int]:
-    """What is wrong in this world, if anything, and how many steps it took."""
+    """Violation in this world, if any, and the number of steps that were run."""
     traces, steps = [], 0
     for _ in range(2):
         try:

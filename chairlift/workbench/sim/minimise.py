@@ -12,7 +12,7 @@ __all__ = ["failure_of", "minimise"]
 
 
 def failure_of(world: World) -> str | None:
-    """What is wrong in this world; None when nothing is."""
+    """Message of the violation in this world; None without one."""
     try:
         run_world(world)
     except Violation as violation:

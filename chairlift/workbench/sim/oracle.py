@@ -1,4 +1,4 @@
-"""What every answer must be: HashLM served alone, with stopping rules written the plain way."""
+"""Expected answers: HashLM serves each request alone, with stopping rules written the plain way."""
 
 from __future__ import annotations
 

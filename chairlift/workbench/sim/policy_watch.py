@@ -25,7 +25,7 @@ PROMISES = {
     "determinism": "one seed is one execution",
     "engine": "answers are right, budgets and blocks add up, and every request comes to an end",
 }
-"""What can be found broken, and what it means."""
+"""Promises that can be found broken: name -> meaning."""
 
 _MOST_IDLE_SHARES = 1
 """Steps in a row in which nobody may get anything: where nothing else runs, the loop takes the second for a stall."""

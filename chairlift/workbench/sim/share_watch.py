@@ -93,7 +93,7 @@ class ShareWatch:
             self.num_jumps += any(other.order < ended.order for other in self._prompts.values())
 
     def _queue(self) -> None:
-        """Those that wait, and could join: a row and blocks are there until a step shows that they are not."""
+        """Watch new requests that wait and could join: a row and blocks count as there until a step shows otherwise."""
         if self._from_arrival:
             for request in self._scheduler.requests.values():
                 if request.sequence > self._newest:
@@ -136,7 +136,8 @@ class ShareWatch:
         """Leave out those that gave way, left, or could not join for want of a row or of blocks."""
         waiting = self._scheduler.waiting
         passed = any(request.times_passed for request in waiting)  # before one that did not fit nobody may join
-        stuck = bool(refused) or passed or out.held_up_by not in ("", "tokens")
+        full = not self._scheduler.batch.open_rows  # even where tokens ran out before anybody asked for a row
+        stuck = bool(refused) or passed or full or out.held_up_by not in ("", "tokens")
         joined = {row.request_id for row in out.joined}
 
         def is_out(name: str, prompt: _Prompt) -> bool:

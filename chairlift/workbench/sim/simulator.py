@@ -42,7 +42,7 @@ _STEP_SECONDS = 0.01
 
 
 class _Faults:
-    """What is broken in the current step."""
+    """Faults of the current step: kind -> target of the event."""
 
     def __init__(self) -> None:
         self.active: dict[str, int] = {}
@@ -209,7 +209,7 @@ class Simulation:
         self._trace = hashlib.sha256()
         self._records = 0
         self._budgets: dict[int, int] = {}
-        """Of steps in flight: the most tokens that they may compute."""
+        """Step in flight -> most tokens that it may compute."""
 
     def _answer_of(self, request: Request) -> list[int] | None:
         """The tokens that a request will answer with, as far as they are known."""

@@ -82,7 +82,7 @@ def make_world(seed: int) -> World:
     tight = max(1, -(-max_model_len // block_size) // rng.choice([1, 2])) + rng.randint(0, 6)
     scheduler, bounds = _scheduler(rng, maybe)
     with_text = maybe(True, False)
-    # What was added later draws from a generator of its own, so that the worlds found before stay what they were.
+    # Later additions draw from a generator of their own, so that the worlds found before stay as they were.
     later = random.Random(seed ^ 0x5E12)
     events = _arrivals(rng, block_size, max_model_len, with_text)
     if later.random() < 0.5:
@@ -303,7 +303,7 @@ def _come_again(rng: random.Random, arrivals: list[Event], block_size: int, max_
 
 
 def _limits(rng: random.Random, scheduler: dict[str, Any], horizon: int) -> list[Event]:
-    """What a governor without guard rails might decide, in some ticks or in all of them."""
+    """Limits that a governor without guard rails might set, before some steps or before all of them."""
     rows, most = (
         min(scheduler["max_num_seqs"], scheduler["max_num_batched_tokens"]),
         scheduler["max_num_batched_tokens"],

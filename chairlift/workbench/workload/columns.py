@@ -232,4 +232,4 @@ FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
     "session": _text,
     "turn": _count,
 }
-"""What a column can be, and how its values are read."""
+"""Columns that a file may have: name -> function that reads a value."""

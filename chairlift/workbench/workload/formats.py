@@ -18,11 +18,12 @@ from chairlift.errors import ConfigError
 from chairlift.replay.traced_request import PREFIX_BLOCK, TracedRequest, check_number
 from chairlift.workbench.workload.arrivals import AllAtOnce, Arrivals
 from chairlift.workbench.workload.columns import COLUMN_FORMATS, read_columns, read_pattern
-from chairlift.workbench.workload.sharegpt import read_sharegpt
+from chairlift.workbench.workload.opening import opened_bytes, opened_text
 from chairlift.workbench.workload.source import Row, Source
+from chairlift.workbench.workload.texts import DEFAULT_OUTPUT, TEXT_FORMATS, Said, read_texts, text_format_of, text_rows
 from chairlift.writing import replacing
 
-__all__ = ["FORMATS", "LoadedTrace", "load_trace", "read_trace", "write_trace"]
+__all__ = ["FORMATS", "LoadedTexts", "LoadedTrace", "load_texts", "load_trace", "read_trace", "write_trace"]
 
 FORMATS: Final = {
     "chairlift": "JSON lines, ours: Mooncake's, with more fields",
@@ -30,9 +31,10 @@ FORMATS: Final = {
     "bailian": "JSON lines of Qwen's service: Mooncake's with seconds, chat_id and parent_chat_id, blocks of 16",
     "azure": "CSV with TIMESTAMP, ContextTokens, GeneratedTokens (2023 and 2024)",
     "burstgpt": "CSV with Timestamp, Request tokens, Response tokens, and in its second release Session ID",
-    "sharegpt": "a JSON list of conversations; it has texts and no times",
+    **TEXT_FORMATS,
 }
-"""Formats that need no mapping, in words."""
+"""Formats that need no mapping, in words. Any of them may be compressed (gzip) or in Parquet, with the same names of
+columns."""
 
 _OWN_FIELDS: Final = {
     "tenant": "",
@@ -53,14 +55,14 @@ _WHOLE_MS: Final = re.compile(r'"timestamp": *[0-9]+ *[,}]')
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedTrace:
-    """What was read from a file."""
+    """Trace that was read from a file."""
 
     requests: list[TracedRequest]
     """In order of arrival, the first at 0."""
     format: str
     """One of :data:`FORMATS`, ``columns`` or ``pattern``."""
     notes: list[str]
-    """What to know about it, in whole phrases: what was left out, what was estimated."""
+    """Remarks about it, in whole phrases: what was left out, what was estimated."""
 
 
 def read_trace(path: Path, **how: Any) -> list[TracedRequest]:
@@ -92,36 +94,82 @@ def load_trace(
     if sum(way is not None for way in (format, columns, pattern)) > 1:
         raise ConfigError("format, columns and pattern each say how to read a trace; give one of them")
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with opened_text(path) as file:
             source = Source(path, file)
             if columns is not None or pattern is not None:
                 format = "pattern" if columns is None else "columns"
             elif format is None:
                 format = _guess(source)
-            if format != "sharegpt" and (arrivals is not None or tokenizer is not None):
+            if format not in TEXT_FORMATS and (arrivals is not None or tokenizer is not None):
                 raise ConfigError(
-                    f"{path} has times and lengths; arrivals and a tokenizer are for ShareGPT's conversations, which"
-                    " have none"
+                    f"{path} has times and lengths; arrivals and a tokenizer are for conversations and other texts,"
+                    " which have none"
                 )
             if pattern is not None:
                 rows = read_pattern(source, pattern)
             elif format in ("chairlift", "mooncake", "bailian"):
                 rows = _read_jsonl(source, bailian=format == "bailian")
-            elif format == "sharegpt":
-                rows = read_sharegpt(source, arrivals or AllAtOnce(), tokenizer, seed)
+            elif format in TEXT_FORMATS:
+                rows = text_rows(source, format, arrivals or AllAtOnce(), tokenizer, seed)
             else:
                 rows = read_columns(source, COLUMN_FORMATS[format] if columns is None else columns)
             requests = _requests(path, rows, sort)
     except UnicodeDecodeError:
         raise ConfigError(f"{_line_that_is_no_text(path)} is not text in UTF-8") from None
     except OSError as error:
-        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
-    notes = [f"{reason}, left out: {count:,}" for reason, count in source.left_out.items()]
-    if format == "sharegpt" and tokenizer is None:
-        notes.append("lengths are estimated, at 4 characters per token; a tokenizer would count them")
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from None
+    notes = _notes(source, estimated=format in TEXT_FORMATS and tokenizer is None)
     if not requests:
         raise ConfigError(f"the trace {path} has no requests" + "".join(f"; {note}" for note in notes[:1]))
     return LoadedTrace(requests, format, notes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedTexts:
+    """Data set that was read from a file: requests in order of arrival, and the content of each."""
+
+    requests: list[TracedRequest]
+    said: list[Said]
+    format: str
+    """One of :data:`TEXT_FORMATS`."""
+    notes: list[str]
+
+
+def load_texts(path: Path, arrivals: Arrivals, seed: int = 0) -> LoadedTexts:
+    """Read a data set with its texts, in one of :data:`TEXT_FORMATS`; the first line says which.
+
+    ``arrivals``, with ``seed``, says when the requests come. Raises ConfigError that names the line.
+    """
+    try:
+        with opened_text(path) as file:
+            source = Source(path, file)
+            format = text_format_of(source.peek().strip())
+            if format is None:
+                raise ConfigError(
+                    f"{path} has no texts that could be sent: it must be one of {', '.join(TEXT_FORMATS)}; a trace of"
+                    " lengths and times goes with --trace"
+                )
+            found = list(read_texts(source, format, arrivals, None, seed))
+            requests = _requests(path, [row for row, _ in found], False)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{_line_that_is_no_text(path)} is not text in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the data set {path}: {error.strerror or error}") from None
+    notes = _notes(source, estimated=False)
+    if unsaid := sum(said.unsaid for _, said in found):
+        notes.append(f"{unsaid:,} requests do not say how long an answer they want: {DEFAULT_OUTPUT} tokens at most")
+    if not requests:
+        raise ConfigError(f"the data set {path} has no requests" + "".join(f"; {note}" for note in notes[:1]))
+    return LoadedTexts(requests, [said for _, said in found], format, notes)
+
+
+def _notes(source: Source, *, estimated: bool) -> list[str]:
+    notes = [f"{reason}, left out: {count:,}" for reason, count in source.left_out.items()]
+    if source.images:
+        notes.append(f"images in prompts: {source.images:,}; their tokens are not counted in the lengths")
+    if estimated:
+        notes.append("lengths are estimated, at 4 characters per token; a tokenizer would count them")
+    return notes
 
 
 def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
@@ -155,13 +203,17 @@ def _line(request: TracedRequest) -> str:
 
 def _guess(source: Source) -> str:
     head = source.peek().strip()
+    if (texts := text_format_of(head)) is not None:
+        return texts
+    if head.startswith("{") and '"input_length"' not in head:  # a table that was kept as Parquet
+        for format, columns in COLUMN_FORMATS.items():
+            if f'"{columns["input"]}"' in head:
+                return format
     if head.startswith("{"):
         if '"parent_chat_id"' in head:
             return "bailian"
         more = any(f'"{name}"' in head for name in (*_OWN_FIELDS, "block_size"))
         return "mooncake" if '"hash_ids"' in head and _WHOLE_MS.search(head) and not more else "chairlift"
-    if head.startswith("[") and head[1:].lstrip()[:1] in ("", "{"):
-        return "sharegpt"
     for format, columns in COLUMN_FORMATS.items():
         if columns["input"] in head:
             return format
@@ -204,12 +256,22 @@ def _read_jsonl(source: Source, bailian: bool) -> Iterator[Row]:
 
 
 def _place_in_chat(source: Source, chats: dict[Any, tuple[str, int]], fields: dict[str, Any]) -> tuple[str, int]:
-    """Session and turn of a request that names the one before it, and not the chat."""
+    """Session and turn of a request that names the one before it, and not the chat.
+
+    The first answer to a request goes on with its session. Another one is a branch: a session of its own that begins
+    with that turn, is sent at its own time, and shares what was said before by its prefix.
+    """
     name, parent = fields.get("chat_id"), fields.get("parent_chat_id")
     if type(name) not in (int, str) or type(parent) not in (int, str):
         raise ConfigError(f"{source.where}: chat_id and parent_chat_id must be numbers or text")
     before = chats.get(parent)
-    chats[name] = (str(name), 0) if before is None else (before[0], before[1] + 1)
+    if before is None:
+        chats[name] = (str(name), 0)
+    else:
+        # A key that no file can have, since a name is a number or a text: who has gone on with this one already.
+        branched = ("", parent) in chats
+        chats["", parent] = before
+        chats[name] = (str(name) if branched else before[0], before[1] + 1)
     return chats[name]
 
 
@@ -247,9 +309,9 @@ def _requests(path: Path, rows: Iterable[Row], sort: bool) -> list[TracedRequest
 
 
 def _line_that_is_no_text(path: Path) -> str:
-    """Which line it is, if the file can be read again."""
+    """Number and file of the first line that is not UTF-8, in words; only the file if it cannot be read again."""
     if path.is_file():
-        with path.open("rb") as file:
+        with opened_bytes(path) as file:
             for number, line in enumerate(file, 1):
                 try:
                     line.decode()

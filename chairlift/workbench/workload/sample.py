@@ -77,7 +77,7 @@ def _whole_sessions(trace: Sequence[TracedRequest], count: int, rng: np.random.G
 
 
 def _scale_for(rate: float, begins: Sequence[float], sessions: int) -> float:
-    """What the times at which sessions start are to be multiplied with."""
+    """Factor for the start times of sessions that gives ``rate`` requests per second."""
     seconds = max(begins) - min(begins)
     if not 1e-6 <= rate <= 1e9:
         raise ConfigError(f"rate must be from 0.000001 to 1,000,000,000 requests per second, got {rate}")

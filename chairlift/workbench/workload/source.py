@@ -1,4 +1,4 @@
-"""What all trace files have in common: numbered lines, none of them endless, and times as logs spell them."""
+"""Common parts of all trace files: numbered lines, none of them endless, and times as logs spell them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row: TypeAlias = tuple[int, float, int, int, dict[str, Any]]
 """Line, seconds on any clock, prompt tokens, output tokens, and other fields of a TracedRequest by name."""
 
 TIME_FORMS: Final = "seconds, epoch seconds or ms, ISO 8601, 10/Oct/2023:13:55:36 +0000, or 10-31 13:55:36"
-"""What :func:`parse_time` reads, in words."""
+"""Forms that :func:`parse_time` reads, in words."""
 
 _LONGEST_LINE: Final = 1 << 24
 _MONTHS: Final = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
@@ -36,9 +36,11 @@ class Source:
     def __init__(self, path: Path, file: TextIO) -> None:
         self.path = path
         self.number = 0
-        """Of the line that was read last, from 1."""
+        """Number of the line that was read last, from 1."""
         self.left_out: collections.Counter[str] = collections.Counter()
         """Lines or requests that are no part of the trace, by reason."""
+        self.images = 0
+        """Number of images in the prompts, where they have any; their tokens are not counted."""
         self._file = file
         self._ahead: list[str] = []
 

@@ -15,7 +15,7 @@ __all__ = ["LengthFacts", "TraceFacts", "summarise"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LengthFacts:
-    """Of prompts or answers, in tokens."""
+    """Lengths of prompts or answers, in tokens."""
 
     total: int
     mean: float
@@ -32,7 +32,7 @@ class LengthFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceFacts:
-    """What there is to say about a trace."""
+    """Facts about a trace."""
 
     requests: int
     sessions: int

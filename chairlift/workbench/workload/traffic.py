@@ -35,7 +35,7 @@ class SharedPrefixes:
     tokens: int
     """Length of a prefix, in whole blocks: of 512, or of 16 in chats."""
     share: float = 1.0
-    """Of the requests, or chats, that have one."""
+    """Share of the requests, or chats, that have one."""
     distinct: int = 1
     """How many different prefixes there are."""
     alpha: float = 1.0
@@ -80,7 +80,7 @@ class Cancels:
     """Clients that leave before the answer is complete."""
 
     share: float
-    """Of the requests."""
+    """Share of the requests whose clients leave."""
     after_ms: Lengths
     """How long they wait, in ms."""
 
@@ -108,7 +108,7 @@ class RequestClass:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What a kind of traffic looks like. Equal values, arrivals and seed give equal requests, on any machine."""
+    """Description of a kind of traffic. Equal values, arrivals and seed give equal requests, on any machine."""
 
     prompt: Lengths
     output: Lengths

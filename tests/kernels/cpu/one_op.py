@@ -288,7 +288,7 @@ class Cache8(Cache):
         self._keys = keys.unflatten(3, (dim // 2, 16, 2)).permute(0, 2, 4, 1, 3, 5)
         self._values = values.unflatten(3, (dim // 16, 8, 16, 2)).permute(0, 2, 4, 6, 1, 3, 5)
         self._scales = scales.unflatten(4, (2, 16)).permute(3, 4, 0, 2, 5, 1)
-        """Of keys and of values, scales and minima."""
+        """Scales and minima of keys and values."""
 
     def write(self, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         block, inside = self._index(row, start, start + len(keys))
@@ -314,7 +314,7 @@ class Cache8(Cache):
         self._scales.view(torch.int32)[:, :, block, inside // 16, inside % 16] = -1
 
     def codes(self, row: int, start: int, end: int) -> tuple[Codes, Codes]:
-        """Of K and V, [n, kv_heads, head_dim]."""
+        """Codes of K and V, [n, kv_heads, head_dim]."""
         block, inside = self._index(row, start, end)
         place = block, inside // 16, inside % 16
         keys = self._keys[place].flatten(2)
@@ -328,7 +328,7 @@ class Cache8(Cache):
 
 
 def make_cache(rng: random.Random, machine: Machine, lengths: Sequence[int], **sizes: Any) -> Cache:
-    """Of the kind that the machine keeps."""
+    """A cache of the kind that the machine keeps."""
     return (Cache8 if machine.int8_kv else Cache)(rng, machine, lengths, **sizes)
 
 

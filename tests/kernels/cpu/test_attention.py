@@ -32,7 +32,7 @@ from tests.sweep import sweep
 pytestmark = pytest.mark.usefixtures("native_library")
 
 MOST_PAIRS = 700_000
-"""Of queries (of any head) and keys, in one case."""
+"""Most pairs of a query (of any head) and a key, in one case."""
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "int8"])
@@ -236,7 +236,7 @@ def check(machine: Machine, case: Case, rng: random.Random) -> None:
         assert equal_bits(torch.cat(parts), out), f"row {whole.row} of {case} depends on its batch or on {pieces}"
 
 
-@counts(12)
+@counts(6)
 def test_random_batches(machine: Machine, count: int, request: pytest.FixtureRequest) -> None:
     def one(seed: int) -> None:
         rng = random.Random(seed)
@@ -309,7 +309,7 @@ def test_many_rows_and_few_long_ones(machine: Machine) -> None:
 
 
 def test_the_bound_notices_a_key_left_out(machine: Machine) -> None:
-    """What the tests above rest on. Of few keys each matters more, which rounding to 8 bits must not hide."""
+    """The tests above rest on this. With few keys each matters more, so rounding to 8 bits cannot hide it."""
     rng, count = random.Random(0), 150 if machine.int8_kv else 700
     case = Case.make(rng, machine.dtype, [(1, count)], 2, 4, 64)
     expected = case.expected(0, machine)

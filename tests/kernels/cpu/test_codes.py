@@ -1,7 +1,8 @@
 """Products with weights of codes in groups, against the same integers in float64, and bit for bit against themselves.
 
 Changes that must make these fail: a scale of the group before; rows rounded towards zero; the zero of 8 bits for 4
-bits; the halves of a byte exchanged; a minimum left out of a last, shorter group; sums of 16 bits over two blocks.
+bits; the halves of a byte exchanged; a minimum left out of a last, shorter group; sums of 16 bits over two blocks; sums
+of 4-bit floats begun with nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("native_library")
 
 NAN, INF = float("nan"), float("inf")
 KINDS = [GroupKind(bits, group, minimum) for bits in (8, 4) for group in (32, 64, 128) for minimum in (False, True)]
+KINDS += [GroupKind(4, 32, e2m1=True), GroupKind(4, 64, e2m1=True)]
 
 
 def draw_codes(rng: random.Random, n: int, k: int, kind: GroupKind) -> GroupedRows:
@@ -33,7 +35,7 @@ def draw_codes(rng: random.Random, n: int, k: int, kind: GroupKind) -> GroupedRo
     groups, top = -(-k // kind.group), (1 << kind.bits) - 1
     codes = torch.randint(0, top + 1, (n, k), generator=generator, dtype=torch.uint8)
     if rng.random() < 0.3:
-        codes = torch.where(codes > top // 2, top, rng.choice((0, top))).to(torch.uint8)
+        codes = torch.where(codes > top // 2, top, rng.choice((0, 7, top))).to(torch.uint8)
     scales = (torch.rand(n, groups, generator=generator) * 0.01).half().float()
     minimums = (torch.randn(n, groups, generator=generator) * 0.1).half().float() if kind.minimum else None
     return GroupedRows(kind, codes, scales, minimums)

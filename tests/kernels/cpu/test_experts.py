@@ -37,14 +37,15 @@ class Program:
         count, dtype = layer.routing.num_experts, table.dtype
         shapes = [MatrixShape(*layer.gate_up.shape, True, stack=count), MatrixShape(*layer.down.shape, stack=count)]
         self.weights = weight_format.empty(shapes, dtype, torch.device("cpu"))
-        for weight, rows in zip(self.weights, (layer.gate_up, layer.down), strict=True):
+        biases = layer.biases or (None, None)
+        for weight, rows, bias in zip(self.weights, (layer.gate_up, layer.down), biases, strict=True):
             # In pieces that end anywhere.
             for first in range(0, len(rows), 37):
                 weight_format.write(weight, first, rows[first : first + 37], mapped=False)
+            weight_format.finish(weight, bias)
         recorder: Any = Recorder(dtype)
         x, more = (None if each is None else ops.embedding(recorder.token_ids, each) for each in (table, shared))
-        given = layer.router, layer.routing, layer.correction, layer.shared_gate
-        out: Any = ops.experts(x, more, *self.weights, *given)  # type: ignore[arg-type]
+        out: Any = ops.experts(x, more, *self.weights, *layer.rest)  # type: ignore[arg-type]
         self.program = StepProgram(recorder, out, [], lib.Pool(threads, pin=False), isa=isa, max_tokens=max_tokens)
 
     def __call__(self, rows: list[int]) -> Tensor:
@@ -56,7 +57,8 @@ class Program:
 @pytest.mark.parametrize("seed", range(10))
 def test_it_computes_what_its_definition_does(seed: int, dtype: torch.dtype, isa: str) -> None:
     rng = random.Random(seed)
-    layer, count = random_layer(rng, dtype), rng.choice((1, 2, 7, 40, 600))
+    clamp = rng.choice((None, (1.702, 1.5)))
+    layer, count = random_layer(rng, dtype, biased=rng.random() < 0.5, clamp=clamp), rng.choice((1, 2, 7, 40, 600))
     x, shared = layer.rows(rng, count)
     program = Program(layer, x, shared, isa=isa, threads=rng.randint(1, 3))
     assert [op.kind for op in program.program.plan.ops][-1] == OpKind.EXPERTS
@@ -68,11 +70,12 @@ def test_it_computes_what_its_definition_does(seed: int, dtype: torch.dtype, isa
 
 @pytest.mark.parametrize("isa", lib.supported_isas())
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("codes", [None, GroupKind(8, 32), GroupKind(4, 32)])
+@pytest.mark.parametrize("codes", [None, GroupKind(8, 32), GroupKind(4, 32), GroupKind(4, 32, e2m1=True)])
 def test_bits_depend_on_the_row_alone(codes: GroupKind | None, dtype: torch.dtype, isa: str) -> None:
     """Whoever else is there, however many, in which order, and with however many threads."""
     rng = random.Random(1)
-    layer = random_layer(rng, dtype, hidden=96, inner=70, num_experts=6, top_k=3, shared=True)
+    fields: dict[str, Any] = {"biased": True, "clamp": (1.702, 2.0)} if codes is not None and codes.e2m1 else {}
+    layer = random_layer(rng, dtype, hidden=96, inner=70, num_experts=6, top_k=3, shared=True, **fields)
     x, shared = layer.rows(rng, 640)
     programs = [Program(layer, x, shared, isa=isa, threads=n, weight_format=Native(codes)) for n in (1, 3)]
     together = programs[0]([*range(640)])
@@ -84,7 +87,7 @@ def test_bits_depend_on_the_row_alone(codes: GroupKind | None, dtype: torch.dtyp
             assert equal_bits(program(rows), together[rows])
 
 
-@pytest.mark.parametrize("kind", [GroupKind(8, 32), GroupKind(4, 32)])
+@pytest.mark.parametrize("kind", [GroupKind(8, 32), GroupKind(4, 32), GroupKind(4, 32, e2m1=True)])
 def test_experts_in_codes_are_those_codes(kind: GroupKind) -> None:
     rng = random.Random(2)
     layer = random_layer(rng, torch.float32, hidden=64, inner=96, num_experts=5, top_k=2, shared=False)

@@ -102,7 +102,7 @@ class Product:
 
 
 def check_exact_product(machine: Machine, seed: int) -> None:
-    """Of whole numbers: there is one right answer, and it is rounded once."""
+    """Check a product of whole numbers: there is one right answer, and it is rounded once."""
     rng = random.Random(seed)
     product = Product.draw(rng, machine, exact=True)
     expected = product.expected().value.float().to(machine.dtype) + 0.0  # no negative zeros
@@ -404,7 +404,7 @@ def test_heads_in_8_bits(machine: Machine, count: int, request: pytest.FixtureRe
 
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 112, 128, 256])
 def test_codes_equal_those_of_torch(head_dim: int, machine: Machine) -> None:
-    """Of whole numbers, whose sums are exact, with what is far from them here and there."""
+    """The numbers are whole, so sums are exact, with a few large ones among them."""
     rng, machine = random.Random(head_dim), machine._replace(int8_kv=True)
     n, k, count = 4 * head_dim, 40, 70
     x = whole_numbers(rng, count, k, dtype=machine.dtype)

@@ -62,7 +62,7 @@ class Head:
 
     @property
     def logits(self) -> Approximate:
-        """Of all tokens, [rows, vocab]."""
+        """Logits of all tokens, [rows, vocab]."""
         logits = products(self.hidden, self.weight)
         logits = logits if self.bias is None else logits + Approximate.exactly(self.bias)
         return logits.capped(self.cap) if self.cap else logits

@@ -146,6 +146,7 @@ def test_broken_rows_stay_among_themselves() -> None:
             attention_tests.test_a_broken_sequence_stays_alone(row, MANY._replace(int8_kv=int8_kv))
 
 
+@pytest.mark.nightly
 @counts(8)
 def test_whole_models_say_the_same_alone_and_in_any_batch(
     count: int, tmp_path: Path, request: pytest.FixtureRequest

@@ -81,11 +81,14 @@ def test_a_nan_stays_in_its_row(device: torch.device) -> None:
     assert out[2].isnan().all() and not out[[0, 1, 3]].isnan().any()
 
 
-def test_the_launch_follows_from_the_weight_alone() -> None:
+def test_the_launch_follows_from_the_weight_and_from_whether_a_tile_holds_the_rows() -> None:
     assert gemm_launch(9728, 896, 132).num_splits == 1
     few = gemm_launch(896, 4864, 132)
-    assert few.num_splits > 1 and few.num_splits * (-(-896 // few.block_n)) >= 2 * 132
-    assert gemm_launch(16, 7, 132) == GemmLaunch(16, 16, 16, 1, 4, 4)
+    assert few.num_splits > 1 and 64 < few.num_splits * (-(-896 // few.block_n)) <= 132
+    assert few == gemm_launch(896, 4864, 132, num_rows=16)
+    assert gemm_launch(896, 4864, 132, num_rows=17) == gemm_launch(896, 4864, 132, num_rows=64)
+    assert gemm_launch(896, 4864, 132, num_rows=17).block_m == 64
+    assert gemm_launch(16, 7, 132) == GemmLaunch(16, 32, 16, 1, 4, 4)
     assert gemm_launch(16, 7, 132, any_rows=True).block_m == 64
 
 

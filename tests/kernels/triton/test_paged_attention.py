@@ -187,7 +187,8 @@ def test_the_table_of_launches_fits_its_cases(device: torch.device) -> None:
     settings = {"head_dim": 64, "group": 7, "num_kv_heads": 2, "max_rows": 2, "num_multiprocessors": 132}
     split, mixed = (attention_launch(**settings, decode_only=decode) for decode in (True, False))
     assert split.num_splits == 16 and mixed.num_splits == 1
-    assert attention_launch(**settings | {"max_rows": 256}, decode_only=True).num_splits == 1
+    assert attention_launch(**settings | {"max_rows": 256}, decode_only=True).num_splits == 2
+    assert attention_launch(**settings | {"max_rows": 1024}, decode_only=True).num_splits == 1
     for launch, decode in ((split, True), (mixed, False)):
         torch.testing.assert_close(case.run(launch, decode=decode), case.truth(), rtol=0, atol=2e-2)
 

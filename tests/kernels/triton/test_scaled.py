@@ -59,5 +59,7 @@ def test_the_product_is_that_of_what_the_operands_stand_for(
     truth += 0 if added is None else added.double()
     ours = scaled_linear(x, weight.values, added, scales=weight.scales)
     assert ours.dtype == dtype
+    # Hopper adds products of fp8 up with about 14 bits (DeepSeek-V3 report, section 3.3.2).
+    atol = 2e-3 if device.type == "cuda" else 1e-4
     numbers = [each / factors[0][:, None] / factors[1] for each in (ours.double(), truth)]  # all of one size
-    torch.testing.assert_close(*numbers, rtol=torch.finfo(dtype).eps, atol=1e-4)
+    torch.testing.assert_close(*numbers, rtol=torch.finfo(dtype).eps, atol=atol)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from benchmarks.floor import floor_seconds
+from chairlift.kernels.roof import Roof
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config
-from chairlift.workbench.bench.floor import ExpertCost, ModelCost, workload_floor
-from chairlift.workbench.bench.limits import Roof
+from chairlift.models.step_cost import ExpertCost, ModelCost
+from chairlift.workbench.bench.floor import workload_floor
 from chairlift.workbench.workload.lengths import Workload
 
 SIZES = {"vocab_size": 70, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}

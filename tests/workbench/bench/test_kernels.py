@@ -8,9 +8,10 @@ import torch
 
 from chairlift.errors import ConfigError
 from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.roof import Roof
 from chairlift.workbench.bench.kernel_report import kernel_table
 from chairlift.workbench.bench.kernels import KernelSettings, Measurement, measure_kernels
-from chairlift.workbench.bench.limits import Limits, LimitsNow, Peak, Rate, Roof
+from chairlift.workbench.bench.limits import Limits, LimitsNow, Peak, Rate
 from chairlift.workbench.bench.machine import Machine, describe_machine
 from chairlift.workbench.bench.programs import BLOCK_SIZE, Kernels, kv_bytes
 from chairlift.workbench.bench.report import text

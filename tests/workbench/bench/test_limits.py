@@ -8,17 +8,15 @@ import torch
 from chairlift.errors import ConfigError
 from chairlift.executor.kv_tensors import available_memory
 from chairlift.kernels.cpu.library import default_threads, supported_isas
+from chairlift.kernels.roof import GPU, Roof, l3_bytes, product_isa
 from chairlift.workbench.bench import machine as machines
 from chairlift.workbench.bench.limits import (
-    GPU,
     Limits,
     Peak,
     Rate,
-    Roof,
     beyond_cache,
     measure_device,
     measure_limits,
-    product_isa,
     thread_counts,
 )
 from chairlift.workbench.bench.machine import Machine, describe_machine
@@ -83,11 +81,11 @@ def test_an_l3_cache_that_processors_share_counts_once(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             for name, value in (("level", level), ("size", size), ("shared_cpu_list", shared)):
                 (folder / name).write_text(value + "\n")
-    assert machines._l3_bytes(tmp_path, [0, 1]) == 2 << 20
-    assert machines._l3_bytes(tmp_path, range(4)) == 4 << 20
+    assert l3_bytes(tmp_path, [0, 1]) == 2 << 20
+    assert l3_bytes(tmp_path, range(4)) == 4 << 20
     (tmp_path / "cpu2" / "cache" / "index2" / "size").write_text("unknown")
-    assert machines._l3_bytes(tmp_path, [2]) == 0
-    assert machines._l3_bytes(tmp_path / "nowhere", [0]) == 0
+    assert l3_bytes(tmp_path, [2]) == 0
+    assert l3_bytes(tmp_path / "nowhere", [0]) == 0
 
 
 def test_processor_name_and_flags(tmp_path: Path) -> None:

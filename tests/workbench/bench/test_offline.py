@@ -8,9 +8,11 @@ import torch
 from chairlift import LLM
 from chairlift.errors import ConfigError, RequestError
 from chairlift.kernels.cpu.library import best_isa, default_threads
+from chairlift.kernels.roof import GPU, Roof
 from chairlift.models.model_files import read_config
-from chairlift.workbench.bench.floor import GPU_BUDGETS, ModelCost, workload_floor
-from chairlift.workbench.bench.limits import GPU, Limits, Peak, Rate, Roof
+from chairlift.models.step_cost import ModelCost
+from chairlift.workbench.bench.floor import GPU_BUDGETS, workload_floor
+from chairlift.workbench.bench.limits import Limits, Peak, Rate
 from chairlift.workbench.bench.machine import describe_machine
 from chairlift.workbench.bench.offline import NativePath, fit, floor_of, limits_of, native_path, room_of, run_offline
 from chairlift.workbench.workload.lengths import LogNormal, Workload

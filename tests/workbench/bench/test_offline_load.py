@@ -142,10 +142,11 @@ def test_figures_are_those_of_an_independent_tally_of_the_steps(settings: dict[s
 def test_a_static_batch_delivers_whole_answers_when_it_has_ended() -> None:
     run = measured(*engine(batching="static", max_num_seqs=4), [one(0.0, output=2), one(0.0, output=5)])
     assert [outcome.ttft for outcome in run.outcomes] == pytest.approx([0.5, 0.5])
-    assert [outcome.itls for outcome in run.outcomes] == [[0.0], [0.0] * 4]
+    assert [outcome.itls for outcome in run.outcomes] == [[], []]
     figures = figures_of(run, {})
     assert figures.output_tokens == 7
-    assert list(figures.doubts(run)) == ["answers came whole: TPOT and ITL say nothing about them"]
+    assert list(figures.doubts(run)) == ["2 of 2 answers came whole: they have no TPOT and no ITL"]
+    assert figures.times["tpot"] is figures.times["itl"] is None
 
 
 def test_a_closed_loop_sessions_and_clients_who_leave() -> None:

@@ -18,6 +18,7 @@ from chairlift.errors import ConfigError
 from chairlift.workbench.bench.plots import (
     SERIES_COLOURS,
     Figure,
+    _end_of_axis,
     _series,
     bars,
     cdf,
@@ -290,3 +291,36 @@ def test_series_stand_out_from_the_ground(ground: str) -> None:
     for pair in SERIES_COLOURS:
         one, other = sorted((luminance(pair[ground != "#ffffff"]), luminance(ground)))
         assert (other + 0.05) / (one + 0.05) >= 3, pair
+
+
+def test_one_outlier_does_not_flatten_a_bar_chart() -> None:
+    shown = texts(bars(["a", "b", "c"], {"x": [10.0, 12.0, 4000.0]}, title="t", y_label="y"))
+    assert "▸ 4,000" in shown, "its bar is cut, and its number says so"
+    assert not [text for text in shown if text in ("2,000", "3,000")], "the axis is that of the others"
+    alike = texts(bars(["a", "b", "c"], {"x": [10.0, 12.0, 40.0]}, title="t", y_label="y"))
+    assert "40" in alike
+    assert not [text for text in alike if "▸" in text]
+
+
+@pytest.mark.parametrize("kind", [lines, scatter])
+def test_one_outlier_does_not_flatten_a_chart_of_points(kind: Any) -> None:
+    x, y = [float(place) for place in range(30)], [5.0 + place % 3 for place in range(30)]
+
+    def chart(last: float) -> Figure:
+        series = (
+            (x, [*y[:-1], last]) if kind is lines else [(a, b, "") for a, b in zip(x, [*y[:-1], last], strict=True)]
+        )
+        return kind({"a": series}, title="t", x_label="x", y_label="y")
+
+    shown = texts(chart(9000.0))
+    assert any(text.startswith("1 more beyond, up to") and "9,000" in text for text in shown)
+    assert "6" in shown
+    assert not any("beyond" in text for text in texts(chart(12.0)))
+
+
+def test_many_far_values_are_no_outliers() -> None:
+    ends = [
+        _end_of_axis(np.array(values, float), far=4.0, fewest=3)
+        for values in ([1, 2, 3, 50], [1, 2, 50, 60], [1, 90], [])
+    ]
+    assert ends == [3, 60, 90, 0]

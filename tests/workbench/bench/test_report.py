@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from chairlift.kernels.roof import Roof
 from chairlift.workbench.bench.kernel_report import doubts, limits_record, limits_table
-from chairlift.workbench.bench.limits import Limits, Peak, Rate, Roof
+from chairlift.workbench.bench.limits import Limits, Peak, Rate
 from chairlift.workbench.bench.machine import Machine, machine_facts
 from chairlift.workbench.bench.report import Facts, Table, Text, text
 

@@ -95,8 +95,11 @@ def test_tokens_of_a_chunk_are_counted_as_the_server_counts_them() -> None:
         (3.0, DONE),
     )
     assert (found.status, found.times, found.counts) == ("completed", [1.0, 2.0, 2.5], [1, 3, 1])
-    assert found.counted
-    assert found.itls == [1.0, 0.0, 0.0, 0.5]  # of three that came at once, two came 0 s after the one before
+    assert not found.counted, "an event has three tokens"
+    assert found.itls == [1.0, 0.5]  # one gap for each event, as vLLM's benchmark has it: no median of 0
+    run = run_of(found)
+    lines = list(text(*run_blocks(run, figures_of(run, {}), {})))
+    assert any(line.startswith("between events (ITL, as vLLM's)") for line in lines)
     assert (found.ttft, found.e2el, found.tpot) == (1.0, 2.5, 1.5 / 4)
     assert (found.prompt_tokens, found.output_tokens, found.finish_reason) == (6, 5, "stop")
 
@@ -121,8 +124,8 @@ def test_without_counts_gaps_are_of_chunks_and_said_to_be() -> None:
     assert (found.output_tokens, found.itls) == (9, [1.0])
     assert found.tpot == pytest.approx(1.5 / 8)
     lines = list(text(*run_blocks(run_of(found), figures_of(run_of(found), {}), {})))
-    assert any(line.startswith("between chunks") for line in lines)
-    assert any("does not say how many tokens a chunk has" in line for line in lines)
+    assert any(line.startswith("between events (ITL, as vLLM's)") for line in lines)
+    assert any("an event may have several tokens: ITL is the time between events" in line for line in lines)
 
 
 def test_usage_in_the_last_chunk_alone_says_nothing_of_those_before() -> None:
@@ -314,13 +317,16 @@ def test_answers_that_came_whole_say_nothing_of_tokens(times: list[float], count
     found = outcome(times, counts)
     found.end += 0.001  # what ends a stream comes after its last token
     run = run_of(found)
-    said = [doubt for doubt in figures_of(run, {}).doubts(run) if doubt.startswith("answers came whole")]
+    said = [doubt for doubt in figures_of(run, {}).doubts(run) if "answers came whole" in doubt]
     assert bool(said) == whole
+    lines = list(text(*run_blocks(run, figures_of(run, {}), {})))
+    (line,) = [line for line in lines if line.startswith("time per output token")]
+    assert (line.split()[-5:] == ["-"] * 5) == whole, "a dash, not 0"
 
 
 def test_an_answer_of_one_chunk_that_nobody_counts_came_whole() -> None:
     run = run_of(read((1.0, chunk("all of it")), (1.5, event({"choices": [], "usage": usage(6, 9)}) + DONE)))
-    assert any(doubt.startswith("answers came whole") for doubt in figures_of(run, {}).doubts(run))
+    assert any("answers came whole" in doubt for doubt in figures_of(run, {}).doubts(run))
 
 
 def test_a_closed_loop_is_named() -> None:

@@ -62,7 +62,9 @@ SETTING = Setting(
 class Machine:
     """Engines on one virtual clock, as slow as the truth says; ``stop_after`` runs somebody presses Ctrl-C."""
 
-    def __init__(self, memory: int = 10**9, stop_after: int | None = None) -> None:
+    def __init__(self, memory: int = 10**9, stop_after: int | None = None, believed: Roofline | None = None) -> None:
+        """``believed``: what an earlier command, on a machine that was otherwise, has found about it."""
+        self.believed = believed
         self.clock = VirtualClock()
         self.deployment = Deployment(
             machine="m",
@@ -90,7 +92,7 @@ class Machine:
         """With ``known`` the simulator is exact from the start."""
         state = self.state = State(path, {"traffic": len(question.requests), "slo": dict(question.slo)})
         if known and state.deployment is None:
-            state.deployment = self.deployment
+            state.deployment = dataclasses.replace(self.deployment, cost=CostModel(self.believed or TRUTH))
         return tune(question, state, self.make_core, machine="m", shape=SHAPE, clock=self.clock, say=self.said.append)
 
 
@@ -351,6 +353,124 @@ def test_requests_too_long_for_the_cache_are_shortened_and_counted(tmp_path: Pat
         fit(long, 1)
 
 
+# --- what is claimed ------------------------------------------------------------------------------------------------
+
+WRONG = dataclasses.replace(TRUTH, weight_seconds=0.004, token_seconds=0.00008, step_seconds=0.0002)
+"""A machine five times as fast."""
+
+
+@pytest.mark.parametrize("slo", [{}, {"ttft_ms": 900.0}])
+def test_a_wrong_step_model_is_found_out_and_nothing_simulated_is_shown(tmp_path: Path, slo: dict[str, float]) -> None:
+    machine = Machine(believed=WRONG)
+    found = machine.tune(
+        tmp_path / "tune.json", Question(requests=chat(60, 2.0), slo=slo, fixed=FEW, time_limit=6000.0)
+    )
+    assert not found.trusted
+    assert found.fit_error is not None
+    assert found.fit_error > 0.2
+    assert found.rounds == 3, "it measures instead"
+    assert not found.accuracy
+    said = answer(found, machine, tmp_path)
+    text = verdict(said)
+    assert "Nothing here is simulated: the step model is off by" in text
+    assert "as simulated" not in text
+    lines = report_lines(said)
+    assert not [line for line in lines if "~" in line.replace("~ is simulated", "")]
+    page = tune_report(said).html()
+    assert "simulated)" not in page
+    assert ">simulated<" not in page
+    assert all(side.full_measured for side in columns(said))
+    if slo:
+        assert found.confirmed_rate is not None
+        runs = [each for each in machine.state if each.rate == found.confirmed_rate and each.round == 0]
+        assert max(each.figures.keeping for each in runs) >= 0.9
+        assert f"up to {found.confirmed_rate:.3g} requests/s; " in text
+
+
+def test_a_model_that_fits_is_looked_at_once_and_used(tmp_path: Path) -> None:
+    machine = Machine()
+    found = machine.tune(tmp_path / "tune.json", Question(requests=chat(24), fixed=FEW, time_limit=6000.0))
+    assert found.trusted
+    assert found.fit_error == pytest.approx(0.0, abs=0.01)
+    page = tune_report(answer(found, machine, tmp_path)).html()
+    assert "(simulated)</figcaption>" in page, "what only the simulator says is called so, on its chart too"
+
+
+def test_a_refuted_rate_lowers_the_claim_and_is_told(tmp_path: Path) -> None:
+    question = Question(requests=chat(60, 2.0), slo={"ttft_ms": 900.0}, fixed=FEW, time_limit=6000.0)
+    path, machine = tmp_path / "tune.json", Machine()
+    before = machine.tune(path, question)
+    highest, chosen = before.confirmed_rate, before.settings["chosen"]
+    assert highest is not None
+    planted = []
+    for key, trial in machine.state.trials.items():
+        if trial.rate == highest and trial.round == 0:
+            bad = dataclasses.replace(trial.figures, goodput=0.749, requests_per_second=0.8 * highest)
+            machine.state.trials[key] = dataclasses.replace(trial, figures=bad)
+            planted.append(trial)
+    assert planted
+    machine.state.save()
+    again = Machine()
+    found = again.tune(path, question)
+    assert found.settings["chosen"] == chosen
+    assert found.confirmed_rate is not None
+    assert found.confirmed_rate <= 0.95 * 0.8 * highest
+    told = f"Refuted by a real run: at {highest:.3g} requests/s, the promises were kept for 74.9% of the requests,"
+    assert any(note.startswith(told) for note in found.notes)
+    text = verdict(answer(found, again, tmp_path))
+    assert f"up to {found.confirmed_rate:.3g} requests/s; static" in text
+
+
+def test_where_every_real_run_broke_the_promises_no_rate_is_claimed(tmp_path: Path) -> None:
+    question = Question(requests=chat(60, 2.0), slo={"ttft_ms": 900.0}, fixed=FEW, time_limit=6000.0)
+    path, machine = tmp_path / "tune.json", Machine()
+    machine.tune(path, question)
+    for key, trial in machine.state.trials.items():
+        if trial.rate is not None and trial.round == 0:
+            bad = dataclasses.replace(trial.figures, goodput=0.749, requests_per_second=1.9)
+            machine.state.trials[key] = dataclasses.replace(trial, figures=bad)
+    machine.state.save()
+    again = Machine(stop_after=0)
+    state = State(path, {"traffic": 60, "slo": dict(question.slo)})
+    state.trials = machine.state.trials
+    found = again.tune(path, dataclasses.replace(question, time_limit=20.0))
+    assert found.confirmed_rate is None
+    said = answer(found, again, tmp_path)
+    text = verdict(said)
+    assert "No real run confirmed a rate that keeps the promises: at " in text
+    assert "a real run kept them for 74.9% of the requests" in text
+    (line,) = [line for line in report_lines(said) if line.startswith("highest rate that keeps promises")]
+    assert line.split()[-1] == "none"
+
+
+def test_a_backlog_shorter_than_the_promise_keeps_no_promise(tmp_path: Path) -> None:
+    """48 requests at three times what the machine can do are all answered within six seconds, and prove nothing."""
+    made = lab(tmp_path / "t.json", Traffic(chat(48), slo={"ttft_ms": 6000.0}), Machine())
+    most = made.measure(SETTING, None, 48).requests_per_second
+    fast = made.measure(SETTING, 3 * most, 48)
+    assert fast.goodput == 1.0
+    assert fast.keeping < 0.5
+    assert shortfall(fast) > 0
+    wanted = made.traffic.enough(3 * most, 48)
+    assert (wanted - 1) / (3 * most) >= 5 * 6.0, "the trace is repeated until it is far longer than the promise"
+    assert made.traffic.enough(0.01, 48) == 48
+    slow = made.measure(SETTING, 0.3 * most, 96)
+    assert slow.keeping > 0.9
+    assert shortfall(slow) == 0
+
+
+def test_traffic_that_comes_again_is_new_to_every_cache() -> None:
+    own: dict[str, Any] = {"prompt_tokens": 40, "prefix_ids": (1, 2), "prefix_block": 16, "session": "a"}
+    first = [dataclasses.replace(each, **own, turn=place) for place, each in enumerate(chat(3, 2.0)[:2])]
+    again = Traffic(first).at(4.0, 5)
+    assert len(again) == 5
+    assert [each.prompt_tokens for each in again] == [40] * 5
+    assert len({each.prefix_ids for each in again}) == 3
+    assert [(each.session, each.turn) for each in again[2:4]] == [("a again 1", 0), ("a again 1", 1)]
+    assert (again[-1].arrival - again[0].arrival) * 4.0 == pytest.approx(4)
+    assert [each.arrival for each in again] == sorted(each.arrival for each in again)
+
+
 # --- its parts -------------------------------------------------------------------------------------------------------
 
 
@@ -460,8 +580,8 @@ def test_another_question_is_refused_with_the_way_out(tmp_path: Path) -> None:
     "text",
     [
         *("", "{", "[]", "{}", '{"format": 0, "inputs": {}, "trials": [], "deployment": null}', "\x00"),
-        *(f'{{"format": 2, "inputs": {inputs}, "trials": [], "deployment": null}}' for inputs in ("[1]", "5")),
-        *(f'{{"format": 2, "inputs": {{}}, "trials": [], "deployment": {value}}}' for value in ("5", '{"cost": 5}')),
+        *(f'{{"format": 3, "inputs": {inputs}, "trials": [], "deployment": null}}' for inputs in ("[1]", "5")),
+        *(f'{{"format": 3, "inputs": {{}}, "trials": [], "deployment": {value}}}' for value in ("5", '{"cost": 5}')),
     ],
 )
 def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from chairlift.workbench.bench.tune_lab import Lab
+from chairlift.workbench.bench.tune_lab import Lab, Traffic
 from chairlift.workbench.bench.tune_search import Judge, Score, Space, search, shortfall
 from chairlift.workbench.bench.tune_state import Figures, Setting
 
@@ -50,6 +50,7 @@ class Formula(Lab):
 
     def __init__(self, formula: Callable[[Setting, float | None], Figures]) -> None:
         self._formula = formula
+        self.traffic = Traffic([])
         self.asked: list[tuple[Setting, float | None]] = []
 
     def simulate(self, setting: Setting, rate: float | None, count: int) -> Figures:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gzip
+import importlib
 import json
 import os
 import threading
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError
 from chairlift.replay.traced_request import TracedRequest
-from chairlift.workbench.workload.arrivals import Constant
+from chairlift.workbench.workload.arrivals import AllAtOnce, Constant
 from chairlift.workbench.workload.columns import parse_columns
-from chairlift.workbench.workload.formats import load_trace, read_trace, write_trace
+from chairlift.workbench.workload.formats import load_texts, load_trace, read_trace, write_trace
 
 REQUESTS = [
     TracedRequest(arrival=0.0, prompt_tokens=6755, output_tokens=500, prefix_ids=tuple(range(14))),
@@ -331,13 +333,13 @@ def test_a_pattern_reads_text_logs(tmp_path: Path) -> None:
         (
             ACCESS,
             {"format": "nginx"},
-            "format must be one of chairlift, mooncake, bailian, azure, burstgpt, sharegpt; got 'nginx'",
+            "sharegpt, chats, custom, openai-batch; got 'nginx'",
         ),
         (ACCESS, {"format": "azure", "pattern": PATTERN}, "format, columns and pattern each say how"),
         (
             json.dumps(GOOD),
             {"arrivals": Constant(1.0)},
-            "has times and lengths; arrivals and a tokenizer are for Share",
+            "has times and lengths; arrivals and a tokenizer are for conv",
         ),
         ("", {}, "is empty"),
         ("\n \n", {}, "is empty"),
@@ -457,7 +459,7 @@ def test_sharegpt_is_read_piece_by_piece(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("[\n{}]", "the conversation on line 2 of .* has no list of 'conversations'"),
+        ("[\n{}]", "the conversation on line 2 of .* has no list of 'conversations' or 'messages'"),
         ('[\n\n{"conversations": [3]}]', "a message of the conversation on line 3 of .* lacks 'from' or 'value'"),
         ('[\n{"conversations": []},\n{"conversations": [}', "the conversation on line 3 of .* is not valid JSON"),
         ('[\n{"conversations": []},\n', "the conversation on line 3 of .* is not valid JSON"),
@@ -484,3 +486,114 @@ def test_a_million_lines_are_read_in_seconds(tmp_path: Path) -> None:
     begin = time.process_time()
     assert len(read_trace(path, sort=True)) == 1_000_000
     assert time.process_time() - begin < 30
+
+
+# --- other data sets of texts, and what they are kept in -------------------------------------------------------------
+
+
+def json_lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+ASKED = [{"role": "system", "content": "s" * 40}, {"role": "user", "content": "q" * 8}]
+BATCH = [
+    {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ASKED, "max_tokens": 7}},
+    {"custom_id": "2", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p" * 12}},
+    {"custom_id": "3", "method": "POST", "url": "/v1/embeddings", "body": {"input": "e"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "format", "lengths"),
+    [
+        (CONVERSATIONS, "chats", [(10, 20), (35, 2), (3, 1), (101, 1), (103, 1)]),
+        ([{"prompt": "p" * 40, "output_tokens": 9}, {"prompt": "p" * 8}], "custom", [(10, 9), (2, 256)]),
+        ([{"messages": [*ASKED, {"role": "assistant", "content": "a" * 20}]}], "chats", [(12, 5)]),
+        ([{"messages": ASKED}], "chats", [(12, 256)]),
+        (BATCH, "openai-batch", [(12, 7), (3, 256)]),
+    ],
+)
+@pytest.mark.parametrize("kept", ["plain", "gzip", "parquet"])
+def test_texts_in_every_form(
+    tmp_path: Path, rows: list[Any], format: str, lengths: list[tuple[int, int]], kept: str
+) -> None:
+    path = tmp_path / "texts"
+    if kept == "parquet":
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(rows), path)
+    else:
+        data = json_lines(rows).encode()
+        path.write_bytes(gzip.compress(data) if kept == "gzip" else data)
+    loaded = load_trace(path)
+    assert (loaded.format, [(each.prompt_tokens, each.output_tokens) for each in loaded.requests]) == (format, lengths)
+    texts = load_texts(path, AllAtOnce())
+    assert texts.requests == loaded.requests
+    assert len(texts.said) == len(lengths)
+    assert all(each.text or each.messages for each in texts.said)
+
+
+def test_a_chat_says_all_that_was_said_before(tmp_path: Path) -> None:
+    texts = load_texts(written(tmp_path / "s.jsonl", json_lines(CONVERSATIONS[:1])), AllAtOnce())
+    assert [message["role"] for message in texts.said[1].messages] == ["user", "assistant", "user"]
+    assert texts.said[1].messages[-1]["content"] == "z" * 20
+    assert [each.turn for each in texts.requests] == [0, 1]
+
+
+def test_images_are_counted_and_said(tmp_path: Path) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content = [{"type": "text", "text": "what is it" * 4}, picture, picture]
+    rows = [{"messages": [{"role": "user", "content": content}]}]
+    loaded = load_trace(written(tmp_path / "a.jsonl", json_lines(rows)))
+    assert loaded.requests[0].prompt_tokens == 10
+    assert "images in prompts: 2; their tokens are not counted in the lengths" in loaded.notes
+    shared = [{"image": "a.png", "conversations": said("<image>\n" + "x" * 12, "y" * 8)}]
+    assert any(
+        "images in prompts: 1;" in note for note in load_trace(written(tmp_path / "b", json_lines(shared))).notes
+    )
+
+
+def test_tables_in_parquet(tmp_path: Path) -> None:
+    arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    rows = [{"TIMESTAMP": f"2024-05-10 00:00:0{second}", "ContextTokens": 5, "GeneratedTokens": 3} for second in (0, 2)]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    loaded = load_trace(tmp_path / "a.parquet")
+    assert (loaded.format, shape(loaded.requests)) == ("azure", [(0.0, 5, 3), (2.0, 5, 3)])
+    parquet.write_table(arrow.Table.from_pylist([GOOD, GOOD]), tmp_path / "b.parquet")
+    assert len(read_trace(tmp_path / "b.parquet")) == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (gzip.compress(b"x" * 9000)[:30], "is damaged: it cannot be decompressed"),
+        (gzip.compress(b"{}\n") + b"rest", "is damaged|has no 'timestamp'"),
+        (b"PAR1 and no more", "is damaged"),
+        (
+            json_lines([{"prompt": "x", "output_tokens": 0}]).encode(),
+            "line 1 of .*: output_tokens must be a whole number",
+        ),
+        (json_lines([{"prompt": "x"}, {"prompt": 3}]).encode(), "line 2 of .* has no text in 'prompt'"),
+        (json_lines([{"messages": [{"role": "user"}]}]).encode(), "lacks 'role' or 'content'"),
+        (gzip.compress(b"\n\xff\n"), "line 2 of .* is not text in UTF-8|first line"),
+    ],
+)
+def test_damaged_data_sets(tmp_path: Path, data: bytes, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_trace(written(tmp_path / "d", data))
+
+
+def test_turns_that_branch_are_sessions_of_their_own(tmp_path: Path) -> None:
+    chats = [(1, -1), (2, 1), (3, 1), (4, 3), (5, 2)]  # 2 and 3 both answer 1
+    rows = [
+        {"chat_id": name, "parent_chat_id": parent, "timestamp": place, "input_length": 16 * (place + 1)}
+        | {"output_length": 4, "type": "text", "turn": 1, "hash_ids": list(range(place + 1))}
+        for place, (name, parent) in enumerate(chats)
+    ]
+    loaded = load_trace(written(tmp_path / "b.jsonl", json_lines(rows)))
+    assert loaded.format == "bailian"
+    assert [(each.session, each.turn) for each in loaded.requests] == [("1", 0), ("1", 1), ("3", 1), ("3", 2), ("1", 2)]
+
+
+def test_a_trace_of_lengths_has_no_texts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no texts that could be sent: .* goes with --trace"):
+        load_texts(written(tmp_path / "t.jsonl", json.dumps(GOOD)), AllAtOnce())

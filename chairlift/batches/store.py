@@ -1,0 +1,485 @@
+"""Files and batches in a directory: contents as files, everything else in SQLite.
+
+One rule makes a kill at any moment harmless: a content is whole and in its place before the transaction that names it,
+and a transaction that forgets a content comes before its removal. So what a kill leaves over is a content that nobody
+names, and opening the store removes it. Each answer is one transaction, which changes a request that has none, or
+nothing; so a request has one answer however often it was asked. The journal is a write-ahead log (WAL) that is flushed
+at each commit, so answers survive a power failure too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Final
+
+from chairlift.batches.lines import BadLine, error_line, read_line
+from chairlift.batches.records import ACTIVE, BATCH_FIELDS, FILE_FIELDS, BatchRecord, FileRecord, Pending
+from chairlift.errors import ConfigError
+
+__all__ = ["MAX_REQUESTS", "BatchStore"]
+
+MAX_REQUESTS: Final = 50_000
+"""Lines of one input file, as with OpenAI."""
+_VERSION: Final = 1
+_SCHEMA: Final = f"""
+CREATE TABLE files (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, filename TEXT NOT NULL, bytes INTEGER NOT NULL, purpose TEXT NOT NULL,
+    created_at INTEGER NOT NULL, expires_at INTEGER
+);
+CREATE TABLE batches (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, endpoint TEXT NOT NULL, input_file_id TEXT NOT NULL,
+    completion_window TEXT NOT NULL, status TEXT NOT NULL, metadata TEXT NOT NULL, errors TEXT NOT NULL,
+    output_seconds INTEGER, created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, in_progress_at INTEGER,
+    finalizing_at INTEGER, completed_at INTEGER, failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER,
+    cancelled_at INTEGER, output_file_id TEXT, error_file_id TEXT, total INTEGER NOT NULL, completed INTEGER NOT NULL,
+    failed INTEGER NOT NULL
+);
+CREATE TABLE requests (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
+    good INTEGER, answer BLOB, PRIMARY KEY (batch, line)
+);
+PRAGMA user_version = {_VERSION};
+"""
+_UNFINISHED: Final = {
+    "expired": ("batch_expired", "the request was not answered before the batch's completion window ended"),
+    "cancelled": ("batch_cancelled", "the batch was cancelled before the request was answered"),
+}
+"""What the error file says of requests without an answer."""
+
+
+class BatchStore:
+    """The store in ``directory``, which is made if it is not there.
+
+    One process at a time opens a store, and one thread at a time calls it. Raises ConfigError for a directory that
+    cannot be used. Methods raise OSError or sqlite3.Error where the disk does; nothing is half done then.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._root = Path(directory)
+        self._files = self._root / "files"
+        self._lock: IO[str] | None = None
+        try:
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._files.mkdir(exist_ok=True, mode=0o700)
+            self._lock = (self._root / "lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._db = self._connect(self._root / "batches.sqlite3")
+            self._remove_leftovers()
+        except BlockingIOError:
+            self._unlock()
+            raise ConfigError(
+                f"another server uses the batches in {directory}; give each its own --batch-dir"
+            ) from None
+        except (OSError, sqlite3.Error) as error:
+            self._unlock()
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"cannot keep batches in {directory}: {reason}; give another --batch-dir") from None
+        except ConfigError:
+            self._unlock()
+            raise
+
+    def close(self) -> None:
+        """Let go of the directory. What is not committed is undone."""
+        self._db.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def _connect(self, path: Path) -> sqlite3.Connection:
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            found = db.execute("PRAGMA user_version").fetchone()[0]
+            if found == 0:
+                db.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+            elif found != _VERSION:
+                raise ConfigError(
+                    f"{path} has format {found}, and this version reads format {_VERSION}; give another --batch-dir"
+                )
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _remove_leftovers(self) -> None:
+        """Contents that a kill has left without a name."""
+        known = {name for (name,) in self._db.execute("SELECT id FROM files")}
+        for path in self._files.iterdir():
+            if path.name not in known:
+                path.unlink()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """All of the block or nothing of it."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._commit()
+
+    def _commit(self) -> None:
+        try:
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def part(self) -> Path:
+        """A place to write a content to before it is added."""
+        return self._files / f"{secrets.token_hex(16)}.part"
+
+    def path(self, file_id: str) -> Path:
+        """Where the content of a file lies."""
+        return self._files / file_id
+
+    def add_file(
+        self, content: BinaryIO, filename: str, purpose: str, *, owner: str, now: int, expires_at: int | None = None
+    ) -> FileRecord:
+        """Keep a copy of ``content``, which is read from where it stands."""
+        part = self.part()
+        try:
+            with part.open("wb") as file:
+                shutil.copyfileobj(content, file, 1 << 20)
+                record = self._flushed(file, filename, purpose, owner, now, expires_at)
+            self._place(part, record)
+        finally:
+            part.unlink(missing_ok=True)
+        with self._transaction() as db:
+            _insert(db, record)
+        return record
+
+    def _flushed(
+        self, file: BinaryIO, filename: str, purpose: str, owner: str, now: int, expires_at: int | None
+    ) -> FileRecord:
+        """A record for a content that has been written; it is on the disk then."""
+        file.flush()
+        os.fsync(file.fileno())
+        return FileRecord(
+            id=f"file-{secrets.token_hex(16)}",
+            owner=owner,
+            filename=filename,
+            bytes=file.tell(),
+            purpose=purpose,
+            created_at=now,
+            expires_at=expires_at,
+        )
+
+    def _place(self, part: Path, record: FileRecord) -> None:
+        """Put a content under its id."""
+        os.replace(part, self.path(record.id))
+        folder = os.open(self._files, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def file(self, file_id: str, owner: str) -> FileRecord | None:
+        """A file of the owner's; None where there is none of this id."""
+        row = self._db.execute(f"SELECT {_FILE} FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
+        return None if row is None else _file(row)
+
+    def files(
+        self, owner: str, *, purpose: str | None = None, after: str | None = None, limit: int, newest_first: bool = True
+    ) -> list[FileRecord]:
+        """Files of the owner's, in the order in which they were made; ``after`` the one with this id."""
+        where, values = _page("files", owner, after, newest_first)
+        if purpose is not None:
+            where, values = f"{where} AND purpose = ?", [*values, purpose]
+        order = "DESC" if newest_first else "ASC"
+        rows = self._db.execute(
+            f"SELECT {_FILE} FROM files WHERE {where} ORDER BY rowid {order} LIMIT ?", [*values, limit]
+        )
+        return [_file(row) for row in rows]
+
+    def num_files(self, owner: str) -> int:
+        """Files of the owner's."""
+        return int(self._db.execute("SELECT COUNT(*) FROM files WHERE owner = ?", (owner,)).fetchone()[0])
+
+    def reader_of(self, file_id: str) -> str | None:
+        """The id of a batch that reads a file and has not come to its end."""
+        row = self._db.execute(
+            f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {_marks(ACTIVE)}", (file_id, *ACTIVE)
+        ).fetchone()
+        return None if row is None else str(row[0])
+
+    def delete_file(self, file_id: str) -> None:
+        """Forget a file."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        self._remove(self.path(file_id))
+
+    def _remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def expire_files(self, now: int) -> None:
+        """Delete files whose time is over and that no batch reads."""
+        rows = self._db.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall()
+        for (file_id,) in rows:
+            if self.reader_of(file_id) is None:
+                self.delete_file(file_id)
+
+    # -- batches -------------------------------------------------------------------------------------------------
+
+    def add_batch(
+        self,
+        input_file: FileRecord,
+        endpoint: str,
+        *,
+        now: int,
+        seconds: int,
+        window: str,
+        metadata: str = "null",
+        output_seconds: int | None = None,
+    ) -> BatchRecord:
+        """A batch that is to read a file, ``seconds`` from now at most. It belongs to the file's owner."""
+        record = BatchRecord(
+            id=f"batch_{secrets.token_hex(16)}",
+            owner=input_file.owner,
+            endpoint=endpoint,
+            input_file_id=input_file.id,
+            completion_window=window,
+            status="validating",
+            metadata=metadata,
+            errors="[]",
+            output_seconds=output_seconds,
+            created_at=now,
+            expires_at=now + seconds,
+            in_progress_at=None,
+            finalizing_at=None,
+            completed_at=None,
+            failed_at=None,
+            expired_at=None,
+            cancelling_at=None,
+            cancelled_at=None,
+            output_file_id=None,
+            error_file_id=None,
+            total=0,
+            completed=0,
+            failed=0,
+        )
+        with self._transaction() as db:
+            values = [getattr(record, name) for name in BATCH_FIELDS]
+            db.execute(f"INSERT INTO batches ({_BATCH}) VALUES {_marks(values)}", values)
+        return record
+
+    def batch(self, batch_id: str, owner: str | None = None) -> BatchRecord | None:
+        """A batch of the owner's, or (None) of anybody; None where there is none of this id."""
+        row = self._db.execute(f"SELECT {_BATCH} FROM batches WHERE id = ?", (batch_id,)).fetchone()
+        found = None if row is None else _batch(row)
+        return None if found is None or owner not in (None, found.owner) else found
+
+    def batches(self, owner: str, *, after: str | None = None, limit: int) -> list[BatchRecord]:
+        """Batches of the owner's, the newest first; ``after`` the one with this id."""
+        where, values = _page("batches", owner, after, True)
+        rows = self._db.execute(
+            f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY rowid DESC LIMIT ?", [*values, limit]
+        )
+        return [_batch(row) for row in rows]
+
+    def active(self, owner: str | None = None) -> list[BatchRecord]:
+        """Batches that have not come to their end, the oldest first."""
+        mine, values = ("", []) if owner is None else (" AND owner = ?", [owner])
+        rows = self._db.execute(
+            f"SELECT {_BATCH} FROM batches WHERE status IN {_marks(ACTIVE)}{mine} ORDER BY rowid", [*ACTIVE, *values]
+        )
+        return [_batch(row) for row in rows]
+
+    def cancel(self, batch_id: str, now: int) -> None:
+        """Have a batch end with what it has, if it has not come to its end."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?"
+                " AND status IN ('validating', 'in_progress')",
+                (now, batch_id),
+            )
+
+    def begin(self, batch_id: str, now: int, max_line: int) -> None:
+        """Read the lines of a batch's file: it is in progress then, or failed. Lines that are no request, and those of
+        more than ``max_line`` bytes, have their answer then."""
+        batch = self.batch(batch_id)
+        if batch is None or batch.status != "validating":
+            return
+        problem, num_lines, num_bad = "", 0, 0
+        with self._transaction() as db:
+            names: set[str] = set()
+            for line, offset, length, answer in self._lines(batch, names, max_line):
+                num_lines, num_bad = num_lines + 1, num_bad + (answer is not None)
+                if num_lines > MAX_REQUESTS:
+                    problem = f"the input file has more than {MAX_REQUESTS:,} requests; split it"
+                    break
+                good = None if answer is None else 0
+                db.execute(
+                    "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?)", (batch_id, line, offset, length, good, answer)
+                )
+            if not num_lines:
+                problem = "the input file has no requests; write one JSON object per line"
+            if problem:
+                db.execute("DELETE FROM requests WHERE batch = ?", (batch_id,))
+                code = "too_many_requests" if num_lines else "empty_file"
+                errors = json.dumps([{"code": code, "message": problem, "line": None, "param": "input_file_id"}])
+                db.execute(
+                    "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? WHERE id = ?",
+                    (now, errors, batch_id),
+                )
+            else:
+                db.execute(
+                    "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ?, failed = ? WHERE id = ?",
+                    (now, num_lines, num_bad, batch_id),
+                )
+
+    def _lines(
+        self, batch: BatchRecord, names: set[str], max_line: int
+    ) -> Iterator[tuple[int, int, int, bytes | None]]:
+        """(number, offset, length, answer of a line that is no request) of each line that is not blank."""
+        with self.path(batch.input_file_id).open("rb") as file:
+            number = offset = 0
+            while content := file.readline(max_line + 1):
+                number, length = number + 1, len(content)
+                is_long = length > max_line and not content.endswith(b"\n")
+                while is_long and not content.endswith(b"\n") and (content := file.readline(1 << 20)):
+                    length += len(content)
+                if is_long:
+                    message = f"the line has {length:,} bytes, and {max_line:,} are allowed; shorten the request"
+                    yield number, offset, length, error_line(None, "line_too_long", message, line=number)
+                elif content.strip():
+                    yield number, offset, length, _problem(content, number, batch.endpoint, names)
+                offset += length
+
+    def pending(self, batch_id: str, after: int, limit: int) -> list[Pending]:
+        """Requests without an answer behind line ``after``, in the order of the file."""
+        rows = self._db.execute(
+            "SELECT line, offset, length FROM requests WHERE batch = ? AND line > ? AND good IS NULL"
+            " ORDER BY line LIMIT ?",
+            (batch_id, after, limit),
+        )
+        return [Pending(*row) for row in rows]
+
+    def read(self, file_id: str, pending: Pending) -> bytes:
+        """The line of a request."""
+        with self.path(file_id).open("rb") as file:
+            file.seek(pending.offset)
+            return file.read(pending.length)
+
+    def record(self, batch_id: str, line: int, answer: bytes, good: bool) -> bool:
+        """Keep the answer of a request, a line for the output file or (not ``good``) the error file. False, and nothing
+        changes, where it has one already or the batch has come to its end."""
+        with self._transaction() as db:
+            changed = db.execute(
+                "UPDATE requests SET good = ?, answer = ? WHERE batch = ? AND line = ? AND good IS NULL",
+                (int(good), answer, batch_id, line),
+            ).rowcount
+            if changed:
+                column = "completed" if good else "failed"
+                db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch_id,))
+        return bool(changed)
+
+    def finalize(self, batch_id: str, now: int) -> None:
+        """All requests of a batch have answers: what is left is to write its files."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE batches SET status = 'finalizing', finalizing_at = ? WHERE id = ? AND status = 'in_progress'",
+                (now, batch_id),
+            )
+
+    def finish(self, batch_id: str, status: str, now: int) -> None:
+        """Write the output and the error file of a batch, which is ``completed``, ``expired`` or ``cancelled`` then.
+        Requests without an answer are told in the error file why they have none."""
+        batch = self.batch(batch_id)
+        if batch is None or batch.status not in ACTIVE:
+            return
+        made: dict[str, FileRecord] = {}
+        parts: list[Path] = []
+        try:
+            for column, good in (("output_file_id", 1), ("error_file_id", 0)):
+                part = self.part()
+                parts.append(part)
+                with part.open("wb") as file:
+                    for answer in self._answers(batch, good, status):
+                        file.write(answer)
+                    name = f"{batch_id}_{'output' if good else 'error'}.jsonl"
+                    expires = None if batch.output_seconds is None else now + batch.output_seconds
+                    record = self._flushed(file, name, "batch_output", batch.owner, now, expires)
+                if record.bytes:
+                    self._place(part, record)
+                    made[column] = record
+        finally:
+            for part in parts:
+                part.unlink(missing_ok=True)
+        with self._transaction() as db:
+            for column, record in made.items():
+                _insert(db, record)
+                db.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (record.id, batch_id))
+            db.execute(f"UPDATE batches SET status = ?, {status}_at = ? WHERE id = ?", (status, now, batch_id))
+            db.execute("DELETE FROM requests WHERE batch = ?", (batch_id,))
+
+    def _answers(self, batch: BatchRecord, good: int, status: str) -> Iterator[bytes]:
+        """The lines of the output or the error file, in the order of the input."""
+        rows = self._db.execute(
+            "SELECT line, offset, length, answer FROM requests"
+            " WHERE batch = ? AND (good = ? OR (good IS NULL AND ? = 0)) ORDER BY line",
+            (batch.id, good, good),
+        )
+        for line, offset, length, answer in rows:
+            if answer is not None:
+                yield answer
+            else:
+                code, message = _UNFINISHED[status]
+                content = self.read(batch.input_file_id, Pending(line, offset, length))
+                yield error_line(read_line(content, batch.endpoint).custom_id, code, message, line=line)
+
+
+def _problem(content: bytes, number: int, endpoint: str, names: set[str]) -> bytes | None:
+    """The answer of a line that is no request; ``names`` are the ids of the lines before it."""
+    try:
+        custom_id = read_line(content, endpoint).custom_id
+        if custom_id in names:
+            message = f"custom_id {custom_id!r:.80} is that of a line before; give each request its own"
+            raise BadLine(message, "duplicate_custom_id", "custom_id", custom_id)
+        names.add(custom_id)
+    except BadLine as error:
+        return error_line(error.custom_id, error.code, str(error), line=number, param=error.param)
+    return None
+
+
+_FILE: Final = ", ".join(FILE_FIELDS)
+_BATCH: Final = ", ".join(BATCH_FIELDS)
+
+
+def _marks(values: Sequence[Any]) -> str:
+    return f"({', '.join('?' * len(values))})"
+
+
+def _insert(db: sqlite3.Connection, record: FileRecord) -> None:
+    values = [getattr(record, name) for name in FILE_FIELDS]
+    db.execute(f"INSERT INTO files ({_FILE}) VALUES {_marks(values)}", values)
+
+
+def _page(table: str, owner: str, after: str | None, newest_first: bool) -> tuple[str, list[Any]]:
+    if after is None:
+        return "owner = ?", [owner]
+    sign = "<" if newest_first else ">"
+    return f"owner = ? AND rowid {sign} (SELECT rowid FROM {table} WHERE id = ? AND owner = ?)", [owner, after, owner]
+
+
+def _file(row: Sequence[Any]) -> FileRecord:
+    return FileRecord(**dict(zip(FILE_FIELDS, row, strict=True)))
+
+
+def _batch(row: Sequence[Any]) -> BatchRecord:
+    return BatchRecord(**dict(zip(BATCH_FIELDS, row, strict=True)))

@@ -1,0 +1,25 @@
+"""Estimates for a request, from measured step times, lengths of ended answers, and cached prefixes."""
+
+from __future__ import annotations
+
+from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.request import Request
+from chairlift.scheduler.answer_lengths import AnswerLengths
+from chairlift.scheduler.costs import Costs
+from chairlift.scheduler.deadlines import Estimate, EstimateOf
+
+__all__ = ["estimator_from"]
+
+
+def estimator_from(costs: Costs, lengths: AnswerLengths, kv: KVCacheManager) -> EstimateOf:
+    """Return a function that estimates times and answer length of one request."""
+
+    def estimate(request: Request) -> Estimate:
+        source, num_shared = request.source, kv.num_shared(request)
+        # Another answer computes the same prompt. Its KV can be shared once that answer has its first token.
+        if source is not None and not source.is_finished and not source.num_output_tokens:
+            num_shared = request.num_prompt_tokens - 1
+        expected = lengths.expected(request) if lengths.knows(request) else None
+        return costs.estimate(request, expected, num_shared)
+
+    return estimate

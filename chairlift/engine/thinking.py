@@ -1,0 +1,106 @@
+"""Follows the reasoning of an answer that has a budget for it, and forces its end when the budget is used up.
+
+A :class:`~chairlift.grammar.compiler.Matcher` like those of grammars, so rows, look-ahead, preemption and dropped
+tokens are the business of :class:`~chairlift.engine.grammars.Grammars`. What it knows is a function of the answer's
+tokens alone. llama.cpp (``reasoning-budget``) and vLLM (``thinking_token_budget``) have the same states.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.grammar.compiler import Matcher
+from chairlift.thinking import ThinkingBudget
+
+__all__ = ["ThinkingMatcher"]
+
+_LATEST: Final = 4
+"""Tokens of an answer before which its reasoning has to begin: white space may stand there. Later it is content."""
+_BEFORE: Final = 0
+_INSIDE: Final = 1
+_AFTER: Final = 2
+_OVER: Final = 3
+_State = tuple[int, int]
+"""(phase, how many tokens: of ``begin`` that were seen, of reasoning, of ``after`` that were forced)."""
+
+
+class ThinkingMatcher:
+    """One answer of a model with ``vocab_size`` logits. ``grammar`` is the answer's, if it has one: where that does
+    not allow the end of the reasoning (in the middle of a character, say), the end waits."""
+
+    def __init__(self, budget: ThinkingBudget, vocab_size: int, grammar: Matcher | None = None) -> None:
+        self.num_consumed = 0
+        self.error = ""
+        self._budget = budget
+        self._grammar = grammar
+        self._bits = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
+        self._states: list[_State] = [(_BEFORE, 0) if budget.begin else (_INSIDE, 0)]
+        """After each number of tokens, up to the end of the reasoning."""
+
+    @property
+    def stopped(self) -> bool:
+        return self._grammar is not None and self._grammar.stopped
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to follow: the reasoning has ended, and there is no grammar."""
+        return self._grammar is None and self._states[-1][0] == _OVER
+
+    def consume(self, token_id: int) -> bool:
+        if self._grammar is not None and not self._grammar.consume(token_id):
+            self.error = self._grammar.error
+            return False
+        if self._states[-1][0] != _OVER:
+            self._states.append(self._next(self._states[-1], token_id))
+        self.num_consumed += 1
+        return True
+
+    def rewind(self, num_consumed: int) -> bool:
+        if self._grammar is not None and not self._grammar.rewind(num_consumed):
+            self.error = self._grammar.error
+            return False
+        if num_consumed < self.num_consumed:
+            del self._states[num_consumed + 1 :]
+            self.num_consumed = num_consumed
+        return not self.error
+
+    def mask(self) -> npt.NDArray[np.uint32] | None:
+        """What may come next; None where all ids may, and where :attr:`error` is set."""
+        own, forced = None, self._forced(self._states[-1])
+        if self._grammar is not None:
+            own = self._grammar.mask()
+            if own is None:
+                self.error = self._grammar.error
+                return None
+        if forced is None or (own is not None and not int(own[forced // 32]) >> forced % 32 & 1):
+            return own
+        self._bits[:] = 0
+        self._bits[forced // 32] = np.uint32(1 << forced % 32)
+        return self._bits
+
+    def _forced(self, state: _State) -> int | None:
+        """The token that must come; None while the model chooses."""
+        phase, count = state
+        if phase == _INSIDE and count >= self._budget.max_tokens:
+            return self._budget.end
+        return self._budget.after[count] if phase == _AFTER else None
+
+    def _next(self, state: _State, token_id: int) -> _State:
+        phase, count = state
+        budget = self._budget
+        if phase == _BEFORE:
+            begin = budget.begin
+            seen = count + 1 if token_id == begin[count] else int(token_id == begin[0])
+            if seen == len(begin):
+                return _INSIDE, 0
+            return (_BEFORE, seen) if seen or len(self._states) < _LATEST else (_OVER, 0)
+        if phase == _INSIDE and token_id != budget.end:
+            return _INSIDE, count + 1
+        forced = 0 if phase == _INSIDE else count + 1
+        goes_on = (phase == _AFTER and token_id == budget.after[count]) or (
+            phase == _INSIDE and count >= budget.max_tokens  # else the model goes on by itself
+        )
+        return (_AFTER, forced) if goes_on and forced < len(budget.after) else (_OVER, 0)

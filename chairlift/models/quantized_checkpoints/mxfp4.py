@@ -1,0 +1,70 @@
+"""``quant_method`` mxfp4: how gpt-oss is published. Only its experts are quantised."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels.cpu.packing import by_slices
+from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind, dequantized
+from chairlift.models.quantized_checkpoints.layer import StoredLayer, StoredTensor
+from chairlift.models.quantized_checkpoints.settings import Settings
+from chairlift.models.stored_rows import StoredRows
+
+__all__ = ["method"]
+
+_BIAS = 127
+"""An exponent of 8 bits (e8m0) is worth 2 to the power of it less this."""
+
+
+class _Stack(StoredRows):
+    """The rows [E R, K] of a weight that is [E, K, R] in the original model.
+
+    ``blocks`` are uint8 [E, R, K / 32, 16], two codes a byte, the first in the low half; ``scales`` are exponents,
+    uint8 [E, R, K / 32]. An exponent of 255 means no number, and becomes infinity.
+    """
+
+    kind = GroupKind(4, GROUP, e2m1=True)
+    stacked = True
+
+    def __init__(self, blocks: StoredTensor, scales: StoredTensor) -> None:
+        self._blocks, self._scales = blocks, scales
+        self._count, self._rows, self._groups, _ = blocks.shape
+
+    def get_shape(self) -> list[int]:
+        return [self._count, self._groups * GROUP, self._rows]
+
+    def __len__(self) -> int:
+        return self._count * self._rows
+
+    def __getitem__(self, rows: slice) -> GroupedRows:
+        first, last, _ = rows.indices(len(self))
+        packed, exponents = (each.read().flatten(0, 1)[first:last] for each in (self._blocks, self._scales))
+        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+        # Codes are worth twice what the format says, so that all are whole numbers.
+        scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS - 1)
+        for view in (packed, exponents):
+            by_slices(view, lambda *_: None, mapped=True)
+        return GroupedRows(self.kind, codes, scales)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return dequantized(self[:]).view(self._count, self._rows, -1).transpose(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MXFP4:
+    marks: frozenset[str] = frozenset({"blocks", "scales"})
+    companions: frozenset[str] = frozenset()
+
+    def rows(self, layer: StoredLayer) -> _Stack:
+        blocks = layer.take("blocks", ("U8",), rank=4)
+        if blocks.shape[3] != GROUP // 2:
+            layer.fail("blocks", f"has shape {list(blocks.shape)}, but a block of 32 numbers has {GROUP // 2} bytes")
+        return _Stack(blocks, layer.take("scales", ("U8",), blocks.shape[:3]))
+
+
+def method(settings: Settings) -> _MXFP4:
+    """There is nothing to read: ``modules_to_not_convert`` names what the file stores plainly."""
+    return _MXFP4()

@@ -1,0 +1,167 @@
+"""What a step of a model costs at least: bytes of weights and of K and V that it reads, and operations."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+
+from chairlift.kernels.roof import Roof
+from chairlift.kernels.weights import PLAIN, QUANTIZED, MatrixShape, WeightFormat
+from chairlift.models.context import LayerCache
+from chairlift.models.hf_config import ModelConfig
+
+__all__ = ["ExpertCost", "ModelCost"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertCost:
+    """What experts cost, in layers that are alike."""
+
+    layers: int
+    in_tail: bool
+    """Whether only tokens that are sampled from pass them."""
+    count: int
+    top_k: int
+    params: int
+    """Weights of one expert."""
+    nbytes: int
+    """Bytes of these."""
+
+    def distinct(self, tokens: int) -> float:
+        """How many experts of a layer so many tokens are expected to choose, if all are equally likely."""
+        return self.count * (1 - (1 - self.top_k / self.count) ** tokens)
+
+    def read(self, tokens: int) -> float:
+        """Bytes that so many tokens read: those of the distinct experts that are expected to be chosen."""
+        return self.layers * self.distinct(tokens) * self.nbytes
+
+    def operations(self, tokens: int) -> int:
+        """Additions and multiplications for so many tokens."""
+        return 2 * self.layers * tokens * self.top_k * self.params
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What a step of a model costs, in weights and cached tokens."""
+
+    body_params: int
+    """Weights that every token passes. The embedding is looked up, and not one of them."""
+    head_params: int
+    """Weights that only tokens that are sampled from pass: those behind the last layer's keys and values."""
+    itemsize: int
+    """Bytes of a weight, and of an element of K and V; but for what a quantized format saves."""
+    kv_bytes: tuple[tuple[int | None, int], ...]
+    """(window, bytes per token) of the layers together that see so many tokens; None sees all."""
+    body_saved: int = 0
+    """Bytes that a quantized format saves of the weights that every token passes."""
+    head_saved: int = 0
+    """The same of the others."""
+    experts: tuple[ExpertCost, ...] = ()
+    """Those of all layers but the last, and of the last, where there are any. They are no part of what is above."""
+
+    @classmethod
+    def of(
+        cls,
+        network: ModelConfig,
+        dtype: torch.dtype,
+        quantization: str | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> ModelCost:
+        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers quantized, or K
+        and V kept in ``kv_dtype``."""
+        hidden, dim = network.hidden_size, network.head_dim
+        q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
+        norm = 2 * hidden if network.norm == "layer" else hidden
+        norms = {"parallel": 1, "both": 4}.get(network.block, 2)
+        head_params = (hidden + network.head_bias) * network.vocab_size
+        layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + norms * norm
+        q_norm, k_norm = {None: (0, 0), "all": (q_width, kv_width)}.get(network.qk_norm, (dim, dim))
+        layer += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + q_norm + k_norm
+        blocks = [_mlp_params(network, number) for number in range(network.num_hidden_layers)]
+        tail = layer + blocks[-1] - 2 * kv_width * (hidden + network.qkv_bias) - k_norm
+        tail += norm if network.block == "post" else 0  # the final norm in place of that before attention, if any
+        saved = tail_saved = head_saved = 0
+        # Where a checkpoint mixes kinds, most of it is of the first.
+        small = PLAIN if quantization is None else QUANTIZED[quantization.partition("+")[0]]
+        if quantization is not None:
+            of_queries = [MatrixShape(q_width, hidden), MatrixShape(hidden, q_width)]
+            keys, queries = (
+                _saved(shapes, small, dtype) for shapes in ([MatrixShape(2 * kv_width, hidden)], of_queries)
+            )
+            each = [_saved(_mlp_shapes(network, number), small, dtype) for number in range(network.num_hidden_layers)]
+            head = MatrixShape(network.vocab_size, hidden)
+            head_saved = PLAIN.nbytes(head, dtype) - small.head.nbytes(head, dtype)
+            saved, tail_saved = (keys + queries) * len(each) + sum(each), queries + each[-1]
+        windows = collections.Counter(network.layer_windows)
+        cached = LayerCache(network.num_key_value_heads, dim, None).token_bytes(kv_dtype or dtype)
+        return cls(
+            body_params=layer * network.num_hidden_layers + sum(blocks) + norm - tail,
+            head_params=head_params + tail,
+            itemsize=dtype.itemsize,
+            kv_bytes=tuple((window, cached * layers) for window, layers in windows.items()),
+            body_saved=saved - tail_saved,
+            head_saved=tail_saved + head_saved,
+            experts=_expert_costs(network, small, dtype),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, which a large step that samples reads."""
+        dense = (self.body_params + self.head_params) * self.itemsize - self.body_saved - self.head_saved
+        return dense + sum(part.layers * part.count * part.nbytes for part in self.experts)
+
+    def least_seconds(self, roof: Roof, tokens: int, sampled: int, kv_bytes: float) -> float:
+        """The least time of a step of ``tokens`` tokens, of which ``sampled`` are sampled from.
+
+        It reads ``kv_bytes`` of K and V. Attention within prompts, activations and sampling are free.
+        """
+        weights = self.body_params + (self.head_params if sampled else 0)
+        saved = self.body_saved + (self.head_saved if sampled else 0)
+        operations = 2 * (tokens * self.body_params + sampled * self.head_params)
+        passing = [(part, sampled if part.in_tail else tokens) for part in self.experts]
+        operations += sum(part.operations(count) for part, count in passing)
+        read = int(sum(part.read(count) for part, count in passing))
+        return roof.seconds(weights * self.itemsize - saved + read, operations) + kv_bytes / roof.bandwidth
+
+    def kv_read(self, context: int) -> int:
+        """Bytes of K and V that one token at the end of ``context`` tokens reads."""
+        return sum(min(context, window or context) * nbytes for window, nbytes in self.kv_bytes)
+
+
+def _mlp_params(network: ModelConfig, layer: int) -> int:
+    """Weights that every token passes between attention and the next layer, but for norms."""
+    hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
+    if (found := network.experts) is None or not network.has_experts(layer):
+        return products * hidden * inner + ((products - 1) * inner + hidden) * network.mlp_bias
+    router = (hidden + found.correction) * found.routing.num_experts + hidden * found.shared_gate
+    return router + products * hidden * found.shared_size
+
+
+def _mlp_shapes(network: ModelConfig, layer: int) -> list[MatrixShape]:
+    """The products that these weights belong to, and that a format can make smaller."""
+    hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
+    if network.experts is not None and network.has_experts(layer):
+        inner = network.experts.shared_size
+    return [MatrixShape((products - 1) * inner, hidden), MatrixShape(hidden, inner)] if inner else []
+
+
+def _saved(shapes: Iterable[MatrixShape], small: WeightFormat, dtype: torch.dtype) -> int:
+    return sum(PLAIN.nbytes(shape, dtype) - small.nbytes(shape, dtype) for shape in shapes)
+
+
+def _expert_costs(network: ModelConfig, small: WeightFormat, dtype: torch.dtype) -> tuple[ExpertCost, ...]:
+    found = network.experts
+    if found is None:
+        return ()
+    hidden, inner, count = network.hidden_size, found.intermediate_size, found.routing.num_experts
+    shapes = [MatrixShape(count * 2 * inner, hidden, stack=count), MatrixShape(count * hidden, inner, stack=count)]
+    nbytes = sum(small.stacked.nbytes(shape, dtype) for shape in shapes) // count
+    parts = ((False, sum(found.layers[:-1])), (True, int(found.layers[-1])))
+    return tuple(
+        ExpertCost(layers, in_tail, count, found.routing.top_k, 3 * hidden * inner, nbytes)
+        for in_tail, layers in parts
+        if layers
+    )

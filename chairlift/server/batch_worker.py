@@ -1,0 +1,288 @@
+"""Answers the requests of batches: a few at a time, in the class for work that can wait, by the application itself.
+
+A request of a batch passes the same checks and the same endpoint as one that a client sends. What is refused because
+there is no room, or because the engine was lost, is asked again later. All that must outlast this process is in the
+:class:`~chairlift.batches.BatchStore`; so after a restart the requests without an answer are asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import sqlite3
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.types import ASGIApp, Message, Scope
+
+from chairlift.batches import BatchRecord, BatchStore, Pending, answer_line, error_line, read_line
+from chairlift.config import ServerConfig
+from chairlift.engine.async_engine import EngineState
+from chairlift.server.auth import caller_of
+from chairlift.server.state import ServerState
+
+__all__ = ["INSIDE", "BatchWorker", "open_store", "working"]
+
+INSIDE: Final = "chairlift.inside"
+"""Key of an ASGI scope that this process made itself: what the checks of who asks would have put into its state."""
+_PAGE: Final = 64
+"""Requests of a batch that are read from the store at a time."""
+_LOOK_SECONDS: Final = 1.0
+"""How often somebody looks at what changes without a sign: clocks, the engine, the queue."""
+_TROUBLE_SECONDS: Final = 10.0
+"""Pause after the disk failed."""
+_MAX_ATTEMPTS: Final = 5
+"""Times that a request may lose its engine, or its time, before that is its answer."""
+_MAX_DELAY: Final = 30.0
+_T = TypeVar("_T")
+_log: Final = logging.getLogger("chairlift.server")
+
+
+def open_store(config: ServerConfig) -> BatchStore | None:
+    """The store that the settings name, if they name one. Raises ConfigError."""
+    return None if config.batch_dir is None else BatchStore(config.batch_dir)
+
+
+@contextlib.asynccontextmanager
+async def working(state: ServerState, app: ASGIApp) -> AsyncIterator[None]:
+    """Answer batches meanwhile, where the server keeps any. Afterwards the store is closed."""
+    if state.batches is None:
+        yield
+        return
+    task = asyncio.create_task(state.batches.run(app), name="batches")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        state.batches.close()
+
+
+@dataclasses.dataclass(slots=True)
+class _Work:
+    """What is under way for one batch."""
+
+    queue: deque[Pending] = dataclasses.field(default_factory=deque)
+    reached: int = 0
+    """Lines up to here have been taken from the store."""
+    tasks: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
+    """By line."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    request_id: str
+    body: bytes
+    retry_after: float
+
+
+class BatchWorker:
+    """The batches of one server. One event loop owns it; the store is called on one thread, in turn."""
+
+    def __init__(self, state: ServerState, store: BatchStore) -> None:
+        self.store = store
+        self.uploads = asyncio.Semaphore(2)
+        """Held while a file is uploaded."""
+        self._state = state
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._works: dict[str, _Work] = {}
+        self._news = asyncio.Event()
+
+    async def call(self, work: Callable[[BatchStore], _T]) -> _T:
+        """Have the store do something."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self.store)
+
+    def wake(self) -> None:
+        """There is something new to look at."""
+        self._news.set()
+
+    def close(self) -> None:
+        """Close the store, after what it is doing."""
+        self._thread.shutdown(wait=True)
+        self.store.close()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are asked now."""
+        return sum(len(work.tasks) for work in self._works.values())
+
+    async def run(self, app: ASGIApp) -> None:
+        """Go on until the server drains: what has no answer then is asked again after the next start."""
+        try:
+            while not self._state.draining:
+                pause = _LOOK_SECONDS
+                try:
+                    await self._turn(app)
+                except (OSError, sqlite3.Error) as error:
+                    _log.error("batches stand still for %g s: %s", _TROUBLE_SECONDS, error)
+                    pause = _TROUBLE_SECONDS
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), pause)
+                self._news.clear()
+        finally:
+            await self._stop([task for work in self._works.values() for task in work.tasks.values()])
+
+    async def _turn(self, app: ASGIApp) -> None:
+        now = int(time.time())
+        await self.call(lambda store: store.expire_files(now))
+        active = await self.call(lambda store: store.active())
+        for batch in active:
+            await self._advance(batch, now)
+        self._works = {batch.id: self._works[batch.id] for batch in active if batch.id in self._works}
+        if self._state.engine.state is EngineState.READY:
+            await self._fill([batch for batch in active if batch.status == "in_progress"], app)
+
+    async def _advance(self, batch: BatchRecord, now: int) -> None:
+        """Move a batch on to its next status, if it is time for it."""
+        work = self._works.setdefault(batch.id, _Work())
+        if batch.status == "validating":
+            longest = self._state.config.max_body_bytes + (1 << 16)
+            await self.call(lambda store: store.begin(batch.id, now, longest))
+            self.wake()
+            return
+        end = "completed"
+        if batch.status == "cancelling" or now >= batch.expires_at:
+            end = "cancelled" if batch.status == "cancelling" else "expired"
+            work.queue.clear()
+            await self._stop(list(work.tasks.values()))
+        elif batch.status == "in_progress":
+            if work.tasks or await self._more(batch, work):
+                return
+            await self.call(lambda store: store.finalize(batch.id, now))
+        await self.call(lambda store: store.finish(batch.id, end, now))
+        del self._works[batch.id]
+        _log.info("batch %s: %s", batch.id, end)
+
+    async def _more(self, batch: BatchRecord, work: _Work) -> bool:
+        """Whether a request of the batch is to be asked; there are some in its queue then."""
+        if not work.queue:
+            reached = work.reached
+            found = await self.call(lambda store: store.pending(batch.id, reached, _PAGE))
+            work.queue += (each for each in found if each.line not in work.tasks)
+            work.reached = found[-1].line if found else reached
+        return bool(work.queue)
+
+    async def _fill(self, batches: list[BatchRecord], app: ASGIApp) -> None:
+        """Ask as many requests as may be, of the batches in turn. While others wait for the engine, one goes on."""
+        info, engine = self._state.engine.info, self._state.engine
+        rows = 1 if info is None else info.max_num_seqs
+        most = self._state.config.batch_max_in_flight or max(1, rows // 2)
+        started = True
+        while started:
+            started = False
+            for batch in batches:
+                work = self._works.setdefault(batch.id, _Work())
+                if self.num_in_flight >= (1 if engine.num_queued else most) or not await self._more(batch, work):
+                    continue
+                self._start(batch, work, work.queue.popleft(), app)
+                started = True
+
+    def _start(self, batch: BatchRecord, work: _Work, pending: Pending, app: ASGIApp) -> None:
+        task = asyncio.create_task(self._answer(batch, pending, app), name=f"{batch.id}-{pending.line}")
+        work.tasks[pending.line] = task
+        task.add_done_callback(lambda task: self._ended(work, pending, task))
+
+    def _ended(self, work: _Work, pending: Pending, task: asyncio.Task[None]) -> None:
+        work.tasks.pop(pending.line, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("line %d of a batch is asked again: %s", pending.line, error, exc_info=error)
+            work.queue.clear()
+            work.reached = 0  # from the first without an answer
+            return  # at the next look, not at once
+        self.wake()
+
+    async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- one request ---------------------------------------------------------------------------------------------
+
+    async def _answer(self, batch: BatchRecord, pending: Pending, app: ASGIApp) -> None:
+        """Ask until there is an answer, and keep it."""
+        content = await self.call(lambda store: store.read(batch.input_file_id, pending))
+        line = read_line(content, batch.endpoint)
+        caller = caller_of(self._state.api_keys, batch.owner)
+        if caller is None:
+            message = "the API key that created the batch is no longer one of this server's"
+            lost = error_line(line.custom_id, "invalid_api_key", message, line=pending.line)
+            await self.call(lambda store: store.record(batch.id, pending.line, lost, False))
+            return
+        scope = _scope(batch.endpoint, line.body, f"{batch.id}-{pending.line}")
+        scope[INSIDE] = {
+            "caller": dataclasses.replace(caller, request_id=f"{batch.id}-{pending.line}"),
+            "is_batch": True,
+        }
+        attempts = 0
+        while True:
+            reply = await _ask(app, dict(scope), line.body)
+            if reply.status not in (429, 503):
+                break
+            attempts += reply.status == 503
+            if attempts >= _MAX_ATTEMPTS:
+                break
+            await asyncio.sleep(reply.retry_after)
+            while self._state.engine.state is not EngineState.READY:
+                await asyncio.sleep(_LOOK_SECONDS)
+        answer = answer_line(line.custom_id, reply.status, reply.request_id, reply.body)
+        good = 200 <= reply.status < 300
+        await self.call(lambda store: store.record(batch.id, pending.line, answer, good))
+
+
+def _scope(path: str, body: bytes, request_id: str) -> dict[str, Any]:
+    headers = [
+        (b"host", b"localhost"),
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-request-id", request_id.encode()),
+    ]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": None,
+        "server": None,
+    }
+
+
+async def _ask(app: ASGIApp, scope: Scope, body: bytes) -> _Reply:
+    """What the application answers to a request that nobody sent."""
+    given = False
+    status, headers, parts = 500, dict[bytes, bytes](), list[bytes]()
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            await asyncio.Event().wait()  # nobody who could leave
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            headers.update(message["headers"])
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    content = b"".join(parts)
+    if not content:
+        content = msgspec.json.encode({"error": {"message": "the server gave no answer", "type": "server_error"}})
+    wait = headers.get(b"retry-after", b"1")
+    seconds = min(_MAX_DELAY, float(wait)) if wait.isdigit() else 1.0
+    return _Reply(status, headers.get(b"x-request-id", b"").decode("latin-1"), content, seconds)

@@ -1,0 +1,208 @@
+"""/v1/batches: files of requests, answered within a day while the engine has nothing more urgent to do."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from chairlift.batches import ENDPOINTS, BatchRecord
+from chairlift.server.errors import ApiError
+from chairlift.server.files import EXPIRES, batch_worker, ends, owner_of, page_of
+from chairlift.server.limits import read_json
+from chairlift.server.protocol import parse, warning_headers
+from chairlift.server.streaming import json_response
+
+__all__ = ["BatchList", "BatchObject", "BatchRequest", "routes"]
+
+_WINDOWS: Final = {"24h": 86_400}
+_MAX_ACTIVE: Final = 100
+"""Batches of one owner that have not come to their end."""
+_Id = Annotated[str, Meta(max_length=64)]
+
+
+class ExpiresAfter(msgspec.Struct, kw_only=True):
+    """How long the output files are kept."""
+
+    anchor: Annotated[str, Meta(max_length=64)]
+    """created_at."""
+    seconds: Annotated[int, Meta(ge=EXPIRES[0], le=EXPIRES[1])]
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/batches."""
+
+    input_file_id: _Id
+    """A file of JSON lines with custom_id, method, url and body."""
+    endpoint: _Id
+    """The url of all its lines."""
+    completion_window: _Id
+    """24h."""
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+        | None
+    ) = None
+    output_expires_after: ExpiresAfter | None = None
+    """Without: they are kept until somebody deletes them."""
+
+
+class BatchError(msgspec.Struct, kw_only=True):
+    """Why a batch failed."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(msgspec.Struct, kw_only=True):
+    """All reasons."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchError]
+
+
+class RequestCounts(msgspec.Struct, kw_only=True):
+    """Of the lines of the input file."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(msgspec.Struct, kw_only=True):
+    """One batch."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    model: str
+    """The name under which the model is served."""
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    """validating, in_progress, finalizing, completed, failed, expired, cancelling or cancelled."""
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(msgspec.Struct, kw_only=True):
+    """Some of the caller's batches, the newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+_SAME: Final = tuple(name for name in BatchObject.__struct_fields__ if name in BatchRecord.__dataclass_fields__)
+
+
+def _object(request: Request, record: BatchRecord) -> BatchObject:
+    errors = [BatchError(**each) for each in json.loads(record.errors)]
+    same: dict[str, Any] = {name: getattr(record, name) for name in _SAME if name not in ("errors", "metadata")}
+    return BatchObject(
+        **same,
+        model=request.app.state.server.model_names[0],
+        errors=BatchErrors(data=errors) if errors else None,
+        request_counts=RequestCounts(total=record.total, completed=record.completed, failed=record.failed),
+        metadata=json.loads(record.metadata),
+    )
+
+
+async def create_batch(request: Request) -> Response:
+    """Begin a batch with the requests of a file."""
+    worker, owner = batch_worker(request), owner_of(request)
+    asked, ignored = parse(BatchRequest, await read_json(request))
+    _check(asked)
+    source = await worker.call(lambda store: store.file(asked.input_file_id, owner))
+    if source is None or source.purpose != "batch":
+        message = f"input_file_id must be a file of yours with the purpose batch; got {asked.input_file_id!r:.80}"
+        raise ApiError(400, message, code="file_not_found", param="input_file_id")
+    num_active = len(await worker.call(lambda store: store.active(owner)))
+    if num_active >= _MAX_ACTIVE:
+        message = f"you have {num_active} batches that have not ended, and {_MAX_ACTIVE} may be; wait for one to end"
+        raise ApiError(400, message, code="too_many_batches")
+    kept = asked.output_expires_after
+    record = await worker.call(
+        lambda store: store.add_batch(
+            source,
+            asked.endpoint,
+            now=int(time.time()),
+            seconds=_WINDOWS[asked.completion_window],
+            window=asked.completion_window,
+            metadata=json.dumps(asked.metadata),
+            output_seconds=None if kept is None else kept.seconds,
+        )
+    )
+    worker.wake()
+    return json_response(_object(request, record), warning_headers(ignored))
+
+
+def _check(asked: BatchRequest) -> None:
+    for name, known in (("endpoint", ENDPOINTS), ("completion_window", tuple(_WINDOWS))):
+        if getattr(asked, name) not in known:
+            message = f"{name} must be {' or '.join(known)}; got {getattr(asked, name)!r}"
+            raise ApiError(400, message, code="invalid_value", param=name)
+    kept = asked.output_expires_after
+    if kept is not None and kept.anchor != "created_at":
+        message = f"output_expires_after.anchor must be created_at; got {kept.anchor!r}"
+        raise ApiError(400, message, code="invalid_value", param="output_expires_after.anchor")
+
+
+async def list_batches(request: Request) -> Response:
+    """The caller's batches."""
+    worker, owner = batch_worker(request), owner_of(request)
+    after, limit = page_of(request, 20, 100)
+    found = await worker.call(lambda store: store.batches(owner, after=after, limit=limit + 1))
+    listed = [_object(request, record) for record in found[:limit]]
+    return json_response(BatchList(data=listed, **ends(listed), has_more=len(found) > limit))
+
+
+async def _found(request: Request) -> BatchRecord:
+    worker, owner, batch_id = batch_worker(request), owner_of(request), request.path_params["batch_id"]
+    record = await worker.call(lambda store: store.batch(batch_id, owner))
+    if record is None:
+        message = f"there is no batch {batch_id!r:.80} of yours; GET /v1/batches lists those there are"
+        raise ApiError(404, message, code="batch_not_found", param="batch_id")
+    return record
+
+
+async def show_batch(request: Request) -> Response:
+    """One batch."""
+    return json_response(_object(request, await _found(request)))
+
+
+async def cancel_batch(request: Request) -> Response:
+    """Have a batch end with what it has; one that has ended stays as it is."""
+    worker, record = batch_worker(request), await _found(request)
+    await worker.call(lambda store: store.cancel(record.id, int(time.time())))
+    worker.wake()
+    return json_response(_object(request, await _found(request)))
+
+
+routes: Final = [
+    Route("/v1/batches", create_batch, methods=["POST"]),
+    Route("/v1/batches", list_batches, methods=["GET"]),
+    Route("/v1/batches/{batch_id}", show_batch, methods=["GET"]),
+    Route("/v1/batches/{batch_id}/cancel", cancel_batch, methods=["POST"]),
+]

@@ -1,0 +1,127 @@
+"""A chat on its way to its answer. Every endpoint that answers conversations begins one, after translating its request.
+
+So there is one validation, one admission and one reading of tools and reasoning, whatever the form of the request was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.output_stream import OutputStream
+from chairlift.sampling_params import SamplingParams
+from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, held_params, limited_params, opened_by
+from chairlift.server.errors import ApiError
+from chairlift.server.limits import until_tokens
+from chairlift.server.logprob_room import hold_logprobs
+from chairlift.server.models import check_model, generating_info, unused_fields
+from chairlift.server.promises import class_of, read_promises
+from chairlift.server.protocol import ChatRequest, TokenizeRequest, no_prompt_logprobs_in_stream, sampling_params
+from chairlift.server.state import ServerState
+from chairlift.server.streaming import TokenTexts, reply_head, submit_all, truncate
+from chairlift.tool_calls import check_history
+
+__all__ = ["ChatRun", "begin_chat", "encode_messages"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatRun:
+    """A chat that the engine works on."""
+
+    chat: ChatRequest
+    model: str
+    """The name that the answer carries."""
+    info: EngineInfo
+    plan: ChatPlan
+    params: SamplingParams
+    prompt: list[int]
+    streams: list[OutputStream]
+    """One, with all ``n`` answers."""
+    texts: TokenTexts
+    was_shortened: bool = False
+    """The answer may be shorter than ``max_tokens`` says, as no more fits."""
+
+    def head(self, prefix: str) -> dict[str, Any]:
+        """What replies and chunks of chat completions begin with."""
+        return reply_head(prefix, self.model, self.info, self.streams)
+
+    def reading(self) -> AnswerReading:
+        """A reader for one of the answers."""
+        return AnswerReading(self.plan, self.texts.tokenizer, self.params.skip_special_tokens)
+
+
+async def begin_chat(
+    request: Request,
+    chat: ChatRequest,
+    ignored: list[str],
+    *,
+    shorten: bool = False,
+    thinking_hint: int | None = None,
+) -> ChatRun:
+    """Check a chat, lay it out and hand it to the engine. Names of fields that mean nothing are added to ``ignored``.
+
+    ``shorten``: where prompt and ``max_tokens`` do not fit together, the answer gets what room there is.
+    ``thinking_hint``: a thinking_token_budget that is ignored where it cannot be kept. Raises ApiError, RequestError,
+    TemplateError, OverloadedError or EngineDeadError.
+    """
+    state: ServerState = request.app.state.server
+    model = check_model(state, chat.model)
+    caller = read_promises(request, chat, ignored)
+    info = generating_info(state)
+    plan = chat_plan(state, chat, ignored)
+    params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
+    state.engine.check_room(1, class_of(params))
+    async with until_tokens(request, chat):
+        laid_out = await encode_messages(state, chat, plan)
+        prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
+    plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
+    params = limited_params(plan, chat, state.engine.tokenizer, held_params(plan, chat, params))
+    if thinking_hint is not None:
+        hinted = msgspec.structs.replace(chat, thinking_token_budget=thinking_hint)
+        try:
+            params = limited_params(plan, hinted, state.engine.tokenizer, params)
+        except ApiError:
+            ignored.append("thinking_token_budget")
+    ignored += unused_fields(info, params)
+    room = min(info.max_model_len, info.capacity_tokens + 1) - len(prompt)
+    shortened = shorten and params.max_tokens is not None and 1 <= room < params.max_tokens
+    if shortened:
+        params = dataclasses.replace(params, max_tokens=room)
+    hold_logprobs(request, chat, [prompt])
+    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
+    texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
+    return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened)
+
+
+async def encode_messages(state: ServerState, request: ChatRequest | TokenizeRequest, plan: ChatPlan) -> list[int]:
+    """The token ids of a conversation. Raises ApiError, RequestError or TemplateError."""
+    opens = request.add_generation_prompt
+    if opens and request.continue_final_message:
+        message = "add_generation_prompt and continue_final_message exclude each other; leave one out"
+        raise ApiError(400, message, code="invalid_value", param="continue_final_message")
+    return await state.engine.encode_chat(
+        check_history(request.messages or ()),
+        add_generation_prompt=not request.continue_final_message if opens is None else opens,
+        continue_final_message=bool(request.continue_final_message),
+        tools=plan.tools.offered or None,
+        **plan.variables,
+    )
+
+
+def _params(chat: ChatRequest, defaults: Mapping[str, Any], *, keeps_special: bool = False) -> SamplingParams:
+    if chat.top_logprobs and not chat.logprobs:
+        message = "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out"
+        raise ApiError(400, message, code="invalid_value", param="top_logprobs")
+    no_prompt_logprobs_in_stream(chat)
+    return sampling_params(
+        chat,
+        defaults,
+        max_tokens=chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens,
+        logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        **({"skip_special_tokens": False} if keeps_special else {}),
+    )

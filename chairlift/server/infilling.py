@@ -1,0 +1,60 @@
+"""The field ``suffix`` of /v1/completions: text between a prompt and what follows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+from chairlift.server.errors import ApiError
+from chairlift.server.protocol import CompletionRequest
+from chairlift.server.state import ServerState
+from chairlift.server.structured import FIELDS
+from chairlift.tokenizer.infilling import InfillFormat, cut_lead, infill_format_of, lead_of
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Infilling", "infilling"]
+
+_NOT_WITH_IT: Final = ("echo", "truncate_prompt_tokens", *FIELDS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Infilling:
+    """How the prompts of a request are laid out around a suffix."""
+
+    layout: InfillFormat
+    tokenizer: Tokenizer
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens that end an answer besides those that the request names."""
+        return self.layout.end_ids(self.tokenizer)
+
+    async def encode(self, state: ServerState, asked: CompletionRequest, prompts: Sequence[str]) -> list[list[int]]:
+        """Token ids of the prompts, each before the suffix. Raises as the engine's ``encode_all``."""
+        tokenizer, lead = self.tokenizer, lead_of(self.tokenizer)
+        *prefixes, suffix = await state.engine.encode_all([*prompts, lead + (asked.suffix or "")], False)
+        suffix, special = cut_lead(tokenizer, lead, suffix), asked.add_special_tokens is not False
+        return [self.layout.lay_out(tokenizer, prefix, suffix, special) for prefix in prefixes]
+
+
+def infilling(state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]]) -> Infilling | None:
+    """What the suffix of a request asks for; None where it has none. Raises ApiError 400 where it cannot be served."""
+    if not asked.suffix:
+        return None
+    tokenizer = state.engine.tokenizer
+    layout = None if tokenizer is None else infill_format_of(tokenizer)
+    if tokenizer is None or layout is None:
+        message = (
+            "suffix cannot be used: the model has no tokens to fill in the middle, such as <|fim_middle|>; leave it"
+            " out, or serve a model that was trained for it"
+        )
+        raise ApiError(400, message, code="unsupported_parameter", param="suffix")
+    if not all(isinstance(each, str) for each in given):
+        message = "suffix needs a prompt of text, because the prompt is laid out around it; got token ids"
+        raise ApiError(400, message, code="invalid_value", param="prompt")
+    for name in _NOT_WITH_IT:
+        if getattr(asked, name) not in (None, False):
+            message = f"{name} cannot be used with suffix; leave one of them out"
+            raise ApiError(400, message, code="invalid_value", param=name)
+    return Infilling(layout, tokenizer)

@@ -1,0 +1,251 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the chats of this server."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
+from chairlift.server.chat import ARGUMENTS
+from chairlift.server.chat_reading import plan_prompt
+from chairlift.server.chat_run import ChatRun, begin_chat, encode_messages
+from chairlift.server.errors import ApiError, messages_error_body
+from chairlift.server.limits import read_json, until_tokens
+from chairlift.server.messages_input import names, to_chat
+from chairlift.server.messages_types import (
+    REFUSED,
+    REFUSED_IN_COUNT,
+    CountTokensRequest,
+    MessageReply,
+    MessagesRequest,
+    MessagesUsage,
+    Metadata,
+    OutputConfig,
+    TextBlock,
+    ThinkingBlock,
+    ThinkingConfig,
+    ThinkingDetails,
+    TokenCount,
+    ToolUseBlock,
+)
+from chairlift.server.models import check_model, generating_info
+from chairlift.server.protocol import parse, unknown_inside, warning_headers
+from chairlift.server.state import ServerState
+from chairlift.server.streaming import Meter, StreamWriter, collect, in_pieces, json_response, start_stream
+from chairlift.server.translation import Names
+from chairlift.tool_calls import Call, Event, Piece
+
+__all__ = ["routes"]
+
+_encode: Final = msgspec.json.encode
+_SIGNATURE: Final = "unsigned"
+Told = dict[str, Any]
+
+
+async def create_message(request: Request) -> Response:
+    """Answer a conversation of messages with blocks."""
+    state: ServerState = request.app.state.server
+    body = await read_json(request)
+    asked, ignored = parse(MessagesRequest, body, REFUSED)
+    ignored += _unknown_inside(body)
+    told = names()
+    chat = to_chat(asked, told, state.engine.chat_template or "", ignored)
+    with told.telling(state, request.state.request_id):
+        hint = asked.thinking.budget_tokens if asked.thinking else None
+        run = await begin_chat(request, chat, ignored, shorten=True, thinking_hint=hint)
+    headers = _headers(request, told, ignored)
+    if asked.stream:
+        return await start_stream(state, run.streams, _MessageEvents(run, request.state.request_id), headers)
+    with told.telling(state, request.state.request_id):
+        (output,) = await collect(run.streams)
+    meter = Meter(run.streams)
+    meter.note(0, output)
+    builder = _MessageBuilder(run, meter)
+    for _ in builder.news(output.outputs[0]):
+        pass
+    return json_response(builder.reply, headers)
+
+
+async def count_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a conversation has."""
+    state: ServerState = request.app.state.server
+    body = await read_json(request)
+    asked, ignored = parse(CountTokensRequest, body, REFUSED_IN_COUNT)
+    ignored += _unknown_inside(body)
+    check_model(state, asked.model)
+    generating_info(state)
+    told = names()
+    chat = to_chat(asked, told, state.engine.chat_template or "", ignored)
+    with told.telling(state, request.state.request_id):
+        plan = plan_prompt(state, chat, ignored)
+        async with until_tokens(request):
+            prompt = await encode_messages(state, chat, plan)
+    return json_response(TokenCount(input_tokens=len(prompt)), _headers(request, told, ignored))
+
+
+def _headers(request: Request, told: Names, ignored: list[str]) -> dict[str, str]:
+    """What was ignored, and the id of the request where Anthropic's clients look for it."""
+    return {**warning_headers([told.told(name) for name in ignored]), "request-id": request.state.request_id}
+
+
+def _unknown_inside(body: dict[str, Any]) -> list[str]:
+    kinds: dict[str, type[msgspec.Struct]] = {
+        "thinking": ThinkingConfig,
+        "output_config": OutputConfig,
+        "metadata": Metadata,
+    }
+    return [path for name, kind in kinds.items() for path in unknown_inside(name, body.get(name), kind)]
+
+
+class _MessageBuilder:
+    """Fills a reply with what is read in its answer, and tells the events of that."""
+
+    def __init__(self, run: ChatRun, meter: Meter) -> None:
+        self.reply = MessageReply(id=f"msg_{secrets.token_hex(12)}", model=run.model, usage=_usage(meter))
+        self._reading = run.reading()
+        self._counts = run.plan.reasoning is not None
+        self._was_shortened, self._meter = run.was_shortened, meter
+        self._open: TextBlock | ThinkingBlock | None = None
+        """The block that the next piece of its kind belongs to."""
+        self._pieces: list[str] = []
+        """Its text so far."""
+
+    def begin(self) -> Iterator[Told]:
+        """The events before there is anything."""
+        self.reply.usage = _usage(self._meter)
+        self.reply.usage.output_tokens = 0
+        yield {"type": "message_start", "message": self.reply}
+        yield {"type": "ping"}
+
+    def news(self, answer: CompletionOutput) -> Iterator[Told]:
+        """The events of an answer's news; at its end the reply has its stop_reason and its usage."""
+        ended = answer.finish_reason is not None
+        for event in self._reading.read(answer.text, answer.token_ids, ended):
+            yield from self._read(event)
+        if not ended:
+            return
+        yield from self._close()
+        if self._counts:
+            self._meter.reasoning_tokens = self._reading.reasoning_tokens
+        self.reply.usage = _usage(self._meter)
+        self.reply.tool_call_errors = self._reading.broken or msgspec.UNSET
+        self._end(answer)
+
+    def end(self) -> Iterator[Told]:
+        """The last events of a reply that has its stop_reason."""
+        reply = self.reply
+        delta = {"stop_reason": reply.stop_reason, "stop_sequence": reply.stop_sequence}
+        more = {"tool_call_errors": reply.tool_call_errors} if self._reading.broken else {}
+        yield {"type": "message_delta", "delta": delta, "usage": reply.usage, **more}
+        yield {"type": "message_stop"}
+
+    def _end(self, answer: CompletionOutput) -> None:
+        if answer.finish_reason is FinishReason.LENGTH:
+            self.reply.stop_reason = "model_context_window_exceeded" if self._was_shortened else "max_tokens"
+        elif self._reading.ids:
+            self.reply.stop_reason = "tool_use"
+        elif isinstance(answer.stop_reason, str):
+            self.reply.stop_reason, self.reply.stop_sequence = "stop_sequence", answer.stop_reason
+        else:
+            self.reply.stop_reason = "end_turn"
+
+    def _read(self, event: Event) -> Iterator[Told]:
+        if isinstance(event, Call):
+            yield from self._close()
+            yield from self._call(event)
+        elif isinstance(event, Piece):
+            kind = ThinkingBlock if event.kind == "reasoning" else TextBlock
+            if not isinstance(self._open, kind):
+                yield from self._close()
+                self._open = TextBlock(text="") if kind is TextBlock else ThinkingBlock(thinking="", signature="")
+                self._pieces = []
+                yield self._start(self._open)
+            self._pieces.append(event.text)
+            name = "text" if kind is TextBlock else "thinking"
+            yield self._delta({"type": f"{name}_delta", name: event.text})
+
+    def _close(self) -> Iterator[Told]:
+        block, self._open = self._open, None
+        if block is None:
+            return
+        text = "".join(self._pieces)
+        if isinstance(block, ThinkingBlock):
+            block.thinking, block.signature = text, _SIGNATURE
+            yield self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+        else:
+            block.text = text
+        yield self._stop()
+
+    def _call(self, call: Call) -> Iterator[Told]:
+        block = ToolUseBlock(id=call.id, name=call.name, input={})
+        yield self._start(block)
+        for start in range(0, len(call.arguments), ARGUMENTS):
+            piece = call.arguments[start : start + ARGUMENTS]
+            yield self._delta({"type": "input_json_delta", "partial_json": piece})
+        block.input = json.loads(call.arguments)
+        yield self._stop()
+
+    def _start(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> Told:
+        self.reply.content.append(block)
+        return {"type": "content_block_start", "index": len(self.reply.content) - 1, "content_block": block}
+
+    def _delta(self, delta: Told) -> Told:
+        return {"type": "content_block_delta", "index": len(self.reply.content) - 1, "delta": delta}
+
+    def _stop(self) -> Told:
+        return {"type": "content_block_stop", "index": len(self.reply.content) - 1}
+
+
+def _usage(meter: Meter) -> MessagesUsage:
+    usage = meter.usage()
+    cached = usage.prompt_tokens_details.cached_tokens
+    thought: ThinkingDetails | msgspec.UnsetType = msgspec.UNSET
+    if meter.reasoning_tokens is not None:
+        thought = ThinkingDetails(thinking_tokens=meter.reasoning_tokens)
+    return MessagesUsage(
+        input_tokens=usage.prompt_tokens - cached,
+        cache_read_input_tokens=cached,
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=thought,
+    )
+
+
+class _MessageEvents(StreamWriter):
+    """The events of a streamed reply."""
+
+    def __init__(self, run: ChatRun, request_id: str) -> None:
+        super().__init__(run.streams)
+        self._builder = _MessageBuilder(run, self.meter)
+        self._request_id = request_id
+        self._begun = False
+
+    def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
+        self.note(prompt, output)
+        if not self._begun:  # now it is known what was cached
+            self._begun = True
+            yield b"".join(map(_event, self._builder.begin()))
+        for answer in output.outputs:
+            yield from in_pieces(map(_event, self._builder.news(answer)))
+
+    def end(self) -> bytes:
+        return b"".join(map(_event, self._builder.end()))
+
+    def failed(self, error: ApiError) -> bytes:
+        return _event(messages_error_body(error, self._request_id))
+
+
+def _event(told: Told) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), _encode(told))
+
+
+routes: Final = [
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+]

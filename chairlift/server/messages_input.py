@@ -1,0 +1,262 @@
+"""From Anthropic's messages, whose contents are blocks, to the messages of a chat."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from chairlift.server.errors import ApiError
+from chairlift.server.messages_types import CountTokensRequest, MessagesRequest, Metadata
+from chairlift.server.protocol import ChatRequest
+from chairlift.server.translation import Names, texts_of, wrong
+from chairlift.tool_calls import reasoning_format_of
+
+__all__ = ["names", "to_chat"]
+
+_FIELDS: Final = {
+    r"(tools\[[0-9]+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[[0-9]+\])\.function": r"\1",
+    r"response_format\.json_schema\.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+_SAME: Final = (
+    *("stream", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
+    *("repetition_penalty", "priority", "cache_salt", "queue_timeout", "ttft_ms", "tpot_ms", "deadline_ms"),
+    "max_tokens",
+)
+"""Fields that mean the same in a chat."""
+_BILLING: Final = "x-anthropic-billing-header"
+"""A block of the system's that begins so is no text for the model. It changes with every call, so that no prefix would
+be found in the cache."""
+_THINKING: Final = re.compile(r"(?<![.\w])thinking is (?:not )?defined")
+_Asked = CountTokensRequest | MessagesRequest
+_MOST_USER: Final = 256
+_INSTEAD: Final = "; images and documents are not read"
+
+
+def names() -> Names:
+    """The names of these endpoints' fields."""
+    return Names(_FIELDS)
+
+
+def to_chat(asked: _Asked, told: Names, template: str, ignored: list[str]) -> ChatRequest:
+    """The chat that a request means, for a model with this chat template. Places of messages are noted in ``told``,
+    and names of fields that mean nothing in ``ignored``.
+
+    Raises ApiError that names a field, a block or a tool that is not served.
+    """
+    turns = _Turns()
+    if asked.system is not None:
+        turns.system(asked.system)
+    for index, message in enumerate(asked.messages):
+        turns.add(f"messages[{index}]", message)
+    told.places = turns.places
+    choice, parallel = _choice(asked.tool_choice)
+    if asked.tool_choice and not asked.tools and choice not in ("auto", "none"):
+        why = f"tool_choice.type is {asked.tool_choice['type']!r}, but there are no tools; send tools, or leave it out"
+        raise ApiError(400, why, code="invalid_value", param="tool_choice.type")
+    config = asked.output_config
+    chat = ChatRequest(
+        model=asked.model,
+        messages=turns.messages,
+        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(asked.tools or ())] or None,
+        tool_choice=choice if asked.tools or choice != "none" else None,
+        parallel_tool_calls=parallel,
+        reasoning_effort=config.effort if config else None,
+        response_format=_form(config.format if config else None),
+        chat_template_kwargs=_thinking(asked, template, ignored),
+    )
+    if turns.messages[-1]["role"] == "assistant":  # the answer goes on with it
+        chat.add_generation_prompt, chat.continue_final_message = False, True
+    if asked.thinking is not None:
+        chat.include_reasoning = asked.thinking.display != "omitted"
+    if isinstance(asked, MessagesRequest):
+        for name in _SAME:
+            setattr(chat, name, getattr(asked, name))
+        chat.stop = asked.stop_sequences
+        chat.service_tier = None if asked.service_tier == "standard_only" else asked.service_tier
+        chat.user = _user(asked.metadata)
+    return chat
+
+
+def _user(metadata: Metadata | None) -> str | None:
+    """Who asks, at most as long as chats allow."""
+    user = metadata.user_id if metadata else None
+    if user is None or len(user) <= _MOST_USER:
+        return user
+    return hashlib.sha256(user.encode("utf-8", "replace")).hexdigest()
+
+
+def _thinking(asked: _Asked, template: str, ignored: list[str]) -> dict[str, Any] | None:
+    """The variables that turn thinking on or off. Without the field it is off, as with Anthropic."""
+    kind = asked.thinking.type if asked.thinking else "disabled"
+    if kind not in ("enabled", "adaptive", "disabled"):
+        wrong("thinking.type", "must be enabled, adaptive or disabled", kind)
+    if "enable_thinking" in template:
+        return {"enable_thinking": kind != "disabled"}
+    if _THINKING.search(template):
+        return {"thinking": kind != "disabled"}
+    if asked.thinking is not None and (kind == "disabled") is (reasoning_format_of(template) is not None):
+        ignored.append("thinking")  # it thinks, or does not, whatever it is told
+    return None
+
+
+class _Turns:
+    """Makes messages of messages with blocks."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: dict[str, str] = {}
+        self._known: set[str] = set()
+        """Ids of calls so far."""
+
+    def system(self, given: Any) -> None:
+        """The system's text, without what is not meant for the model."""
+        parts = texts_of("system", given, ("text",), _INSTEAD)
+        texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts]
+        text = "\n\n".join(each for each in texts if each and not each.startswith(_BILLING))
+        if text:
+            self._message("system", {"role": "system", "content": text})
+
+    def add(self, where: str, message: Mapping[str, Any]) -> None:
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            wrong(f"{where}.role", "must be user, assistant or system", role)
+        if isinstance(content, str):
+            self._message(where, {"role": role, "content": content})
+            return
+        if not isinstance(content, list):
+            wrong(f"{where}.content", "must be a text or a list of blocks", content)
+        for index, block in enumerate(content):
+            if not isinstance(block, dict):
+                wrong(f"{where}.content[{index}]", "must be an object with a type", block)
+        if role == "assistant":
+            self._assistant(where, content)
+        else:
+            self._others(where, role, content)
+
+    def _message(self, where: str, message: dict[str, Any]) -> None:
+        self.places[f"messages[{len(self.messages)}]"] = where
+        self.messages.append(message)
+
+    def _others(self, where: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> None:
+        """Results of calls, and texts between them, in the order of the blocks."""
+        texts: list[dict[str, Any]] = []
+        said, kinds = len(self.messages), ("text",) if role == "system" else ("text", "tool_result")
+        for index, block in enumerate(blocks):
+            place = f"{where}.content[{index}]"
+            if block.get("type") != "tool_result" or role == "system":
+                texts.append({"type": "text", "text": _text(place, block, kinds)})
+                continue
+            if texts:
+                self._message(where, {"role": role, "content": _whole(texts)})
+                texts = []
+            self._result(place, block)
+        if texts or said == len(self.messages):
+            self._message(where, {"role": role, "content": _whole(texts)})
+
+    def _result(self, where: str, block: Mapping[str, Any]) -> None:
+        call_id = block.get("tool_use_id")
+        if not isinstance(call_id, str) or call_id not in self._known:
+            wrong(f"{where}.tool_use_id", "must be the id of a tool_use before it; send the call, too", call_id)
+        content = texts_of(f"{where}.content", block.get("content") or "", ("text",), _INSTEAD)
+        if block.get("is_error"):
+            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            content = text if text.lower().startswith("error") else f"Error: {text}"
+        self._message(where, {"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _assistant(self, where: str, blocks: Sequence[Mapping[str, Any]]) -> None:
+        texts: list[dict[str, Any]] = []
+        thoughts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for index, block in enumerate(blocks):
+            place, kind = f"{where}.content[{index}]", block.get("type")
+            if kind == "thinking":
+                if not isinstance(block.get("thinking"), str):
+                    wrong(f"{place}.thinking", "must be a text", block.get("thinking"))
+                thoughts.append(block["thinking"])
+            elif kind == "tool_use":
+                self.places[f"messages[{len(self.messages)}].tool_calls[{len(calls)}]"] = place
+                calls.append(self._call(place, block))
+            else:
+                texts.append({"type": "text", "text": _text(place, block, ("text", "thinking", "tool_use"))})
+        message: dict[str, Any] = {"role": "assistant", "content": _whole(texts) if texts or not calls else None}
+        if any(thoughts):
+            message["reasoning_content"] = "\n".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        self._message(where, message)
+
+    def _call(self, where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+        for key in ("id", "name"):
+            if not isinstance(block.get(key), str) or not block[key]:
+                wrong(f"{where}.{key}", "must be a text", block.get(key))
+        given = block.get("input")
+        if not isinstance(given, dict):
+            wrong(f"{where}.input", "must be an object", given)
+        self._known.add(block["id"])
+        function = {"name": block["name"], "arguments": json.dumps(given, ensure_ascii=False)}
+        return {"id": block["id"], "type": "function", "function": function}
+
+
+def _text(where: str, block: Mapping[str, Any], kinds: Sequence[str]) -> str:
+    """The text of a text block; ``kinds`` are those that may stand there."""
+    if block.get("type") != "text":
+        message = f"{where}.type is {str(block.get('type'))[:60]!r}, which is not supported; send {', '.join(kinds)}"
+        raise ApiError(400, message + _INSTEAD, code="unsupported_content", param=where)
+    if not isinstance(block.get("text"), str):
+        wrong(f"{where}.text", "must be a text", block.get("text"))
+    text: str = block["text"]
+    return text
+
+
+def _whole(texts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return texts if len(texts) > 1 else texts[0]["text"] if texts else ""
+
+
+def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        message = (
+            f"{where}.type is {str(kind)[:60]!r}, but tools that Anthropic defines are not served; leave it out, or"
+            " send a tool with an input_schema and do yourself what it is to do"
+        )
+        raise ApiError(400, message, code="unsupported_parameter", param=f"{where}.type")
+    if tool.get("input_schema") is None:
+        wrong(f"{where}.input_schema", "must be a JSON schema of an object", None)
+    function = {name: tool.get(name) for name in ("name", "description", "strict")}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _choice(given: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
+    """(``tool_choice``, ``parallel_tool_calls``) as a chat has them."""
+    if given is None:
+        return None, None
+    kind, single = given.get("type"), given.get("disable_parallel_tool_use")
+    if single not in (None, True, False):
+        wrong("tool_choice.disable_parallel_tool_use", "must be true or false", single)
+    parallel = None if single is None else not single
+    if kind == "tool":
+        if not isinstance(given.get("name"), str):
+            wrong("tool_choice.name", "must be the name of a tool", given.get("name"))
+        return {"type": "function", "function": {"name": given["name"]}}, parallel
+    choices = {"auto": "auto", "any": "required", "none": "none"}
+    if kind not in choices:
+        wrong("tool_choice.type", "must be auto, any, tool or none", kind)
+    return choices[str(kind)], parallel
+
+
+def _form(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``output_config.format`` as ``response_format``."""
+    if given is None:
+        return None
+    if given.get("type") != "json_schema" or "schema" not in given:
+        wrong("output_config.format", 'must be {"type": "json_schema", "schema": {...}}', given)
+    return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}

@@ -1,0 +1,228 @@
+"""POST /v1/responses, and GET and DELETE /v1/responses/{id}: OpenAI's Responses API over the chats of this server.
+
+A request is translated into a chat, and what is read in the answer becomes items. Nothing is kept unless ``store`` is
+true; then the response is in memory for ``previous_response_id``, within bounds, and only for the API key that made it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+from starlette.routing import Route
+
+from chairlift.outputs import RequestOutput
+from chairlift.server.auth import Caller
+from chairlift.server.chat_run import ChatRun, begin_chat
+from chairlift.server.errors import ApiError
+from chairlift.server.limits import read_json
+from chairlift.server.protocol import parse, unknown_inside, warning_headers
+from chairlift.server.response_store import StoredResponse
+from chairlift.server.responses_events import ResponseBuilder, Told
+from chairlift.server.responses_input import input_items, names, to_chat
+from chairlift.server.responses_types import (
+    REFUSED,
+    DeletedResponse,
+    FunctionCall,
+    OutputMessage,
+    ReasoningOptions,
+    Response,
+    ResponsesRequest,
+    TextOptions,
+)
+from chairlift.server.state import ServerState
+from chairlift.server.streaming import Meter, StreamWriter, beside, collect, in_pieces, json_response, start_stream
+
+__all__ = ["routes"]
+
+_encode: Final = msgspec.json.encode
+_Items = list[dict[str, Any]]
+_Keep = Callable[[Response, bytes], None]
+
+
+async def create_response(request: Request) -> HttpResponse:
+    """Answer a conversation of items."""
+    state: ServerState = request.app.state.server
+    body = await read_json(request)
+    asked, ignored = parse(ResponsesRequest, body, REFUSED)
+    ignored += unknown_inside("text", body.get("text"), TextOptions)
+    ignored += unknown_inside("reasoning", body.get("reasoning"), ReasoningOptions)
+    ignored += [path for path, value in _hints(asked) if value]
+    _check_store(state, asked)
+    earlier = _earlier(request, asked)
+    told = names()
+    chat = to_chat(asked, earlier, told)
+    with told.telling(state, request.state.request_id):
+        run = await begin_chat(request, chat, ignored)
+    response = _response(asked, run)
+    keep = _keeper(request, asked, earlier) if asked.store else None
+    headers = warning_headers([told.told(name) for name in ignored])
+    if asked.stream:
+        return await start_stream(state, run.streams, _ResponseEvents(response, run, keep), headers)
+    with told.telling(state, request.state.request_id):
+        (output,) = await collect(run.streams)
+    meter = Meter(run.streams)
+    meter.note(0, output)
+    builder = ResponseBuilder(response, run, meter)
+
+    def fill() -> bytes:
+        for _ in builder.news(output.outputs[0]):
+            pass
+        return _encode(response)
+
+    top = chat.top_logprobs or 0
+    content = await beside(state, len(output.outputs[0].token_ids) * (top + 1) if chat.logprobs else 0, fill)
+    if keep is not None:
+        keep(response, content)
+    return HttpResponse(content, headers=headers, media_type="application/json")
+
+
+def _hints(asked: ResponsesRequest) -> Iterator[tuple[str, Any]]:
+    """Fields that mean nothing here, with their values."""
+    text, reasoning = asked.text or TextOptions(), asked.reasoning or ReasoningOptions()
+    yield "text.verbosity", text.verbosity
+    yield "reasoning.summary", reasoning.summary
+    yield "reasoning.generate_summary", reasoning.generate_summary
+
+
+def _check_store(state: ServerState, asked: ResponsesRequest) -> None:
+    if asked.store and not state.config.max_stored_responses:
+        message = "store is true, but this server keeps no responses (--max-stored-responses 0); leave it out"
+        raise ApiError(400, message, code="unsupported_parameter", param="store")
+
+
+def _earlier(request: Request, asked: ResponsesRequest) -> _Items:
+    """The items of the conversation that goes on. Raises ApiError 404 for a response that is not kept."""
+    if asked.previous_response_id is None:
+        return []
+    stored = _stored(request, asked.previous_response_id, "previous_response_id")
+    items: _Items = msgspec.json.decode(stored.items)
+    return items
+
+
+def _stored(request: Request, response_id: str, param: str) -> StoredResponse:
+    state: ServerState = request.app.state.server
+    stored = state.responses.get(_holder(request), response_id)
+    if stored is None:
+        message = (
+            f"there is no response {response_id!r:.80}: it was not made with store true and this API key, was dropped"
+            f" for newer ones (the last {state.config.max_stored_responses:,} are kept, in"
+            f" {state.config.max_stored_response_bytes:,} bytes), or the server was started again; send its items in"
+            " input instead"
+        )
+        raise ApiError(404, message, code="response_not_found", param=param)
+    return stored
+
+
+def _holder(request: Request) -> str:
+    caller: Caller = getattr(request.state, "caller", Caller())
+    return caller.holder
+
+
+def _keeper(request: Request, asked: ResponsesRequest, earlier: _Items) -> _Keep:
+    """Keeps a finished response and its JSON, with the whole conversation."""
+    state: ServerState = request.app.state.server
+    before, holder = [*earlier, *input_items(asked)], _holder(request)
+    limits = (state.config.max_stored_responses, state.config.max_stored_response_bytes)
+
+    def keep(response: Response, body: bytes) -> None:
+        items = [*before, *map(_item, response.output)]
+        state.responses.put(holder, response.id, StoredResponse(body, _encode(items)), *limits)
+
+    return keep
+
+
+def _item(item: Any) -> dict[str, Any]:
+    """An item of the output as one of an input."""
+    if isinstance(item, OutputMessage):
+        texts = [{"type": "output_text", "text": part.text} for part in item.content]
+        return {"type": "message", "role": "assistant", "content": texts}
+    if isinstance(item, FunctionCall):
+        return {"type": "function_call", "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": part.text} for part in item.content]}
+
+
+def _response(asked: ResponsesRequest, run: ChatRun) -> Response:
+    """The response before there is any answer, with what was asked."""
+    wanted = asked.text.format if asked.text else None
+    return Response(
+        id=f"resp_{secrets.token_hex(16)}",
+        created_at=int(time.time()),
+        status="in_progress",
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        model=run.model,
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        previous_response_id=asked.previous_response_id,
+        reasoning={"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
+        service_tier=run.streams[0].service_class,
+        store=bool(asked.store),
+        temperature=run.params.temperature,
+        text={"format": wanted or {"type": "text"}},
+        tool_choice=asked.tool_choice or "auto",
+        tools=asked.tools or [],
+        top_logprobs=asked.top_logprobs or 0,
+        top_p=run.params.top_p,
+        user=asked.user,
+        metadata=asked.metadata or {},
+    )
+
+
+class _ResponseEvents(StreamWriter):
+    """The events of a streamed response."""
+
+    def __init__(self, response: Response, run: ChatRun, keep: _Keep | None) -> None:
+        super().__init__(run.streams)
+        self._builder = ResponseBuilder(response, run, self.meter)
+        self._keep = keep
+
+    def start(self) -> bytes:
+        return b"".join(map(_event, self._builder.begin()))
+
+    def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
+        self.note(prompt, output)
+        for answer in output.outputs:
+            yield from in_pieces(map(_event, self._builder.news(answer)))
+
+    def end(self) -> bytes:
+        if self._keep is not None:
+            self._keep(self._builder.response, _encode(self._builder.response))
+        return _event(self._builder.end())
+
+    def failed(self, error: ApiError) -> bytes:
+        return _event(self._builder.failed(error))
+
+
+def _event(told: Told) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), _encode(told))
+
+
+async def _get_response(request: Request) -> HttpResponse:
+    """A response that was kept."""
+    given: Sequence[str] = request.query_params.getlist("stream")
+    if any(value not in ("false", "") for value in given) or "starting_after" in request.query_params:
+        message = "the events of a response are not kept; leave stream and starting_after out"
+        raise ApiError(400, message, code="unsupported_parameter", param="stream")
+    stored = _stored(request, request.path_params["response_id"], "response_id")
+    return HttpResponse(stored.body, media_type="application/json")
+
+
+async def _delete_response(request: Request) -> HttpResponse:
+    """Forget a response."""
+    state: ServerState = request.app.state.server
+    response_id = request.path_params["response_id"]
+    _stored(request, response_id, "response_id")
+    state.responses.delete(_holder(request), response_id)
+    return json_response(DeletedResponse(id=response_id))
+
+
+routes: Final = [
+    Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/{response_id}", _get_response, methods=["GET"]),
+    Route("/v1/responses/{response_id}", _delete_response, methods=["DELETE"]),
+]

@@ -1,0 +1,236 @@
+"""From the items of a response's input to the messages of a chat.
+
+An assistant's turn is one message: its reasoning, its text and its calls. A turn ends with the next result, the next
+message of somebody else, or reasoning or text where it has text and no calls already.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from chairlift.server.errors import ApiError
+from chairlift.server.protocol import ChatRequest
+from chairlift.server.responses_types import INCLUDABLE, ResponsesRequest
+from chairlift.server.translation import MAX_MESSAGES, Names, texts_of, wrong
+
+__all__ = ["input_items", "names", "to_chat"]
+
+_FIELDS: Final = {
+    r"(tools\[[0-9]+\])\.function": r"\1",
+    r"response_format\.json_schema\.schema": "text.format.schema",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "the messages": "the input",
+    "messages": "input",
+}
+_ROLES: Final = ("user", "assistant", "system", "developer")
+_TEXTS: Final = ("input_text", "output_text", "text", "refusal")
+_SAME: Final = (
+    *("model", "stream", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
+    *("repetition_penalty", "priority", "cache_salt", "queue_timeout", "service_tier", "ttft_ms", "tpot_ms"),
+    *("deadline_ms", "parallel_tool_calls", "user", "stop", "chat_template_kwargs", "top_logprobs"),
+)
+"""Fields that mean the same in a chat."""
+
+
+def names() -> Names:
+    """The names of this endpoint's fields."""
+    return Names(_FIELDS)
+
+
+def input_items(asked: ResponsesRequest) -> list[Mapping[str, Any]]:
+    """The input as items; a text is a message of the user."""
+    if isinstance(asked.input, str):
+        return [{"type": "message", "role": "user", "content": asked.input}]
+    return list(asked.input)
+
+
+def to_chat(asked: ResponsesRequest, earlier: Sequence[Mapping[str, Any]], told: Names) -> ChatRequest:
+    """The chat that a request means, behind the ``earlier`` items. Places of messages are noted in ``told``.
+
+    Raises ApiError that names a field, an item or a tool that is not served.
+    """
+    _check(asked)
+    turns = _Turns(asked.instructions)
+    placed = [*(("previous_response_id", item) for item in earlier)]
+    texts = isinstance(asked.input, str)
+    placed += [("input" if texts else f"input[{index}]", item) for index, item in enumerate(input_items(asked))]
+    for where, item in placed:
+        turns.add(where, item)
+    messages = turns.messages
+    if len(messages) > MAX_MESSAGES:
+        message = f"the conversation has {len(messages):,} messages, but {MAX_MESSAGES:,} are taken; leave some out"
+        raise ApiError(400, message, code="invalid_value", param="input")
+    told.places = turns.places
+    logprobs = bool(asked.top_logprobs) or INCLUDABLE[0] in (asked.include or ())
+    if logprobs and asked.tools and asked.tool_choice != "none":
+        message = "the tokens of calls are in no text, so log-probabilities are not given with tools; leave one out"
+        raise ApiError(400, message, code="unsupported_parameter", param="top_logprobs")
+    return ChatRequest(
+        messages=messages,
+        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(asked.tools or ())] or None,
+        tool_choice=_choice(asked.tool_choice),
+        max_completion_tokens=asked.max_output_tokens,
+        logprobs=logprobs or None,
+        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
+        response_format=_form(asked.text.format if asked.text else None),
+        **{name: getattr(asked, name) for name in _SAME},
+    )
+
+
+def _check(asked: ResponsesRequest) -> None:
+    if asked.truncation not in (None, "disabled"):
+        message = f"truncation is {asked.truncation!r}, but nothing is left out of a conversation; send 'disabled'"
+        raise ApiError(400, message, code="unsupported_parameter", param="truncation")
+    for index, value in enumerate(asked.include or ()):
+        if value not in INCLUDABLE:
+            wrong(f"include[{index}]", f"must be one of {', '.join(INCLUDABLE)}", value)
+
+
+class _Turns:
+    """Makes messages of items."""
+
+    def __init__(self, instructions: str | None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: dict[str, str] = {}
+        self._known: set[str] = set()
+        """Ids of calls so far."""
+        self._opening = bool(instructions)
+        """Messages of the system join the instructions."""
+        self._open = False
+        """The last message is an assistant's turn that goes on."""
+        if instructions:
+            self._message("instructions", {"role": "system", "content": instructions})
+
+    def add(self, where: str, item: Mapping[str, Any]) -> None:
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "message":
+            self._say(where, item)
+        elif kind == "reasoning":
+            self._think(where, item)
+        elif kind == "function_call":
+            self._call(where, item)
+        elif kind == "function_call_output":
+            self._result(where, item)
+        else:
+            known = "message, reasoning, function_call and function_call_output"
+            why = (
+                "items are not kept by their id: send the item itself" if kind == "item_reference" else f"send {known}"
+            )
+            message = f"{where}.type is {str(kind)[:60]!r}, which is not supported; {why}"
+            raise ApiError(400, message, code="unsupported_content", param=f"{where}.type")
+        self._opening = self._opening and kind == "message" and item.get("role") in ("system", "developer")
+
+    def _message(self, where: str, message: dict[str, Any], open: bool = False) -> dict[str, Any]:
+        self.places[f"messages[{len(self.messages)}]"] = where
+        self.messages.append(message)
+        self._open = open
+        return message
+
+    def _turn(self, where: str) -> dict[str, Any]:
+        """The assistant's turn, which begins here if none is open."""
+        return self.messages[-1] if self._open else self._message(where, {"role": "assistant"}, open=True)
+
+    def _say(self, where: str, item: Mapping[str, Any]) -> None:
+        role = item.get("role")
+        if role not in _ROLES:
+            wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}", role)
+        content = texts_of(f"{where}.content", item.get("content"), _TEXTS, "; images, files and audio are not read")
+        if role != "assistant":
+            if self._opening and role != "user":
+                first = self.messages[0]
+                first["content"] = f"{first['content']}\n\n{_joined(content)}"
+            else:
+                self._message(where, {"role": role, "content": content})
+            return
+        if self._open and "content" in self.messages[-1] and "tool_calls" not in self.messages[-1]:
+            self._open = False
+        turn = self._turn(where)
+        said = turn.get("content")
+        turn["content"] = content if said is None else f"{_joined(said)}\n{_joined(content)}"
+
+    def _think(self, where: str, item: Mapping[str, Any]) -> None:
+        parts: Any = item.get("content") or item.get("summary") or []
+        kinds = ("reasoning_text", "summary_text", "text")
+        name = "content" if item.get("content") else "summary"
+        text = _joined(texts_of(f"{where}.{name}", parts, kinds))
+        if not text and item.get("encrypted_content"):
+            message = f"{where}.encrypted_content cannot be read here; send the item with its content, or leave it out"
+            raise ApiError(400, message, code="unsupported_content", param=f"{where}.encrypted_content")
+        if not text:
+            return
+        if self._open and "content" in self.messages[-1] and "tool_calls" not in self.messages[-1]:
+            self._open = False
+        turn = self._turn(where)
+        before = turn.get("reasoning_content")
+        turn["reasoning_content"] = text if before is None else f"{before}\n{text}"
+
+    def _call(self, where: str, item: Mapping[str, Any]) -> None:
+        name, call_id, arguments = (item.get(key) for key in ("name", "call_id", "arguments"))
+        for key, value in (("name", name), ("call_id", call_id)):
+            if not isinstance(value, str) or not value:
+                wrong(f"{where}.{key}", "must be a text", value)
+        try:
+            read = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            read = None
+        if not isinstance(read, dict):
+            wrong(f"{where}.arguments", "must be the JSON text of an object", arguments)
+        calls = self._turn(where).setdefault("tool_calls", [])
+        self.places[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = where
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+        self._known.add(str(call_id))
+
+    def _result(self, where: str, item: Mapping[str, Any]) -> None:
+        call_id = item.get("call_id")
+        if not isinstance(call_id, str) or call_id not in self._known:
+            wrong(f"{where}.call_id", "must be that of a function_call before it; send the call, too", call_id)
+        content = texts_of(f"{where}.output", item.get("output"), _TEXTS, "; images and files are not read")
+        self._message(where, {"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+def _joined(content: str | Iterable[Mapping[str, Any]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type", "function")
+    if kind != "function":
+        message = (
+            f"{where}.type is {str(kind)[:60]!r}, but built-in and custom tools are not served; leave it out, or send a"
+            " function and do yourself what it is to do"
+        )
+        raise ApiError(400, message, code="unsupported_parameter", param=f"{where}.type")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _choice(given: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    """``tool_choice`` as a chat has it: names stand one level deeper there."""
+    if given is None or isinstance(given, str):
+        return given
+    kind, tools = given.get("type"), given.get("tools")
+    if kind == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    if kind == "allowed_tools" and isinstance(tools, list):
+        chosen = [_choice(tool) if isinstance(tool, dict) else tool for tool in tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": chosen}}
+    allowed = '"auto", "none", "required", {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'
+    return wrong("tool_choice", f"must be {allowed}", given)
+
+
+def _form(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``text.format`` as ``response_format``."""
+    if given is None or given.get("type") == "text":
+        return None
+    if given.get("type") != "json_schema":
+        if given.get("type") != "json_object":
+            wrong("text.format.type", "must be text, json_object or json_schema", given.get("type"))
+        return {"type": "json_object"}
+    if "schema" not in given:
+        wrong("text.format.schema", "must be a JSON schema", None)
+    return {"type": "json_schema", "json_schema": {name: each for name, each in given.items() if name != "type"}}

@@ -1,0 +1,110 @@
+"""Prompts that ask for the text between a prefix and a suffix (fill in the middle; Bavarian et al., 2022).
+
+Models that were trained for it know by tokens of their own which part is which. The rows say what the models' authors
+published. A row belongs to a tokenizer that has all of its tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+from chairlift.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["INFILL_FORMATS", "InfillFormat", "cut_lead", "infill_format_of", "lead_of"]
+
+_LEAD: Final = "\u263a"
+"""Before a suffix, so that the tokenizer's own space stands before it and not before the suffix. It merges with
+nothing in the tokenizers that write such a space. CodeLlama's authors and Mistral's do the same."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InfillFormat:
+    """How one group of models marks the parts. Texts are those of vocabulary entries."""
+
+    name: str
+    prefix: str
+    suffix: str
+    middle: str = ""
+    """Behind both parts; empty where nothing stands there."""
+    suffix_first: bool = False
+    ends: tuple[str, ...] = ()
+    """Tokens besides the marks and the end of sequence that end what is filled in; those that a tokenizer lacks do
+    not count."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The tokens that a tokenizer must have."""
+        return tuple(mark for mark in (self.prefix, self.suffix, self.middle) if mark)
+
+    def lay_out(self, tokenizer: Tokenizer, prefix: Sequence[int], suffix: Sequence[int], special: bool) -> list[int]:
+        """The prompt. With ``special`` it begins as the tokenizer begins texts (a BOS)."""
+        mark = {text: tokenizer.token_to_id(text) for text in self.marks}
+        first, second = [mark[self.prefix], *prefix], [mark[self.suffix], *suffix]
+        parts = [*second, *first] if self.suffix_first else [*first, *second]
+        begin = tokenizer.encode("a")[: tokenizer.num_added[0]] if special else []
+        ids = [*begin, *parts, *([mark[self.middle]] if self.middle else [])]
+        return [token_id for token_id in ids if token_id is not None]
+
+    def end_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Ids of the tokens that end what is filled in."""
+        found = [tokenizer.token_to_id(text) for text in (*self.marks, *self.ends)]
+        return sorted({token_id for token_id in found if token_id is not None})
+
+
+INFILL_FORMATS: Final = (
+    InfillFormat(
+        name="qwen",  # Qwen2.5-Coder, CodeGemma, Granite
+        prefix="<|fim_prefix|>",
+        suffix="<|fim_suffix|>",
+        middle="<|fim_middle|>",
+        ends=("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>", "<|im_end|>"),
+    ),
+    InfillFormat(
+        name="starcoder",  # StarCoder, StarCoder2, Stable Code, Granite Code
+        prefix="<fim_prefix>",
+        suffix="<fim_suffix>",
+        middle="<fim_middle>",
+        ends=("<fim_pad>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>", "<|endoftext|>"),
+    ),
+    InfillFormat(
+        name="santacoder",
+        prefix="<fim-prefix>",
+        suffix="<fim-suffix>",
+        middle="<fim-middle>",
+        ends=("<fim-pad>", "<|endoftext|>"),
+    ),
+    InfillFormat(name="codellama", prefix="▁<PRE>", suffix="▁<SUF>", middle="▁<MID>", ends=("▁<EOT>",)),
+    InfillFormat(
+        name="deepseek", prefix="<｜fim▁begin｜>", suffix="<｜fim▁hole｜>", middle="<｜fim▁end｜>", ends=("<|EOT|>",)
+    ),
+    InfillFormat(
+        name="seed_coder",
+        prefix="<[fim-prefix]>",
+        suffix="<[fim-suffix]>",
+        middle="<[fim-middle]>",
+        suffix_first=True,
+        ends=("<[end▁of▁sentence]>",),
+    ),
+    InfillFormat(name="codestral", prefix="[PREFIX]", suffix="[SUFFIX]", suffix_first=True),
+)
+"""The first whose marks a tokenizer has is the tokenizer's."""
+
+
+def infill_format_of(tokenizer: Tokenizer) -> InfillFormat | None:
+    """The format of a model's tokenizer; None where the model has no tokens to fill in the middle."""
+    known = (row for row in INFILL_FORMATS if all(tokenizer.token_to_id(mark) is not None for mark in row.marks))
+    return next(known, None)
+
+
+def lead_of(tokenizer: Tokenizer) -> str:
+    """What to put before a suffix that is to be encoded by itself; :func:`cut_lead` takes it away again."""
+    ids = tokenizer.encode("a", False)
+    return _LEAD if ids and tokenizer.token_text(ids[0]).startswith((" ", "▁")) else ""
+
+
+def cut_lead(tokenizer: Tokenizer, lead: str, ids: Sequence[int]) -> list[int]:
+    """The ids of a suffix, from those of :func:`lead_of` and the suffix."""
+    begin = tokenizer.encode(lead, False) if lead else []
+    return list(ids[len(begin) :])

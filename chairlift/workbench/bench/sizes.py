@@ -1,0 +1,119 @@
+"""``bench offline --max-num-seqs 16,32,64``: several numbers of slots in one table, with the best one named."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from chairlift.workbench.bench import plots
+from chairlift.workbench.bench.report import Block, Facts, Report, Section, Table, Text
+from chairlift.workbench.bench.serve_result import Figures, Stats
+
+__all__ = ["Size", "best_words", "sizes_report", "sizes_table"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Size:
+    """One number of slots under one way of batching, and its runs, one for each round."""
+
+    batching: str
+    slots: int
+    runs: Sequence[Figures]
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"{self.batching}, {self.slots} slots"
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second: the median over the rounds."""
+        return statistics.median(run.output_throughput for run in self.runs)
+
+    def median(self, time: str, part: str) -> float | None:
+        """Median over the rounds of one statistic of a time, in ms; None without values.
+
+        ``time`` is a key of :attr:`Figures.times`, and ``part`` a field of :class:`Stats`.
+        """
+        found = [stats for run in self.runs if (stats := run.times[time]) is not None]
+        return statistics.median(_part(stats, part) for stats in found) if found else None
+
+
+def _part(stats: Stats, part: str) -> float:
+    value: float = getattr(stats, part)
+    return value
+
+
+def _best(sizes: Sequence[Size], batching: str) -> Size | None:
+    """The one with the highest throughput that was measured, of those that answered every request."""
+    whole = [size for size in sizes if size.batching == batching and not any(run.failed for run in size.runs)]
+    return max(whole, key=lambda size: size.throughput, default=None)
+
+
+def sizes_table(sizes: Sequence[Size]) -> Table:
+    """A row for each size: medians over the rounds. ``*`` marks the best of each way of batching."""
+    best = [_best(sizes, batching) for batching in dict.fromkeys(size.batching for size in sizes)]
+    goodput = any(run.goodput is not None for size in sizes for run in size.runs)
+    rows = []
+    for size in sizes:
+        row = [size.name + (" *" if size in best else ""), f"{size.throughput:,.1f}"]
+        for time, part in (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("e2el", "p99")):
+            value = size.median(time, part)
+            row.append("-" if value is None else f"{value:,.1f}")
+        if goodput:
+            row.append(f"{statistics.median(run.goodput or 0.0 for run in size.runs):.2f}")
+        rates = [run.preemption_rate for run in size.runs if run.preemption_rate is not None]
+        row += [f"{statistics.median(rates):.1%}" if rates else "-", f"{sum(run.failed for run in size.runs):,}"]
+        rows.append(row)
+    rounds = max((len(size.runs) for size in sizes), default=0)
+    header = ["", "output tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2EL p99", *["goodput"] * goodput]
+    caption = f"times in ms, medians of {rounds} round{'s' * (rounds != 1)}; * is the best of its kind"
+    if any(size.batching == "static" for size in sizes):
+        caption += "; a static batch hands answers out whole, so it has no time per token"
+    return Table([*header, "preempted", "failed"], rows, caption)
+
+
+def best_words(sizes: Sequence[Size]) -> str:
+    """Sentence about the best size of each way of batching, and the throughput of the best one over static batches."""
+    static, other = _best(sizes, "static"), _best(sizes, "continuous")
+    words = [
+        f"best {size.batching}: {size.slots} slots, {size.throughput:,.1f} output tokens/s"
+        for size in (static, other)
+        if size is not None
+    ]
+    if static is not None and other is not None and len(static.runs) == len(other.runs):
+        pairs = zip(static.runs, other.runs, strict=True)
+        ratios = [mine.output_throughput / theirs.output_throughput for theirs, mine in pairs]
+        spread = f" (rounds from {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+        words.append(f"{statistics.median(ratios):.2f} times the best static batches{spread}")
+    return "; ".join(words) or "no size answered every request"
+
+
+def sizes_report(record: Mapping[str, Any], sizes: Sequence[Size], facts: Mapping[str, str]) -> Report:
+    """The table as a page."""
+
+    def blocks() -> Iterator[Block]:
+        yield sizes_table(sizes)
+        yield plots.bars(
+            [size.name for size in sizes],
+            {"output tokens/s": [size.throughput for size in sizes]},
+            title="Throughput",
+            y_label="output tokens/s",
+        )
+        yield plots.bars(
+            [size.name for size in sizes],
+            {part: [size.median("e2el", part) or float("nan") for size in sizes] for part in ("p50", "p99")},
+            title="Whole request",
+            y_label="ms, less is better",
+        )
+        yield Text("All of it was measured, in turns: each round runs every size once.")
+
+    lead = best_words(sizes)
+    return Report(
+        record,
+        "How many slots",
+        f"{lead[:1].upper()}{lead[1:]}.",
+        [Section("Sizes", blocks()), Section("Settings", [Facts(facts)])],
+    )

@@ -1,0 +1,94 @@
+"""Files of traffic as text, whatever they are kept in: plain, compressed (gzip), or Parquet as JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Final, TextIO
+
+from chairlift.errors import ConfigError
+
+__all__ = ["opened_bytes", "opened_text"]
+
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_ROWS: Final = 256
+"""Rows of Parquet that are in memory at a time, beside their row group."""
+
+
+@contextlib.contextmanager
+def opened_text(path: Path) -> Iterator[TextIO]:
+    """The text of a file. What it is kept in is told by its first bytes, not by its name.
+
+    Raises OSError when it cannot be opened, ConfigError when it is damaged, or Parquet without pyarrow.
+    """
+    head = _head(path)
+    try:
+        if head.startswith(_PARQUET):
+            with path.open("rb") as file:
+                yield io.TextIOWrapper(io.BufferedReader(_Rows(path, file)), encoding="utf-8", newline="")
+        elif head.startswith(_GZIP):
+            with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as text:
+                yield text
+        else:
+            with path.open(encoding="utf-8-sig", newline="") as text:
+                yield text
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{path} is damaged: it cannot be decompressed ({error}); copy it again") from None
+
+
+@contextlib.contextmanager
+def opened_bytes(path: Path) -> Iterator[Any]:
+    """The bytes of a file, decompressed, as a binary file object."""
+    with gzip.open(path, "rb") if _head(path).startswith(_GZIP) else path.open("rb") as file:
+        yield file
+
+
+def _head(path: Path) -> bytes:
+    if not path.is_file():  # a pipe is read once
+        return b""
+    with path.open("rb") as file:
+        return file.read(4)
+
+
+class _Rows(io.RawIOBase):
+    """The rows of a Parquet file as lines of JSON."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self._lines, self._rest = _json_lines(path, file), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._rest:
+            line = next(self._lines, None)
+            if line is None:
+                return 0
+            self._rest = line
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+def _json_lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    try:
+        pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError:
+        raise ConfigError(f"{path} is Parquet, which needs pyarrow; install it with pip install pyarrow") from None
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=_ROWS):
+            for row in batch.to_pylist():
+                yield json.dumps(row, default=_plain).encode() + b"\n"
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]:.200}") from None
+
+
+def _plain(value: object) -> str:
+    """A value that JSON has no form for: a time in ISO 8601; bytes, such as images, as a word."""
+    return "bytes" if isinstance(value, bytes) else str(value)

@@ -1,0 +1,137 @@
+"""The mechanical part of the rules for prose in CONTRIBUTING.md: sentence openings, and line length in documents."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST_COLUMNS = 100
+_RIDDLE = re.compile(r"(?:^|[.!?:;]\s+)Of (?:who|what|which|those|these|them|whom|whose|who|whoever|whatever)\b")
+"""A sentence that begins with a clause in place of its subject."""
+_FRAGMENT = re.compile(r"^Of (?!course\b)")
+"""A docstring or comment that leaves its subject out, such as "Of the answer, in seconds"."""
+
+FRAGMENTS_LEFT = ("chairlift/server/", "tests/server/", "tests/workbench/")
+"""Folders that still have such fragments. Mend them and take the folder out; add none."""
+NOT_REFLOWED = {
+    "docs/benchmarking.md",
+    "docs/cpu-kernels.md",
+    "docs/models.md",
+    "docs/operations.md",
+    "docs/quantization.md",
+    "docs/server.md",
+    "docs/speculation.md",
+    "docs/structured-output.md",
+    "docs/tools.md",
+    "docs/tuning.md",
+}
+"""Documents whose lines are still longer. ``python tools/reflow.py FILE`` fills them; add none."""
+
+PYTHON = sorted(
+    path
+    for folder in ("chairlift", "tools", "benchmarks", "examples", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+)
+NATIVE = sorted(path for suffix in ("*.h", "*.cpp") for path in (ROOT / "csrc").rglob(suffix))
+DOCUMENTS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def prose_of_python(text: str) -> Iterator[str]:
+    """Every string that stands as a statement (docstrings, also of fields), and every block of comments."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield " ".join(node.value.value.split())
+    comments = [
+        (token.start[0], token.string.lstrip("#! "))
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    yield from _blocks(comments)
+
+
+def prose_of_native(text: str) -> Iterator[str]:
+    """Every block of ``//`` comments."""
+    lines = [(number, line.partition("//")) for number, line in enumerate(text.splitlines(), start=1)]
+    yield from _blocks([(number, comment.strip()) for number, (_, slashes, comment) in lines if slashes])
+
+
+def _blocks(comments: list[tuple[int, str]]) -> Iterator[str]:
+    """Join comments of neighbouring lines."""
+    block: list[str] = []
+    last = -1
+    for number, comment in comments:
+        if block and number != last + 1:
+            yield " ".join(block)
+            block = []
+        block.append(comment)
+        last = number
+    if block:
+        yield " ".join(block)
+
+
+def test_sentences_begin_with_their_subject() -> None:
+    found = []
+    for path in [*PYTHON, *NATIVE]:
+        if name(path).startswith(FRAGMENTS_LEFT) or path == Path(__file__):
+            continue
+        text = path.read_text(encoding="utf-8")
+        blocks = prose_of_python(text) if path.suffix == ".py" else prose_of_native(text)
+        found += [(name(path), prose) for prose in blocks if _RIDDLE.search(prose) or _FRAGMENT.search(prose)]
+    assert not found
+
+
+def test_documents_begin_sentences_with_their_subject() -> None:
+    quoted = re.compile(r"^\|.*?$|^```.*?^```$|`[^`]*`|\"[^\"]*\"", re.MULTILINE | re.DOTALL)
+    found = []
+    for path in DOCUMENTS:
+        paragraphs = quoted.sub("", path.read_text(encoding="utf-8")).split("\n\n")
+        found += [(name(path), text) for text in paragraphs if _RIDDLE.search(" ".join(text.split()))]
+    assert not found
+
+
+def test_lines_of_documents_are_short() -> None:
+    """Prose only. Code, tables and headings have their own length, and so has a line with a link."""
+    found = []
+    for path in DOCUMENTS:
+        in_code = name(path) in NOT_REFLOWED
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if line.lstrip().startswith("```"):
+                in_code = name(path) in NOT_REFLOWED or not in_code
+            elif not in_code and not line.startswith(("|", "#")) and "](" not in line and len(line) > MOST_COLUMNS:
+                found.append(f"{name(path)}:{number} has {len(line)} columns")
+    assert not found
+
+
+def test_each_document_has_a_line_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    decisions = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
+    for path in DOCUMENTS:
+        if path.name != "README.md" and path.parent.name == "docs":
+            assert f"]({path.name})" in index, f"docs/README.md does not mention {path.name}"
+        elif path.name != "README.md" and path.parent.name == "decisions":
+            assert f"]({path.name})" in decisions, f"docs/decisions/README.md does not mention {path.name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('"""Of who answered: 0 or 1."""', True),
+        ("# The rest. Of those that wait, the first.", True),
+        ('x = 1\n"""Of the answer, in seconds."""', True),
+        ('"""Index of the server that answered."""', False),
+        ("# Share of what is left.", False),
+    ],
+)
+def test_the_check_finds_what_it_should(text: str, found: bool) -> None:
+    assert found == any(_RIDDLE.search(prose) or _FRAGMENT.search(prose) for prose in prose_of_python(text))

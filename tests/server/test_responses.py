@@ -1,0 +1,520 @@
+"""/v1/responses as the official client uses it, against a scripted model: items, events in order, what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from chairlift.errors import EngineDeadError
+from chairlift.server.app import make_app
+from chairlift.server.response_store import ResponseStore, StoredResponse
+from chairlift.server.responses_input import names, to_chat
+from chairlift.server.responses_types import ResponsesRequest
+from tests.server.fake_engine import FakeEngine, byte_tokenizer, make_state
+from tests.server.harness import run, serving
+from tests.server.test_tools import CALLS, says
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "name": "look",
+        "description": "Weather",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        "strict": True,
+    },
+    {"type": "function", "name": "now", "parameters": None},
+]
+KEYS = ("first-key", "second-key")
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    made = FakeEngine()
+    says(made, CALLS)
+    return made
+
+
+@pytest.fixture
+def http(engine: FakeEngine) -> Iterator[TestClient]:
+    with TestClient(make_app(make_state(engine)), base_url="http://localhost") as client:
+        yield client
+    assert engine.num_requests == 0
+
+
+def official(http: TestClient, key: str = "unused") -> openai.OpenAI:
+    made: Any = http
+    return openai.OpenAI(base_url="http://localhost/v1", api_key=key, http_client=made, max_retries=0)
+
+
+@pytest.fixture
+def client(http: TestClient) -> openai.OpenAI:
+    return official(http)
+
+
+def create(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.responses.create(**{"model": "fake", "input": "Hi", "max_output_tokens": 400, **fields})
+
+
+def refused(http: TestClient, status: int = 400, **fields: Any) -> dict[str, Any]:
+    reply = http.post("/v1/responses", json={"input": "Hi", **fields})
+    assert reply.status_code == status, reply.text
+    error: dict[str, Any] = reply.json()["error"]
+    return error
+
+
+def prompt_of(engine: FakeEngine) -> str:
+    return byte_tokenizer().decode(engine.submitted[-1][0], False)
+
+
+def plain(response: Any) -> dict[str, Any]:
+    """What does not differ from one call to the next."""
+    told: dict[str, Any] = response.to_dict()
+    for name in ("id", "created_at", "completed_at"):
+        del told[name]
+    for item in told["output"]:
+        del item["id"]
+        item.pop("call_id", None)
+        item.pop("parsed_arguments", None)
+        for part in item.get("content") or ():
+            part.pop("parsed", None)
+    for tool in told["tools"]:
+        tool.pop("strict", None)
+    return told
+
+
+def test_an_answer_is_items(client: openai.OpenAI) -> None:
+    reply = create(client, tools=TOOLS, metadata={"a": "b"}, instructions="Be brief.", user="u")
+    thought, message, first, second = reply.output
+    assert (thought.type, thought.content[0].text, thought.summary) == ("reasoning", "Hm. é", [])
+    assert (message.type, message.role, message.content[0].text) == ("message", "assistant", "I look.")
+    assert reply.output_text == "I look."
+    assert (first.type, first.name, json.loads(first.arguments)) == ("function_call", "look", {"place": "Ulm 😀"})
+    assert (second.name, second.arguments) == ("now", "{}")
+    assert first.call_id != second.call_id and len(first.call_id) == 9
+    assert {item.status for item in reply.output} == {reply.status} == {"completed"}
+    assert (reply.metadata, reply.instructions, reply.store) == ({"a": "b"}, "Be brief.", False)
+    thoughts = len("<think>\nHm. é\n</think>".encode())
+    assert reply.usage.output_tokens_details.reasoning_tokens == thoughts
+    assert reply.usage.output_tokens == len(CALLS.encode()) + 1
+    assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
+    assert reply.error is None and reply.incomplete_details is None and reply.truncation == "disabled"
+
+
+def test_events_come_in_order(client: openai.OpenAI) -> None:
+    events = list(create(client, tools=TOOLS, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    text = ["output_item.added", "content_part.added", "D", "content_part.done", "output_item.done"]
+    call = ["output_item.added", *(f"function_call_arguments.{each}" for each in ("delta", "done")), "output_item.done"]
+    told = [kind for index, kind in enumerate(kinds) if not (kind.endswith("text.delta") and kind == kinds[index - 1])]
+    reasoning = ["reasoning_text.delta", "reasoning_text.done"]
+    said = ["output_text.delta", "output_text.done"]
+    expected = ["created", "in_progress"]
+    for pieces in (reasoning, said):
+        expected += [*text[:2], *pieces, *text[3:]]
+    assert told == [*expected, *call, *call, "completed"]
+    places = [event.output_index for event in events if hasattr(event, "output_index")]
+    assert places == sorted(places) and set(places) == {0, 1, 2, 3}
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.to_dict() for item in done] == [item.to_dict() for item in events[-1].response.output]
+    assert events[0].response.output == [] and events[0].response.status == "in_progress"
+    assert {event.response.id for event in events if hasattr(event, "response")} == {events[0].response.id}
+    ids = {item.id for item in done}
+    assert {event.item_id for event in events if hasattr(event, "item_id")} == ids and len(ids) == 4
+
+
+def test_a_stream_brings_what_the_whole_reply_has(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "fake", "input": "Hi", "max_output_tokens": 400, "extra_body": {"seed": 1}}
+    with client.responses.stream(**fields, tools=TOOLS) as stream:
+        pieces = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        streamed = stream.get_final_response()
+    assert pieces == streamed.output_text == "I look."
+    assert plain(streamed) == plain(create(client, tools=TOOLS, extra_body={"seed": 1}))
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(client: openai.OpenAI, engine: FakeEngine) -> None:
+    says(engine, "It rains, it rains, it rains.")
+    reply = create(client, max_output_tokens=8)
+    assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (reply.output_text, reply.output[0].status, reply.completed_at) == ("It rains", "incomplete", None)
+    events = list(create(client, max_output_tokens=8, stream=True))
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == "It rains"
+    assert events[-1].response.usage == reply.usage
+
+
+def test_an_engine_that_dies_ends_a_stream_with_an_event(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.failure_of_streams, engine.fail_after = EngineDeadError("it is gone"), 3
+    events = list(create(client, stream=True))
+    assert events[-1].type == "response.failed" and events[-1].sequence_number == len(events) - 1
+    assert (events[-1].response.status, events[-1].response.error.code) == ("failed", "server_error")
+    assert "started again" in events[-1].response.error.message
+    engine.fail_after = 0
+    with pytest.raises(openai.InternalServerError):
+        create(client, stream=True)
+
+
+def test_logprobs_are_those_of_the_text(client: openai.OpenAI, engine: FakeEngine) -> None:
+    says(engine, "<think>\nHm.\n</think>\n\nIt rains.")
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "extra_body": {"seed": 3}}
+    part = create(client, **fields).output[1].content[0]
+    assert "".join(each.token for each in part.logprobs).strip() == "It rains."
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+    events = list(create(client, stream=True, **fields))
+    deltas = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    (done,) = [event.logprobs for event in events if event.type == "response.output_text.done"]
+    assert [each.token for each in done] == [each.token for each in part.logprobs]
+    assert [each.token for each in deltas] == [each.token for each in done][: len(deltas)]
+    assert create(client).output[1].content[0].logprobs == []
+    only = create(client, include=["message.output_text.logprobs"]).output[1].content[0].logprobs
+    assert only and all(each.top_logprobs == [] for each in only)
+
+
+def test_forms_reach_the_engine(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.follows_grammars = True
+    says(engine, "{}", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    reply = create(client, text={"format": form})
+    asked = engine.submitted[-1][1].structured_outputs
+    assert asked and json.loads(str(asked.json)) == schema and reply.text.format.type == "json_schema"
+    create(client, text={"format": {"type": "json_object"}})
+    asked = engine.submitted[-1][1].structured_outputs
+    assert asked and asked.json_object
+    create(client, text={"format": {"type": "text"}, "verbosity": "low"})
+    assert engine.submitted[-1][1].structured_outputs is None
+
+
+def test_settings_reach_the_engine_and_hints_are_named(http: TestClient, engine: FakeEngine) -> None:
+    fields = {"temperature": 0.5, "top_p": 0.5, "top_k": 7, "seed": 3, "stop": ["x"], "stream_options": None}
+    hints = {"prompt_cache_key": "k", "max_tool_calls": 3, "safety_identifier": "s", "text": {"verbosity": "low"}}
+    reasoning = {"effort": "none", "summary": "auto", "context": "auto"}
+    reply = http.post("/v1/responses", json={"input": "Hi", "reasoning": reasoning, **fields, **hints})
+    assert reply.status_code == 200
+    params = engine.submitted[-1][1]
+    assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.5, 0.5, 7, 3)
+    assert (reply.json()["temperature"], reply.json()["top_p"]) == (0.5, 0.5)
+    named = "prompt_cache_key, max_tool_calls, safety_identifier, reasoning.context, text.verbosity, reasoning.summary"
+    assert named in reply.headers["warning"]
+    assert prompt_of(engine).endswith("<think>\n\n</think>\n\n")
+
+
+# --- from items to messages -------------------------------------------------------------------------------------------
+
+LOOK = {"type": "function_call", "call_id": "a", "name": "look", "arguments": '{"place": "Ulm"}'}
+NOW = {"type": "function_call", "call_id": "b", "name": "now", "arguments": "{}", "id": "fc_1", "status": "completed"}
+RAIN = {"type": "function_call_output", "call_id": "a", "output": "Rain."}
+NOON = {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "Noon."}]}
+SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look.", "logprobs": []}]}
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+USER = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+
+
+def call(item: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def result(call_id: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+ASKED = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        ({"input": "Hi"}, [ASKED]),
+        ({"input": [USER]}, [ASKED]),
+        ({"input": "Hi", "instructions": "Be brief."}, [{"role": "system", "content": "Be brief."}, ASKED]),
+        (
+            {"instructions": "One.", "input": [{"role": "developer", "content": "Two."}, USER]},
+            [{"role": "system", "content": "One.\n\nTwo."}, ASKED],
+        ),
+        (
+            {"instructions": "One.", "input": [USER, {"role": "developer", "content": "Two."}]},
+            [{"role": "system", "content": "One."}, ASKED, {"role": "developer", "content": "Two."}],
+        ),
+        (
+            {"input": [{"role": "user", "content": [*USER["content"], *USER["content"]]}]},
+            [{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 2}],
+        ),
+        (
+            {"input": [USER, THOUGHT, SAID, LOOK, NOW, RAIN, NOON]},
+            [
+                ASKED,
+                {
+                    "role": "assistant",
+                    "reasoning_content": "Hm.",
+                    "content": "I look.",
+                    "tool_calls": [call(LOOK), call(NOW)],
+                },
+                result("a", "Rain."),
+                result("b", "Noon."),
+            ],
+        ),
+        (
+            {"input": [USER, LOOK, RAIN, NOW, NOON]},
+            [
+                ASKED,
+                {"role": "assistant", "tool_calls": [call(LOOK)]},
+                result("a", "Rain."),
+                {"role": "assistant", "tool_calls": [call(NOW)]},
+                result("b", "Noon."),
+            ],
+        ),
+        (
+            {"input": [USER, THOUGHT, LOOK, THOUGHT, NOW, RAIN, NOON]},
+            [
+                ASKED,
+                {"role": "assistant", "reasoning_content": "Hm.\nHm.", "tool_calls": [call(LOOK), call(NOW)]},
+                result("a", "Rain."),
+                result("b", "Noon."),
+            ],
+        ),
+        (
+            {"input": [USER, SAID, SAID, THOUGHT, SAID, USER]},
+            [
+                ASKED,
+                {"role": "assistant", "content": "I look."},
+                {"role": "assistant", "content": "I look."},
+                {"role": "assistant", "reasoning_content": "Hm.", "content": "I look."},
+                ASKED,
+            ],
+        ),
+        (
+            {"input": [USER, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Short."}]}, SAID]},
+            [ASKED, {"role": "assistant", "reasoning_content": "Short.", "content": "I look."}],
+        ),
+        ({"input": [{"type": "reasoning", "summary": [], "content": None}, USER]}, [ASKED]),
+    ],
+)
+def test_items_become_messages(given: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    assert to_chat(ResponsesRequest(**given), [], names()).messages == messages
+
+
+def test_a_conversation_goes_behind_what_was_kept() -> None:
+    chat = to_chat(ResponsesRequest(input=[NOON, RAIN], instructions="New."), [USER, LOOK, NOW], names())
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "tool", "tool"]
+
+
+def test_tools_and_choices_are_one_level_deeper_in_a_chat() -> None:
+    for given, choice in (
+        ("auto", "auto"),
+        ({"type": "function", "name": "now"}, {"type": "function", "function": {"name": "now"}}),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]},
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]},
+            },
+        ),
+    ):
+        chat = to_chat(ResponsesRequest(input="Hi", tools=TOOLS, tool_choice=given), [], names())
+        assert chat.tool_choice == choice
+        assert chat.tools and chat.tools[1] == {"type": "function", "function": {"name": "now", "parameters": None}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": []}, "input", "1 to 4096"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search', but built-in"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type", "'custom'"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "1 to 64"),
+        ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "string"}}]}, None, "tools[0].parameters"),
+        ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice", "allowed_tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "fly"}}, "tool_choice", "'fly'"),
+        ({"tools": TOOLS, "top_logprobs": 1}, "top_logprobs", "with tools"),
+        ({"truncation": "auto"}, "truncation", "'disabled'"),
+        ({"include": ["everything"]}, "include[0]", "message.output_text.logprobs"),
+        ({"background": True}, "background", "while the client waits"),
+        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"prompt": {"id": "p"}}, "prompt", "send the text in input"),
+        ({"messages": [ASKED]}, "messages", "send input"),
+        ({"max_tokens": 3}, "max_tokens", "max_output_tokens"),
+        ({"n": 2}, "n", "/v1/chat/completions"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),
+        ({"guided_json": {}}, "guided_json", "/v1/chat/completions"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_object"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "JSON schema"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format", "cannot be followed"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "reasoning.effort must be one of none"),
+        ({"reasoning": 3}, "reasoning", "object"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "from 1"),
+        ({"metadata": {"a": 1}}, None, "metadata"),
+        ({"input": [USER, {"type": "item_reference", "id": "x"}]}, "input[1].type", "send the item itself"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "function_call_output"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "developer"),
+        ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "list of parts"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "'input_image'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "a text"),
+        ({"input": [LOOK, NOON]}, "input[1].call_id", "before it"),
+        ({"input": [{**LOOK, "arguments": "["}]}, "input[0].arguments", "an object"),
+        ({"input": [{**LOOK, "name": ""}]}, "input[0].name", "a text"),
+        ({"input": [USER, LOOK, LOOK]}, "input[2].id", "input[2].id is 'a' again"),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]},
+            "input[0].encrypted_content",
+            "cannot be read",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_clients_names(
+    http: TestClient, fields: dict[str, Any], param: str | None, words: str
+) -> None:
+    error = refused(http, **fields)
+    assert words in error["message"] and (param is None or error["param"] == param), error
+
+
+def test_a_prompt_that_is_too_long_is_the_inputs(http: TestClient) -> None:
+    error = refused(http, input="x" * 3000, max_output_tokens=3)
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stored_response_is_gone_on_with_and_deleted(client: openai.OpenAI, engine: FakeEngine) -> None:
+    first = create(client, tools=TOOLS, store=True, instructions="Once only.")
+    assert first.store and client.responses.retrieve(first.id).to_dict() == first.to_dict()
+    outputs: list[Any] = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "Rain."} for item in first.output[2:]
+    ]
+    says(engine, "It rains.")
+    (*_, last) = create(client, previous_response_id=first.id, input=outputs, store=True, stream=True)
+    second = last.response
+    assert (second.output_text, second.previous_response_id) == ("It rains.", first.id)
+    prompt = prompt_of(engine)
+    assert "Once only." not in prompt and "I look." in prompt and prompt.count("Rain.") == 2
+    third = create(client, previous_response_id=second.id, input="Really?")
+    assert "It rains." in prompt_of(engine) and prompt_of(engine).count("Rain.") == 2
+    client.responses.delete(first.id)
+    for gone in (first.id, third.id, "resp_unknown"):
+        with pytest.raises(openai.NotFoundError, match="store true"):
+            client.responses.retrieve(gone)
+        with pytest.raises(openai.NotFoundError) as missing:
+            create(client, previous_response_id=gone)
+        assert missing.value.param == "previous_response_id"
+        with pytest.raises(openai.NotFoundError):
+            client.responses.delete(gone)
+    assert client.responses.retrieve(second.id).output_text == "It rains."
+    with pytest.raises(openai.BadRequestError, match="are not kept"):
+        client.responses.retrieve(second.id, stream=True)
+
+
+def test_a_key_sees_its_own_responses_only(engine: FakeEngine) -> None:
+    with TestClient(make_app(make_state(engine, api_key=KEYS)), base_url="http://localhost") as http:
+        one, other = official(http, KEYS[0]), official(http, KEYS[1])
+        kept = create(one, store=True)
+        assert one.responses.retrieve(kept.id).id == kept.id
+        for call_it in (other.responses.retrieve, other.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                call_it(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            create(other, previous_response_id=kept.id)
+        assert one.responses.retrieve(kept.id).id == kept.id
+
+
+def test_a_server_that_keeps_nothing_says_so(engine: FakeEngine) -> None:
+    with TestClient(make_app(make_state(engine, max_stored_responses=0)), base_url="http://localhost") as http:
+        error = refused(http, store=True)
+        assert error["param"] == "store" and "--max-stored-responses 0" in error["message"]
+        assert http.post("/v1/responses", json={"input": "Hi", "store": False}).status_code == 200
+
+
+def test_the_store_is_bounded_and_the_largest_key_gives_way() -> None:
+    store, kept = ResponseStore(), StoredResponse(b"x" * 40, b"y" * 10)
+    for index in range(4):
+        assert store.put("a", f"a{index}", kept, 4, 1000)
+    assert store.get("a", "a0") is kept
+    assert store.put("b", "b0", kept, 4, 1000)
+    assert [store.get("a", f"a{index}") is kept for index in range(4)] == [True, False, True, True]
+    assert store.get("b", "b0") is kept and store.get("a", "b0") is None
+    assert (store.num_stored, store.num_bytes) == (4, 200)
+    assert store.put("b", "b1", kept, 100, 120)
+    assert (store.num_stored, store.num_bytes) == (2, 100)
+    assert not store.put("b", "b2", kept, 100, 49) and not store.put("b", "b2", kept, 0, 1000)
+    assert not store.delete("a", "b1") and not store.delete("nobody", "b1")
+    for holder, name in [(holder, f"{holder}{i}") for holder in "ab" for i in range(4)]:
+        store.delete(holder, name)
+    assert (store.num_stored, store.num_bytes, store._kept, store._bytes) == (0, 0, {}, {})
+
+
+# --- an agent ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_keeps_its_history_itself_comes_to_its_end() -> None:
+    """Stateless: streams with tools, whose items go back as they came, until there are no calls any more."""
+    steps = (
+        "<think>\nWhich files?\n</think>\n\n"
+        '<tool_call>\n{"name": "shell", "arguments": {"command": ["ls"]}}\n</tool_call>',
+        'I read it.\n<tool_call>\n{"name": "shell", "arguments": {"command": ["cat", "a.txt"]}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "shell", "arguments": {"command": ["wc", "a.txt"]}}\n</tool_call>',
+        "<think>\nThat is all.\n</think>\n\nThe file says hello.",
+    )
+    tools: list[Any] = [
+        {
+            "type": "function",
+            "name": "shell",
+            "description": "Runs a command",
+            "strict": False,
+            "parameters": {
+                "type": "object",
+                "properties": {"command": {"type": "array", "items": {"type": "string"}}},
+                "required": ["command"],
+            },
+        }
+    ]
+    results = {"ls": "a.txt", "cat": "hello", "wc": "1 1 6"}
+    asked: dict[str, Any] = {
+        "model": "fake",
+        "instructions": "You are a coding agent.",
+        "tools": tools,
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "session",
+        "stream": True,
+        "max_output_tokens": 400,
+    }
+
+    async def test() -> None:
+        engine = FakeEngine()
+        async with serving(make_app(make_state(engine))) as server:
+            url = f"http://127.0.0.1:{server.port}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+                history: list[Any] = [
+                    {"role": "developer", "content": [{"type": "input_text", "text": "Sandbox: none."}]},
+                    {"role": "user", "content": [{"type": "input_text", "text": "What does the file say?"}]},
+                ]
+                done: list[Any] = []
+                for text in steps:
+                    says(engine, text)
+                    done = []
+                    async for event in await client.responses.create(input=history, **asked):
+                        if event.type == "response.output_item.done":
+                            done.append(event.item)
+                    assert event.type == "response.completed" and event.response.usage.input_tokens > 0
+                    history += [item.to_dict() for item in done]
+                    for item in done:
+                        if item.type == "function_call":
+                            output = results[json.loads(item.arguments)["command"][0]]
+                            history.append({"type": "function_call_output", "call_id": item.call_id, "output": output})
+                assert [item.type for item in done] == ["reasoning", "message"]
+                assert done[-1].content[0].text == "The file says hello."
+        prompt = prompt_of(engine)
+        assert (
+            prompt.index("Sandbox: none.") < prompt.index("What does") < prompt.index('["ls"]') < prompt.index("a.txt")
+        )
+        assert "I read it." in prompt and prompt.index("hello") < prompt.index("1 1 6")
+        assert prompt.count("<|im_start|>system") == 1
+
+    run(test())
