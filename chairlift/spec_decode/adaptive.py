@@ -7,24 +7,24 @@ of few rows waits for memory and drafts are nearly free; a step of many rows com
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from chairlift.config import SchedulerConfig
 from chairlift.request import Request
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
+from chairlift.spec_decode.acceptance import Acceptance, Source
 from chairlift.spec_decode.ngram import NgramProposer
 from chairlift.spec_decode.predicted import PredictedText
 
 __all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_config"]
 
-_PRIOR = 0.5
-"""Probability that a draft is right, of a request that has had none."""
-_MEMORY = 0.15
-"""Weight of the newest draft in that estimate."""
 _PROBE_STEPS = 24
 """Where no draft pays by the estimates, one is tried again after so many steps: texts change."""
+_FIRST_TRY = 4
+"""Drafts that a text its caller expects gets at once, whatever they cost: who sends one knows more than the engine."""
 _MOST_COMPARED = 64
 """Drafts of a step; more pay nowhere on a CPU."""
 _LEAST_GAIN = 1.02
@@ -62,6 +62,14 @@ class Proposer(Protocol):
         ...
 
 
+class _Drafted(NamedTuple):
+    """Drafts of a row, before it is decided how many of them are computed."""
+
+    request: Request
+    tokens: Sequence[int]
+    source: Source
+
+
 class AdaptiveSpeculator:
     """As many drafts as pay: from a text that the caller expects while the answer follows it, else from a proposer.
 
@@ -75,10 +83,10 @@ class AdaptiveSpeculator:
         self, step_seconds: Callable[[StepFeatures], float], most: int, proposer: Proposer | None = None
     ) -> None:
         self._seconds, self._most, self._proposer = step_seconds, most, proposer
-        self._chances: dict[str, float] = {}
+        self.acceptance = Acceptance()
         self._texts: dict[str, PredictedText] = {}
-        self._follows: set[str] = set()
-        """Requests whose newest drafts came from the text that they expect."""
+        self._sources: dict[str, Source] = {}
+        """Where the newest drafts of each request came from."""
         self._idle_steps = 0
         self.only_predicted = proposer is None
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
@@ -95,39 +103,50 @@ class AdaptiveSpeculator:
         probes = self._idle_steps >= _PROBE_STEPS
         if not probes and not self._may_pay(rows, step, seconds):
             return []
-        proposals = self._propose([(request, min(most, self._most)) for request, most in rows])
-        order = sorted(self._ranked(proposals), reverse=True)[: min(budget, _MOST_COMPARED)]
+        drafted = self._propose([(request, min(most, self._most)) for request, most in rows])
+        order = sorted(self._ranked(drafted), reverse=True)[: min(budget, _MOST_COMPARED)]
         number = best_number(step.num_decodes, [chance for chance, _ in order], seconds)
         if probes and order:
             number, self._idle_steps = max(1, number), 0
-        counts = dict.fromkeys(proposals, 0)
-        for _, name in order[:number]:
-            counts[name] += 1
-        return [(request, drafts[: counts[name]]) for name, (request, drafts) in proposals.items() if counts[name]]
+        counts = {name: _FIRST_TRY if self._is_new(each) else 0 for name, each in drafted.items()}
+        chosen = Counter(name for _, name in order[:number])
+        counts = {name: max(least, chosen[name]) for name, least in counts.items()}
+        return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
+
+    def _is_new(self, drafted: _Drafted) -> bool:
+        """Whether the drafts come from a text that was not tried yet."""
+        tried = self.acceptance.is_tried(drafted.request.request_id, drafted.source)
+        return drafted.source is Source.PREDICTED and not tried
 
     def _may_pay(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]
     ) -> bool:
         """Whether any draft would pay if every row had some. Spares the search for them in full batches."""
-        chances = sorted((self._chances.get(request.request_id, _PRIOR) for request, _ in rows), reverse=True)
+        chances: list[float] = []
+        for request, _ in rows:
+            source = Source.PREDICTED if request.prediction else Source.PROPOSED
+            if request.prediction and not self.acceptance.is_tried(request.request_id, source):
+                return True
+            chances.append(self.acceptance.chance(request.request_id, source))
+        chances.sort(reverse=True)
         powers = (chance**at for chance in chances[:_MOST_COMPARED] for at in range(1, self._most + 1))
         return best_number(step.num_decodes, sorted(powers, reverse=True)[:_MOST_COMPARED], seconds) > 0
 
-    def _propose(self, rows: Sequence[tuple[Request, int]]) -> Mapping[str, tuple[Request, Sequence[int]]]:
-        """Request id -> the request and its drafts, of those that have some."""
-        found: dict[str, tuple[Request, Sequence[int]]] = {}
+    def _propose(self, rows: Sequence[tuple[Request, int]]) -> Mapping[str, _Drafted]:
+        """Request id -> its drafts, of those requests that have some."""
+        found: dict[str, _Drafted] = {}
         others: list[tuple[Request, int]] = []
         for request, most in rows:
             drafts = self._expected(request, most) if request.prediction else ()
             if drafts:
-                found[request.request_id] = (request, drafts)
+                found[request.request_id] = _Drafted(request, drafts, Source.PREDICTED)
             else:
                 others.append((request, most))
-        self._follows = set(found)
         if self._proposer is not None and others:
             for (request, _), drafts in zip(others, self._proposer.propose(others), strict=True):
                 if drafts:
-                    found[request.request_id] = (request, drafts)
+                    found[request.request_id] = _Drafted(request, drafts, Source.PROPOSED)
+        self._sources = {name: each.source for name, each in found.items()}
         return found
 
     def _expected(self, request: Request, most: int) -> Sequence[int]:
@@ -137,27 +156,25 @@ class AdaptiveSpeculator:
             text = self._texts[request.request_id] = PredictedText(request.prediction)
         return text.propose(request.token_ids, request.num_prompt_tokens, most)
 
-    def _ranked(self, proposals: Mapping[str, tuple[Request, Sequence[int]]]) -> Iterable[tuple[float, str]]:
+    def _ranked(self, drafted: Mapping[str, _Drafted]) -> Iterable[tuple[float, str]]:
         """(probability, request id) of each draft; those of one row fall along the row."""
-        for name, (_, drafts) in proposals.items():
-            chance = self._chances.get(name, _PRIOR)
-            for at in range(1, len(drafts) + 1):
+        for name, each in drafted.items():
+            chance = self.acceptance.chance(name, each.source)
+            for at in range(1, len(each.tokens) + 1):
                 yield chance**at, name
 
     def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
         self._idle_steps = 0
-        chance = self._chances.get(request.request_id, _PRIOR)
-        for right in [1.0] * num_accepted + [0.0] * (num_accepted < len(drafts)):
-            chance += _MEMORY * (right - chance)
-        self._chances[request.request_id] = min(chance, 0.98)
-        if request.request_id in self._follows:
+        source = self._sources.get(request.request_id, Source.PROPOSED)
+        self.acceptance.learn(request.request_id, source, len(drafts), num_accepted)
+        if source is Source.PREDICTED:
             request.num_accepted_predicted += num_accepted
             request.num_rejected_predicted += len(drafts) - num_accepted
 
     def forget(self, request: Request) -> None:
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
-        self._chances.pop(request.request_id, None)
+        self.acceptance.forget(request.request_id)
         self._texts.pop(request.request_id, None)
         if self._proposer is not None:
             self._proposer.forget(request)

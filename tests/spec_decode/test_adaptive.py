@@ -129,7 +129,7 @@ def test_a_request_that_left_leaves_nothing() -> None:
     speculator.verified(request, [4, 1], 1)
     for each in (request, other, row("never seen")):
         speculator.forget(each)
-    assert not speculator._chances and not speculator._texts and not len(proposer)
+    assert not len(speculator.acceptance) and not speculator._texts and not len(proposer)
 
 
 def test_the_text_that_a_request_expects_is_drafted() -> None:
@@ -147,3 +147,20 @@ def test_only_drafts_from_the_text_count_as_predicted() -> None:
     assert choose(speculator, request) == {"a": [51, 52, 7, 8]}
     speculator.verified(request, [51, 52, 7, 8], 4)
     assert (request.num_accepted_predicted, request.num_rejected_predicted) == (2, 1)
+
+
+def test_a_text_that_is_expected_is_tried_at_once_whatever_drafts_cost() -> None:
+    speculator, request = AdaptiveSpeculator(dear, 8), row("a", [50, 51], prediction=[7, 8, 9, 10, 11])
+    assert choose(speculator, request) == {"a": [7, 8, 9, 10]}
+    speculator.verified(request, [7, 8, 9, 10], 0)
+    assert choose(speculator, request) == {}
+
+
+def test_what_comes_later_is_expected_to_be_as_right_as_what_came() -> None:
+    speculator = make(lambda step: 1 + 0.3 * step.num_decodes)
+    assert choose(speculator, row("new"))
+    for number in range(200):
+        speculator.verified(row(str(number)), [4, 1], 0)
+        speculator.forget(row(str(number)))
+    assert not len(speculator.acceptance)
+    assert choose(speculator, row("newer")) == {}
