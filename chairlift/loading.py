@@ -177,6 +177,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     from chairlift.executor.kv_tensors import plan_kv_cache
     from chairlift.executor.local import LocalExecutor
     from chairlift.executor.select import choose_dtype, make_runner
+    from chairlift.loading_draft import load_draft_model
     from chairlift.models.model_files import read_network
 
     model_dir = model_directory(config)
@@ -193,9 +194,10 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
     model, kernels = _load_weights(config, model_dir, network, dtype, device, progress)
+    drafting = load_draft_model(config, model_dir, network, dtype, kernels, progress)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
-        model.kv_cache_spec(),
+        [*model.kv_cache_spec(), *([] if drafting is None else drafting.model.kv_cache_spec())],
         dtype=dtype,
         kv_dtype=torch.int8 if config.cache.kv_cache_dtype == "int8" else None,
         block_size=config.cache.block_size,
@@ -207,12 +209,15 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     )
     rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     try:
-        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len)
+        small = None if drafting is None else drafting.model
+        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small)
     except (MemoryError, torch.OutOfMemoryError):
         message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
         raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
     try:
-        executor = LocalExecutor(runner, num_slots=rows, max_model_len=max_model_len, block_size=plan.block_size)
+        sizes = {"num_slots": rows, "max_model_len": max_model_len, "block_size": plan.block_size}
+        drafter = None if drafting is None else drafting.drafter(runner, max_tokens=most, **sizes)
+        executor = LocalExecutor(runner, **sizes, drafter=drafter)
     except MemoryError:  # the length is the model's word
         message = f"no memory for {rows} rows (max_num_seqs) of {max_model_len:,} tokens (max_model_len); lower one"
         raise ConfigError(message) from None

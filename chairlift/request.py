@@ -99,6 +99,7 @@ class Request:
         "due_at",
         "finish_reason",
         "is_guaranteed",
+        "is_guided",
         "is_ready",
         "last_node",
         "limit",
@@ -188,8 +189,6 @@ class Request:
         self.status = RequestStatus.WAITING
         self.is_ready = True
         """Whether it may join: not before its grammar is compiled."""
-        self.may_draft = True
-        """Whether it may have drafts: not with a grammar, whose masks are made for one token at a time."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.sequence = 0
@@ -204,6 +203,10 @@ class Request:
 
     def _begin_books(self) -> None:
         """What scheduler and KV cache write down about a request."""
+        self.is_guided = False
+        """Whether a grammar or a thinking budget says what may come next. Drafts must be allowed there, too."""
+        self.may_draft = True
+        """Whether it may have drafts: not after a grammar broke behind one."""
         self.siblings: list[Request] = []
         """Requests that wait for this one's prompt to be computed, then fork from it."""
         self.num_sample_positions = 1

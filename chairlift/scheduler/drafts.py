@@ -17,14 +17,14 @@ from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.output import FAILED_ROW, Chunk
 from chairlift.scheduler.step import Step
 
-__all__ = ["Drafts", "Speculator"]
+__all__ = ["Drafts", "Guide", "Speculator"]
 
 
 class Speculator(Protocol):
     """Proposes drafts, and decides how many of them a step computes."""
 
-    only_predicted: bool
-    """Whether only requests that bring a text that they expect have drafts."""
+    only_known: bool
+    """Whether only requests have drafts that bring a text that they expect, or follow a grammar."""
 
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
@@ -44,6 +44,18 @@ class Speculator(Protocol):
         ...
 
 
+class Guide(Protocol):
+    """Knows what may come next in answers that follow a grammar (:attr:`Request.is_guided`)."""
+
+    def num_allowed(self, request: Request, drafts: Sequence[int]) -> int:
+        """Leading ``drafts`` that may come next, and behind each of which the answer goes on."""
+        ...
+
+    def forced(self, request: Request, most: int) -> Sequence[int]:
+        """Up to ``most`` tokens that must come next, as far as anybody can say."""
+        ...
+
+
 class Drafts:
     """Gives drafts to decode rows, and takes the tokens that their step sampled.
 
@@ -52,26 +64,28 @@ class Drafts:
     is read meanwhile depends on a draft. No other step may be in flight.
     """
 
-    def __init__(self, batch: Batch, speculator: Speculator) -> None:
+    def __init__(self, batch: Batch, speculator: Speculator, guide: Guide | None = None) -> None:
         self._batch, self._kv, self._decodes = batch, batch.kv, batch.decodes
         self.speculator = speculator
+        self.guide = guide
+        """None: requests that follow a grammar have no drafts."""
         self.num_drafts = self.num_accepted = self.num_verified = 0
         """Drafts that were computed, drafts that were right, and rows that were verified."""
         self.accepted_at: list[int] = []
         """Number of accepted drafts at each place in a row's drafts."""
         self.predicted: list[Request] = []
         """Requests that expect a text and had drafts verified, since the caller emptied the list."""
-        self._expecting: dict[str, Request] = {}
-        """Requests that expect a text."""
+        self._known: dict[str, Request] = {}
+        """Requests that expect a text or follow a grammar."""
 
     def added(self, request: Request) -> None:
         """Note that a request has come."""
-        if request.prediction:
-            self._expecting[request.request_id] = request
+        if request.prediction or request.is_guided:
+            self._known[request.request_id] = request
 
     def left(self, request: Request) -> None:
         """Forget a request that has left for good."""
-        self._expecting.pop(request.request_id, None)
+        self._known.pop(request.request_id, None)
         self.speculator.forget(request)
 
     def add(self, step: Step) -> None:
@@ -79,12 +93,12 @@ class Drafts:
         out = step.out
         if not step.runs_decodes or self._batch.membership.closed:
             return
-        only_predicted = self.speculator.only_predicted
-        if only_predicted and not self._expecting:
+        only_known = self.speculator.only_known
+        if only_known and not self._known:
             return
         if self._decodes.stale:
             self._decodes.rebuild()
-        asking = [r for r in self._expecting.values() if r.decoding] if only_predicted else self._decodes.requests
+        asking = [r for r in self._known.values() if r.decoding] if only_known else self._decodes.requests
         rows = [(request, most) for request in asking if (most := self._most(request)) > 0]
         if not rows:
             return
@@ -96,6 +110,8 @@ class Drafts:
         features = StepFeatures.of(num_decodes, self._batch.num_computed_tokens, chunks)
         for request, drafts in self.speculator.choose(rows, features, budget):
             kept = tuple(drafts[: self._num_fitting(request, min(len(drafts), budget))])
+            if request.is_guided and self.guide is not None:
+                kept = kept[: self.guide.num_allowed(request, kept)]
             if not kept:
                 continue
             chunk = Chunk(request.slot, len(request.token_ids) - 1, 1 + len(kept), 1 + len(kept), "verify", kept)
@@ -105,11 +121,12 @@ class Drafts:
                 step.chunks.append((request, chunk))
                 step.verifies.append((request, chunk))
 
-    @staticmethod
-    def _most(request: Request) -> int:
+    def _most(self, request: Request) -> int:
         """Drafts that the request may have: each sample position yields a token, and each draft takes a KV position."""
         known = len(request.token_ids)
-        if request.num_computed_tokens != known or request.finish_reason is not None or not request.may_draft:
+        if request.num_computed_tokens != known or request.finish_reason is not None:
+            return 0
+        if not request.may_draft or (request.is_guided and self.guide is None):
             return 0
         return min(request.max_total_tokens - known - 1, request.limit - known)
 

@@ -22,7 +22,7 @@ from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.batch import Batch
 from chairlift.scheduler.costs import Costs
 from chairlift.scheduler.decode_rows import DecodeRows, receivers
-from chairlift.scheduler.drafts import Drafts, Speculator
+from chairlift.scheduler.drafts import Drafts, Guide, Speculator
 from chairlift.scheduler.invariants import check_batch
 from chairlift.scheduler.membership import Membership, membership_from_name
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput, StepResult
@@ -64,6 +64,7 @@ class Scheduler:
         costs: Costs | None = None,
         policy_share: float = DEFAULT_POLICY_SHARE,
         speculator: Speculator | None = None,
+        guide: Guide | None = None,
     ) -> None:
         self.batch = batch = Batch(
             kv,
@@ -83,7 +84,7 @@ class Scheduler:
         self.decodes = batch.decodes
         self.preemptor = Preemptor(batch)
         self.prompts = PromptBudget(batch, self.preemptor, max_model_len)
-        self.drafts = None if speculator is None else Drafts(batch, speculator)
+        self.drafts = None if speculator is None else Drafts(batch, speculator, guide)
         """None without drafts. With drafts, a step must be updated before the next one is scheduled."""
         self.preemption_rate = PreemptionRate()
         self.prefill_mode = prefill_mode

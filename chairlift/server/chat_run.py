@@ -19,7 +19,7 @@ from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, he
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, generating_info, unused_fields
+from chairlift.server.models import check_model, generating_info
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import ChatRequest, TokenizeRequest, no_prompt_logprobs_in_stream, sampling_params
 from chairlift.server.state import ServerState
@@ -73,6 +73,8 @@ async def begin_chat(
     model = check_model(state, chat.model)
     caller = read_promises(request, chat, ignored)
     info = generating_info(state)
+    if chat.prediction is not None and not info.takes_predictions:
+        ignored.append("prediction")
     plan = chat_plan(state, chat, ignored)
     params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
     state.engine.check_room(1, class_of(params))
@@ -87,7 +89,6 @@ async def begin_chat(
             params = limited_params(plan, hinted, state.engine.tokenizer, params)
         except ApiError:
             ignored.append("thinking_token_budget")
-    ignored += unused_fields(info, params)
     room = min(info.max_model_len, info.capacity_tokens + 1) - len(prompt)
     shortened = shorten and params.max_tokens is not None and 1 <= room < params.max_tokens
     if shortened:

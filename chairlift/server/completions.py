@@ -22,7 +22,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.infilling import Infilling, infilling
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, generating_info, unused_fields
+from chairlift.server.models import check_model, generating_info
 from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
@@ -111,10 +111,11 @@ async def create_completion(request: Request) -> Response:
     given = asked.prompts()
     caller = read_promises(request, asked, ignored)
     info = generating_info(state)
+    if asked.prediction is not None and not info.takes_predictions:
+        ignored.append("prediction")
     between = infilling(state, asked, given)
     params = _params(asked, info.sampling_defaults, () if between is None else between.ends)
     _check_lists(params, len(given))
-    ignored += unused_fields(info, params)
     state.engine.check_room(len(given), class_of(params))
     async with until_tokens(request, asked):
         prompts = [

@@ -11,7 +11,6 @@ from starlette.routing import Route
 
 from chairlift.engine.info import EngineInfo
 from chairlift.errors import EngineDeadError
-from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
@@ -24,7 +23,6 @@ __all__ = [
     "generating_info",
     "pooling_info",
     "routes",
-    "unused_fields",
 ]
 
 _BITS: Final = (
@@ -90,12 +88,6 @@ def generating_info(state: ServerState) -> EngineInfo:
         message = f"the model {state.model_names[0]!r:.100} gives {does} and generates no text; use POST {path}"
         raise ApiError(400, message, code="unsupported_model", param="model")
     return info
-
-
-def unused_fields(info: EngineInfo, params: SamplingParams) -> list[str]:
-    """Fields of a request that have no effect with these settings: a prediction that nobody drafts from."""
-    drafts = info.takes_predictions and params.structured_outputs is None
-    return [] if params.prediction is None or drafts else ["prediction"]
 
 
 def pooling_info(state: ServerState) -> EngineInfo:

@@ -21,6 +21,8 @@ _MOST: Final = 0.98
 class Source(enum.Enum):
     """Who drafted, and how likely its first draft is right. Names say where the tokens come from."""
 
+    FORCED = 0.95
+    """A grammar, where it leaves one text: only its split into tokens is a guess."""
     PREDICTED = 0.9
     """The text that the caller expects."""
     PROPOSED = 0.5

@@ -15,6 +15,7 @@ from chairlift.config import SchedulerConfig
 from chairlift.request import Request
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
+from chairlift.scheduler.drafts import Guide
 from chairlift.spec_decode.acceptance import Acceptance, Source
 from chairlift.spec_decode.ngram import NgramProposer
 from chairlift.spec_decode.predicted import PredictedText
@@ -29,8 +30,8 @@ _MOST_COMPARED = 64
 """Drafts of a step; more pay nowhere on a CPU."""
 _LEAST_GAIN = 1.02
 """The estimates are noisy: a smaller gain is none."""
-_MOST_PREDICTED = 16
-"""Drafts of a row that follows a text its caller expects, where nobody says how many."""
+_MOST_KNOWN = 16
+"""Drafts of a row that follows an expected text or a grammar, where nobody says how many."""
 
 
 def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int], float]) -> int:
@@ -57,6 +58,10 @@ class Proposer(Protocol):
         """For each row (a request that decodes, and the most drafts that it may have) its drafts, which may be none."""
         ...
 
+    def seconds(self, num_rows: int) -> float:
+        """Seconds that one draft for each of so many rows takes."""
+        ...
+
     def forget(self, request: Request) -> None:
         """The request has left for good, also when it was never asked about."""
         ...
@@ -71,24 +76,30 @@ class _Drafted(NamedTuple):
 
 
 class AdaptiveSpeculator:
-    """As many drafts as pay: from a text that the caller expects while the answer follows it, else from a proposer.
+    """As many drafts as pay: what a grammar forces, else from a text that the caller expects while the answer follows
+    it, else from a proposer.
 
     Args:
         step_seconds: Time of a step by its features, as learnt so far.
         most: Most drafts of a row in one step.
-        proposer: Who drafts for requests without such a text. None: they have no drafts.
+        proposer: Who drafts for all other requests. None: they have no drafts.
+        guide: Who knows what grammars force. None: nobody.
     """
 
     def __init__(
-        self, step_seconds: Callable[[StepFeatures], float], most: int, proposer: Proposer | None = None
+        self,
+        step_seconds: Callable[[StepFeatures], float],
+        most: int,
+        proposer: Proposer | None = None,
+        guide: Guide | None = None,
     ) -> None:
-        self._seconds, self._most, self._proposer = step_seconds, most, proposer
+        self._seconds, self._most, self._proposer, self._guide = step_seconds, most, proposer, guide
         self.acceptance = Acceptance()
         self._texts: dict[str, PredictedText] = {}
         self._sources: dict[str, Source] = {}
         """Where the newest drafts of each request came from."""
         self._idle_steps = 0
-        self.only_predicted = proposer is None
+        self.only_known = proposer is None
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
 
     def choose(
@@ -103,7 +114,8 @@ class AdaptiveSpeculator:
         probes = self._idle_steps >= _PROBE_STEPS
         if not probes and not self._may_pay(rows, step, seconds):
             return []
-        drafted = self._propose([(request, min(most, self._most)) for request, most in rows])
+        depth = max(int(probes), self._depth(rows, step, seconds))
+        drafted = self._propose([(request, min(most, self._most)) for request, most in rows], depth)
         order = sorted(self._ranked(drafted), reverse=True)[: min(budget, _MOST_COMPARED)]
         number = best_number(step.num_decodes, [chance for chance, _ in order], seconds)
         if probes and order:
@@ -124,25 +136,50 @@ class AdaptiveSpeculator:
         """Whether any draft would pay if every row had some. Spares the search for them in full batches."""
         chances: list[float] = []
         for request, _ in rows:
-            source = Source.PREDICTED if request.prediction else Source.PROPOSED
-            if request.prediction and not self.acceptance.is_tried(request.request_id, source):
+            name = request.request_id
+            if request.prediction and not self.acceptance.is_tried(name, Source.PREDICTED):
                 return True
-            chances.append(self.acceptance.chance(request.request_id, source))
+            chances.append(max((self.acceptance.chance(name, each) for each in self._sources_of(request)), default=0.0))
         chances.sort(reverse=True)
         powers = (chance**at for chance in chances[:_MOST_COMPARED] for at in range(1, self._most + 1))
         return best_number(step.num_decodes, sorted(powers, reverse=True)[:_MOST_COMPARED], seconds) > 0
 
-    def _propose(self, rows: Sequence[tuple[Request, int]]) -> Mapping[str, _Drafted]:
-        """Request id -> its drafts, of those requests that have some."""
+    def _depth(self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]) -> int:
+        """Most drafts that the proposer is to make of a row: where they cost time, as many as pay if all are used."""
+        price = 0.0 if self._proposer is None else self._proposer.seconds(len(rows))
+        if not price:
+            return self._most
+        chances = [self.acceptance.chance(request.request_id, Source.PROPOSED) for request, _ in rows]
+        depth, tokens = 0, float(step.num_decodes)
+        rate = tokens / seconds(0) * _LEAST_GAIN
+        for number in range(1, self._most + 1):
+            tokens += sum(chance**number for chance in chances)
+            found = tokens / (seconds(number * len(rows)) + number * price)
+            if found > rate:
+                depth, rate = number, found
+        return depth
+
+    def _sources_of(self, request: Request) -> Iterable[Source]:
+        """Where drafts of the request may come from."""
+        if request.is_guided and self._guide is not None:
+            yield Source.FORCED
+        if request.prediction:
+            yield Source.PREDICTED
+        if self._proposer is not None:
+            yield Source.PROPOSED
+
+    def _propose(self, rows: Sequence[tuple[Request, int]], depth: int) -> Mapping[str, _Drafted]:
+        """Request id -> its drafts, of those requests that have some. The proposer makes at most ``depth`` of each."""
         found: dict[str, _Drafted] = {}
         others: list[tuple[Request, int]] = []
         for request, most in rows:
-            drafts = self._expected(request, most) if request.prediction else ()
-            if drafts:
+            if request.is_guided and self._guide is not None and (drafts := self._guide.forced(request, most)):
+                found[request.request_id] = _Drafted(request, drafts, Source.FORCED)
+            elif request.prediction and (drafts := self._expected(request, most)):
                 found[request.request_id] = _Drafted(request, drafts, Source.PREDICTED)
             else:
-                others.append((request, most))
-        if self._proposer is not None and others:
+                others.append((request, min(most, depth)))
+        if self._proposer is not None and others and depth:
             for (request, _), drafts in zip(others, self._proposer.propose(others), strict=True):
                 if drafts:
                     found[request.request_id] = _Drafted(request, drafts, Source.PROPOSED)
@@ -181,14 +218,19 @@ class AdaptiveSpeculator:
 
 
 def speculator_from_config(
-    config: SchedulerConfig, costs: Costs, num_lookahead_steps: int
+    config: SchedulerConfig,
+    costs: Costs,
+    num_lookahead_steps: int,
+    guide: Guide | None = None,
+    drafter: Proposer | None = None,
 ) -> AdaptiveSpeculator | None:
     """None where steps take no drafts (:meth:`SchedulerConfig.takes_drafts`). Where none are asked for, requests that
-    bring a text that they expect have some. Raises ConfigError."""
+    bring a text that they expect, or follow a grammar, have some. ``drafter`` is the model that drafts, if one was
+    loaded. Raises ConfigError."""
     asked = config.speculation
     if not config.takes_drafts(num_lookahead_steps):
         return None
     if asked is None:
-        return AdaptiveSpeculator(costs.model.step_seconds, _MOST_PREDICTED)
-    proposer = NgramProposer(asked.prompt_lookup_min)
-    return AdaptiveSpeculator(costs.model.step_seconds, asked.num_speculative_tokens, proposer)
+        return AdaptiveSpeculator(costs.model.step_seconds, _MOST_KNOWN, guide=guide)
+    proposer = NgramProposer(asked.prompt_lookup_min) if drafter is None else drafter
+    return AdaptiveSpeculator(costs.model.step_seconds, asked.num_speculative_tokens, proposer, guide)

@@ -335,15 +335,6 @@ def test_a_prediction_reaches_the_engine_and_its_use_is_counted(http: TestClient
     assert "completion_tokens_details" not in ask(http, max_tokens=2).json()["usage"]
 
 
-def test_a_prediction_beside_a_form_is_named_as_ignored(http: TestClient, engine: FakeEngine) -> None:
-    assert engine.info is not None
-    engine.info = dataclasses.replace(engine.info, takes_predictions=True)
-    held = {"structured_outputs": {"regex": "[a-z]+"}, "prediction": {"type": "content", "content": "abc"}}
-    for more in ({}, {"stream": True}):
-        reply = ask(http, max_tokens=2, **held, **more)
-        assert reply.headers["warning"] == '299 chairlift "ignored: prediction"'
-
-
 def test_without_a_tokenizer_chat_says_so() -> None:
     with TestClient(make_app(make_state(FakeEngine(with_tokenizer=False))), base_url="http://localhost") as http:
         assert "which was not loaded" in refused(http)["message"]

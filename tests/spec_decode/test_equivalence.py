@@ -182,7 +182,7 @@ def check(models: Models, kernels: str, dtypes: Sequence[str], seed: int, kind: 
     told = collections.Counter[str]()
     for answer in (answer for output in outputs for answer in output.outputs):
         told.update(accepted=answer.accepted_prediction_tokens, rejected=answer.rejected_prediction_tokens)
-    if speculator.only_predicted:
+    if speculator.only_known:
         assert told["accepted"] == scheduler.drafts.num_accepted
         assert told.total() == scheduler.drafts.num_drafts
     return collections.Counter(
@@ -201,7 +201,7 @@ def check_all(
     seen: collections.Counter[str] = collections.Counter()
     sweep(request, count, lambda seed: seen.update(check(models, kernels, dtypes, seed, kind)))
     if request.config.getoption("--seeds") is None:  # else there may be too few to say
-        enough = {"accepted": 2.0, "rejected": 3.0}
+        enough = {"accepted": 3.0 if count >= 10 else 2.0, "rejected": 3.0}  # a few cases differ more
         if kind == "predicted":
             enough["predicted"] = 3.0
         if count >= 30:

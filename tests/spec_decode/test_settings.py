@@ -31,8 +31,11 @@ from tests.kernels.cpu.models import tiny_model
         ("{", "speculative_config is not JSON"),
         ('"ngram"', "must be an object like"),
         ({"method": "ngram", "num_tokens": 3}, r"unknown keys \['num_tokens'\]; known: .*num_speculative_tokens"),
-        ({}, "method must be ngram, got None"),
-        ({"method": "eagle3"}, "method must be ngram, got 'eagle3'"),
+        ({}, "method must be ngram or draft_model, got None"),
+        ({"method": "eagle3"}, "method must be ngram or draft_model, got 'eagle3'"),
+        ({"method": "draft_model"}, "draft_model needs a model"),
+        ({"method": "ngram", "model": "x"}, "ngram has none; got method 'ngram' and model 'x'"),
+        ({"method": "draft_model", "model": 7}, "draft_model needs a model"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be .* from 1 to 64, got 0"),
         ({"method": "ngram", "num_speculative_tokens": 65}, "from 1 to 64, got 65"),
         ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 64, got True"),
@@ -116,7 +119,7 @@ def test_an_object_or_its_text_turns_drafts_on(model_dir: Path, asked: Any) -> N
 def test_without_the_setting_only_requests_with_a_prediction_have_drafts(model_dir: Path) -> None:
     llm = make(model_dir)
     drafts = llm.engine.scheduler.drafts
-    assert drafts is not None and drafts.speculator.only_predicted and llm.info.speculative_method is None
+    assert drafts is not None and drafts.speculator.only_known and llm.info.speculative_method is None
     assert isinstance(drafts.speculator, AdaptiveSpeculator)
     drafts.speculator._seconds = lambda step: 1.0
     llm.generate([[5] * 9], PARAMS)
@@ -127,7 +130,7 @@ def test_without_the_setting_only_requests_with_a_prediction_have_drafts(model_d
     assert not without.accepted_prediction_tokens
     assert answer.accepted_prediction_tokens == drafts.num_accepted >= 14
     assert answer.rejected_prediction_tokens == drafts.num_drafts - drafts.num_accepted >= 2
-    assert not drafts._expecting and not drafts.speculator._texts
+    assert not drafts._known and not drafts.speculator._texts
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class ScriptedDrafts:
         self._seed, self._answer_of = seed, answer_of
         self._vocab_size, self._eos = vocab_size, eos
         self.num_forgotten = 0
-        self.only_predicted = False
+        self.only_known = False
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
 
     def choose(
