@@ -298,11 +298,11 @@ class SchedulerConfig:
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config else None
 
     def takes_drafts(self, num_lookahead_steps: int) -> bool:
-        """Whether steps can have drafts: none is scheduled before the one before it has landed, and rows join and leave
-        by themselves. ``num_lookahead_steps`` is what the executor is best given; above 0 it keeps the newest tokens
-        for itself. Raises ConfigError for a bad ``speculative_config``."""
+        """Whether steps can have drafts: none is scheduled before the one before it has landed.
+        ``num_lookahead_steps`` is what the executor is best given; above 0 it keeps the newest tokens for itself.
+        Raises ConfigError for a bad ``speculative_config``."""
         ahead = num_lookahead_steps or (self.speculation is None and self.num_lookahead_steps)
-        return self.batching == "continuous" and not ahead
+        return not ahead
 
     @property
     def most_running(self) -> int:
@@ -347,7 +347,6 @@ class EngineConfig:
         for_governor = "the governor is off; choose governor rules or shadow"
         idle = {
             "batch_wait_ms": (scheduler.batching == "continuous", "a continuous batch never waits"),
-            "speculative_config": (scheduler.batching != "continuous", "only continuous batches have drafts"),
             "num_lookahead_steps": (
                 bool(scheduler.num_lookahead_steps) and scheduler.speculation is not None,
                 "steps with drafts are not scheduled ahead; leave speculative_config out",

@@ -8,7 +8,7 @@ Speculative decoding with rejection sampling (Leviathan et al., 2023; Chen et al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from chairlift.request import Request
@@ -91,7 +91,7 @@ class Drafts:
     def add(self, step: Step) -> None:
         """Add drafts to a step. Called last: drafts use leftover budget and blocks only, and preempt no request."""
         out = step.out
-        if not step.runs_decodes or self._batch.membership.closed:
+        if not step.runs_decodes:
             return
         only_known = self.speculator.only_known
         if only_known and not self._known:
@@ -110,6 +110,8 @@ class Drafts:
         features = StepFeatures.of(num_decodes, self._batch.num_computed_tokens, chunks)
         for request, drafts in self.speculator.choose(rows, features, budget):
             kept = tuple(drafts[: self._num_fitting(request, min(len(drafts), budget))])
+            if self._batch.membership.held:  # the executor goes on behind the last right draft, and so must the row
+                kept = _before_a_stop(kept, request.stop_token_ids)
             if request.is_guided and self.guide is not None:
                 kept = kept[: self.guide.num_allowed(request, kept)]
             if not kept:
@@ -194,8 +196,18 @@ class Drafts:
             self.predicted.append(request)
 
     def rejoin(self, flight: Step) -> None:
-        """Let rows with verified drafts compute one token per step again, unless they have ended."""
-        rows = [r for r, _ in flight.verifies if r.slot >= 0 and r.finish_reason is None]
+        """Let rows with verified drafts compute one token per step again, unless they have ended. Rows of a static
+        batch do so in any case."""
+        held = self._batch.membership.held
+        rows = [r for r, _ in flight.verifies if r.slot >= 0 and (held or r.finish_reason is None)]
         rows = [r for r in rows if r.resumed_at_step <= flight.out.step and r.num_computed_tokens < r.limit]
         if rows:
             self._decodes.start(rows)
+
+
+def _before_a_stop(drafts: tuple[int, ...], stop_token_ids: Collection[int]) -> tuple[int, ...]:
+    """The drafts up to the first that would end the answer."""
+    for place, token in enumerate(drafts):
+        if token in stop_token_ids:
+            return drafts[:place]
+    return drafts

@@ -86,11 +86,7 @@ def spoil(llm: LLM, drafter: DraftModel, rng: random.Random) -> None:
 def check(models: Models, seed: int, twin: bool) -> collections.Counter[str]:
     rng = random.Random(seed)
     model, dtype, settings = rng.choice(list(MODELS)), rng.choice(("bfloat16", "float32")), draw_settings(rng)
-    settings |= {
-        "batching": "continuous",
-        "num_lookahead_steps": None,
-        "max_num_batched_tokens": rng.choice((33, 2048)),
-    }
+    settings |= {"num_lookahead_steps": None, "max_num_batched_tokens": rng.choice((33, 2048))}
     other = model if twin else rng.choice([each for each in MODELS if each != model])
     isa = rng.choice(supported_isas())
     jobs = draw_jobs(rng, repetitive=False)
