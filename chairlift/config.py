@@ -192,11 +192,13 @@ class SpeculativeConfig:
     """Settings of speculative decoding. Names are vLLM's."""
 
     method: str
-    """Source of the drafts: ngram."""
+    """Source of the drafts: ngram or draft_model."""
     num_speculative_tokens: int = 8
     """Most drafts of a row in one step."""
     prompt_lookup_min: int = 3
-    """Length of the match, in tokens, that a draft needs."""
+    """Length of the match, in tokens, that a draft of method ngram needs."""
+    model: str = ""
+    """Small model of method draft_model: a directory, or its name on the Hugging Face Hub."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
@@ -213,8 +215,14 @@ class SpeculativeConfig:
         unknown = sorted(str(key) for key in given if key not in known)
         if unknown:
             raise ConfigError(f"speculative_config has unknown keys {unknown}; known: {sorted(known)}")
-        if given.get("method") != "ngram":
-            raise ConfigError(f"speculative_config: method must be ngram, got {given.get('method')!r:.80}")
+        method, model = given.get("method"), given.get("model", "")
+        if method not in ("ngram", "draft_model"):
+            raise ConfigError(f"speculative_config: method must be ngram or draft_model, got {method!r:.80}")
+        if not isinstance(model, str) or bool(model) != (method == "draft_model"):
+            raise ConfigError(
+                "speculative_config: method draft_model needs a model, the directory or name of the small one, and"
+                f" ngram has none; got method {method!r} and model {model!r:.200}"
+            )
         for name, most in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
             number = given.get(name, 1)
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
@@ -266,9 +274,10 @@ class SchedulerConfig:
     0."""
     speculative_config: str = ""
     """JSON object that turns speculative decoding on, like {"method": "ngram"}. ngram drafts the tokens that followed
-    an earlier occurrence of the last few tokens. num_speculative_tokens (8) is the most drafts of a row,
-    prompt_lookup_min (3) the length of the match. The number of drafts that are checked depends on the cost of a step.
-    Answers stay the same, bit for bit. Steps are then not scheduled ahead."""
+    an earlier occurrence of the last few tokens; prompt_lookup_min (3) is the length of the match. draft_model drafts
+    with a small model with the same tokenizer, named by model. num_speculative_tokens (8) is the most drafts of a row.
+    The number of drafts that are checked depends on the cost of a step. Answers stay the same, bit for bit. Steps are
+    then not scheduled ahead."""
     admission_watermark: float = 0.01
     """Share of the blocks that stays free when a request joins a running batch."""
     governor: str = "off"
@@ -293,6 +302,13 @@ class SchedulerConfig:
     def speculation(self) -> SpeculativeConfig | None:
         """Settings of speculative decoding; None if it is off. Raises ConfigError."""
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config else None
+
+    def takes_drafts(self, num_lookahead_steps: int) -> bool:
+        """Whether steps can have drafts: none is scheduled before the one before it has landed.
+        ``num_lookahead_steps`` is what the executor is best given; above 0 it keeps the newest tokens for itself.
+        Raises ConfigError for a bad ``speculative_config``."""
+        ahead = num_lookahead_steps or (self.speculation is None and self.num_lookahead_steps)
+        return not ahead
 
     @property
     def most_running(self) -> int:
@@ -338,7 +354,6 @@ class EngineConfig:
         for_governor = "the governor is off; choose governor rules or shadow"
         idle = {
             "batch_wait_ms": (scheduler.batching == "continuous", "a continuous batch never waits"),
-            "speculative_config": (scheduler.batching != "continuous", "only continuous batches have drafts"),
             "num_lookahead_steps": (
                 bool(scheduler.num_lookahead_steps) and scheduler.speculation is not None,
                 "steps with drafts are not scheduled ahead; leave speculative_config out",

@@ -141,9 +141,18 @@ class LoadedExecutor:
             deterministic=(native and not self.calls) or self.kernels == "hashlm" or config.model.batch_invariant,
             fingerprint=fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
+            **self._speculation(config),
             sampling_defaults=self.sampling_defaults,
             notes=self.notes,
         )
+
+    def _speculation(self, config: EngineConfig) -> dict[str, Any]:
+        """What :class:`EngineInfo` says about drafts."""
+        verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps)
+        asked = config.scheduler.speculation if verifies else None
+        said = {} if asked is None else {"speculative_method": asked.method}
+        most = 0 if asked is None else asked.num_speculative_tokens
+        return {**said, "num_speculative_tokens": most, "takes_predictions": verifies}
 
 
 def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:
@@ -170,6 +179,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     from chairlift.executor.kv_tensors import check_fits, plan_kv_cache
     from chairlift.executor.local import LocalExecutor
     from chairlift.executor.select import choose_dtype, make_runner
+    from chairlift.loading_draft import load_draft_model
     from chairlift.models.model_files import read_network
 
     model_dir = model_directory(config)
@@ -186,9 +196,10 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
     model, kernels = _load_weights(config, model_dir, network, dtype, device, progress)
+    drafting = load_draft_model(config, model_dir, network, dtype, kernels, progress)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
-        model.kv_cache_spec(),
+        [*model.kv_cache_spec(), *([] if drafting is None else drafting.model.kv_cache_spec())],
         dtype=dtype,
         kv_dtype=torch.int8 if config.cache.kv_cache_dtype == "int8" else None,
         block_size=config.cache.block_size,
@@ -201,12 +212,15 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     check_fits(plan, device)
     rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     try:
-        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len)
+        small = None if drafting is None else drafting.model
+        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small)
     except (MemoryError, torch.OutOfMemoryError):
         message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
         raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
     try:
-        executor = LocalExecutor(runner, num_slots=rows, max_model_len=max_model_len, block_size=plan.block_size)
+        sizes = {"num_slots": rows, "max_model_len": max_model_len, "block_size": plan.block_size}
+        drafter = None if drafting is None else drafting.drafter(runner, max_tokens=most, **sizes)
+        executor = LocalExecutor(runner, **sizes, drafter=drafter)
     except MemoryError:  # the length comes from the model's files and may be absurd
         message = f"no memory for {rows} rows (max_num_seqs) of {max_model_len:,} tokens (max_model_len); lower one"
         raise ConfigError(message) from None

@@ -115,6 +115,9 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """Form of the answer: a JSON schema, a pattern, a choice, a grammar or structural tags. The answer ends where no
     token may follow. Not with :attr:`min_tokens` and :attr:`ignore_eos`."""
+    prediction: str | Sequence[int] | None = None
+    """Text, or its token ids, that the answer is expected to repeat in large part, such as the file that is edited. The
+    answer is the same without it, and comes sooner where the text is right (docs/speculation.md)."""
     thinking: ThinkingBudget | None = None
     """Limit of the reasoning in tokens, with the tokens that mark reasoning."""
     priority: int | None = None
@@ -209,6 +212,7 @@ class SamplingParams:
         if allowed == () and self.allowed_token_ids is not None:
             raise RequestError("allowed_token_ids is empty, so no token could be generated; leave it out or add ids")
         _set(self, "allowed_token_ids", allowed or None)
+        _set(self, "prediction", _prediction(self.prediction))
         if self.logit_bias is not None:
             _set(self, "logit_bias", _logit_bias(self.logit_bias, limits.max_logit_bias))
 
@@ -281,6 +285,15 @@ def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...]:
         for item in value:
             _integer(f"each id in {name}", item, 0, _INT32_MAX)
     return tuple(value)
+
+
+def _prediction(value: Any) -> str | tuple[int, ...] | None:
+    """A text may be as long as the model takes, which the door knows."""
+    if not isinstance(value, str):
+        return _token_ids("prediction", value, _INT32_MAX) or None
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise RequestError("prediction has half a surrogate pair, which no text holds; repair it")
+    return value or None
 
 
 def _logit_bias(value: Any, most: int) -> dict[int, float]:

@@ -252,6 +252,12 @@ class AsyncEngine:
         with self._front() as encoder:
             return await encoder.encode_words(params.bad_words or ())
 
+    async def encode_prediction(self, params: SamplingParams) -> SamplingParams:
+        """The same with the token ids of its ``prediction``. Raises as :meth:`encode`."""
+        if not isinstance(params.prediction, str):
+            return params
+        return dataclasses.replace(params, prediction=await self.encode(params.prediction, add_special_tokens=False))
+
     @property
     def chat_template(self) -> str | None:
         """The template that lays out chats: the one given, or the model's own."""
@@ -328,16 +334,16 @@ class AsyncEngine:
         for a request that cannot be served, QueueFullError when the queue is full or the forecast exceeds the timeouts,
         and EngineDeadError.
         """
-        begin, (prompt, text) = time.monotonic(), unnamed(prompt)
+        since, (prompt, text) = time.monotonic() if arrival is None else arrival, unnamed(prompt)
         if isinstance(prompt, str):
             prompt = await self.encode(prompt)
         if isinstance(params, SamplingParams):
+            params = await self.encode_prediction(params)
             bad_word_ids = await self.encode_words(params) if bad_word_ids is None else bad_word_ids
             await self.check_grammar(params)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
-        since = begin if arrival is None else arrival
         prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, cache_salt, tenant, text, bad_word_ids)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
         foreseeable = self._is_foreseeable(prepared)

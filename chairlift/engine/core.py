@@ -19,7 +19,7 @@ from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.estimates import estimator_from
 from chairlift.engine.events import Events
 from chairlift.engine.floor_share import FloorShare
-from chairlift.engine.grammars import GrammarRow, Grammars
+from chairlift.engine.grammars import Grammars, HeldPlace
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.step_log import StepLog, StepRecord
@@ -125,6 +125,8 @@ class CoreOutputs:
     """The ledger's totals when the tokens were known."""
     progress: list[Progress] = dataclasses.field(default_factory=list)
     """Only sequences with news other than a token."""
+    predicted: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
+    """(sequence, accepted drafts, rejected drafts) so far, of drafts from its expected text, where they changed."""
 
     def merge(self, later: CoreOutputs) -> None:
         """Append later results to these, because these could not be sent yet."""
@@ -138,6 +140,7 @@ class CoreOutputs:
         self.finished += later.finished
         self.decoding += later.decoding
         self.progress += later.progress
+        self.predicted += later.predicted
         self.decode_seconds = max(self.decode_seconds, later.decode_seconds)
 
 
@@ -148,8 +151,8 @@ class _Flight:
     out: SchedulerOutput
     pending: PendingTokens | Exception
     start: float
-    grammars: Sequence[tuple[int, GrammarRow]]
-    """(sample position, grammar state) of each request with a grammar."""
+    grammars: Sequence[HeldPlace]
+    """Places at which requests with a grammar sample."""
     known: SampledTokens | None = None
 
     def tokens(self) -> SampledTokens:
@@ -216,6 +219,7 @@ class EngineCore(EngineClient):
         self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
         self.answer_lengths = AnswerLengths()
+        drafting = executor.num_lookahead_steps, self.grammars, getattr(executor, "drafter", None)
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
@@ -232,7 +236,8 @@ class EngineCore(EngineClient):
             costs=self.costs,
             policy_share=config.policy_share,
             drop_late=config.late_requests == "drop",
-            speculator=speculator_from_config(config, self.costs),
+            speculator=speculator_from_config(config, self.costs, *drafting),
+            guide=self.grammars,
         )
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
@@ -249,15 +254,18 @@ class EngineCore(EngineClient):
         self.weight_version = 0
         asked = config.num_lookahead_steps
         self.num_lookahead_steps = executor.num_lookahead_steps if asked is None else asked
+        self._begin_books()
+
+    def _begin_books(self) -> None:
+        """What the core writes down about its steps."""
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
         self._flights: deque[_Flight] = deque()
-        self._landed_at = 0.0
+        self._landed_at = self._tenant_gap = 0.0
         self._counted = EngineStats()
-        self._reserved = [name for name, each in (config.promises or {}).items() if each.min_seqs]
+        self._reserved = [name for name, each in (self.config.promises or {}).items() if each.min_seqs]
         self._shares_noted = -math.inf
         self._rows_by_class: dict[str, int] = {}
-        self._tenant_gap = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -506,10 +514,10 @@ class EngineCore(EngineClient):
         failed."""
         drawn: list[int] = []
         for flight in self._flights:
-            for index, row in flight.grammars:
-                if row.request is request and request.resumed_at_step <= flight.out.step:
+            for place in flight.grammars:
+                if place.row.request is request and request.resumed_at_step <= flight.out.step:
                     try:
-                        drawn.append(flight.tokens().token_ids[index])
+                        drawn += place.right(flight.tokens().token_ids)
                     except Exception:  # its requests end when the step lands
                         return None
         return drawn
@@ -583,6 +591,11 @@ class EngineCore(EngineClient):
         records = self._token_records(tokens)
         self.grammars.landed(flight.grammars, out.step, tokens)
         result = self.scheduler.update(out, tokens.token_ids, now)
+        if (drafts := self.scheduler.drafts) is not None and drafts.predicted:
+            for each in drafts.predicted:
+                counts = each.num_accepted_predicted, each.num_rejected_predicted
+                outputs.predicted.append((each.request_id, *counts))
+            drafts.predicted.clear()
         complete = self._complete(flight, now)
         rows = [row for row, request in enumerate(result.sampled) if request is not None]
         rows = [row for row in rows if tokens.token_ids[row] != FAILED_ROW]

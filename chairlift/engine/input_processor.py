@@ -76,6 +76,8 @@ class PreparedRequest:
         """One :class:`~chairlift.request.Request` per answer. All but the first share the prompt of the first."""
         sequences: list[Request] = []
         ends_early = bool(self.stop_token_ids or self.params.stop)
+        prediction = self.params.prediction or ()
+        expected = () if isinstance(prediction, str) else tuple(prediction)  # prepare() has encoded a text
         others = self.params  # only the first answer reports the prompt's log-probabilities
         if self.params.prompt_logprobs is not None:
             most = 1 if self.params.max_tokens == 0 else self.params.max_tokens
@@ -105,6 +107,7 @@ class PreparedRequest:
                     source=sequences[0] if sequences else None,
                     # Positions read from the prefix cache have no logits, so they cannot be shared here.
                     may_share=not (self.params.prompt_logprobs is not None and index == 0),
+                    prediction=expected,
                 )
             )
         return sequences
@@ -151,6 +154,8 @@ class InputProcessor:
             raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
         if params.logit_bias is not None:
             params = dataclasses.replace(params)  # a private copy of the mapping, which no caller can change
+        if params.prediction is not None:
+            params = dataclasses.replace(params, prediction=self._prediction(params.prediction))
         prompt, own_text = unnamed(prompt)
         token_ids = self._token_ids(prompt, int(params.max_tokens != 0))
         self._check_params(params)
@@ -198,6 +203,20 @@ class InputProcessor:
             raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens, but the model takes {self.limits.max_model_len}{answer};"
                 " shorten the prompt"
+            )
+        return token_ids
+
+    def _prediction(self, given: str | Sequence[int]) -> list[int]:
+        if not isinstance(given, str):
+            token_ids = list(given)
+        elif self._tokenizer is None:
+            raise RequestError("prediction is text, but the tokenizer was not loaded; send token ids")
+        else:
+            token_ids = self._tokenizer.encode(given, False)
+        self._check_ids("prediction", token_ids)
+        if len(token_ids) > self.limits.max_model_len:
+            raise PromptTooLongError(
+                f"prediction has {len(token_ids)} tokens, but the model takes {self.limits.max_model_len}; shorten it"
             )
         return token_ids
 

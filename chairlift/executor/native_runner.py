@@ -34,19 +34,33 @@ class NativeModelRunner:
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM` in the native layout as a step program.
 
     The model's Python code runs once, here, to be recorded. ``isa`` names the instruction-set path, and no step may
-    have more than ``max_tokens`` tokens. A row's result does not depend on the others in its batch.
+    have more than ``max_tokens`` tokens. A row's result does not depend on the others in its batch. ``draft`` is a
+    small model that drafts: the last layers of ``plan`` are its. ``kv`` is the cache of another runner, whose layers
+    from ``first_layer`` on are this one's.
     """
 
     def __init__(
-        self, model: CausalLM, plan: KVPlan, dtype: torch.dtype, pool: Pool, *, isa: str, max_tokens: int
+        self,
+        model: CausalLM,
+        plan: KVPlan,
+        dtype: torch.dtype,
+        pool: Pool,
+        *,
+        isa: str,
+        max_tokens: int,
+        draft: CausalLM | None = None,
+        kv: NativeKV | None = None,
+        first_layer: int = 0,
     ) -> None:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
         self._model = model
-        self._kv = NativeKV(model.kv_cache_spec(), plan)
+        spec = model.kv_cache_spec()
+        self._kv = NativeKV([*spec, *(draft.kv_cache_spec() if draft is not None else ())], plan) if kv is None else kv
+        layers = self._kv.layers[first_layer : first_layer + len(spec)]
         recorder = Recorder(dtype)
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
-        self.program = StepProgram(recorder, hidden, self._kv.layers, pool, isa=isa, max_tokens=max_tokens)
+        self.program = StepProgram(recorder, hidden, layers, pool, isa=isa, max_tokens=max_tokens)
         self.calls = self.program.plan.calls
         """Names of the operations that run in plain torch."""
         body = len(recorder.nodes)
@@ -63,6 +77,11 @@ class NativeModelRunner:
         self._templates = RowTemplates(self._head_weight.n)
         self._max_tokens = max_tokens
         self._logits: Tensor | None = None
+        self.draft: NativeModelRunner | None = None
+        """Runs the small model that drafts."""
+        if draft is not None:
+            more = {"isa": isa, "max_tokens": max_tokens, "kv": self._kv, "first_layer": len(spec)}
+            self.draft = NativeModelRunner(draft, plan, dtype, pool, **more)  # type: ignore[arg-type]
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Hidden states [K, D] of the tokens that :func:`_kept` names; the next step overwrites them."""

@@ -245,8 +245,10 @@ def make_runner(
     device: torch.device,
     kernels: str,
     max_model_len: int,
+    draft: CausalLM | None = None,
 ) -> ModelRunner:
-    """The runner for what :func:`choose_kernels` chose, of a model with the weights that go with it."""
+    """The runner for what :func:`choose_kernels` chose, of a model with the weights that go with it. ``draft`` is a
+    small model that drafts, for the native kernels."""
     threads, most = config.model.threads, config.scheduler.max_num_batched_tokens
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)
@@ -270,7 +272,7 @@ def make_runner(
         pool = Pool(threads)
     except OSError as error:
         raise ConfigError(f"threads is {threads}: {error}") from None
-    return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most)
+    return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most, draft=draft)
 
 
 def choose_pooled_kernels(

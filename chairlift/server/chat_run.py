@@ -73,6 +73,8 @@ async def begin_chat(
     model = check_model(state, chat.model)
     caller = read_promises(request, chat, ignored)
     info = generating_info(state)
+    if chat.prediction is not None and not info.takes_predictions:
+        ignored.append("prediction")
     plan = chat_plan(state, chat, ignored)
     params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
     state.engine.check_room(1, class_of(params))

@@ -111,6 +111,8 @@ async def create_completion(request: Request) -> Response:
     given = asked.prompts()
     caller = read_promises(request, asked, ignored)
     info = generating_info(state)
+    if asked.prediction is not None and not info.takes_predictions:
+        ignored.append("prediction")
     between = infilling(state, asked, given)
     params = _params(asked, info.sampling_defaults, () if between is None else between.ends)
     _check_lists(params, len(given))
@@ -129,7 +131,7 @@ async def create_completion(request: Request) -> Response:
     headers = warning_headers(ignored)
     if asked.stream:
         return await start_stream(state, streams, _TextChunks(head, asked, streams, writer), headers)
-    meter, pieces = Meter(streams), Pieces()
+    meter, pieces = Meter(streams, predicted=asked.prediction is not None), Pieces()
     choices: list[TextChoice] = []
     outputs = await collect(streams)
     for index, output in enumerate(outputs):
@@ -173,6 +175,7 @@ def _check_lists(params: SamplingParams, num_prompts: int) -> None:
         "allowed_token_ids": len(params.allowed_token_ids or ()),
         "stop_token_ids": len(params.stop_token_ids or ()),
         "bad_words": sum(map(len, params.bad_words or ())),
+        "prediction": len(params.prediction or ()),
     }
     if num_prompts > 1 and num_prompts * sum(sizes.values()) > _MAX_LIST_ENTRIES:
         largest = max(sizes, key=sizes.__getitem__)

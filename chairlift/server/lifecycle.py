@@ -277,6 +277,11 @@ def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, 
     )
 
 
+def _drafts(info: EngineInfo) -> str:
+    """Who drafts tokens, in words."""
+    return f"{info.speculative_method}, up to {info.num_speculative_tokens} tokens of a request in a step"
+
+
 def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     """What a person who has just started a server wants to know."""
     if info.pooling is not None:
@@ -307,6 +312,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
             f"{config.max_connections:,} connections, {config.max_body_bytes / 2**20:g} MiB per body, "
             f"{config.request_timeout:g} s per request",
         ),
+        *((("drafts", _drafts(info)),) if info.speculative_method else ()),
         *((("samples", f"with {defaults}, where a request does not say"),) if defaults else ()),
         ("access", "with an API key" if state.api_keys else "without an API key"),
     )

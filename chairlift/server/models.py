@@ -15,7 +15,15 @@ from chairlift.server.errors import ApiError
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 
-__all__ = ["ModelCard", "ModelList", "check_model", "engine_info", "generating_info", "pooling_info", "routes"]
+__all__ = [
+    "ModelCard",
+    "ModelList",
+    "check_model",
+    "engine_info",
+    "generating_info",
+    "pooling_info",
+    "routes",
+]
 
 _BITS: Final = (
     "the same prompt, settings and seed give the same tokens and log-probabilities, whatever else is in the batch"
@@ -42,6 +50,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """fp8: the layers' weights have 8 bits; null: they are in the dtype."""
     kv_cache_dtype: str | None = None
     """int8: K and V have 8 bits; null: they are in the dtype."""
+    speculative_method: str | None = None
+    """Who drafts tokens (docs/speculation.md); null: nobody does, but for requests with a prediction."""
     deterministic: bool | None = None
     determinism: str | None = None
     """What is promised, in words."""
@@ -98,6 +108,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
     if info is not None:
         card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
         card.quantization, card.kv_cache_dtype = info.quantization, info.kv_cache_dtype
+        card.speculative_method = info.speculative_method
         card.determinism = _BITS if info.deterministic else _NOISE
     return card
 

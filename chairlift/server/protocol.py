@@ -27,7 +27,8 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      ``stream``), ``truncate_prompt_tokens``, ``return_token_ids``, ``return_tokens_as_token_ids``,
                      one of ``response_format``, ``structured_outputs``, ``guided_json``, ``guided_regex``,
                      ``guided_choice``, ``guided_grammar`` and ``structural_tag``,
-                     ``priority``, ``cache_salt``, ``service_tier``, ``user``, and ours: ``queue_timeout``
+                     ``priority``, ``cache_salt``, ``service_tier``, ``user``, ``prediction`` (ignored, and named,
+                     where the engine takes no drafts), and ours: ``queue_timeout``
                      (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
                      ``continue_final_message``, ``chat_template_kwargs``, ``tools``, ``tool_choice``,
@@ -36,7 +37,7 @@ supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, 
 supported, texts     ``prompt``, ``suffix`` (where the model can fill in the middle), ``echo``, ``best_of`` (not with
                      ``stream``), ``add_special_tokens``
 ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
-                     ``verbosity``, ``prediction``, ``prompt_cache_key``, ``prompt_cache_retention``,
+                     ``verbosity``, ``prompt_cache_key``, ``prompt_cache_retention``,
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
 refused              ``functions``, ``function_call`` but ``none``, of texts ``tools`` and ``tool_choice``,
                      ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
@@ -78,6 +79,7 @@ __all__ = [
     "DetokenizeRequest",
     "GenerationRequest",
     "Message",
+    "Prediction",
     "Refusals",
     "SampledRequest",
     "StopString",
@@ -111,7 +113,11 @@ _END: Final = r"$(?!\n)"
 _SALT: Final = "^[A-Za-z0-9_-]{0,64}" + _END
 _NAME: Final = "^[A-Za-z][A-Za-z0-9_]{0,63}" + _END
 _ID: Final = "^(0|[1-9][0-9]{0,9})" + _END
+_CONTENT: Final = "^content" + _END
+_TEXT: Final = "^text" + _END
 _IN_WORDS: Final = {
+    _CONTENT: "'content'",
+    _TEXT: "'text'",
     _SALT: "a text of at most 64 characters from A-Z, a-z, 0-9, '_' and '-'",
     _NAME: "a text of at most 64 characters from A-Z, a-z, 0-9 and '_' that begins with a letter",
     _ID: "a token id in decimal digits, such as '50', without sign and leading zeros",
@@ -149,6 +155,25 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """A last chunk with the usage of the whole request."""
     continuous_usage_stats: bool | None = None
     """The usage so far in every chunk."""
+
+
+class PredictionPart(msgspec.Struct, kw_only=True):
+    """A piece of a predicted text."""
+
+    type: Annotated[str, Meta(pattern=_TEXT)]
+    text: str
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    """A text that the answer is expected to repeat in large part, such as the file that is being edited."""
+
+    type: Annotated[str, Meta(pattern=_CONTENT)]
+    content: str | Annotated[list[PredictionPart], Meta(min_length=1, max_length=_MAX_MESSAGES)]
+
+    @property
+    def whole(self) -> str:
+        """All of the text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class SampledRequest(msgspec.Struct, kw_only=True):
@@ -212,6 +237,8 @@ class GenerationRequest(SampledRequest, kw_only=True):
     structural_tag: Form | GrammarText | None = None
     user: Annotated[str, Meta(max_length=256)] | None = None
     """Who asks; without API keys, whose share of the engine it is."""
+    prediction: Prediction | None = None
+    """What the answer is expected to repeat: it comes sooner where that is so, and is the same in any case."""
     return_timing: bool | None = None
     """Say where the time went: ``timing`` in the reply, or in the last chunk of each prompt's answers."""
 
@@ -401,6 +428,7 @@ _SAMPLING: Final = (
     *("ttft_ms", "tpot_ms", "deadline_ms"),
 )
 """Fields that mean the same in SamplingParams."""
+_NAMED: Final = (*_SAMPLING, "prediction")
 
 _RESERVED_VARIABLES: Final = frozenset(
     ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -481,11 +509,13 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **f
     """The request's sampling settings over ``defaults``, ``fields`` over both. Raises ApiError, naming the field."""
     given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     given["structured_outputs"] = structured_outputs(request)
+    if request.prediction is not None:
+        given["prediction"] = request.prediction.whole
     try:
         return SamplingParams(**{**defaults, **given, **fields})
     except RequestError as error:
         first = str(error).split(" ", 1)[0]
-        raise ApiError(400, str(error), code="invalid_value", param=first if first in _SAMPLING else None) from None
+        raise ApiError(400, str(error), code="invalid_value", param=first if first in _NAMED else None) from None
 
 
 def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -534,9 +564,14 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _ignored_inside(struct_type: type[msgspec.Struct], body: Mapping[str, Any]) -> list[str]:
-    """Unknown names in stream_options, which has the right form already."""
-    options = (body.get("stream_options") or {}) if "stream_options" in _field_names(struct_type) else {}
-    return [f"stream_options.{name}" for name in options if name not in _field_names(StreamOptions)]
+    """Unknown names in stream_options and prediction, which have the right form already."""
+    inside = {"stream_options": StreamOptions, "prediction": Prediction}
+    return [
+        f"{field}.{name}"
+        for field, kind in inside.items()
+        for name in ((body.get(field) or {}) if field in _field_names(struct_type) else {})
+        if name not in _field_names(kind)
+    ]
 
 
 @functools.cache

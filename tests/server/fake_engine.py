@@ -234,6 +234,11 @@ class FakeEngine:
         self.words_asked.append(tuple(params.bad_words or ()))
         return ()
 
+    async def encode_prediction(self, params: SamplingParams) -> SamplingParams:
+        if not isinstance(params.prediction, str):
+            return params
+        return dataclasses.replace(params, prediction=await self.encode(params.prediction, False))
+
     async def beside(self, work: Callable[[], Any]) -> Any:
         if self.full:
             raise QueueFullError("256 long texts wait already, as many as may; try again later")

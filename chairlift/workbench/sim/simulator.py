@@ -198,7 +198,9 @@ class Simulation:
         self.scripts = Scripts(self.engine.core, world.windows) if world.scripted else None
         if world.drafts:
             scheduler = self.engine.scheduler
-            scheduler.drafts = Drafts(scheduler.batch, ScriptedDrafts(world.seed, self._answer_of))
+            scheduler.drafts = Drafts(
+                scheduler.batch, ScriptedDrafts(world.seed, self._answer_of), self.engine.core.grammars
+            )
         self.num_reserved = 0
         """Requests that joined in a reserved row."""
         self.pending: dict[str, _Submitted] = {}

@@ -120,7 +120,9 @@ def make_world(seed: int) -> World:
     if grammars:
         with_text = True  # without a tokenizer there are none
         _hold(random.Random(seed ^ 0x6A3B), [event for event in events if event.kind == "arrive"])
-    drafts = seed % 10 in (2, 6) or seed % 200 == 199
+    drafts = seed % 10 in (2, 6) or seed % 40 == 39  # in the last ones beside grammars
+    if seed % 40 == 39:
+        scheduler |= {"batching": "continuous", "max_num_batched_tokens": max(48, scheduler["max_num_batched_tokens"])}
     if seed % 10 == 6:
         events = _draft(random.Random(seed ^ 0x6D1A), scheduler, events, horizon)
     return World(
