@@ -15,7 +15,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
 from chairlift.rerankers import RERANKERS
@@ -24,6 +24,7 @@ from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
 
 __all__ = [
     "BUNDLED_MODEL",
+    "ONE_STATE",
     "CacheConfig",
     "CacheGroup",
     "EngineConfig",
@@ -36,6 +37,8 @@ __all__ = [
     "server_fields",
 ]
 
+ONE_STATE: Final = 1 << 30
+"""Span of a block of recurrent states that is never complete: a request has one block for as long as it runs."""
 BUNDLED_MODEL = "bundled"
 """Stands for the small model that comes with the package."""
 
@@ -67,6 +70,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_cache_memory_bytes": (1, 2**50),
     "gpu_memory_utilization": (0.01, 1),
     "num_kv_blocks": (2, 2**31),
+    "state_snapshot_interval": (1, ONE_STATE - 1),
     "swap_space_bytes": (0, 2**50),
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**24),
@@ -177,6 +181,9 @@ class CacheConfig:
     """Exact number of blocks per cache group, instead of a size in bytes."""
     enable_prefix_caching: bool = True
     """Share the KV of equal prompt beginnings between requests."""
+    state_snapshot_interval: int | None = None
+    """Tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of block_size.
+    None: such that snapshots take no more memory than K and V (1,024 for models without K and V)."""
     prefix_offload: bool = False
     """Keep what the prefix cache evicts in the swap space, as far as preempted requests leave room there."""
     swap_space_bytes: int | None = None
@@ -344,6 +351,7 @@ class EngineConfig:
                 scheduler.preemption_mode == "swap" and not swaps,
                 "there is nowhere to swap to, and all is recomputed; raise swap_space_bytes",
             ),
+            "state_snapshot_interval": (not self.cache.enable_prefix_caching, "it needs enable_prefix_caching"),
             "swap_directory": (not swaps and not (offloads and self.cache.prefix_offload), "nothing is swapped"),
             "prefix_offload": (not offloads, "it needs enable_prefix_caching, and swap space"),
         }
@@ -456,7 +464,7 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep the same positions."""
+    """Layers that keep the same positions, or recurrent states of the same positions."""
 
     num_blocks: int
     """Blocks in the group's pool, the null block included."""
@@ -464,6 +472,9 @@ class CacheGroup:
     """None keeps every position (``full``); W keeps the last W (``window(W)``)."""
     num_host_blocks: int = 0
     """Blocks in host memory that can hold the KV of preempted requests."""
+    state_span: int | None = None
+    """Positions per block in a group of recurrent states, of which a block holds one: a multiple of the block size, or
+    :data:`ONE_STATE`. None: the group holds K and V."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -52,7 +52,8 @@ class StepBatch:
     block_tables: _Int32
     """[G, N, M]: entries past the sequence or behind its window are meaningless."""
     slot_mapping: npt.NDArray[np.int64]
-    """[G, T]: ``block * block_size + offset``, where each token's KV goes."""
+    """[G, T]: ``block * block_size + offset``, where each token's KV goes. In a group of recurrent states: the block,
+    which holds the state behind its newest token."""
     slots: _Int32 = dataclasses.field(default_factory=_none)
     """[N] InputBatch row of each."""
     tokens: _Int32 = dataclasses.field(default_factory=_none)

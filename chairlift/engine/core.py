@@ -527,7 +527,7 @@ class EngineCore(EngineClient):
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
         if result.sampled and self.costs.wants(out):
             # With look-ahead a step begins when the one before it has ended, however early it was scheduled.
-            self.costs.observe(record.features, end - max(start, self._landed_at), len(out.swap_out) + len(out.swap_in))
+            self.costs.observe(record.features, end - max(start, self._landed_at), self.costs.num_copied(out))
         was_busy = out.num_decodes > 0 or len(out.chunks) > len(out.joined)
         if was_busy and not out.swap_out and not out.swap_in:
             self.costs.passed(record.features, end - max(start, self._landed_at), end - self._landed_at)

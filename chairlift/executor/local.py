@@ -66,7 +66,8 @@ class LocalExecutor:
         """Names of the operations that the runner's kernels lack, and PyTorch computes."""
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
         self._runner = runner
-        self._input = InputBatch(num_slots, max_model_len, block_size, len(runner.cache_groups))
+        spans = [group.state_span for group in runner.cache_groups]
+        self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)
 
     def execute(self, out: SchedulerOutput) -> tuple[Any, StepBatch]:
         batch = self._input.apply(out)

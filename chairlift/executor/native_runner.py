@@ -43,10 +43,12 @@ class NativeModelRunner:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
         self._model = model
-        self._kv = NativeKV(model.kv_cache_spec(), plan)
+        self._kv = NativeKV(model.kv_cache_spec(), plan, dtype)
         recorder = Recorder(dtype)
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
-        self.program = StepProgram(recorder, hidden, self._kv.layers, pool, isa=isa, max_tokens=max_tokens)
+        self.program = StepProgram(
+            recorder, hidden, self._kv.layers, pool, isa=isa, max_tokens=max_tokens, states=self._kv.states
+        )
         self.calls = self.program.plan.calls
         """Names of the operations that run in plain torch."""
         body = len(recorder.nodes)

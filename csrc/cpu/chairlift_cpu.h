@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 4 };
+enum { CL_ABI_VERSION = 5 };
 
 // Activations, KV and dense weights of a program are of one dtype, unless a KV layer is of another kind; sums are float32 in all.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
@@ -50,10 +50,14 @@ enum cl_op_kind {
   CL_OP_LINEAR_GELU = 17,  // as LINEAR_SILU, with the tanh form of GELU
   CL_OP_SCALE = 18,       // out[T, n] = in * scale
   CL_OP_HEADS = 19,       // what QKV does with its product, of rows in[T, (heads + 2 kv_heads) * head_dim]; flags: CL_ALL_HEADS
+  CL_OP_SHORT_CONV = 20,  // out[T, n] = causal convolution over k tokens of each channel by itself, with the states of `layer`,
+                          // of in[T, n], or of b x of in[T, 3 n] = (b, c, x), then times c; weight float32 [k, n]; flags: CL_GATED, CL_SILU
 };
 enum {
   CL_PACKED = 1,     // the weight is packed
   CL_POSITIONS = 2,  // rows by positions, not by token_ids
+  CL_GATED = 8,      // SHORT_CONV: the input is (b, c, x)
+  CL_SILU = 16,      // SHORT_CONV: silu of the sum
   CL_ALL_HEADS = 4,  // q_norm [heads * head_dim] and k_norm [kv_heads * head_dim] are each one norm over all heads
 };
 enum cl_activation { CL_NONE = 0, CL_GELU = 1, CL_GELU_TANH = 2, CL_RELU = 3, CL_RELU_SQUARED = 4 };
@@ -109,7 +113,10 @@ typedef struct {
 // codes of V as uint8 [head_dim / 16][16 tokens / 2][16][2]; float32 scales [16] and minima [16] of V. A number is minimum +
 // scale * code. Each token and head has a scale and a minimum of its own, so that what is written for a token depends on that
 // token alone. A scale that is NaN stands for numbers that are not all finite.
-enum cl_kv_kind { CL_KV_PLAIN = 0, CL_KV_INT8 = 1 };
+//
+// Or a part of the states of a recurrent layer: each block is one, of `head_dim` bytes, and an entry of a block table stands
+// for `block_size` positions. It holds the state behind the newest token among them.
+enum cl_kv_kind { CL_KV_PLAIN = 0, CL_KV_INT8 = 1, CL_KV_STATE = 2 };
 typedef struct {
   void* kv;
   int32_t group;          // cache group: which block table and slot mapping
